@@ -23,6 +23,7 @@ from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Generate
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION, SCHEDULING
@@ -59,7 +60,7 @@ def build(running: int, page_size: int, overlap: bool, order: SchedulingPolicy, 
         eos_ids=(2,),
         overlap=overlap,
     )
-    return Scheduler(
+    return assemble_scheduler(
         config,
         RadixCache(PrefixCacheContext(page_size, config.num_pages, REGISTRY.load(REGISTRY.get("eviction_policy", "lru"))(EVICTION))),
         PagedAllocator(config.num_pages),

@@ -237,7 +237,7 @@ def main() -> None:
             loop, drafter = make_loop(args, Path(folder), drafts=True)
             assert drafter is not None
             loop.runner.inputs.synthetic = SyntheticAcceptance(args.lengths[-1], NUM_STEPS)  # type: ignore[attr-defined]
-            loop.scheduler.enable_speculation(drafter, NUM_STEPS)
+            loop.scheduler.speculation.enable(drafter, NUM_STEPS)
             for batch in args.batches:
                 profile(loop, args, batch)
             return
@@ -264,7 +264,7 @@ def main() -> None:
                     continue
                 loop.runner.inputs.synthetic = SyntheticAcceptance(length, NUM_STEPS)  # type: ignore[attr-defined]
                 for steps in (*args.fixed, None):
-                    loop.scheduler.enable_speculation(drafter, steps or NUM_STEPS, is_adaptive=steps is None)
+                    loop.scheduler.speculation.enable(drafter, steps or NUM_STEPS, is_adaptive=steps is None)
                     row = measure(loop, args, batch, *((0.1, args.seconds) if steps else (4 * args.seconds, 3 * args.seconds)))
                     ratio = row["tokens_per_second"] / rate_without(off[batch], row["position"])
                     note({"batch": batch, "mode": steps or "adaptive", "length": length, "ratio": ratio, **row})

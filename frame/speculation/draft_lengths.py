@@ -1,6 +1,6 @@
 """`DraftLengths`: how many tokens the next step drafts, and how many for each slot.
 
-Used by `frame.core.scheduling.speculation`, on the scheduler's rank alone: the other ranks get the
+Used by `frame.speculation.draft_scheduler`, on the scheduler's rank alone: the other ranks get the
 lengths with the batch (SGLang: adaptive speculative decoding). Imports no torch. Must not know a
 drafter, a request or pages.
 """

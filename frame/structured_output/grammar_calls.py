@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from frame.core.blame import explain
 from frame.core.messages import Finish
-from frame.core.scheduling.request import GrammarState
 from frame.structured_output.draft_masks import fill_draft_masks
 from frame.structured_output.grammar_threads import LOST_SECONDS, ThreadedCall
 
@@ -36,6 +36,31 @@ def grammar_error(error: BaseException, params: SamplingParams) -> Finish:
         kind = params.grammar[0] if params.grammar is not None else None
         return Finish("error", error=f"invalid grammar: {error}", code="invalid_grammar", param=kind)
     return Finish("error", error=f"the grammar backend failed: {explain(error)}")
+
+
+MEAN_WEIGHT = 0.1  # of the last call in the mean time of a grammar's calls
+
+
+@dataclass(slots=True)
+class GrammarState:
+    """What the scheduler keeps of one request's grammar between steps."""
+
+    call: ThreadedCall | None = None  # a call that no step waits for
+    mask: np.ndarray | None = None  # int32 [words]; the next mask, once it is filled
+    path: np.ndarray | None = None  # int32 [k + 1, words]; the masks along the draft of the next row, k tokens
+    error: Finish | None = None  # how the request ends at its next token, because the mask could not be filled
+    seconds: float = 0.0  # moving mean of the measured calls' CPU time, which begins at 0
+    num_measured: int = 0  # calls
+    is_slow: bool = False  # the next call runs beside the steps
+
+    def measure(self, seconds: float) -> None:
+        """Add the CPU time of a call."""
+        self.seconds += MEAN_WEIGHT * (seconds - self.seconds)
+        self.num_measured += 1
+
+    def estimate_seconds(self) -> float:
+        """The CPU time to expect of a call: `seconds` without its beginning."""
+        return self.seconds / (1 - (1 - MEAN_WEIGHT) ** self.num_measured) if self.num_measured else 0.0
 
 
 class GrammarMeter:
@@ -230,9 +255,10 @@ class DraftCall(GrammarCall):
 
 def get_grammar_state(request: Request) -> GrammarState:
     """The state of a request's grammar, created on first use: most requests have no grammar."""
-    if request.grammar_state is None:
-        request.grammar_state = GrammarState()
-    return request.grammar_state
+    state: GrammarState | None = request.grammar_state
+    if state is None:
+        state = request.grammar_state = GrammarState()
+    return state
 
 
 def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:

@@ -1,7 +1,7 @@
 """Grammars of running requests in a step: accepts sampled tokens and fills token masks.
 
 Calls run in threads. A step does not wait for a slow call: its request is held until the call ends.
-Used by the scheduler. Must not know the compiler.
+Implements `StepGrammars` for the scheduler. Must not know the compiler.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,13 @@ from frame.core.interfaces.drafter import Drafts
 from frame.core.messages import Finish
 from frame.core.scheduling.request import queue_full
 from frame.core.scheduling.request_slots import GRAMMAR
+from frame.core.scheduling.step_features import StepGrammars
 from frame.structured_output.grammar_calls import (
     BROKEN_GRAMMAR,
     BatchCall,
     DraftCall,
     GrammarCall,
+    GrammarState,
     accept_tokens,
     get_grammar_state,
     grammar_error,
@@ -31,10 +33,10 @@ from frame.structured_output.grammar_calls import (
 from frame.structured_output.grammar_threads import NICENESS, QUICK_SECONDS, CallBatch, GrammarThreads
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.sampling import Grammar, MaskBatch
-    from frame.core.interfaces.sampling_params import SamplingParams
-    from frame.core.scheduling.request import GrammarState, Request
+    from frame.core.interfaces.sampling import MaskBatch
+    from frame.core.scheduling.request import Request
     from frame.core.scheduling.request_slots import RequestTable
+    from frame.structured_output.jump_forward import JumpForward
 
 MAX_THREADS = 8
 SECONDS_PER_THREAD = 0.0005  # CPU seconds of a step's calls per thread; threads wait for each other's use of the interpreter
@@ -75,14 +77,15 @@ class _Filling:
     parts: list[_Pending]
 
 
-class GrammarCalls:
-    """Makes the grammar calls of a scheduler's steps. After each step `take_stopped` returns the
-    requests that must leave the device because of a slow call, and `take_settled` those whose slow
-    call has ended. Masks do not depend on the thread that computes them."""
+class GrammarCalls(StepGrammars):
+    """Makes the grammar calls of a scheduler's steps. Masks do not depend on the thread that
+    computes them. jumps: appends forced tokens once the masks of a step are filled; None: all are
+    sampled."""
 
-    def __init__(self, vocab_size: int, threads: int | None = None) -> None:
+    def __init__(self, vocab_size: int, threads: int | None = None, jumps: JumpForward | None = None) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._words = -(-vocab_size // 32)
+        self._jumps = jumps
         self._quick = GrammarThreads(threads or min(MAX_THREADS, cores))
         self._slow = GrammarThreads(2, NICENESS)
         self._held: dict[str, GrammarCall] = {}
@@ -94,14 +97,24 @@ class GrammarCalls:
         self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
         self._is_batch_lost = False  # one did not end
 
+    @property
+    def num_jumped(self) -> int:
+        return 0 if self._jumps is None else self._jumps.num_tokens
+
     def __len__(self) -> int:
-        """The number of held requests."""
         return len(self._held)
 
+    def start_request(self, request: Request) -> Finish | None:
+        grammar = request.grammar
+        assert grammar is not None
+        if self._jumps is not None:
+            grammar = request.grammar = self._jumps.wrap_grammar(grammar, request.params)
+        try:
+            return None if all(grammar.accept_token(token) for token in request.output) else BROKEN_GRAMMAR
+        except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+            return grammar_error(error, request.params)
+
     def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
-        """Accept sampled tokens, of which only a request's last may end it. Returns for each
-        request how it ends. None: it continues. num_rows: rows of the step, with and without a
-        grammar. Masks that a `MaskBatch` fills may be unfinished until `settle`."""
         self.settle()
         calls: dict[int, GrammarCall] = {}
         ends: list[Finish | None] = []
@@ -130,19 +143,23 @@ class GrammarCalls:
         return ends
 
     def settle(self) -> None:
-        """Wait for the masks that `accept_tokens` has begun. Every other method does so first."""
         filling, self._filling = self._filling, None
         if filling is not None:
             self._finish(filling.parts, filling.num_rows)
             self._filled = filling
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
-        """Return the allowed tokens of the slots as bits, int32 [slots, words]. Rows without a
-        grammar allow all tokens. None: no slot has a grammar."""
         self.settle()
         constrained = np.flatnonzero(table.arrays.special[slots] & GRAMMAR)
         if not constrained.size:
             return None
+        mask = self._fill_rows(table, slots, constrained)
+        if self._jumps is not None:
+            self._jumps.apply_jumps(slots)
+        return mask
+
+    def _fill_rows(self, table: RequestTable, slots: np.ndarray, constrained: np.ndarray) -> np.ndarray:
+        """The masks of samples, of which those at the places `constrained` have a grammar."""
         filled, self._filled = self._filled, None
         if filled is not None and filled.requests == [table.requests[slot] for slot in slots.tolist()]:
             states = [get_grammar_state(request) for request in filled.requests]
@@ -174,10 +191,6 @@ class GrammarCalls:
         return mask
 
     def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts, *, is_late: bool = False) -> Drafts:
-        """Cut the drafts of slots with a grammar before the first token that it does not allow or
-        that ends it, and keep their masks for `fill_masks`. Forced tokens, slow grammars and trees
-        get no draft. is_late: the drafts are in the step in flight, so that all of them get masks;
-        a request without them leaves the device."""
         self.settle()
         constrained = np.flatnonzero((drafts.counts > 0) & (table.arrays.special[slots] & GRAMMAR != 0))
         if not constrained.size:
@@ -204,7 +217,6 @@ class GrammarCalls:
         return drafts.shorten(counts)
 
     def stop_request(self, request: Request) -> None:
-        """Let a request leave the device until its next mask is filled."""
         self.settle()
         state = get_grammar_state(request)
         if state.call is None and state.error is None:
@@ -213,26 +225,21 @@ class GrammarCalls:
             self._stop(call)
 
     def take_stopped(self) -> list[Request]:
-        """Remove and return the requests that must leave the device because of a slow call."""
         stopped, self._stopped = self._stopped, []
         return stopped
 
     def hold_request(self, request: Request) -> None:
-        """Hold a request that has left the device."""
         call = get_grammar_state(request).call
         assert isinstance(call, GrammarCall)
         self._held[request.rid] = call
 
     def take_settled(self) -> list[tuple[Request, Finish | None]]:
-        """Remove and return the held requests whose call has ended, each with how it ends. None: it
-        continues."""
         found = [(call.request, outcome) for call in self._held.values() if (outcome := self._outcome(call)) is not None]
         for request, _ in found:
             self.release_request(request)
         return [(request, outcome if isinstance(outcome, Finish) else None) for request, outcome in found]
 
     def release_request(self, request: Request) -> bool:
-        """Release a held request and abandon its call. Returns whether it was held."""
         call = self._held.pop(request.rid, None)
         if call is None:
             return False
@@ -241,7 +248,6 @@ class GrammarCalls:
         return True
 
     def close(self) -> None:
-        """End the threads."""
         self._quick.close()
         self._slow.close()
 
@@ -365,12 +371,3 @@ def _keep_mask(call: GrammarCall) -> None:
     state = get_grammar_state(call.request)
     state.error = call.mask_error
     state.mask = call.mask if call.end is None and call.mask_error is None else None
-
-
-def replay_tokens(grammar: Grammar, tokens: Iterable[int], params: SamplingParams) -> Finish | None:
-    """Accept the output of a recovered request from the grammar's start. Returns how the request
-    ends on failure, else None."""
-    try:
-        return None if all(grammar.accept_token(token) for token in tokens) else BROKEN_GRAMMAR
-    except Exception as error:  # noqa: BLE001 - as above
-        return grammar_error(error, params)

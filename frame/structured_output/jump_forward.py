@@ -4,7 +4,7 @@ one by one.
 Where a mask allows a single token, that token is certain before it is sampled, and so may be the
 next ones. The request gets such a run at once: its next row computes all of it, like a chunk of a
 prompt, and samples the token after it. The tokens are those that masked sampling yields. Used by
-the scheduler. Must not know a backend or a device.
+`grammar_masks`. Must not know a backend or a device.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class LookaheadGrammar:
 
 
 class JumpForward:
-    """Appends forced tokens to running requests. `fewest`: minimum length of a run; 0: off. `rows`:
+    """Appends forced tokens to running requests. `fewest`: minimum length of a run. `rows`:
     a run must have one token for each `rows` rows of the step, since a longer row delays the
     others; 0: no such limit. `tokens`: maximum tokens of a step with runs, which is then computed
     as single rows (at most `MAX_SINGLE_TOKEN_ROWS` of its runs); 0: unlimited."""
@@ -162,10 +162,10 @@ class JumpForward:
         self._rows = rows
         self._tokens = tokens
 
-    def wrap_grammar(self, grammar: Grammar | None, params: SamplingParams) -> Grammar | None:
+    def wrap_grammar(self, grammar: Grammar, params: SamplingParams) -> Grammar:
         """Wrap a request's grammar. A request with log-probabilities keeps its own: those come from
         sampling."""
-        if grammar is None or not self._fewest or params.logprobs is not None or params.prompt_logprobs is not None:
+        if params.logprobs is not None or params.prompt_logprobs is not None:
             return grammar
         return LookaheadGrammar(grammar)
 
@@ -173,8 +173,6 @@ class JumpForward:
         """Append forced tokens to the sampling rows of a step whose masks were just filled. All
         steps before it must be committed. A row that jumps samples the first token of its run.
         slots: one entry per sample; rows with a draft, which have several, do not jump."""
-        if not self._fewest:
-            return
         table, fewest = self._running.table, max(self._fewest, len(slots) // self._rows if self._rows else 0)
         a = table.arrays
         room = min(MAX_SINGLE_TOKEN_ROWS, self._tokens - len(slots)) if self._tokens else MAX_FORCED_TOKENS * len(slots)

@@ -31,7 +31,8 @@ from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, 
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
-from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.drafters import Script, ScriptedDrafter
@@ -113,7 +114,7 @@ class SchedulerRig:
         if isinstance(cache, bool):
             taken = (eviction or OldestFirst()) if cache else None
             cache = load_cache_class(cache)(PrefixCacheContext(config.page_size, config.num_pages, taken, pools))
-        self.scheduler = Scheduler(config, cache, self.allocator, policy, clock=lambda: self.now)
+        self.scheduler = assemble_scheduler(config, cache, self.allocator, policy, clock=lambda: self.now)
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self._kept_waiting: dict[str, int] = {}  # steps in a row
 
@@ -145,7 +146,7 @@ class SchedulerRig:
     def enable_drafts(self, script: Script, num_steps: int) -> ScriptedDrafter:
         """Draft with `script` from now on. Call it before the first request."""
         drafter = ScriptedDrafter(script)
-        self.scheduler.enable_speculation(drafter, num_steps)
+        self.scheduler.speculation.enable(drafter, num_steps)
         return drafter
 
     def abort(self, rid: str) -> None:
@@ -157,7 +158,7 @@ class SchedulerRig:
         end."""
         preempted = self.scheduler.get_load()["preempted"]
         batch = self.scheduler.schedule_batch(self.now)
-        if batch is not None or not self._in_flight or not self.scheduler._planner.speculation.is_active:  # else drafts wait for a commit
+        if batch is not None or not self._in_flight or not self.scheduler.speculation.is_active:  # else drafts wait for a commit
             self._check_admission(batch, self.scheduler.get_load()["preempted"] > preempted)
         if batch is not None:
             self.max_rows = max(self.max_rows, len(batch.slots))

@@ -81,6 +81,7 @@ UNTESTED: dict[str, str] = {
         ("frame.entrypoints.http.response_models.dialects", "frame.entrypoints.http.response_models.operations"),
         "tests/entrypoints/http/protocol/test_response_docs.py validates responses against its schemas",
     ),
+    "frame.core.scheduling.step_features": "two protocols and what holds both; every scheduler under test is built of it",
     "frame.entrypoints.http.extensions.hooks": "tests/entrypoints/http/extensions/test_loading.py serves requests through them",
     "frame.testing.conformance_eviction": "tests/testing/test_conformance_policies.py runs it on the in-tree policies",
     "frame.testing.conformance_http": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",

@@ -20,7 +20,8 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, StepTokens
-from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
@@ -93,7 +94,9 @@ class Running:
         config = SchedulerConfig(
             page_size=4, num_pages=65, max_running=8, token_budget=32, max_context=64, vocab_size=VOCAB, overlap=overlap
         )
-        self.scheduler = Scheduler(config, RadixCache(PrefixCacheContext(4, 4096, Lru(EVICTION))), PagedAllocator(65), Fcfs(SCHEDULING))
+        self.scheduler = assemble_scheduler(
+            config, RadixCache(PrefixCacheContext(4, 4096, Lru(EVICTION))), PagedAllocator(65), Fcfs(SCHEDULING)
+        )
         self.near, far = InProcessTransport.pair()
         self.runner = runner
         observers = more.pop("observers", None)

@@ -216,7 +216,7 @@ def test_grammars(algorithm: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 def with_drafts(expected: Any, num_right: int, **settings: Any) -> LocalLoop:
     """A loop whose drafts are right for `num_right` tokens, then wrong."""
     loop = make_loop(**settings)
-    loop.scheduler.enable_speculation(ScriptedDrafter(make_script(expected, num_right)), 5)
+    loop.scheduler.speculation.enable(ScriptedDrafter(make_script(expected, num_right)), 5)
     return loop
 
 
@@ -272,7 +272,7 @@ def test_trees(expected: Any, settings: dict[str, Any]) -> None:
     moved."""
     prompts, params, outputs = expected
     loop = make_loop(**settings)
-    loop.scheduler.enable_speculation(ScriptedTreeDrafter(make_tree_script(expected)), 8, tree=TreeShape(2, 4, 8))
+    loop.scheduler.speculation.enable(ScriptedTreeDrafter(make_tree_script(expected)), 8, tree=TreeShape(2, 4, 8))
     assert loop.generate(prompts, params) == outputs
     load = loop.scheduler.get_load()
     assert load["drafted_tokens"] > load["accepted_tokens"] > 50
@@ -322,7 +322,7 @@ def test_trees_of_latents_and_rounded_keys(tmp_path: Path, name: str, kv_dtype: 
         loop, logprobs = make_loop(path=path, kv_dtype=kv_dtype), {}
         if answers:
             drafter = ScriptedTreeDrafter(make_tree_script((prompts, params, answers[0][0])))
-            loop.scheduler.enable_speculation(drafter, 8, tree=TreeShape(2, 4, 8))
+            loop.scheduler.speculation.enable(drafter, 8, tree=TreeShape(2, 4, 8))
 
         def watched(batch: Any, result: Any, commit: Any = loop.scheduler.commit, logprobs: Any = logprobs) -> Any:
             tokens = commit(batch, result)
@@ -342,7 +342,7 @@ def test_trees_of_latents_and_rounded_keys(tmp_path: Path, name: str, kv_dtype: 
 def test_trees_end_the_use_of_a_drafter_where_chains_alone_are_verified(expected: Any, caplog: pytest.LogCaptureFixture) -> None:
     prompts, params, outputs = expected
     loop = make_loop()
-    loop.scheduler.enable_speculation(ScriptedTreeDrafter(make_tree_script(expected)), 8)
+    loop.scheduler.speculation.enable(ScriptedTreeDrafter(make_tree_script(expected)), 8)
     assert loop.generate(prompts[:2], params[:2]) == outputs[:2]
     assert "it drafted a tree, and this engine verifies chains alone" in caplog.text
 
@@ -352,7 +352,7 @@ def test_two_ranks(expected: Any) -> None:
     prompts, params, outputs = expected
 
     def generate(loop: LocalLoop) -> list[list[int]]:
-        loop.scheduler.enable_speculation(ScriptedDrafter(make_script(expected, 2)), 5)
+        loop.scheduler.speculation.enable(ScriptedDrafter(make_script(expected, 2)), 5)
         return loop.generate(prompts, params)
 
     assert on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512) == outputs
@@ -364,7 +364,7 @@ def test_trees_of_fewer_tokens_than_passes(expected: Any, monkeypatch: pytest.Mo
     drawn = [number for number, each in enumerate(params) if each.temperature][:3]
     loop = make_loop(algorithm="mtp", topk=2, adaptive=True)
     for length in (1, 2):
-        monkeypatch.setattr(loop.scheduler._planner.speculation._lengths, "choose", lambda _, length=length: length)
+        monkeypatch.setattr(loop.scheduler.speculation._lengths, "choose", lambda _, length=length: length)
         assert loop.generate([prompts[i] for i in drawn], [params[i] for i in drawn]) == [outputs[i] for i in drawn]
     assert loop.scheduler.get_load()["accepted_tokens"] > 0 and "not used any more" not in caplog.text
 

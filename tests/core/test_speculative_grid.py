@@ -225,7 +225,7 @@ def test_grid(drafter: str, engine: str, get_target: Callable[[str], Target]) ->
     def act(loop: LocalLoop) -> tuple[list[Answer], dict[str, Any]]:
         if is_scripted:
             drafts = ScriptedDrafter(target.make_script(is_right=drafter == "oracle"))
-            loop.scheduler.enable_speculation(drafts, STEPS, is_adaptive=engine == "adaptive")
+            loop.scheduler.speculation.enable(drafts, STEPS, is_adaptive=engine == "adaptive")
         answers, load = target.answer(loop, target.requests), loop.scheduler.get_load()
         loop.scheduler.check_integrity()
         loop.scheduler.flush_cache()

@@ -36,11 +36,12 @@ from frame.core.messages import (
     TokenLogprobs,
     encode,
 )
-from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.engine_client.tokenizing import tokenize
 from frame.entrypoints.processes import worker
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION, SCHEDULING
@@ -113,7 +114,7 @@ def attack_engine(folder: Path, seed: int, count: int) -> None:
     config = SchedulerConfig(page_size=4, num_pages=65, max_running=4, token_budget=32, max_context=100, vocab_size=VOCAB, max_queued=50)
     registry = load_registry(installed=False)
     policy = registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING)
-    scheduler = Scheduler(config, RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), PagedAllocator(65), policy)
+    scheduler = assemble_scheduler(config, RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), PagedAllocator(65), policy)
     runner = FakeRunner(65, 4, 4, config.max_pages, VOCAB)
     engine = Engine(scheduler, runner, ZmqTransport(inbox, outbox), EngineOptions(check_integrity="fatal"))
     thread = threading.Thread(target=engine.run)

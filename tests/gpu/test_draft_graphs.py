@@ -111,7 +111,7 @@ def test_trees_give_the_tokens_without_drafts(most: int) -> None:
     """Trees of the coming tokens beside wrong ones, whose keys are moved."""
     expected, shape = run(None, MOST, "float32")[0], TreeShape(2, 4, 8)
     loop = make_loop("ngram", most, "float32", overlap=True, tree=shape)
-    loop.scheduler.enable_speculation(ScriptedTreeDrafter(make_tree_script((PROMPTS, PARAMS, expected))), 8, tree=shape)
+    loop.scheduler.speculation.enable(ScriptedTreeDrafter(make_tree_script((PROMPTS, PARAMS, expected))), 8, tree=shape)
     outputs, load = loop.generate(PROMPTS, PARAMS), loop.scheduler.get_load()
     same = sum(a == b for a, b in zip(expected, outputs, strict=True))
     print(f"trees, graphs {most}: {same} of {ROWS} outputs the same, {load['accepted_tokens']} tokens accepted", flush=True)

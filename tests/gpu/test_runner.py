@@ -23,10 +23,10 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
-from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler, build_scheduler
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
@@ -112,7 +112,7 @@ def test_no_launch_waits_for_the_device():
     model = FakeModel(model_config, context)
     runner = TorchModelRunner(model, model_config, context, pool, Processors(built, ROWS), Capacity(600, 16, 12))
     config = SchedulerConfig(page_size=16, num_pages=600, max_running=ROWS, token_budget=64, max_context=256, vocab_size=97, overlap=True)
-    loop = LocalLoop(Scheduler(config, NoCache(PrefixCacheContext(16, 4096)), PagedAllocator(600), Fcfs(SCHEDULING)), runner)
+    loop = LocalLoop(assemble_scheduler(config, NoCache(PrefixCacheContext(16, 4096)), PagedAllocator(600), Fcfs(SCHEDULING)), runner)
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
     params = [msgspec.structs.replace(each, bad_words_ids=((7,), (30, 4)) if each.bad_words_ids else ()) for each in EVERYTHING]
     loop.generate(prompts, params)

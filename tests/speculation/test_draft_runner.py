@@ -41,7 +41,7 @@ def reference_draft(model: FrameTiny, tokens: list[int], num_steps: int) -> list
 
 def record_drafts(loop: Any) -> list[tuple[list[int], list[int]]]:
     """(tokens, draft) of each draft that the device makes from now on."""
-    drafter, tokens, found = loop.scheduler._planner.speculation._drafter, {}, []
+    drafter, tokens, found = loop.scheduler.speculation._drafter, {}, []
     assert isinstance(drafter, DeviceDrafter)
     add_slot, observe, store = drafter.add_slot, drafter.observe_tokens, drafter.store_drafts
 

@@ -7,8 +7,10 @@ import hashlib
 import itertools
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.structured_output.grammar_calls import BROKEN_GRAMMAR, GrammarMeter, MeteredGrammar, accept_token
 from frame.structured_output.grammar_compiler import GrammarCompiler, GrammarSettings
-from frame.structured_output.grammar_masks import GrammarCalls, replay_tokens
+from frame.structured_output.grammar_masks import GrammarCalls
 from frame.structured_output.grammar_threads import MAX_ABANDONED
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.scripted_grammar import Script
@@ -73,8 +75,28 @@ def burning(where: str, after: int, until: threading.Event) -> Callable[[], Burn
 
 def test_tokens_are_accepted_and_replayed() -> None:
     params = SamplingParams(regex="x")
-    assert replay_tokens(Free(), [1, 2], params) is None and replay_tokens(Free(), [7], params) == BROKEN_GRAMMAR
+    for output, end in (([1, 2], None), ([7], BROKEN_GRAMMAR)):
+        request = Request("a", np.array([1], np.int32), params, 0, 0, 0.0, 100.0, 10, grammar=Free(), output=array("i", output))
+        assert GrammarCalls(VOCAB, 1).start_request(request) == end
     assert accept_token(Free(), 3, params) is None and accept_token(Free(), 7, params) == BROKEN_GRAMMAR
+
+
+@pytest.mark.parametrize("jump_forward", [0, 1])
+def test_a_recovered_request_replays_its_output_into_the_grammar(jump_forward: int) -> None:
+    class Seen(Free):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def accept_token(self, token_id: int) -> bool:
+            self.tokens.append(token_id)
+            return super().accept_token(token_id)
+
+    scheduler, grammar = rig(jump_forward=jump_forward).scheduler, Seen()
+    message = Generate(rid="a", token_ids=[1, 2, 3], output_len=2, params=GREEDY)
+    assert scheduler.add_request(message, grammar) is None
+    assert grammar.tokens[-2:] == [2, 3]
+    assert scheduler.add_request(msgspec.structs.replace(message, rid="b", token_ids=[1, 2, 7]), grammar) == BROKEN_GRAMMAR
+    assert not scheduler.has_request("b")
 
 
 def rows_of(grammars: Sequence[Grammar | None]) -> tuple[RequestTable, list[Request], np.ndarray]:

@@ -20,7 +20,6 @@ from frame.core.messages import Finish, Generate
 from frame.core.scheduling.prefix_dedup import MIN_SHARED_TOKENS
 from frame.core.scheduling.request import Request
 from frame.core.token_ids import as_array
-from frame.structured_output.grammar_masks import replay_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +133,6 @@ class Admission:
             is_reported=message.output_len > 0,
         )
         request.output.frombytes(tokens[prompt_len:].tobytes())
-        if grammar is not None and (refusal := replay_tokens(grammar, request.output, params)) is not None:
-            return refusal
         self._arrived += 1
         return request
 

@@ -19,8 +19,7 @@ from frame.core.messages import Finish, StepTokens, TokenLogprobs
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import FIRST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
 from frame.core.scheduling.running import RunningSet, StepRecord
-from frame.core.scheduling.speculation import Speculation
-from frame.structured_output.grammar_masks import GrammarCalls
+from frame.core.scheduling.step_features import Speculation, StepGrammars
 
 NON_FINITE = Finish(
     "error", error="the model's logits were not finite; the request was ended, others are not affected", code="non_finite_logits"
@@ -68,7 +67,7 @@ class OutputProcessor:
         running: RunningSet,
         end: Callable[[Request, Finish, bool], None],
         clock: Callable[[], float],
-        grammars: GrammarCalls,
+        grammars: StepGrammars,
         speculation: Speculation,
     ) -> None:
         self.num_generated = 0

@@ -21,7 +21,7 @@ from frame.core.scheduling.policy_guard import GuardedPolicy
 from frame.core.scheduling.prefix_dedup import InBatchPrefixSharing
 from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.running import RunningSet
-from frame.core.scheduling.speculation import Speculation
+from frame.core.scheduling.step_features import Speculation
 from frame.core.scheduling.waiting_queue import WaitingQueue
 
 POLICY_WINDOW = 128  # waiting requests that a policy sees

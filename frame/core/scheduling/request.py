@@ -1,8 +1,9 @@
 """`Request`: one sequence from arrival to end, with all that is needed to resume it after a
 preemption.
 
-Used by every part of the scheduler and read by scheduling policies. Holds no tensor and no page:
-while a request runs, its counters are arrays by slot in `frame.core.scheduling.request_slots`.
+Used by every part of the scheduler; policies read it as `SchedulableRequest`. Holds no tensor and
+no page: while a request runs, its counters are arrays by slot in
+`frame.core.scheduling.request_slots`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +20,6 @@ from frame.core.interfaces.cache import Match
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
-
-if TYPE_CHECKING:
-    from frame.structured_output.grammar_threads import ThreadedCall
 
 
 def timed_out(seconds: float) -> Finish:
@@ -44,31 +42,6 @@ class RequestStatus(IntEnum):
     FINISHED = 2
 
 
-MEAN_WEIGHT = 0.1  # of the last call in the mean time of a grammar's calls
-
-
-@dataclass(slots=True)
-class GrammarState:
-    """What the scheduler keeps of one request's grammar between steps."""
-
-    call: ThreadedCall | None = None  # a call that no step waits for
-    mask: np.ndarray | None = None  # int32 [words]; the next mask, once it is filled
-    path: np.ndarray | None = None  # int32 [k + 1, words]; the masks along the draft of the next row, k tokens
-    error: Finish | None = None  # how the request ends at its next token, because the mask could not be filled
-    seconds: float = 0.0  # moving mean of the measured calls' CPU time, which begins at 0
-    num_measured: int = 0  # calls
-    is_slow: bool = False  # the next call runs beside the steps
-
-    def measure(self, seconds: float) -> None:
-        """Add the CPU time of a call."""
-        self.seconds += MEAN_WEIGHT * (seconds - self.seconds)
-        self.num_measured += 1
-
-    def estimate_seconds(self) -> float:
-        """The CPU time to expect of a call: `seconds` without its beginning."""
-        return self.seconds / (1 - (1 - MEAN_WEIGHT) ** self.num_measured) if self.num_measured else 0.0
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence in the scheduler (vLLM: `Request`). Two requests are equal only if they are the
@@ -87,7 +60,7 @@ class Request:
     namespace: str = ""  # of the prefix cache
     tenant: str = ""  # the owner of the namespace
     grammar: Grammar | None = None
-    grammar_state: GrammarState | None = None
+    grammar_state: Any = None  # of `grammar`, between steps; the calls of grammars create and read it
     # Committed output tokens. While the request runs, the last ones are in
     # `SlotArrays.token_buffer`; they are moved here before a policy sees the request and when the
     # request leaves the device.

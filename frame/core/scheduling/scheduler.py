@@ -18,25 +18,20 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, StepResult
-from frame.core.interfaces.cache import PageAllocator, PrefixCache
-from frame.core.interfaces.drafter import Drafter, TreeShape
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.ipc.inflight_file import open_inflight
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
 from frame.core.scheduling.admission import Admission, SchedulerConfig
 from frame.core.scheduling.integrity import audit_accounts, check_accounts, repair_accounts
-from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.planner import StepPlan, StepPlanner
 from frame.core.scheduling.request import Request, RequestStatus, queue_full, timed_out
-from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS, RequestTable
+from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS
 from frame.core.scheduling.running import RunningSet, StepRecord
-from frame.core.scheduling.speculation import Speculation
+from frame.core.scheduling.step_features import StepFeatures
 from frame.core.scheduling.tenant_usage import TenantUsage
 from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
-from frame.structured_output.grammar_masks import GrammarCalls
-from frame.structured_output.jump_forward import JumpForward
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -59,33 +54,31 @@ class Scheduler:
     """Continuous batching with chunked prefill over a paged, prefix-cached KV pool.
 
     `schedule_batch` and `commit` alternate; with `config.overlap` one batch may be scheduled
-    while another one is in flight. Steps are committed in the order of their batches. `clock` gives
-    seconds, monotonic; `on_finish` is called once for each request that ends.
+    while another one is in flight. Steps are committed in the order of their batches. `running` is
+    empty at first. `clock` gives seconds, monotonic; `on_finish` is called once for each request
+    that ends.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        cache: PrefixCache,
-        allocator: PageAllocator,
+        running: RunningSet,
         policy: SchedulingPolicy,
+        features: StepFeatures,
         clock: Callable[[], float] = time.monotonic,
         on_finish: Callable[[Request, Finish], None] | None = None,
     ) -> None:
-        table = RequestTable(config.max_running, config.max_pages)
         self.config = config
         self._clock = clock
         self._on_finish = on_finish
         self._requests: dict[str, Request] = {}
-        self._running = RunningSet(table, KVCacheManager(table, cache, allocator, config.page_size))
-        self._queue = WaitingQueue(policy.by_priority, TenantUsage(self._running.num_of_tenant))
+        self._running = running
+        self._queue = WaitingQueue(policy.by_priority, TenantUsage(running.num_of_tenant))
         self._deadlines = Deadlines()
         self._admission = Admission(config)
-        self._grammars = GrammarCalls(config.vocab_size)
-        speculation = Speculation(table, config.vocab_size, self._grammars, may_overlap=config.overlaps_drafts)
-        self._planner = StepPlanner(config, self._running, self._queue, policy, speculation)
-        self._output = OutputProcessor(self._running, self._end_running, clock, self._grammars, speculation)
-        self._jumps = JumpForward(self._running, config.jump_forward, config.jump_rows, config.jump_tokens)
+        self._grammars, self.speculation = features.grammars, features.speculation
+        self._planner = StepPlanner(config, running, self._queue, policy, self.speculation)
+        self._output = OutputProcessor(running, self._end_running, clock, self._grammars, self.speculation)
         self._ended: list[tuple[str, Finish]] = []
         self._step = 0
         self._num_prompt_tokens = 0
@@ -104,11 +97,12 @@ class Scheduler:
         # Both together: all of a burst is queued before any of it runs
         if len(self._requests) >= self.config.max_running + self.config.max_queued:
             return queue_full(f"{len(self._requests)} requests are running or waiting")
-        grammar = self._jumps.wrap_grammar(grammar, message.params)
         arrival = self._clock() if arrival is None else arrival
         request = self._admission.create_request(message, arrival, grammar)
         if isinstance(request, Finish):
             return request
+        if grammar is not None and (refusal := self._grammars.start_request(request)) is not None:
+            return refusal
         self._requests[request.rid] = request
         self._queue.usage.add_request(request.tenant)
         self._queue.push(request)
@@ -152,7 +146,7 @@ class Scheduler:
         now = self._clock() if now is None else now
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
-        speculation = self._planner.speculation
+        speculation = self.speculation
         if self._running.in_flight and speculation.may_draft and not speculation.overlaps:
             return None
         for request in self._deadlines.pop_expired(now):
@@ -182,8 +176,8 @@ class Scheduler:
         record = self._running.begin_commit(batch.step)
         tokens = self._output.process_step(record, result)
         self._running.end_commit(record)
-        if self._planner.speculation.is_active:
-            self._planner.speculation.record_step(record, self._clock())
+        if self.speculation.is_active:
+            self.speculation.record_step(record, self._clock())
         self._hold_slow_grammars()
         return tokens
 
@@ -216,12 +210,6 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether no request waits or runs, no step is in flight, and no end is left to report."""
         return not (self._requests or self._running.in_flight or self._ended)
-
-    def enable_speculation(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False, tree: TreeShape | None = None) -> None:
-        """Verify up to `num_steps` drafted tokens a row from now on; is_adaptive: as many as raise
-        the output rate. tree: drafts may be trees, which the attention backend must read. Called
-        before the first request."""
-        self._planner.speculation.enable(drafter, num_steps, is_adaptive=is_adaptive, tree=tree)
 
     @property
     def num_requests(self) -> int:
@@ -276,8 +264,8 @@ class Scheduler:
             "cached_tokens": self._planner.num_cached_tokens,
             "prompt_tokens": self._num_prompt_tokens,
             "generated_tokens": self._output.num_generated,
-            "jumped_tokens": self._jumps.num_tokens,
-            **self._planner.speculation.stats.as_load(),
+            "jumped_tokens": self._grammars.num_jumped,
+            **self.speculation.describe_load(),
         }
 
     def check_integrity(self) -> None:
@@ -305,12 +293,12 @@ class Scheduler:
         token_ids, prompt_logprobs, skip_kv_store, num_drafts = _NO_TOKENS, None, None, None
         if drafts is not None:
             counts, slots = drafts.counts, np.concatenate((slots, plan.draft_slots))
-            ahead = self._planner.speculation.bound_accepted(counts)
+            ahead = self.speculation.bound_accepted(counts)
             num_computed = np.concatenate((num_computed, a.num_computed_tokens[plan.draft_slots] - 1 - ahead))
             num_drafts = np.concatenate((np.zeros(num_decodes, np.int32), counts, np.zeros(len(plan.chunks), np.int32)))
             num_scheduled = num_drafts[: len(slots)] + 1
             samples = np.ones(len(slots), np.bool_)
-            token_ids = self._planner.speculation.fill_rows(plan.draft_slots, drafts)
+            token_ids = self.speculation.fill_rows(plan.draft_slots, drafts)
         if plan.chunks:
             slots = np.concatenate((slots, [request.slot for request, _, _ in plan.chunks]))
             num_computed = np.concatenate((num_computed, np.array([start for _, start, _ in plan.chunks], np.int32)))
@@ -323,19 +311,19 @@ class Scheduler:
             rereads = a.num_shared[slots] * self.config.page_size > num_computed
             skip_kv_store = rereads if rereads.any() else None
         setups, released = running.take_setups(), running.take_released()
-        draft_length = self._planner.speculation.update(setups, released)
+        draft_length = self.speculation.update(setups, released)
         sampling_slots = _list_sampling_slots(slots, samples, num_drafts)
         # What a grammar allows depends on its last token, which a step in flight may be sampling:
         # the mask is deferred then.
         waits = bool(running.in_flight) and bool((a.special[sampling_slots] & GRAMMAR).any())
         unsettled = None
         if self.config.overlaps_drafts:
-            unsettled = self._planner.speculation.bound_accepted(running.count_drafts_in_flight(slots))
+            unsettled = self.speculation.bound_accepted(running.count_drafts_in_flight(slots))
             unsettled[len(slots) - len(plan.chunks) :] = 0  # what a chunk begins after is known
             unsettled = unsettled if plan.has_device_drafts or unsettled.any() else None
-        has_order = self._planner.speculation.needs_order(has_prompts=bool(plan.chunks))
+        has_order = self.speculation.needs_order(has_prompts=bool(plan.chunks))
         order = self._order_drafts(plan, slots) if has_order else None
-        self._planner.speculation.note_order(slots[samples], order)
+        self.speculation.note_order(slots[samples], order)
         mask, limits = (None, None) if waits else self._fill_masks(sampling_slots, unsettled)
         groups = running.kv_manager.groups
         loads, saves = groups.take_states() if groups is not None else (None, None)
@@ -373,17 +361,15 @@ class Scheduler:
         for row, (request, start, count) in enumerate(plan.chunks, len(slots) - len(plan.chunks)):
             if start + count < len(request.tokens):
                 next_tokens[row] = request.tokens[start + count]
-        return DraftOrder(self._planner.speculation.next_length, limits.astype(np.int32), next_tokens)
+        return DraftOrder(self.speculation.next_length, limits.astype(np.int32), next_tokens)
 
     def _fill_masks(self, slots: np.ndarray, unsettled: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The masks of a step's samples, and `StepRecord.limits`. slots: those of the samples."""
         table = self._running.table
         if not table.num_grammars:
             return None, None
-        limits = None if unsettled is None else self._planner.speculation.mask_device_drafts(slots)
-        mask = self._grammars.fill_masks(table, slots)
-        self._jumps.apply_jumps(slots)
-        return mask, limits
+        limits = None if unsettled is None else self.speculation.mask_device_drafts(slots)
+        return self._grammars.fill_masks(table, slots), limits
 
     def _settle_grammars(self) -> None:
         """Wait for the masks that the last commit has begun."""

@@ -1,23 +1,32 @@
 """Builds the scheduler of a `Resolved` configuration: prefix cache, eviction and scheduling
-policies by name, limits. Used by `build_engine` and by tests. Imports no torch."""
+policies by name, limits, and what a step does with grammars and drafts. Used by `build_engine` and
+by tests. Imports no torch."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionCapabilities
-from frame.core.interfaces.cache import EvictionContext, PrefixCacheCapabilities, PrefixCacheContext
+from frame.core.interfaces.cache import EvictionContext, PageAllocator, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext
 from frame.core.interfaces.cache_groups import PagePool
-from frame.core.interfaces.scheduling import SchedulingContext
+from frame.core.interfaces.scheduling import SchedulingContext, SchedulingPolicy
 from frame.core.kv_cache.eviction_guard import GuardedEvictionPolicy
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PagedAllocator
 from frame.core.messages import Finish
+from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.request import Request
+from frame.core.scheduling.request_slots import RequestTable
+from frame.core.scheduling.running import RunningSet
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.step_features import StepFeatures
 from frame.parallel.grouped_scheduler import GroupedScheduler
 from frame.plugins.registry import Registry
+from frame.speculation.draft_scheduler import DraftScheduler
+from frame.structured_output.grammar_masks import GrammarCalls
+from frame.structured_output.jump_forward import JumpForward
 
 ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H200 beyond 32 rows
 
@@ -83,11 +92,28 @@ def build_scheduler(
         jump_tokens=resolved.cuda_graph_max_bs,
     )
     allocator = PagedAllocator(num_pages) if len(pools) == 1 else GroupedAllocator(pools)
-    scheduler = Scheduler(config, cache, allocator, policy, on_finish=on_finish)
+    scheduler = assemble_scheduler(config, cache, allocator, policy, on_finish=on_finish)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
-        scheduler.enable_speculation(drafter, resolved.most_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
+        scheduler.speculation.enable(drafter, resolved.most_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
     return scheduler
+
+
+def assemble_scheduler(
+    config: SchedulerConfig,
+    cache: PrefixCache,
+    allocator: PageAllocator,
+    policy: SchedulingPolicy,
+    clock: Callable[[], float] = time.monotonic,
+    on_finish: Callable[[Request, Finish], None] | None = None,
+) -> Scheduler:
+    """A scheduler with its grammar calls and speculation, which has no drafter yet."""
+    table = RequestTable(config.max_running, config.max_pages)
+    running = RunningSet(table, KVCacheManager(table, cache, allocator, config.page_size))
+    jumps = JumpForward(running, config.jump_forward, config.jump_rows, config.jump_tokens) if config.jump_forward else None
+    grammars = GrammarCalls(config.vocab_size, jumps=jumps)
+    speculation = DraftScheduler(table, config.vocab_size, grammars, may_overlap=config.overlaps_drafts)
+    return Scheduler(config, running, policy, StepFeatures(grammars, speculation), clock, on_finish)
 
 
 def _overlaps_drafts(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> bool:

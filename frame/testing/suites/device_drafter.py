@@ -123,7 +123,7 @@ def _watch(loop: LocalLoop) -> Found:
     """The drafts from now on."""
     found: Found = {}
     scheduler: Any = loop.scheduler
-    speculation, table = scheduler._planner.speculation, scheduler._running.table  # noqa: SLF001
+    speculation, table = scheduler.speculation, scheduler._running.table  # noqa: SLF001
     store: Callable[[np.ndarray, np.ndarray], None] = speculation.store
 
     def stored(slots: np.ndarray, drafts: np.ndarray) -> None:
@@ -158,5 +158,5 @@ def _make_loop(subject: Subject | None, chunk: int = 512, steps: int = STEPS) ->
     runner = build_runner(resolved, parts, LocalGroup(), HOST)
     scheduler = build_scheduler(resolved, prepared.registry, runner.capacity.pools)
     if subject is not None:
-        scheduler.enable_speculation(subject.target(resolved.drafter_context, subject.options), steps)
+        scheduler.speculation.enable(subject.target(resolved.drafter_context, subject.options), steps)
     return LocalLoop(scheduler, runner)

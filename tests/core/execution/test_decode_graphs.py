@@ -27,10 +27,10 @@ from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
-from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler, build_scheduler
 from frame.models.deepseek_v32 import Indexer
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.plugins.prefix_caches.none import NoCache
@@ -92,7 +92,7 @@ def make_loop(captured, *, overlap=True, eos=(), cache=None, runner=None):
     config = SchedulerConfig(
         page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap
     )
-    scheduler = Scheduler(config, cache or NoCache(PrefixCacheContext(4, 4096)), PagedAllocator(PAGES), Fcfs(SCHEDULING))
+    scheduler = assemble_scheduler(config, cache or NoCache(PrefixCacheContext(4, 4096)), PagedAllocator(PAGES), Fcfs(SCHEDULING))
     return LocalLoop(scheduler, runner or make_runner(captured, eos=eos))
 
 

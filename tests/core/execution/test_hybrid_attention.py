@@ -32,7 +32,8 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Control, Generate, StepTokens
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
@@ -273,7 +274,7 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     config = SchedulerConfig(page_size=4, num_pages=300, max_running=8, token_budget=64, max_context=128, vocab_size=vocab, overlap=True)
     near, far = InProcessTransport.pair()
     cache = RadixCache(PrefixCacheContext(4, 300, Lru(EVICTION)))
-    engine = Engine(Scheduler(config, cache, PagedAllocator(300), Fcfs(SCHEDULING)), runner, far, EngineOptions(overlap=True))
+    engine = Engine(assemble_scheduler(config, cache, PagedAllocator(300), Fcfs(SCHEDULING)), runner, far, EngineOptions(overlap=True))
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     prompts = {f"r{row}": [(7 * row + place) % vocab for place in range(3 + row * 5)] for row in range(6)}

@@ -18,7 +18,8 @@ from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import GroupedAllocator
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.local_loop import LocalLoop
 from frame.testing.scheduler_rig import OldestFirst
@@ -48,7 +49,7 @@ def make_loop(page_size: int, chunk: int, overlap: bool, tokens: int, states: in
         growth_reserve=0,
     )
     cache = RadixCache(PrefixCacheContext(page_size, pages, OldestFirst(), pools))
-    return LocalLoop(Scheduler(config, cache, GroupedAllocator(pools), policy()), runner)
+    return LocalLoop(assemble_scheduler(config, cache, GroupedAllocator(pools), policy()), runner)
 
 
 def check(loop: LocalLoop, prompts: list[list[int]], count: int) -> int:

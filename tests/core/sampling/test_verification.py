@@ -61,7 +61,7 @@ def run(captured: int, params: list[SamplingParams], drafter: ScriptedDrafter | 
     """The tokens of each prompt, the log-probabilities in order, and the number of steps."""
     loop, logprobs = make_loop(captured, overlap=overlap), {}
     if drafter is not None:
-        loop.scheduler.enable_speculation(drafter, 4)
+        loop.scheduler.speculation.enable(drafter, 4)
     commit = loop.scheduler.commit
 
     def watched(batch, result):

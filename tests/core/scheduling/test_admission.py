@@ -48,23 +48,3 @@ def test_token_ids_beyond_any_vocabulary_are_refused() -> None:
         finish = Admission(CONFIG).create_request(Generate(rid="a", token_ids=[1, token], params=SamplingParams()), 0.0, None)
         assert isinstance(finish, Finish)
         assert finish.error == "the prompt holds a token id outside the vocabulary (0 to 49)"
-
-
-def test_a_recovered_request_replays_its_output_into_the_grammar() -> None:
-    class Seen:
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-
-        def fill_mask(self, mask: object) -> bool:
-            return False
-
-        def accept_token(self, token_id: int) -> bool:
-            self.tokens.append(token_id)
-            return True
-
-        def is_finished(self) -> bool:
-            return False
-
-    grammar = Seen()
-    Admission(CONFIG).create_request(Generate(rid="a", token_ids=[1, 2, 3], output_len=2, params=SamplingParams()), 0.0, grammar)
-    assert grammar.tokens == [2, 3]

@@ -12,7 +12,8 @@ from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Generate
 from frame.core.scheduling.prefix_dedup import MIN_SHARED_TOKENS, InBatchPrefixSharing
 from frame.core.scheduling.request import Request
-from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
@@ -63,7 +64,9 @@ def make_loop(overlap, budget=2048, page=PAGE):
     config = SchedulerConfig(
         page_size=page, num_pages=4000, max_running=16, token_budget=budget, max_context=4096, vocab_size=VOCAB, overlap=overlap
     )
-    scheduler = Scheduler(config, RadixCache(PrefixCacheContext(page, 4096, Lru(EVICTION))), PagedAllocator(4000), Fcfs(SCHEDULING))
+    scheduler = assemble_scheduler(
+        config, RadixCache(PrefixCacheContext(page, 4096, Lru(EVICTION))), PagedAllocator(4000), Fcfs(SCHEDULING)
+    )
     return LocalLoop(scheduler, FakeRunner(4000, page, 16, 4096 // page, VOCAB))
 
 

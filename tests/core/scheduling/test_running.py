@@ -15,8 +15,8 @@ from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.request_slots import FIRST_TOKEN, LOGPROBS, MIN_STOP_WIDTH, TOKEN_BUFFER, RequestTable
 from frame.core.scheduling.running import RunningSet, StepRecord
-from frame.core.scheduling.speculation import Speculation
 from frame.plugins.prefix_caches.radix import RadixCache
+from frame.speculation.draft_scheduler import DraftScheduler
 from frame.structured_output.grammar_masks import GrammarCalls
 from frame.testing.contexts import EVICTION
 from frame.testing.scheduler_rig import OldestFirst
@@ -145,6 +145,6 @@ def test_a_result_of_the_wrong_size_is_refused() -> None:
     made = added(on, request(0, [1, 2]))
     record = step(on, 0, [made.slot])
     grammars = GrammarCalls(8)
-    processor = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, grammars, Speculation(on.table, 8, grammars))
+    processor = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, grammars, DraftScheduler(on.table, 8, grammars))
     with pytest.raises(RuntimeError, match="step 0 yields 2 tokens for 1 samples"):
         processor.process_step(record, StepResult(step=0, token_ids=np.zeros(2, np.int32)))

@@ -13,7 +13,7 @@ from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Finish, Generate
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW, POLICY_WINDOW
 from frame.core.scheduling.request import Request
-from frame.core.scheduling.scheduler import Scheduler
+from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION
 from frame.testing.fake_runner import FakeRunner, continuation
@@ -120,7 +120,9 @@ def test_without_max_tokens_a_request_ends_at_the_context_or_cache_limit() -> No
 
 def test_seeds_derive_from_the_configured_seed() -> None:
     def run(seed: int) -> list[list[int]]:
-        made = Scheduler(config(seed=seed), RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), PagedAllocator(65), policy())
+        made = assemble_scheduler(
+            config(seed=seed), RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), PagedAllocator(65), policy()
+        )
         runner = FakeRunner(65, 4, 4, 25, VOCAB)
         for i in range(3):
             assert made.add_request(Generate(rid=str(i), token_ids=prompt(5), params=SamplingParams(max_tokens=4))) is None

@@ -28,7 +28,7 @@ async def ask(script: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The answers without what differs from run to run, and the usage of each."""
     async with serving() as served:
         if script is not None:
-            served.engine.scheduler.enable_speculation(ScriptedDrafter(script), 4)
+            served.engine.scheduler.speculation.enable(ScriptedDrafter(script), 4)
         texts: dict[str, Any] = {}
         usage: dict[str, Any] = {}
         first = (await served.post("/v1/completions", BASE)).json()["choices"][0]["text"]
@@ -68,7 +68,7 @@ def test_request_says_how_many_tokens_are_drafted() -> None:
 
     async def run() -> None:
         async with serving() as served:
-            served.engine.scheduler.enable_speculation(ScriptedDrafter(script), 4)
+            served.engine.scheduler.speculation.enable(ScriptedDrafter(script), 4)
             drafted = {}
             for most in (0, 1, None):
                 answer = await served.post("/v1/completions", {**BASE, "num_speculative_tokens": most})

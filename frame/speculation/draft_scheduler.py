@@ -1,8 +1,8 @@
-"""`Speculation`: drafts of running requests, from the drafter to their verification.
+"""`DraftScheduler`: drafts of running requests, from the drafter to their verification (vLLM:
+`propose_draft_token_ids`; SGLang: the EAGLE worker).
 
-Used by the scheduler's parts (vLLM: `propose_draft_token_ids`; SGLang: the EAGLE worker). Works on
-arrays by slot. An error of the drafter ends its use, not a request. Must not know a drafter by
-name, pages or the queue.
+Implements `Speculation` for the scheduler. Works on arrays by slot. An error of the drafter ends
+its use, not a request. Must not know a drafter by name, pages or the queue.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.drafter import MAX_STEPS, Drafter, Drafts, TreeShape
 from frame.core.scheduling.request_slots import GRAMMAR, RequestTable
 from frame.core.scheduling.running import StepRecord
+from frame.core.scheduling.step_features import Speculation, StepGrammars
 from frame.speculation.draft_lengths import DraftLengths
-from frame.structured_output.grammar_masks import GrammarCalls
 
 log = logging.getLogger(__name__)
 
@@ -39,22 +39,12 @@ class SpeculationStats:
     seconds: float = 0.0  # in the drafter
     accepted_at: list[int] = field(default_factory=list)  # drafts whose token number i (from 0) was accepted
 
-    def as_load(self) -> dict[str, Any]:
-        """Named as in `Heartbeat`."""
-        return {
-            "num_drafts": self.num_drafts,
-            "drafted_tokens": self.num_drafted,
-            "accepted_tokens": self.num_accepted,
-            "accepted_at": list(self.accepted_at),
-            "drafter_seconds": round(self.seconds, 6),
-        }
 
-
-class Speculation:
+class DraftScheduler(Speculation):
     """The drafter and the slots that it drafts for. Without a drafter `is_active` is false, and no
     method is called."""
 
-    def __init__(self, table: RequestTable, vocab_size: int, grammars: GrammarCalls, *, may_overlap: bool = False) -> None:
+    def __init__(self, table: RequestTable, vocab_size: int, grammars: StepGrammars, *, may_overlap: bool = False) -> None:
         """may_overlap: see `SchedulerConfig.overlaps_drafts`."""
         self.stats = SpeculationStats()
         self._lengths = DraftLengths(table.num_slots, 0, is_adaptive=False)
@@ -78,13 +68,10 @@ class Speculation:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens after a row's last one that a device drafter stores; 0: there is none."""
         ahead = self._num_steps if self.tree is None else self.tree.num_extended + 1
         return ahead if isinstance(self._drafter, DeviceDrafter) else 0
 
     def enable(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False, tree: TreeShape | None = None) -> None:
-        """Draft up to `num_steps` tokens a row from now on. is_adaptive: as many as raise the
-        output rate. tree: the drafts may be trees. Called before the first request."""
         self.tree = tree
         self._drafter, self._num_steps = drafter, num_steps
         self._lengths = DraftLengths(self._table.num_slots, num_steps, is_adaptive=is_adaptive, has_trees=tree is not None)
@@ -92,7 +79,6 @@ class Speculation:
         self.stats.accepted_at = [0] * num_steps
 
     def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> int:
-        """A step is scheduled: release slots, then set slots up. -> the step's draft length."""
         drafter = self._drafter
         if drafter is None:
             return 0
@@ -114,7 +100,6 @@ class Speculation:
 
     @property
     def next_length(self) -> int:
-        """The draft length of the next step."""
         return self._choose_length()
 
     def needs_order(self, *, has_prompts: bool) -> bool:
@@ -125,18 +110,13 @@ class Speculation:
 
     @property
     def overlaps(self) -> bool:
-        """Whether steps with drafts overlap now: their ids stay on the device."""
         return self._may_overlap and self.num_ahead > 0
 
     @property
     def may_draft(self) -> bool:
-        """Whether the next step has drafts."""
         return self._drafter is not None and self._choose_length() > 0
 
     def propose(self, slots: np.ndarray) -> Drafts | None:
-        """The drafts of slots whose next decode has been scheduled; None: there is none. A row has
-        a draft if its tokens are committed and the request may get more than one token; a grammar
-        cuts the draft. slots: intp [n]."""
         drafter, a = self._drafter, self._table.arrays
         if drafter is None or not slots.size or not self._choose_length():
             return None
@@ -163,12 +143,9 @@ class Speculation:
         return Drafts(drafts.token_ids, counts, drafts.parents)
 
     def note_order(self, slots: np.ndarray, order: DraftOrder | None) -> None:
-        """The slots that sample in the step being scheduled, and what the drafter does after it."""
         self._on_device[slots] = 0 if order is None else order.num_tokens
 
     def count_device_drafts(self, slots: np.ndarray) -> Drafts | None:
-        """As `propose`, of drafts that stay on the device: the counts alone. The tokens before them
-        may be in flight."""
         if not slots.size or not self._choose_length():
             return None
         a, length = self._table.arrays, self._choose_length()
@@ -180,9 +157,6 @@ class Speculation:
         return Drafts(np.zeros(int(counts.sum()), np.int32), counts.astype(np.int32)) if counts.any() else None
 
     def mask_device_drafts(self, slots: np.ndarray) -> np.ndarray | None:
-        """Make the masks of grammars along the drafts of `count_device_drafts`, once the tokens
-        before them are committed. slots: those of the step's samples. -> the most tokens that each
-        slot may output, int32 [slots of the table]; None: no draft has a grammar."""
         first = np.flatnonzero(np.diff(slots, prepend=-1))
         rows, counts = slots[first], np.diff(first, append=len(slots)) - 1
         chosen = (counts > 0) & (self._table.arrays.special[rows] & GRAMMAR != 0)
@@ -198,13 +172,9 @@ class Speculation:
         return limits
 
     def bound_accepted(self, counts: np.ndarray) -> np.ndarray:
-        """The most tokens that may be accepted of drafts of so many tokens: of a tree one
-        branch."""
         return counts if self.tree is None else np.minimum(counts, self.tree.depth)
 
     def fill_rows(self, slots: np.ndarray, drafts: Drafts) -> np.ndarray:
-        """The token ids of rows with drafts, int32: of each its last committed token, then its
-        draft."""
         ends = np.cumsum(drafts.counts + 1)
         firsts = ends - drafts.counts - 1
         token_ids = np.empty(int(ends[-1]), np.int32)
@@ -215,7 +185,6 @@ class Speculation:
         return token_ids
 
     def observe(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
-        """New output tokens of slots: int32 [n, width], of which `counts` [n] are valid."""
         drafter = self._drafter
         if drafter is None or not slots.size:
             return
@@ -228,15 +197,12 @@ class Speculation:
         self.stats.seconds += time.perf_counter() - began
 
     def store(self, slots: np.ndarray, drafts: np.ndarray | None) -> None:
-        """The drafts of a device drafter after the tokens that `observe` was called with: int32 [n,
-        k]. None: it made none of those that were ordered, since its model has failed."""
         if drafts is None:
             self._may_overlap = False
         elif isinstance(self._drafter, DeviceDrafter):
             self._drafter.store_drafts(slots, drafts)
 
     def record_step(self, record: StepRecord, now: float) -> None:
-        """A step is committed at `now` (seconds, monotonic)."""
         length, drafts = record.draft_length, record.num_drafts
         rows = record.num_decodes if drafts is None else record.num_decodes + int(np.count_nonzero(drafts))
         self._lengths.observe(rows, length, self._accepted_at)
@@ -249,8 +215,6 @@ class Speculation:
                 self._lengths.record(rows, length, 0 if drafts is None else int(drafts.sum()), now - before[2])
 
     def count(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, nodes: np.ndarray | None = None) -> None:
-        """Take in the verified drafts of a step: tokens by row. slots: those of the rows. nodes: of
-        trees: the node of each output, int64 [rows, n]."""
         has_draft = drafted > 0
         chosen = None if nodes is None else nodes[:, 1:][np.arange(1, nodes.shape[1]) <= accepted[:, None]]
         stats, drafted, accepted = self.stats, drafted[has_draft], accepted[has_draft]
@@ -263,6 +227,16 @@ class Speculation:
             stats.accepted_at[place] += int(self._accepted_at[place])
         if chosen is not None:
             self._accepted_at[:] = np.bincount(chosen - 1, minlength=self._num_steps)
+
+    def describe_load(self) -> dict[str, Any]:
+        stats = self.stats
+        return {
+            "num_drafts": stats.num_drafts,
+            "drafted_tokens": stats.num_drafted,
+            "accepted_tokens": stats.num_accepted,
+            "accepted_at": list(stats.accepted_at),
+            "drafter_seconds": round(stats.seconds, 6),
+        }
 
     def _choose_length(self) -> int:
         if self._length is None:

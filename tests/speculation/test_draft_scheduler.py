@@ -172,7 +172,7 @@ def test_counters_by_place() -> None:
     used.enable_drafts(lambda *given: [*oracle(*given)[:1], *adversary(*given)[1:]], 3)
     used.add(prompt(5), params(max_tokens=9))
     used.run()
-    stats = used.scheduler._planner.speculation.stats
+    stats = used.scheduler.speculation.stats
     assert stats.accepted_at == [stats.num_drafts, 0, 0]
     assert stats.num_accepted == stats.num_drafts == 4
 
@@ -180,7 +180,7 @@ def test_counters_by_place() -> None:
 def test_length_0_is_measured_without_the_drafter() -> None:
     used, measured, one = rig(), [], np.ones(1, np.int32)
     used.enable_drafts(oracle, 3)
-    speculation = used.scheduler._planner.speculation
+    speculation = used.scheduler.speculation
     speculation._lengths.record = lambda *given: measured.append(given)  # type: ignore[method-assign]
     for step, is_followed in enumerate([False, False, True, False]):
         record = StepRecord(step, one, one, one, one, one.astype(np.bool_), 1, is_followed=is_followed)

@@ -1,0 +1,163 @@
+"""`StepGrammars` and `Speculation`: what the scheduler calls for requests with a grammar and for
+drafted tokens.
+
+Used by the scheduler's parts, which get the implementations of `frame.structured_output` and
+`frame.speculation` through constructors. Must not know a grammar backend or a drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from frame.core.interfaces.batch import DraftOrder, SlotSetup
+from frame.core.interfaces.drafter import Drafter, Drafts, TreeShape
+from frame.core.messages import Finish
+from frame.core.scheduling.request import Request
+from frame.core.scheduling.request_slots import RequestTable
+from frame.core.scheduling.running import StepRecord
+
+
+class StepGrammars(Protocol):
+    """Grammars of running requests: accepts sampled tokens and fills token masks. After each step
+    `take_stopped` returns the requests that must leave the device because of a slow call, and
+    `take_settled` those whose slow call has ended."""
+
+    @property
+    def num_jumped(self) -> int:
+        """Forced tokens that no step sampled, since the start."""
+
+    def __len__(self) -> int:
+        """The number of held requests."""
+
+    def start_request(self, request: Request) -> Finish | None:
+        """Prepare the grammar of a request that arrives; it accepts the output of a recovered one.
+        Returns how the request ends on failure. None: it continues."""
+
+    def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
+        """Accept sampled tokens, of which only a request's last may end it. Returns for each
+        request how it ends. None: it continues. num_rows: rows of the step, with and without a
+        grammar. The next masks may be unfinished until `settle`."""
+
+    def settle(self) -> None:
+        """Wait for the masks that `accept_tokens` has begun. Every other method does so first."""
+
+    def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
+        """Return the allowed tokens of a step's samples as bits, int32 [slots, words], and append
+        forced tokens to their requests. slots: those of the samples; rows without a grammar allow
+        all tokens. All steps before it must be committed. None: no slot has a grammar."""
+
+    def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts, *, is_late: bool = False) -> Drafts:
+        """Cut the drafts of slots with a grammar before the first token that it does not allow or
+        that ends it, and keep their masks for `fill_masks`. Forced tokens, slow grammars and trees
+        get no draft. is_late: the drafts are in the step in flight, so that all of them get masks;
+        a request without them leaves the device."""
+
+    def stop_request(self, request: Request) -> None:
+        """Let a request leave the device until its next mask is filled."""
+
+    def take_stopped(self) -> list[Request]:
+        """Remove and return the requests that must leave the device because of a slow call."""
+
+    def hold_request(self, request: Request) -> None:
+        """Hold a request that has left the device."""
+
+    def take_settled(self) -> list[tuple[Request, Finish | None]]:
+        """Remove and return the held requests whose call has ended, each with how it ends. None: it
+        continues."""
+
+    def release_request(self, request: Request) -> bool:
+        """Release a held request and abandon its call. Returns whether it was held."""
+
+    def close(self) -> None:
+        """End the threads."""
+
+
+class Speculation(Protocol):
+    """Drafts of running requests, from the drafter to their verification, as arrays by slot."""
+
+    tree: TreeShape | None  # None: drafts are chains
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is a drafter, which has not failed."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens after a row's last one that a device drafter stores; 0: there is none."""
+
+    @property
+    def next_length(self) -> int:
+        """The draft length of the next step."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps with drafts overlap now: their ids stay on the device."""
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next step has drafts."""
+
+    def enable(self, drafter: Drafter, num_steps: int, *, is_adaptive: bool = False, tree: TreeShape | None = None) -> None:
+        """Draft up to `num_steps` tokens a row from now on. is_adaptive: as many as raise the
+        output rate. tree: the drafts may be trees, which the attention backend must read. Called
+        before the first request."""
+
+    def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> int:
+        """A step is scheduled: release slots, then set slots up. -> the step's draft length."""
+
+    def needs_order(self, *, has_prompts: bool) -> bool:
+        """Whether a device drafter does anything after this step."""
+
+    def propose(self, slots: np.ndarray) -> Drafts | None:
+        """The drafts of slots whose next decode has been scheduled; None: there is none. A row has
+        a draft if its tokens are committed and the request may get more than one token; a grammar
+        cuts the draft. slots: intp [n]."""
+
+    def note_order(self, slots: np.ndarray, order: DraftOrder | None) -> None:
+        """The slots that sample in the step being scheduled, and what the drafter does after it."""
+
+    def count_device_drafts(self, slots: np.ndarray) -> Drafts | None:
+        """As `propose`, of drafts that stay on the device: the counts alone. The tokens before them
+        may be in flight."""
+
+    def mask_device_drafts(self, slots: np.ndarray) -> np.ndarray | None:
+        """Make the masks of grammars along the drafts of `count_device_drafts`, once the tokens
+        before them are committed. slots: those of the step's samples. -> the most tokens that each
+        slot may output, int32 [slots of the table]; None: no draft has a grammar."""
+
+    def bound_accepted(self, counts: np.ndarray) -> np.ndarray:
+        """The most tokens that may be accepted of drafts of so many tokens: of a tree one
+        branch."""
+
+    def fill_rows(self, slots: np.ndarray, drafts: Drafts) -> np.ndarray:
+        """The token ids of rows with drafts, int32: of each its last committed token, then its
+        draft."""
+
+    def observe(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """New output tokens of slots: int32 [n, width], of which `counts` [n] are valid."""
+
+    def store(self, slots: np.ndarray, drafts: np.ndarray | None) -> None:
+        """The drafts of a device drafter after the tokens that `observe` was called with: int32 [n,
+        k]. None: it made none of those that were ordered, since its model has failed."""
+
+    def record_step(self, record: StepRecord, now: float) -> None:
+        """A step is committed at `now` (seconds, monotonic)."""
+
+    def count(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, nodes: np.ndarray | None = None) -> None:
+        """Take in the verified drafts of a step: tokens by row. slots: those of the rows. nodes: of
+        trees: the node of each output, int64 [rows, n]."""
+
+    def describe_load(self) -> dict[str, Any]:
+        """Counters since the start, named as in `Heartbeat`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFeatures:
+    """What a scheduler is given of the rooms above it."""
+
+    grammars: StepGrammars
+    speculation: Speculation
