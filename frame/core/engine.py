@@ -10,26 +10,27 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from frame.core.blame import explain
 from frame.core.interfaces.runner import DeviceLost, ProfileError, ProfileRequest, UnsampledStep
-from frame.core.messages import Abort, AbortAll, Control, ControlReply, Fatal, Finish, Generate, Heartbeat, StepTokens
+from frame.core.messages import Abort, AbortAll, Control, ControlReply, Fatal, Finish, FinishReason, Generate, Heartbeat, StepTokens
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import ModelRunner, PendingStep
     from frame.core.interfaces.sampling import Grammar
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.ipc.transport import Transport
     from frame.core.messages import AnyMessage
-    from frame.core.scheduling.scheduler import Scheduler
-    from frame.parallel.grouped_scheduler import GroupedScheduler
-    from frame.structured_output.grammar_compiler import GrammarCompiler
+    from frame.core.scheduling.scheduler import FailedRequests, SchedulerConfig
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,43 @@ class Observers:
     on_stop: Callable[..., object] | None = None
 
 
+class EngineScheduler(Protocol):
+    """A `Scheduler`, which documents these methods, or those of several attention groups as one."""
+
+    config: SchedulerConfig
+
+    @property
+    def is_idle(self) -> bool: ...
+    def add_request(self, message: Generate, grammar: Grammar | None = None, arrival: float | None = None) -> Finish | None: ...
+    def abort(self, rids: Sequence[str], reason: FinishReason = "abort") -> None: ...
+    def abort_all(self, reason: FinishReason = "abort") -> None: ...
+    def drain_outputs(self) -> StepTokens | None: ...
+    def close(self) -> None: ...
+    def schedule_batch(self, now: float | None = None) -> ScheduledBatch | None: ...
+    def fill_deferred_mask(self, batch: ScheduledBatch) -> np.ndarray | None: ...
+    def commit(self, batch: ScheduledBatch, result: StepResult) -> StepTokens: ...
+    def fail_step(self, batch: ScheduledBatch, error: str) -> FailedRequests: ...
+    def publish_inflight(self, path: Path) -> None: ...
+    def flush_cache(self) -> int: ...
+    def outline_cache(self, limit: int) -> dict[str, Any]: ...
+    def get_load(self) -> dict[str, Any]: ...
+    def check_integrity(self) -> None: ...
+    def audit_integrity(self) -> Iterator[None]: ...
+    def repair_integrity(self) -> list[str]: ...
+
+
+class GrammarQueue(Protocol):
+    """Requests whose grammar is being compiled. `frame.structured_output.grammar_compiler`
+    documents the methods."""
+
+    def __len__(self) -> int: ...
+    def hold_request(self, message: Generate) -> bool: ...
+    def take_ready(self) -> list[tuple[Generate, Grammar | Finish, float]]: ...
+    def abort_requests(self, rids: Sequence[str], reason: FinishReason) -> StepTokens | None: ...
+    def abort_all(self, reason: FinishReason) -> StepTokens | None: ...
+    def close(self) -> None: ...
+
+
 class FailedStep:
     """A step whose launch raised. It fails when it is committed, so that steps are committed in
     order."""
@@ -84,12 +122,12 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler | GroupedScheduler,
+        scheduler: EngineScheduler,
         runner: ModelRunner,
         transport: Transport,
         options: EngineOptions | None = None,
         observers: Observers | None = None,
-        grammars: GrammarCompiler | None = None,
+        grammars: GrammarQueue | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner

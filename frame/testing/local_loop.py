@@ -19,10 +19,9 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate, StepTokens
 
 if TYPE_CHECKING:
+    from frame.core.engine import EngineScheduler
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.runner import ModelRunner, PendingStep
-    from frame.core.scheduling.scheduler import Scheduler
-    from frame.parallel.grouped_scheduler import GroupedScheduler
 
 MAX_STEPS = 100_000
 
@@ -31,7 +30,7 @@ class LocalLoop:
     """`generate` runs token-id prompts to their end; `stats` counts what a test wants to know of
     how it came about."""
 
-    def __init__(self, scheduler: Scheduler | GroupedScheduler, runner: ModelRunner) -> None:
+    def __init__(self, scheduler: EngineScheduler, runner: ModelRunner) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.stats = {"steps": 0, "mixed": 0, "decode": 0, "extend": 0, "cached": 0}
