@@ -31,10 +31,12 @@ import numpy as np
 import torch
 
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.sampling.sampler import Sampler, draw_with_triton
+from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.sampling.sampling_metadata import PARAMETERS, SamplingPlan
 from frame.kernels.sampling.logit_changes import apply_penalties, apply_token_mask
 from frame.kernels.sampling.logprobs import compute_logprobs
+from frame.kernels.sampling.operations import draw_filtered
+from frame.kernels.sampling.sampling import sample_unfiltered
 
 DEVICE = torch.device("cuda")
 LN2 = math.log(2.0)
@@ -106,7 +108,9 @@ def seconds(call: Callable[[torch.Tensor], Any], sets: list[torch.Tensor], calls
 
 
 def use_triton(params: Tensors) -> Callable[[torch.Tensor], Any]:
-    return lambda logits: draw_with_triton(logits, params)
+    if "top_k" in params:
+        return lambda logits: draw_filtered(logits, params)
+    return lambda logits: sample_unfiltered(logits, params["temperature"], params["key"])
 
 
 def by_torch(rows: int, case: dict[str, float], params: Tensors) -> Callable[[torch.Tensor], Any]:
@@ -128,7 +132,7 @@ def by_torch(rows: int, case: dict[str, float], params: Tensors) -> Callable[[to
     tensors = dict(params)
     if "top_k" in params:
         tensors |= {"top_k": params["top_k"].long(), "top_p": params["top_p"].double()}
-    sampler = Sampler(Processors((), rows))
+    sampler = Sampler(Processors((), rows), TORCH)
     return lambda logits: sampler.sample(logits, plan, None, tensors)
 
 

@@ -24,7 +24,7 @@ from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.sampling.sampler import Sampler
+from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.sampling.sampling_metadata import SamplingTable
 
 CASES = {
@@ -48,7 +48,7 @@ def make_logits(shape: str, rows: int, vocab: int) -> torch.Tensor:
 def seconds_of_step(logits: torch.Tensor, params: SamplingParams, repetitions: int) -> float:
     """Of the plan and the sampler's work of one decode step."""
     rows = len(logits)
-    table, sampler = SamplingTable(rows), Sampler(Processors((), rows))
+    table, sampler = SamplingTable(rows), Sampler(Processors((), rows), TORCH)
     table.update([SlotSetup(row, params, row, 5, np.arange(5, dtype=np.int32)) for row in range(rows)], [])
     batch = ScheduledBatch(
         step=0,

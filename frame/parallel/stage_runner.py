@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
     from frame.core.kv_cache.kv_pool import KVPool
-    from frame.core.sampling.logits_pipeline import Processors
     from frame.core.sampling.prompt_logprobs import PromptScores
-    from frame.core.sampling.sampler import Sampled
+    from frame.core.sampling.sampler import Sampled, Sampler
 
 ALL = -1  # the number of a micro-batch that is the whole batch
 
@@ -74,9 +73,9 @@ class StageRunner(TorchModelRunner):
     they are empty."""
 
     def __init__(
-        self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
+        self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, sampler: Sampler, capacity: Capacity
     ) -> None:
-        super().__init__(model, model_config, context, pool, processors, capacity)
+        super().__init__(model, model_config, context, pool, sampler, capacity)
         if context.pipeline is None:
             raise ValueError("a stage runner needs a context with a pipeline")
         self._pipeline = stage = context.pipeline

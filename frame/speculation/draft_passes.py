@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch, HostView
-from frame.core.sampling.sampler import draw_plain, row_max
+from frame.core.sampling.sampler import row_max
 from frame.speculation.token_ranking import rank_tokens
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class DraftPasses:
         self.has_own_backend = attention is not None
         self.table, self.kv = inputs.table, inputs.kv
         self._agree = agree
+        self._draw_plain = inputs.sampler.operations.draw_plain
 
     def draw(self, rows: DraftRows, place: int) -> torch.Tensor:
         """The next token of each row, int64 [rows]."""
@@ -64,7 +65,7 @@ class DraftPasses:
         if rows.temperature is None or rows.keys is None:
             return self._agree(row_max(logits)[1])
         keys = rows.keys.gather(1, rows.columns.unsqueeze(1)).squeeze(1)
-        return self._agree(draw_plain(logits, rows.temperature, keys)[0])
+        return self._agree(self._draw_plain(logits, rows.temperature, keys, None)[0])
 
     def rank(self, rows: DraftRows, states: torch.Tensor, place: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest next tokens of each branch, see `rank_tokens`. Where tokens are drawn, they

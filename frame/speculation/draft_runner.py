@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class DraftRunner:
-    """Runs on the runner's stream and in inference mode. In a step: `add_taps`, `begin_step` after
-    the target's forward pass, then `draft` once its tokens are drawn and verified."""
+    """Runs on the runner's stream and in inference mode; the methods are those of
+    `DeviceDrafts`."""
 
     def __init__(self, passes: DraftPasses, num_steps: int, tree: TreeShape | None = None, *, is_alone: bool = True) -> None:
         """num_steps: most tokens of a draft. tree: None: drafts are chains. is_alone: no other rank
@@ -46,24 +46,17 @@ class DraftRunner:
         self._is_alone = is_alone
 
     def add_taps(self, batch: ForwardBatch) -> None:
-        """Ask the target for the hidden states that the model reads."""
         if self.model.tapped_layers:
             batch.extensions[HiddenStateTaps] = HiddenStateTaps(self.model.tapped_layers)
 
     def read_states(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """What the first pass reads of a step, [tokens, width]. hidden: what the target's forward
-        pass returned."""
         taps = batch.get(HiddenStateTaps)
         return self.model.read_states(hidden, {} if taps is None else taps.states)
 
     def begin_step(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
-        """Keep the batch of a step and what the target's forward pass returned for it, [tokens,
-        hidden_size]. A decode graph keeps them itself."""
         self._step = batch, self.read_states(batch, hidden)
 
     def make_graphs(self, graphs: DecodeGraphs) -> DraftGraphs:
-        """The graphs of the passes after steps that these decode graphs run; the caller captures
-        them."""
         self._graphs = DraftGraphs(self._passes, graphs, self._num_steps, self._tree)
         return self._graphs
 
@@ -75,11 +68,8 @@ class DraftRunner:
         tensors: Mapping[str, torch.Tensor],
         order: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Fill the model's cache with the step, and draft. token_ids: int64 [samples], drawn.
-        counts: int64 [sampling rows], the samples of each row that are output; None: 1 each.
-        tensors: the plan's arrays. order: see `Verified`. -> see `StepResult.drafts`, int64; None
-        without a token to draft, and after an error of the model, which ends its use. With other
-        ranks, which wait for this one's tokens, the error is raised."""
+        """See `DeviceDrafts.draft`. An error of the model ends its use. With other ranks, which
+        wait for this one's tokens, it is raised."""
         if self._has_failed:
             return None
         try:

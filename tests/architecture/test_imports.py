@@ -72,13 +72,14 @@ SHARED = (
 RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.rendezvous_node")
 
 # What a server is made of beside the core; each may use the core alone.
-ROOMS = ("frame.config", "frame.parallel", "frame.speculation", "frame.structured_output", "frame.text")
+ROOMS = ("frame.config", "frame.parallel", "frame.pooling", "frame.speculation", "frame.structured_output", "frame.text")
 
 # Which rooms of the package each room may use besides itself; the first prefix that fits counts.
 MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((name, DATA) for name in DATA),
     *((name, (*DATA, *CONFIGURATION)) for name in CONFIGURATION),
-    ("frame.core", ("frame.core", KERNELS, *ROOMS)),
+    *((f"frame.core.{room}", ("frame.core",)) for room in ("execution", "kv_cache", "sampling")),
+    ("frame.core", ("frame.core", *ROOMS)),
     *((room, ("frame.core", KERNELS)) for room in ROOMS),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),

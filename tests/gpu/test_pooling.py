@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from frame.testing.checkpoints import make_checkpoint
-from tests.core.execution.test_pooling import LENGTHS, NORMALIZE, as_sentence_folder, make_loop, prompts
+from tests.pooling.test_pooling import LENGTHS, NORMALIZE, as_sentence_folder, make_loop, prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

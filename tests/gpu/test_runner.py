@@ -23,10 +23,12 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler, build_scheduler
+from frame.entrypoints.processes.components import choose_operations
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
@@ -109,8 +111,9 @@ def test_no_launch_waits_for_the_device():
     registry = load_registry(installed=False)
     built = [registry.load(record)(ProcessorContext(97, ROWS, device)) for record in registry.records("logits_processor")]
     pool = KVPool(kv_geometry(model_config, 1, 16, "float32"), 600, device)
+    sampler = Sampler(Processors(built, ROWS), choose_operations(device))
     model = FakeModel(model_config, context)
-    runner = TorchModelRunner(model, model_config, context, pool, Processors(built, ROWS), Capacity(600, 16, 12))
+    runner = TorchModelRunner(model, model_config, context, pool, sampler, Capacity(600, 16, 12))
     config = SchedulerConfig(page_size=16, num_pages=600, max_running=ROWS, token_budget=64, max_context=256, vocab_size=97, overlap=True)
     loop = LocalLoop(assemble_scheduler(config, NoCache(PrefixCacheContext(16, 4096)), PagedAllocator(600), Fcfs(SCHEDULING)), runner)
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]

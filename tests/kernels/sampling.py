@@ -20,13 +20,14 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling import gumbel_race
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.sampling.sampler import Sampled, Sampler
+from frame.core.sampling.sampler import TORCH, Sampled, Sampler
 from frame.core.sampling.sampling_metadata import SamplingTable
 from frame.kernels.sampling import filtering
 from frame.kernels.sampling.filtering import Filters, sample_filtered
 from frame.kernels.sampling.gumbel_noise import RACE_GROUP
 from frame.kernels.sampling.logit_changes import apply_token_mask
 from frame.kernels.sampling.logprobs import compute_logprobs
+from frame.kernels.sampling.operations import TRITON
 from frame.kernels.sampling.sampling import sample_unfiltered
 from frame.plugins.loader import load_registry
 from tests.core.sampling.race_reference import winners
@@ -262,7 +263,7 @@ def sample_step(use_triton: bool, logits: torch.Tensor, params: list[SamplingPar
     for processor in made:
         processor.eos_token_ids = (3,)
     processors, table = Processors(made, rows), SamplingTable(rows, by_row=use_triton)
-    sampler = Sampler(processors, use_triton=use_triton)
+    sampler = Sampler(processors, TRITON if use_triton else TORCH)
     setups = [SlotSetup(row, each, row, 5, np.arange(5, dtype=np.int32)) for row, each in enumerate(params)]
     table.update(setups, [])
     processors.update(setups, [])

@@ -24,6 +24,7 @@ from frame.entrypoints.processes.build_scheduler import build_scheduler, build_s
 from frame.entrypoints.processes.components import build_runner
 from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
 from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
+from frame.parallel.rank_watch import RankWatch
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
@@ -102,7 +103,7 @@ def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], 
     wires = Wires(size)
 
     def run(rank: int) -> Any:
-        groups = join_groups(resolved, registry, Place(rank, size, f"file://{scratch / 'ranks'}"), HOST)
+        groups = join_groups(resolved, registry, Place(rank, size, f"file://{scratch / 'ranks'}", watch=RankWatch(rank, size)), HOST)
         try:
             return serve(rank, groups)
         finally:

@@ -20,7 +20,6 @@ import torch
 
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
-from frame.core.sampling.sampler import draw_plain, mask_logits
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
@@ -313,9 +312,9 @@ class DecodeGraphs:
 
     def _draw_again(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """Draw the tokens again under `_masks`, into the outputs."""
-        size = len(outputs.token_ids)
-        mask_logits(outputs.logits, self._masked_rows[:size], self._masks[:size])
-        drawn = draw_plain(outputs.logits, params["temperature"], params["key"], (self._input_batch.table.last_token, slots))
+        size, operations = len(outputs.token_ids), self._input_batch.sampler.operations
+        operations.mask_logits(outputs.logits, self._masked_rows[:size], self._masks[:size])
+        drawn = operations.draw_plain(outputs.logits, params["temperature"], params["key"], (self._input_batch.table.last_token, slots))
         for target, source in zip((outputs.token_ids, outputs.best), drawn, strict=True):
             target.copy_(source)
         return outputs

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from frame import kernels
 from frame.core.execution.staging import make_staging
+from frame.core.execution.unsettled_rows import UnsettledPlan, UnsettledRows, shorten_rows
 from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.kv_cache.group_inputs import GroupInputs
@@ -27,15 +27,15 @@ from frame.core.sampling.draft_plan import plan_drafting
 from frame.core.sampling.prompt_logprobs import plan_prompts
 from frame.core.sampling.sampling_metadata import SamplingTable, grammar_arrays
 from frame.core.sampling.verification import make_extensions, plan_rounds, plan_verification
-from frame.speculation.unsettled_rows import UnsettledPlan, UnsettledRows, shorten_rows
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import KVCache, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.sampling.draft_plan import DraftingPlan
-    from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
+    from frame.core.sampling.logits_pipeline import ProcessorPlan
     from frame.core.sampling.prompt_logprobs import PromptPlan
+    from frame.core.sampling.sampler import Sampler
     from frame.core.sampling.sampling_metadata import SamplingPlan
     from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
     from frame.core.sampling.verification import SampleRound, VerificationPlan
@@ -171,7 +171,7 @@ class InputBatch:
     placement: the addresses of the piecewise graphs; None: there are none. The runner sets it.
     """
 
-    def __init__(self, context: BuildContext, kv: KVCache, processors: Processors, *, selects_tokens: bool = False) -> None:
+    def __init__(self, context: BuildContext, kv: KVCache, sampler: Sampler, *, selects_tokens: bool = False) -> None:
         """`selects_tokens`: the model returns the hidden states of `SelectedTokens` alone. Raises
         ValueError without a backend."""
         if context.attention is None:
@@ -183,13 +183,13 @@ class InputBatch:
         self.groups = (
             GroupInputs(kv, self.table, context.device) if isinstance(kv, KVPool) and kv.geometry.num_pools > 1 else None
         )  # None: the model has one cache group
-        self.sampling = SamplingTable(limits.max_running_requests, by_row=kernels.can_use_triton(context.device))
+        self.sampling = SamplingTable(limits.max_running_requests, by_row=sampler.by_row)
         self.synthetic: SyntheticAcceptance | None = None
         self.unsettled = UnsettledRows(self.table, {} if self.groups is None else self.groups.windows)
         self.max_graph_rows = 0
         self.draws_masked = False
         self.placement: TokenPlacement | None = None
-        self._processors = processors
+        self.sampler = sampler
         self.selects_tokens = selects_tokens
         self.backend: AttentionBackend = context.attention
         # groups do not know each other's prompts; stages get rows in the order of the batch
@@ -203,14 +203,15 @@ class InputBatch:
         batch = shorten_rows(batch)
         layout = compute_layout(batch)
         sampling = self.sampling.plan(batch, layout)
-        plans = StepPlans(sampling, self._processors.plan(sampling.slots, sampling.positions), plan_prompts(batch, layout, self.sampling))
+        processing = self.sampler.processors.plan(sampling.slots, sampling.positions)
+        plans = StepPlans(sampling, processing, plan_prompts(batch, layout, self.sampling))
         if layout.drafts is not None:
             plans.verification = plan_verification(layout, layout.drafts, batch.slots.astype(np.int64))
             if self.synthetic is not None:
                 chosen = self.synthetic.choose(sampling.slots, layout.sample_positions, layout.drafts.targets)
                 plans.verification.arrays["verify.chosen"] = chosen
             if plans.processing is not None:
-                rounds = plan_rounds(layout, layout.drafts, self.sampling, self._processors, sampling.slots, batch.grammar_mask)
+                rounds = plan_rounds(layout, layout.drafts, self.sampling, self.sampler.processors, sampling.slots, batch.grammar_mask)
                 if batch.num_unsettled is not None and self.table.tree_depth:
                     rounds = rounds[: self.table.tree_depth + 1]
                 plans.processing, plans.rounds = None, rounds
@@ -227,7 +228,7 @@ class InputBatch:
     def update_slots(self, batch: ScheduledBatch) -> None:
         """Sets up and releases slots: all that a batch without rows does."""
         self.sampling.update(batch.setups, batch.released)
-        self._processors.update(batch.setups, batch.released)
+        self.sampler.processors.update(batch.setups, batch.released)
 
     def build_forward_batch(
         self,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from frame import kernels
 from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
 from frame.core.execution.decode_graphs import DecodeGraphs, DecodeOutputs, Redraw, graph_sizes
@@ -29,29 +28,22 @@ from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, 
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.prompt_logprobs import PromptScores
-from frame.core.sampling.sampler import Sampled, Sampler, draw_plain, draw_with_triton
+from frame.core.sampling.sampler import Sampled
 from frame.core.sampling.verification import RoundSampler, verify_drafts
-from frame.parallel.collectives import is_true_on_all_ranks
-from frame.speculation.draft_passes import DraftPasses
-from frame.speculation.draft_runner import DraftRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
 
+    from frame.core.execution.drafting import DeviceDrafts
     from frame.core.execution.input_batch import StepInputs, StepPlans
-    from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.device_drafter import DraftModel
-    from frame.core.interfaces.drafter import TreeShape
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
-    from frame.core.sampling.logits_pipeline import Processors
-    from frame.parallel.expert_moves import ExpertBalancer
-    from frame.parallel.rank_watch import RankWatch
+    from frame.core.sampling.sampler import Sampler
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +53,7 @@ class TorchModelRunner(ModelRunner):
     fixed addresses."""
 
     def __init__(
-        self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, processors: Processors, capacity: Capacity
+        self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, sampler: Sampler, capacity: Capacity
     ) -> None:
         self.capacity = capacity
         self.context = context
@@ -73,14 +65,13 @@ class TorchModelRunner(ModelRunner):
         self._stream = platform.create_stream()
         is_last = context.pipeline is None or context.pipeline.is_last
         selects = is_last and context.experts is None and model.supports_token_selection  # all groups dispatch as many tokens
-        self.inputs = InputBatch(context, pool, processors, selects_tokens=selects)
-        self.processors = processors
-        self.sampler = Sampler(processors, use_triton=kernels.can_use_triton(context.device))
+        self.inputs = InputBatch(context, pool, sampler, selects_tokens=selects)
+        self.processors = sampler.processors
+        self.sampler = sampler
         self.decode_graphs: DecodeGraphs | None = None
         self.piecewise_graphs: PiecewiseGraphs | None = None
-        self.drafts: DraftRunner | None = None  # of a device drafter
-        self.watch: RankWatch | None = None  # set where there are several ranks
-        self.balancer: ExpertBalancer | None = None  # with parallel.eplb
+        self.drafts: DeviceDrafts | None = None  # of a device drafter
+        self.before_step: Callable[[], None] | None = None  # moves experts; the builder sets it
         if self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
             self._stream.wait_stream(platform.get_current_stream())
 
@@ -90,8 +81,8 @@ class TorchModelRunner(ModelRunner):
         try:
             with torch.inference_mode():
                 self._enter_stream()
-                if self.balancer is not None:
-                    self.balancer.begin_step()
+                if self.before_step is not None:
+                    self.before_step()
                 return self._execute(batch)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
@@ -145,7 +136,7 @@ class TorchModelRunner(ModelRunner):
         if preparation is None:
             return
         preparation.wait_for_estimate()
-        if is_true_on_all_ranks(preparation.is_done, self.context.ep_group, self.context.device):
+        if self.is_true_on_all_ranks(preparation.is_done):
             self._switch()
 
     def allow_compilation(self) -> None:
@@ -160,7 +151,12 @@ class TorchModelRunner(ModelRunner):
         if not isinstance(attention, HybridAttention) or attention.preparation is None:
             return False
         attention.preparation.wait()  # a follower's preparation may end later than rank 0's
-        return attention.switch(is_true_on_all_ranks(attention.preparation.error is None, self.context.ep_group, self.context.device))
+        return attention.switch(self.is_true_on_all_ranks(attention.preparation.error is None))
+
+    def is_true_on_all_ranks(self, value: bool) -> bool:
+        """Whether `value` is true on all ranks. Collective."""
+        group = self.context.ep_group
+        return value if group.size == 1 else bool(group.all_gather(torch.tensor([int(value)], device=self.context.device), dim=0).min())
 
     def capture_decode_graphs(self, max_rows: int, *, is_dry: bool = False) -> None:
         """Capture CUDA graphs of decode steps of up to `max_rows` rows; later decodes replay them.
@@ -182,7 +178,7 @@ class TorchModelRunner(ModelRunner):
     @property
     def _graph_redraw(self) -> Redraw | None:
         """What draws tokens with filters in a graph; None: nothing does."""
-        return self._redraw if self.sampler.use_triton else None
+        return self._redraw if self.sampler.by_row else None
 
     def capture_piecewise_graphs(self, max_tokens: int, *, is_dry: bool = False) -> None:
         """Capture CUDA graphs of the computations between the attention calls of steps of up to
@@ -256,7 +252,8 @@ class TorchModelRunner(ModelRunner):
         rows, prompts = plans.sampling.num_rows, None
         if plans.prompts is not None:
             targets = inputs.tensors["prompt_targets"]
-            prompts = PromptScores(plans.prompts, hidden[rows:], targets, self.model.compute_logits, self.vocab_size)
+            head = self.model.compute_logits
+            prompts = PromptScores(plans.prompts, hidden[rows:], targets, head, self.vocab_size, self.sampler.operations)
         return self.model.compute_logits(hidden[:rows]) if rows else None, prompts
 
     def _decode(self, batch: ForwardBatch, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
@@ -266,13 +263,14 @@ class TorchModelRunner(ModelRunner):
         hidden = self.forward(batch)
         logits, states = self.model.compute_logits(hidden), None if self.drafts is None else self.drafts.read_states(batch, hidden)
         last_tokens = (self.inputs.table.last_token, slots)
-        drawn = draw_plain(logits, params["temperature"], params["key"], last_tokens)
+        drawn = self.sampler.operations.draw_plain(logits, params["temperature"], params["key"], last_tokens)
         return self._drawn(DecodeOutputs(*drawn, logits, states), slots)
 
     def _redraw(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """The body of the second graph, of steps with filters."""
-        last_tokens = (self.inputs.table.last_token, slots)
-        drawn = draw_with_triton(outputs.logits, params, (outputs.token_ids, outputs.best), last_tokens)
+        draw, last_tokens = self.sampler.operations.draw_filtered, (self.inputs.table.last_token, slots)
+        assert draw is not None, "see _graph_redraw"
+        drawn = draw(outputs.logits, params, (outputs.token_ids, outputs.best), last_tokens)
         return self._drawn(DecodeOutputs(*drawn, outputs.logits, outputs.states), slots)
 
     def _drawn(self, outputs: DecodeOutputs, slots: torch.Tensor) -> DecodeOutputs:
@@ -298,7 +296,7 @@ class TorchModelRunner(ModelRunner):
             self._enter_stream()
             limits = None if mask is None else self.inputs.move_grammar_mask(mask)
             outputs = self.decode_graphs.draw_masked(inputs.rows, inputs.draws, limits or None)
-            return self._fetch(step, inputs, Sampled(self._agree(outputs.token_ids), outputs.best), None)
+            return self._fetch(step, inputs, Sampled(self.agree_tokens(outputs.token_ids), outputs.best), None)
 
     def _fetch_sampled(self, step: int, inputs: StepInputs, logits: torch.Tensor | None, prompts: PromptScores | None) -> PendingStep:
         return self._fetch(step, inputs, self._sample(logits, inputs.plans, inputs.tensors), prompts)
@@ -346,26 +344,23 @@ class TorchModelRunner(ModelRunner):
             nothing = slots.new_empty(0)
             return Sampled(nothing, nothing.float())
         if plans.rounds:
-            sampled = RoundSampler(self.sampler, self.processors, self._agree).sample(logits, plans.rounds, tensors)
+            sampled = RoundSampler(self.sampler, self.processors, self.agree_tokens).sample(logits, plans.rounds, tensors)
             return self.sampler.add_logprobs(sampled, logits, plans.sampling, tensors)
         sampled = self.sampler.sample(logits, plans.sampling, plans.processing, tensors)
         if self._tp.size > 1:
-            sampled = replace(sampled, token_ids=self._agree(sampled.token_ids))
+            sampled = replace(sampled, token_ids=self.agree_tokens(sampled.token_ids))
         self.inputs.table.last_token.index_copy_(0, slots, sampled.token_ids)
         if plans.processing is not None:
             self.processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
         return sampled
 
-    def set_drafter(
-        self, model: DraftModel, num_steps: int, attention: AttentionBackend | None = None, tree: TreeShape | None = None
-    ) -> None:
-        """Draft up to `num_steps` tokens with this model after each step that asks for drafts.
-        attention: the backend of its layers; None: that of the target. tree: None: drafts are
-        chains."""
-        self.drafts = DraftRunner(DraftPasses(model, attention, self.inputs, self._agree), num_steps, tree, is_alone=self._tp.size == 1)
-        self.inputs.table.set_draft_width(num_steps, 0 if tree is None else tree.depth)
-        self.inputs.selects_tokens &= not model.reads_next  # else the model reads the hidden states of all tokens
+    def set_drafts(self, drafts: DeviceDrafts, width: int, tree_depth: int = 0) -> None:
+        """Draft after each step that asks for drafts. width, tree_depth: see
+        `DeviceTable.set_draft_width`."""
+        self.drafts = drafts
+        self.inputs.table.set_draft_width(width, tree_depth)
+        self.inputs.selects_tokens &= not drafts.model.reads_next  # else the model reads the hidden states of all tokens
 
-    def _agree(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def agree_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rank 0's tokens: logits of ranks may differ in the last bit, tokens must not."""
         return self._tp.broadcast(token_ids.contiguous()) if self._tp.size > 1 else token_ids

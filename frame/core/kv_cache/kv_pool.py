@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.interfaces.build import Limits
+    from frame.core.interfaces.device_operations import MoveRows
     from frame.core.kv_cache.geometry import KVGeometry
 
 GIVEN_TOKENS = 1024  # most tokens of a step that come from the host
@@ -40,7 +41,11 @@ class KVPool:
     states have one page more, which no sequence uses.
     """
 
-    def __init__(self, geometry: KVGeometry, num_pages: int | Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, geometry: KVGeometry, num_pages: int | Sequence[int], device: torch.device, move_rows: MoveRows | None = None
+    ) -> None:
+        """move_rows: see `DeviceOperations`."""
+        self._move_rows = move_rows
         self.geometry = geometry
         self.num_pages = (num_pages,) * geometry.num_pools if isinstance(num_pages, int) else tuple(num_pages)
         self.page_size = geometry.page_size
@@ -100,19 +105,17 @@ class KVPool:
         """Copy what all layers have of some tokens to places at or before theirs. sources, targets:
         KV slots of the `tokens` group, int64 [n]. first, counts: int64 [rows], the part of them of
         each row; others have equal slots."""
-        if not sources.is_cuda:
+        if self._move_rows is None:
             for rows in self._list_rows():
                 rows.index_copy_(0, targets, rows.index_select(0, sources))
             return
-        from frame.kernels.row_moves import move_rows
-
         if not self._addresses:
             by_width: dict[int, list[int]] = {}
             for rows in self._list_rows():
                 by_width.setdefault(rows[0].numel() * rows.element_size(), []).append(rows.data_ptr())
             self._addresses = {width: torch.tensor(found, device=sources.device) for width, found in by_width.items()}
         for width, addresses in self._addresses.items():
-            move_rows(addresses, width, sources, targets, first, counts)
+            self._move_rows(addresses, width, sources, targets, first, counts)
 
     def _list_rows(self) -> list[torch.Tensor]:
         """The tensors of all layers, one row for each token."""

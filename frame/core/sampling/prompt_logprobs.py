@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import PromptLogprobs
-from frame.core.sampling.sampler import logprobs
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.interfaces.device_operations import DeviceOperations
     from frame.core.sampling.batch_layout import BatchLayout
     from frame.core.sampling.sampling_metadata import SamplingTable
 
@@ -73,14 +73,20 @@ class PromptScores:
     """The log-probabilities of one step on the device; implements `PromptResult`."""
 
     def __init__(
-        self, plan: PromptPlan, hidden: torch.Tensor, targets: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocab: int
+        self,
+        plan: PromptPlan,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        vocab: int,
+        operations: DeviceOperations,
     ) -> None:
         """hidden: [tokens, hidden_size], of the plan's rows. head: hidden states -> logits [n,
         vocab]."""
         self._plan = plan
         block = max(1, (_CUDA_BLOCK_CELLS if hidden.is_cuda else _BLOCK_CELLS) // vocab)
         pieces = [
-            _scores(head(hidden[start : start + block]), targets[start : start + block], plan.num_top)
+            _scores(operations, head(hidden[start : start + block]), targets[start : start + block], plan.num_top)
             for start in range(0, len(hidden), block)
         ]
         self._tensors = [torch.cat(column) for column in zip(*pieces, strict=True)]
@@ -101,8 +107,8 @@ class PromptScores:
         return results
 
 
-def _scores(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
-    """The result of `logprobs` for logits [n, vocab], and the rank [n] of each target: 1 + the
-    number of tokens with a greater logit."""
+def _scores(operations: DeviceOperations, logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """The result of `compute_logprobs` for logits [n, vocab], and the rank [n] of each target: 1 +
+    the number of tokens with a greater logit."""
     ranks = (logits > logits.gather(1, targets.unsqueeze(1))).sum(dim=-1) + 1
-    return (*logprobs(logits, targets, num_top), ranks)
+    return (*operations.compute_logprobs(logits, targets, num_top), ranks)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from frame import kernels
+from frame.core.interfaces.device_operations import DeviceOperations
 from frame.core.sampling import gumbel_race
 from frame.core.sampling.sampling_metadata import PARAMETERS
 
@@ -50,16 +50,15 @@ class Sampled:
 class Sampler:
     """Samples the tokens of a step. Has no state except its logits processors."""
 
-    def __init__(self, processors: Processors, *, use_triton: bool = False) -> None:
-        """use_triton: sample with Triton kernels; plans must come from
-        `SamplingTable(by_row=True)`."""
-        self._processors = processors
-        self.use_triton = use_triton
+    def __init__(self, processors: Processors, operations: DeviceOperations) -> None:
+        self.processors = processors
+        self.operations = operations
+        self.by_row = operations.draw_filtered is not None  # plans must come from a `SamplingTable` with the same value
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors) -> Sampled:
         """logits: [rows, vocab] of any float dtype; may be changed in place. Computes in
         float32."""
-        if not self.use_triton:
+        if not self.by_row:
             logits = logits.float()
         raw = None
         if plan.logprob_rows is not None:
@@ -69,12 +68,12 @@ class Sampler:
                 raw = logits.index_select(0, tensors["logprob_rows"])
             elif is_changed:
                 raw = logits.clone()
-        choose = self._choose_with_triton if self.use_triton else self._choose
+        choose = self._choose_by_row if self.by_row else self._choose
         token_ids, best = choose(logits, plan, processing, tensors)
         if raw is None:
             return Sampled(token_ids, best)
         chosen = token_ids if len(raw) == plan.num_rows else token_ids.index_select(0, tensors["logprob_rows"])
-        return Sampled(token_ids, best, *logprobs(raw, chosen, plan.num_top_logprobs))
+        return Sampled(token_ids, best, *self.operations.compute_logprobs(raw, chosen, plan.num_top_logprobs))
 
     def add_logprobs(self, sampled: Sampled, logits: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> Sampled:
         """`sampled` with the log-probabilities that the plan asks for, under logits [rows, vocab]
@@ -83,34 +82,32 @@ class Sampler:
             return sampled
         rows = tensors["logprob_rows"]
         token_ids = sampled.token_ids.index_select(0, rows).clamp_(min=0)  # -1: not drawn
-        scores = logprobs(logits.index_select(0, rows), token_ids, plan.num_top_logprobs)
+        scores = self.operations.compute_logprobs(logits.index_select(0, rows), token_ids, plan.num_top_logprobs)
         return Sampled(sampled.token_ids, sampled.best, *scores)
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """Compile the Triton kernels for every kind of row, except those of logits processors,
-        which warm-up steps compile. logits: [rows, vocab] of the model's dtype, with any values."""
-        if not self.use_triton:
+        """Compile the kernels for every kind of row, except those of logits processors, which
+        warm-up steps compile. logits: [rows, vocab] of the model's dtype, with any values."""
+        if not self.by_row:
             return
-        from frame.kernels.sampling.logit_changes import apply_token_mask
-
         rows = len(logits)
         each = {"temperature": 1.0, "top_p": 0.5, "log_min_p": -9.0}
         params = {name: torch.full((rows,), value, device=logits.device) for name, value in each.items()}
         params["key"] = torch.arange(rows, device=logits.device)
         params["top_k"] = torch.full((rows,), 2, dtype=torch.int32, device=logits.device)
         for scores in (logits, logits.float()):  # logits processors change a float32 copy
-            token_ids, _ = draw_with_triton(scores, {name: params[name] for name in PARAMETERS[:2]})
-            draw_with_triton(scores, params)
+            token_ids, _ = self._draw(scores, {name: params[name] for name in PARAMETERS[:2]})
+            self._draw(scores, params)
         for num_top in (0, 2):
-            logprobs(logits, token_ids, num_top)
+            self.operations.compute_logprobs(logits, token_ids, num_top)
         words = torch.full((rows, -(-logits.shape[1] // 32)), -1, dtype=torch.int32, device=logits.device)
-        apply_token_mask(logits, torch.arange(rows, device=logits.device), words)
+        self.operations.mask_logits(logits, torch.arange(rows, device=logits.device), words)
 
     def _choose(
         self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if processing is not None:
-            self._processors.apply(logits, processing, tensors)
+            self.processors.apply(logits, processing, tensors)
         if "grammar_mask" in tensors:
             apply_grammar(logits, tensors["grammar_rows"], tensors["grammar_mask"])
         heights = gumbel_race.find_heights(logits) if plan.num_drawn else None
@@ -122,47 +119,30 @@ class Sampler:
             token_ids = drawn if rows is None else token_ids.index_copy(0, rows, drawn)
         return token_ids, best
 
-    def _choose_with_triton(
+    def _choose_by_row(
         self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The Triton path. Masks are exact in any dtype and are written into the logits; rows with
-        logits processors are sampled from a float32 copy."""
-        from frame.kernels.sampling.logit_changes import apply_token_mask
-
+        """With `draw_filtered`. Masks are exact in any dtype and are written into the logits; rows
+        with logits processors are sampled from a float32 copy."""
         if "grammar_mask" in tensors:
-            apply_token_mask(logits, tensors["grammar_rows"], tensors["grammar_mask"])
+            self.operations.mask_logits(logits, tensors["grammar_rows"], tensors["grammar_mask"])
         params = {name: tensors[name] for name in PARAMETERS if name in tensors}
         if processing is None:
-            return draw_with_triton(logits, params)
+            return self._draw(logits, params)
         rows = tensors["processor.rows"]
         scores = logits.index_select(0, rows).float()
-        self._processors.apply(scores, processing, tensors, changed_only=True)
-        token_ids, best = draw_with_triton(scores, {name: each.index_select(0, rows) for name, each in params.items()})
+        self.processors.apply(scores, processing, tensors, changed_only=True)
+        token_ids, best = self._draw(scores, {name: each.index_select(0, rows) for name, each in params.items()})
         if len(rows) == plan.num_rows:
             return token_ids, best
-        every_id, every_best = draw_with_triton(logits, params)
+        every_id, every_best = self._draw(logits, params)
         return every_id.index_copy_(0, rows, token_ids), every_best.index_copy_(0, rows, best)
 
-
-def draw_with_triton(
-    logits: torch.Tensor,
-    params: Tensors,
-    plain: tuple[torch.Tensor, torch.Tensor] | None = None,
-    last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample with Triton kernels from logits [rows, vocab]. -> (token ids int64, greatest logits
-    float32).
-
-    params: the parameters of every row, as in `SamplingPlan.arrays`. plain: the result of
-    `draw_plain` for the same rows, which is overwritten. last_tokens: as in `draw_plain`. CUDA
-    graphs can capture the call, because its work does not depend on the values.
-    """
-    from frame.kernels.sampling.filtering import Filters, sample_filtered
-    from frame.kernels.sampling.sampling import sample_unfiltered
-
-    if "top_k" in params:
-        return sample_filtered(logits, Filters(**params), plain, last_tokens)
-    return sample_unfiltered(logits, params["temperature"], params["key"], last_tokens)
+    def _draw(self, logits: torch.Tensor, params: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """params: those of every row."""
+        if "top_k" in params and self.operations.draw_filtered is not None:
+            return self.operations.draw_filtered(logits, params, None, None)
+        return self.operations.draw_plain(logits, params["temperature"], params["key"], None)
 
 
 def draw_plain(
@@ -171,18 +151,7 @@ def draw_plain(
     keys: torch.Tensor,
     last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample rows that use temperature only (0: greedy). -> (token ids int64, greatest logits
-    float32).
-
-    logits: [rows, vocab]. temperature: float32 [rows], times ln 2. keys: int64 [rows], of
-    `draw_keys`. last_tokens: a table of token ids, int64 [slots], and the slot of each row, int64
-    [rows], to which its token is written. CUDA graphs can capture the call, because its work does
-    not depend on the values.
-    """
-    if kernels.can_use_triton(logits.device):
-        from frame.kernels.sampling.sampling import sample_unfiltered
-
-        return sample_unfiltered(logits, temperature, keys, last_tokens)
+    """See `DeviceOperations.draw_plain`. keys: of `draw_keys`."""
     logits = logits.float()
     heights = gumbel_race.find_heights(logits)
     best, likeliest = row_max(logits, heights)
@@ -219,12 +188,7 @@ def apply_grammar(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
 
 
 def mask_logits(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
-    """As `apply_grammar`, in a CUDA graph, for logits of any float dtype. rows: -1 has no row."""
-    if kernels.can_use_triton(logits.device):
-        from frame.kernels.sampling.logit_changes import apply_token_mask
-
-        apply_token_mask(logits, rows, mask)
-        return
+    """See `DeviceOperations.mask_logits`."""
     mask = torch.where((rows >= 0).unsqueeze(1), mask, -1)
     logits.index_add_(0, rows.clamp(min=0), _find_addends(mask, logits.shape[1]).to(logits.dtype))
 
@@ -301,15 +265,13 @@ def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p
     return limit
 
 
-def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities under logits [n, vocab]. -> (of `token_ids` [n]: float32 [n]; ids of the
-    `num_top` likeliest tokens [n, k]; their log-probabilities [n, k])."""
-    if kernels.can_use_triton(logits.device):
-        from frame.kernels.sampling.logprobs import compute_logprobs
-
-        return compute_logprobs(logits, token_ids, num_top)
+def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `DeviceOperations.compute_logprobs`."""
     logits = logits.float()
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser
     top = logits.topk(min(num_top, logits.shape[1]), dim=-1)
     return chosen.squeeze(1), top.indices, top.values - normaliser
+
+
+TORCH = DeviceOperations(draw_plain=draw_plain, mask_logits=mask_logits, compute_logprobs=compute_logprobs)

@@ -72,8 +72,7 @@ class SamplingTable:
     """Sampling parameters by slot, on the host. Call `update` before a step's `plan`."""
 
     def __init__(self, num_slots: int, *, by_row: bool = False) -> None:
-        """by_row: plans contain each parameter for every row, as `Sampler(use_triton=True)`
-        needs."""
+        """by_row: plans contain each parameter for every row, see `Sampler.by_row`."""
         self._by_row = by_row
         self._rows = np.zeros(num_slots, _ROW)
         self._prompts: dict[int, np.ndarray] = {}

@@ -108,9 +108,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
 
     def build(parts: Parts, is_cold: bool) -> TorchModelRunner:
         groups = join_groups(resolved, registry, place, platform)
-        runner = build_runner(resolved, parts, groups.tp, platform, groups.pipeline, groups.experts, is_cold=is_cold)
-        runner.watch = groups.watch
-        return runner
+        return build_runner(resolved, parts, groups.tp, platform, groups.pipeline, groups.experts, is_cold=is_cold)
 
     if not platform.is_asynchronous:
         return build(load_parts(resolved, registry), is_cold=False), None
@@ -198,13 +196,14 @@ def build_engine(
 ) -> tuple[Engine, dict[str, Any]]:
     """The engine of rank 0, and the data of its `Ready`. Raises PluginError."""
     clock = time.perf_counter()
-    rank, kernels = _build_rank(resolved, registry, place or Place())
+    place = place or Place()
+    rank, kernels = _build_rank(resolved, registry, place)
     capacity = rank.capacity
     runner = add_group(resolved, add_profiling(resolved, rank, place), rank, 0)
     if followers is not None and isinstance(runner, GroupRunner):
-        runner = LeadingGroupRunner(runner, followers, results, rank.watch)
+        runner = LeadingGroupRunner(runner, followers, results, place.watch)
     elif followers is not None:
-        runner = LeadingRunner(runner, followers, results[0] if results else None, rank.watch)
+        runner = LeadingRunner(runner, followers, results[0] if results else None, place.watch)
     found = find_observers(registry)
     on_finish = found.on_request_finished
     callbacks: list[Callable[[Request, Finish], None]] = []

@@ -22,7 +22,6 @@ from frame.core.errors import ConfigurationError
 from frame.core.execution.finite_check import check_finite
 from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.execution.pooling_runner import PoolingRunner, build_pooler
 from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.device_drafter import DraftModelContext
@@ -30,20 +29,24 @@ from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, CapacityError, activation_bytes, measure, plan_pages, plan_pools
+from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.core.kv_cache.memory_plan import MemoryPlan, plan_memory
 from frame.core.loading.config_fields import ConfigFields
-from frame.core.loading.loader import Checkpoint, load_model, plan_bytes
+from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
+from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
 from frame.kernels.compile_ahead import compile_ahead
-from frame.parallel.collectives import is_true_on_all_ranks
-from frame.parallel.expert_moves import ExpertBalancer, count_transit_bytes, list_movable
+from frame.parallel.expert_moves import ExpertBalancer, list_movable
 from frame.parallel.stage_runner import StageRunner
+from frame.pooling.pooler import Pooler
+from frame.pooling.pooling_runner import PoolingRunner
+from frame.speculation.draft_passes import DraftPasses
+from frame.speculation.draft_runner import DraftRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,10 +56,11 @@ if TYPE_CHECKING:
     from frame.config.resolved import Resolved
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel
+    from frame.core.interfaces.device_operations import DeviceOperations
     from frame.core.interfaces.gemm_kernel import GemmKernel, Speed
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
-    from frame.core.interfaces.platform import DeviceMemory, Platform
+    from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.rank_context import Pipeline, RankContext
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
@@ -176,10 +180,19 @@ def _build_attention(parts: Parts, base: BuildContext, model_config: ModelConfig
     return HybridAttention(build(parts.attention), build(parts.decode_attention))
 
 
-def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, device: torch.device) -> list[LogitsProcessor]:
+def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, device: torch.device) -> Processors:
     """The logits processors, in the order of `parts`."""
     context = ProcessorContext(model_config.vocab_size, num_slots, device, model_config.eos_token_ids)
-    return [part.build(context) for part in parts.processors]
+    return Processors([part.build(context) for part in parts.processors], num_slots)
+
+
+def choose_operations(device: torch.device) -> DeviceOperations:
+    """The device operations of a runner: Triton kernels where they run."""
+    if not kernels.can_use_triton(device):
+        return TORCH
+    from frame.kernels.sampling.operations import TRITON
+
+    return TRITON
 
 
 def build_runner(
@@ -226,23 +239,23 @@ def build_runner(
     further = count_further_bytes(resolved, model, context, before.total)
     activations = activation_bytes(model_config, context.limits, context.dtype) + further
     draft_bytes = drafter.bytes if drafter else 0
-    planned = _plan_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before, further)
+    planned = predict_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before, further)
     memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     ranks = (context.ep_group, *([] if pipeline is None else [pipeline.hidden]))
     pages = _least_of_ranks(pages, ranks, device)
     pools = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
     pools = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, ranks, device)) for each in pools)
-    pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device)
-    slots = context.limits.max_running_requests
+    operations = choose_operations(device)
+    pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device, operations.move_rows)
     phases["cache"] = time.perf_counter() - clock
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, pools)
     if resolved.pooling is None:
-        processors = Processors(build_processors(parts, model_config, slots, device), slots)
+        processors = build_processors(parts, model_config, context.limits.max_running_requests, device)
         kind = TorchModelRunner if pipeline is None else StageRunner
-        runner = kind(model, model_config, context, pool, processors, capacity)
+        runner = kind(model, model_config, context, pool, Sampler(processors, operations), capacity)
         if drafter is not None:
-            runner.set_drafter(drafter.model, resolved.most_drafted, drafter.attention, resolved.tree)
+            _set_drafter(runner, drafter, resolved)
         if (length := user.speculative.synthetic_acceptance_length) is not None:
             runner.inputs.synthetic = SyntheticAcceptance(length, user.speculative.num_steps)
             _log.warning("speculative.synthetic_acceptance_length is set: drafts are accepted at random, and outputs are wrong")
@@ -253,7 +266,7 @@ def build_runner(
     phases["attention"] = time.perf_counter() - clock
     clock = time.perf_counter()
     with blaming("in a warm-up step"):
-        if kernels.can_use_triton(device) and not is_true_on_all_ranks(not is_cold, context.ep_group, device):
+        if kernels.can_use_triton(device) and not runner.is_true_on_all_ranks(not is_cold):
             with compile_ahead(tp.rank, tp.size):
                 runner.warm_up()
                 _capture_graphs(runner, resolved, {}, is_dry=True)
@@ -270,11 +283,36 @@ def build_runner(
     _capture_graphs(runner, resolved, phases)
     runner.allow_compilation()
     if resolved.plan.balances_experts:
-        runner.balancer = _build_balancer(resolved, model, context)
+        runner.before_step = _build_balancer(resolved, model, context).begin_step
     if planned is not None and tp.rank == 0:
         for sentence in planned.find_deviations(report.bytes + draft_bytes, capacity.max_total_tokens, platform.measure_memory()):
             _log.warning("%s", sentence)
     return runner
+
+
+def build_pooler(resolved: Resolved, model: Model, device: torch.device) -> Pooler:
+    """The pooler of this model. Raises ConfigurationError for a label that is not one token of the
+    tokenizer."""
+    pooling = resolved.pooling
+    if pooling is None:
+        raise ValueError("the task generates text and has no pooling")
+    head = model.compute_logits if resolved.task == "classify" else None
+    return Pooler(pooling, head, _label_ids(resolved, pooling.label_tokens), device)
+
+
+def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
+    if not labels:
+        return []
+    if resolved.tokenizer_path is None:
+        raise ConfigurationError("model.label_tokens needs a tokenizer; remove --skip-tokenizer-init")
+    from frame.text.tokenizer import Tokenizer  # imports jinja2, which other engines do not use
+
+    tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
+    ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
+    for label, found in zip(labels, ids, strict=True):
+        if len(found) != 1:
+            raise ConfigurationError(f"model.label_tokens holds {label!r}, which is {len(found)} tokens of this model; each must be one")
+    return [found[0] for found in ids]
 
 
 def _check_tree(resolved: Resolved, geometry: KVGeometry) -> None:
@@ -329,6 +367,13 @@ def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: Build
     return _Drafter(model, report.bytes, own.attention)
 
 
+def _set_drafter(runner: TorchModelRunner, drafter: _Drafter, resolved: Resolved) -> None:
+    """Draft with this model after each step that asks for drafts."""
+    passes = DraftPasses(drafter.model, drafter.attention, runner.inputs, runner.agree_tokens)
+    drafts = DraftRunner(passes, resolved.most_drafted, resolved.tree, is_alone=runner.context.tp.size == 1)
+    runner.set_drafts(drafts, resolved.most_drafted, 0 if resolved.tree is None else resolved.tree.depth)
+
+
 def prepare_drafter(
     resolved: Resolved, parts: Parts, target: Model, build: BuildContext
 ) -> tuple[Callable[[], DraftModel], BuildContext, Checkpoint] | None:
@@ -348,45 +393,6 @@ def prepare_drafter(
     checkpoint = Checkpoint(find_model(drafter.get_folder() or resolved.model_path), source.build, resolved.user.model.seed)
     # the target's layers have prepared its backend
     return partial(drafter.build_model, context), replace(build, attention=attention), checkpoint
-
-
-def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, total: int) -> int:
-    """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: experts
-    that move, and keys of prompts in another form than the cache's."""
-    moving = list_movable(model) if resolved.plan.balances_experts else []
-    transit = count_transit_bytes(moving, resolved.user.parallel.eplb_stage_bytes) if moving else 0
-    if context.attention is None:
-        return transit
-    is_quantized = resolved.kv_dtype != resolved.dtype
-    return transit + context.attention.capabilities.bound_prompt_bytes(resolved.model.kind, total, is_quantized=is_quantized)
-
-
-def plan_rank(
-    resolved: Resolved, context: BuildContext, model: Model, draft: DraftModel | None = None, *, before: DeviceMemory
-) -> MemoryPlan | None:
-    """The memory of a rank with these models, which are on the meta device; None for one that
-    builds its layers while it loads. Raises CapacityError if the KV cache does not fit."""
-    if not (weights := plan_bytes(model)):  # type: ignore[arg-type]
-        return None
-    draft_bytes = 0 if draft is None else plan_bytes(draft)  # type: ignore[arg-type]
-    uniform = kv_geometry(resolved.model, context.tp.size, resolved.page_size, resolved.kv_dtype)
-    geometry = model_geometry(model, uniform, draft)
-    further = count_further_bytes(resolved, model, context, before.total)
-    planned = plan_memory(resolved, context.limits, context.dtype, geometry, weights + draft_bytes, before, further)
-    return replace(planned, drafter=draft_bytes)
-
-
-def _plan_memory(
-    resolved: Resolved, context: BuildContext, geometry: KVGeometry, weights: int, before: DeviceMemory, further: int
-) -> MemoryPlan | None:
-    """The prediction that the start is compared with; None where it says that too little memory is
-    free."""
-    if not weights:  # a model that builds its layers while it loads
-        return None
-    try:
-        return plan_memory(resolved, context.limits, context.dtype, geometry, weights, before, further)
-    except CapacityError:
-        return None
 
 
 def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[str, float], *, is_dry: bool = False) -> None:

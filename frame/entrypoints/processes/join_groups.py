@@ -16,13 +16,14 @@ from frame.plugins.registry import Registry
 @dataclass(frozen=True, slots=True)
 class Place:
     """A rank's number among `size` ranks, the address where they meet, the index of its device
-    among those of its host, and the host's address."""
+    among those of its host, the host's address, and the watch of several ranks."""
 
     rank: int = 0
     size: int = 1
     rendezvous: str = ""
     local_index: int = 0
     host: str = LOOPBACK
+    watch: RankWatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,6 @@ class Groups:
     tp: Collective
     experts: Collective | None = None  # None: there is one attention group
     pipeline: Pipeline | None = None
-    watch: RankWatch | None = None  # None: one rank
 
 
 def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: Platform) -> Groups:
@@ -40,7 +40,6 @@ def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: 
     other ranks do not join in time."""
     plan = resolved.plan
     stage, tp_rank = divmod(place.rank, plan.tp)
-    watch = RankWatch(place.rank, place.size) if place.size > 1 else None
 
     def join(name: str, rank: int, size: int) -> Collective:
         if name and size == 1:
@@ -49,14 +48,14 @@ def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: 
             rank, size, place.rendezvous, platform, place.host, name=name, listens=place.rank == 0 if name else None
         )
         group: Collective = registry.create(resolved.choice("collective"), context)
-        return group if watch is None else WatchedGroup(group, watch, name or "tp")
+        return group if place.watch is None else WatchedGroup(group, place.watch, name or "tp")
 
     if plan.num_groups > 1:
         number, own = plan.find_group(place.rank), place.rank % plan.attention_tp
-        return Groups(join(f"attention{number}", own, plan.attention_tp), join("", place.rank, place.size), watch=watch)
+        return Groups(join(f"attention{number}", own, plan.attention_tp), join("", place.rank, place.size))
     if plan.pp == 1:
-        return Groups(join("", place.rank, place.size), watch=watch)
+        return Groups(join("", place.rank, place.size))
     tp = join(f"tp{stage}", tp_rank, plan.tp)
     hidden, tokens = (join(f"{name}{tp_rank}", stage, plan.pp) for name in ("hidden", "tokens"))
     layers = plan.find_layers(stage, resolved.model.num_layers)
-    return Groups(tp, pipeline=Pipeline(index=stage, size=plan.pp, layers=layers, hidden=hidden, tokens=tokens), watch=watch)
+    return Groups(tp, pipeline=Pipeline(index=stage, size=plan.pp, layers=layers, hidden=hidden, tokens=tokens))

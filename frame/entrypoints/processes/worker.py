@@ -44,6 +44,7 @@ from frame.plugins.loader import load_configured
 if TYPE_CHECKING:
     import numpy as np
 
+    from frame.entrypoints.processes.join_groups import Place
     from frame.text.detokenizer import Detokenizer
     from frame.text.tokenizer import Tokenizer
 
@@ -96,7 +97,6 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     clock = time.perf_counter()
     with paused_collection():
         from frame.entrypoints.processes.build_engine import build_engine
-        from frame.entrypoints.processes.join_groups import Place
 
     gc.freeze()  # modules stay alive, so the collections of the start skip them
 
@@ -105,7 +105,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     batches = [sockets.address(f"batches-{rank}") for rank in range(1, options.ranks)]
     followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
     results = [ResultReceiver(sockets.address(f"rank-results-{rank}")) for rank in resolved.plan.result_ranks if rank]
-    place = Place(0, options.ranks, options.rendezvous, options.local_index, options.host)
+    place = _find_place(options)
     tracing = open_tracing(resolved.user.server, name)
     engine, info = build_engine(resolved, load_configured(resolved.user.plugins), transport, place, followers, HEARTBEAT, tracing, results)
     info["phases"] = {"imports": imports, **info["phases"]}
@@ -123,12 +123,11 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     with paused_collection():
         from frame.entrypoints.processes.build_engine import add_group, add_profiling, build_rank
-        from frame.entrypoints.processes.join_groups import Place
         from frame.parallel.tp_follower import follow
 
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
-    place = Place(options.rank, options.ranks, options.rendezvous, options.local_index, options.host)
+    place = _find_place(options)
     rank = build_rank(resolved, load_configured(resolved.user.plugins), place)
     runner = add_group(resolved, add_profiling(resolved, rank, place), rank, options.rank)
     tracing = open_tracing(resolved.user.server, name)
@@ -136,10 +135,18 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
     transport.send(Ready(process=name, pid=os.getpid()))
     observer, group = None if tracing is None else RankSpans(tracing), resolved.plan.find_group(options.rank)
     try:
-        follow(runner, batches, observer, results, rank.watch, group)
+        follow(runner, batches, observer, results, place.watch, group)
     finally:
         if tracing is not None:
             tracing.close()
+
+
+def _find_place(options: argparse.Namespace) -> Place:
+    from frame.entrypoints.processes.join_groups import Place
+    from frame.parallel.rank_watch import RankWatch
+
+    watch = RankWatch(options.rank, options.ranks) if options.ranks > 1 else None
+    return Place(options.rank, options.ranks, options.rendezvous, options.local_index, options.host, watch)
 
 
 def _detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:

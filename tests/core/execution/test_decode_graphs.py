@@ -27,6 +27,7 @@ from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
@@ -79,7 +80,7 @@ def make_runner(captured, group=None, eos=()):
     built = [registry.load(record)(ProcessorContext(VOCAB, ROWS, CPU)) for record in registry.records("logits_processor")]
     pool = KVPool(kv_geometry(model_config, 1, 4, "float32"), PAGES, CPU)
     runner = TorchModelRunner(
-        FakeModel(model_config, context), model_config, context, pool, Processors(built, ROWS), Capacity(PAGES, 4, 12)
+        FakeModel(model_config, context), model_config, context, pool, Sampler(Processors(built, ROWS), TORCH), Capacity(PAGES, 4, 12)
     )
     if captured:
         runner.capture_decode_graphs(captured, is_dry=True)

@@ -32,6 +32,7 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Control, Generate, StepTokens
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.parallel.tp_follower import LeadingRunner, follow
@@ -264,7 +265,8 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     context = replace(context, attention=both)
     model_config = fake_model_config(vocab, 128)
     pool = KVPool(kv_geometry(model_config, 1, 4, "float32"), 300, context.device)
-    runner = TorchModelRunner(FakeModel(model_config, context), model_config, context, pool, Processors((), 8), Capacity(300, 4, 12))
+    sampler = Sampler(Processors((), 8), TORCH)
+    runner = TorchModelRunner(FakeModel(model_config, context), model_config, context, pool, sampler, Capacity(300, 4, 12))
     both.prepare([])
     runner.settle_backend()
     assert not runner.can_switch_backend

@@ -21,6 +21,7 @@ from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import TORCH, Sampler
 from tests.core.fake_model import FakeAttention, fake_model_config
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def make(page_size, **more):
     limits = Limits(SLOTS, 4096, CONTEXT, page_size)
     context = BuildContext(device=CPU, dtype=torch.float32, tp=LocalGroup(), limits=limits)
     pool = KVPool(kv_geometry(fake_model_config(), 1, page_size, "float32"), 4, CPU)
-    return InputBatch(replace(context, attention=FakeAttention(context)), pool, Processors((), SLOTS), **more)
+    return InputBatch(replace(context, attention=FakeAttention(context)), pool, Sampler(Processors((), SLOTS), TORCH), **more)
 
 
 def scheduled(rows, num_decodes, new_pages, token_ids, prompt_logprobs=None):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import TORCH, Sampler
 from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 VOCAB = 97
@@ -41,7 +44,8 @@ def make_runner(page_size=4, slots=8, pages=200, processors=(), vocab=VOCAB, sup
     pool = KVPool(kv_geometry(model_config, 1, page_size, "float32"), pages, context.device)
     model = FakeModel(model_config, context)
     model.supports_token_selection = supports_token_selection
-    return TorchModelRunner(model, model_config, context, pool, Processors(processors, slots), Capacity(pages, page_size, 12))
+    sampler = Sampler(Processors(processors, slots), TORCH)
+    return TorchModelRunner(model, model_config, context, pool, sampler, Capacity(pages, page_size, 12))
 
 
 class Script:
@@ -154,6 +158,21 @@ def test_supports_token_selection_gets_the_tokens_that_need_logits(length, sampl
     ids = list(range(length))
     Script(runner).run(extends=[(0, ids)], setups=[setup(0, [*ids, 7])], samples=[samples])
     assert [None if each is None else each.indices.tolist() for each in told] == [wanted]
+
+
+def test_one_rank_decides_alone_and_several_together():
+    class Others(LocalGroup):
+        """A group of two whose other rank gives 0."""
+
+        size = 2
+
+        def all_gather(self, tensor, dim=-1):
+            return torch.cat((tensor, torch.zeros_like(tensor)), dim)
+
+    runner = make_runner()
+    assert runner.is_true_on_all_ranks(True) and not runner.is_true_on_all_ranks(False)
+    runner.context = replace(runner.context, tp=Others())
+    assert not runner.is_true_on_all_ranks(True)
 
 
 def test_broken_logits_are_reported_by_row():

@@ -23,6 +23,7 @@ from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import TORCH
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes import components
 from frame.entrypoints.processes.build_engine import build_rank, load_parts
@@ -87,6 +88,7 @@ def test_a_cold_start_runs_its_steps_twice(is_cold: bool, monkeypatch: pytest.Mo
         steps.append("end")
 
     monkeypatch.setattr(components, "kernels", SimpleNamespace(can_use_triton=lambda _: True))
+    monkeypatch.setattr(components, "choose_operations", lambda _: TORCH)
     monkeypatch.setattr(components, "compile_ahead", compile_ahead)
     monkeypatch.setattr(components, "check_finite", lambda _: steps.append("check"))
     monkeypatch.setattr(TorchModelRunner, "warm_up", lambda _: steps.append("warm up"))

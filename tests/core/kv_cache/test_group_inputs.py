@@ -18,6 +18,7 @@ from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import GroupedAllocator
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.prefix_caches.radix import RadixCache
@@ -40,7 +41,8 @@ def make_loop(page_size: int, chunk: int, overlap: bool, tokens: int, states: in
     pages, size = tokens // page_size + 1, (2 * WINDOW + chunk + SLOTS * WINDOW + tokens // 2) // page_size + 6
     pools = (PagePool("tokens", pages, page_size), PagePool("window", size, page_size, WINDOW), PagePool("snapshot", states, 0))
     pool = KVPool(geometry, [each.num_pages for each in pools], base.device)
-    runner = TorchModelRunner(model, model_config, context, pool, Processors((), SLOTS), Capacity(pages, page_size, 8, {}, pools[1:]))
+    sampler = Sampler(Processors((), SLOTS), TORCH)
+    runner = TorchModelRunner(model, model_config, context, pool, sampler, Capacity(pages, page_size, 8, {}, pools[1:]))
     runner.warm_up()
     if overlap:
         runner.capture_decode_graphs(SLOTS)  # on a CPU, a step is computed again from the graph's inputs

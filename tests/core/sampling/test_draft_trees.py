@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frame.attention_backends import FLEX_ATTENTION, TORCH_NATIVE
+from frame.core.execution.unsettled_trees import trace_trees
 from frame.core.interfaces.batch import ScheduledBatch, TreeMask
 from frame.core.interfaces.drafter import Drafts
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
 from frame.core.sampling.verification import make_extensions, plan_verification, verify_drafts
-from frame.speculation.unsettled_trees import trace_trees
 
 Tree = list[tuple[int, int]]  # (parent, token) of each node from 1 on
 

@@ -14,7 +14,7 @@ from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.sampling.sampler import Sampler, draw_plain, row_max
+from frame.core.sampling.sampler import TORCH, Sampler, draw_plain, row_max
 from frame.core.sampling.sampling_metadata import SamplingTable, draw_keys
 from tests.core.sampling.race_reference import winners
 
@@ -41,7 +41,7 @@ def run(logits, params, seeds=None, positions=None, grammar_mask=None, samples=N
     )
     plan = table.plan(batch, compute_layout(batch))
     tensors = SharedMemory().move(plan.arrays)
-    return Sampler(Processors((), rows)).sample(logits.clone(), plan, None, tensors), plan
+    return Sampler(Processors((), rows), TORCH).sample(logits.clone(), plan, None, tensors), plan
 
 
 def kept(logits, params):

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
-from frame.core.kv_cache.memory_plan import MemoryPlan
 from frame.core.loading.model_config import find_model
 from frame.entrypoints.configuration.prepare import Prepared, prepare
+from frame.entrypoints.processes.memory_plan import MemoryPlan
 from frame.entrypoints.processes.planned_rank import PlannedRank
 from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import fetch
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.execution.pooler import Pooler
 from frame.core.execution.warmup import idle_prompts
 from frame.core.interfaces.batch import ScheduledBatch, StepResult, TokenTypes
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.sampler import TORCH, Sampler
+from frame.pooling.pooler import Pooler
 
 if TYPE_CHECKING:
-    from frame.config.resolved import Resolved
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
@@ -55,7 +54,7 @@ class PoolingRunner(TorchModelRunner):
         self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, pooler: Pooler, capacity: Capacity
     ) -> None:
         slots = context.limits.max_running_requests
-        super().__init__(model, model_config, context, pool, Processors((), slots), capacity)
+        super().__init__(model, model_config, context, pool, Sampler(Processors((), slots), TORCH), capacity)
         self._pooler = pooler
         self._second_text_starts = np.zeros(slots + 1, np.int64)  # by slot: index of the first token of the second text; 0: no pair
 
@@ -90,28 +89,3 @@ class PoolingRunner(TorchModelRunner):
         starts = np.where(second_text_starts > 0, second_text_starts, np.iinfo(np.int32).max) - batch.num_computed
         places = np.arange(layout.num_tokens) - np.repeat(layout.query_starts[:-1], batch.num_scheduled)
         return {"token_types": (places >= np.repeat(starts, batch.num_scheduled)).astype(np.int64)}
-
-
-def build_pooler(resolved: Resolved, model: Model, device: torch.device) -> Pooler:
-    """The pooler of this model. Raises ConfigurationError for a label that is not one token of the
-    tokenizer."""
-    pooling = resolved.pooling
-    if pooling is None:
-        raise ValueError("the task generates text and has no pooling")
-    head = model.compute_logits if resolved.task == "classify" else None
-    return Pooler(pooling, head, _label_ids(resolved, pooling.label_tokens), device)
-
-
-def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
-    if not labels:
-        return []
-    if resolved.tokenizer_path is None:
-        raise ConfigurationError("model.label_tokens needs a tokenizer; remove --skip-tokenizer-init")
-    from frame.text.tokenizer import Tokenizer  # imports jinja2, which other engines do not use
-
-    tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
-    ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
-    for label, found in zip(labels, ids, strict=True):
-        if len(found) != 1:
-            raise ConfigurationError(f"model.label_tokens holds {label!r}, which is {len(found)} tokens of this model; each must be one")
-    return [found[0] for found in ids]

@@ -7,17 +7,32 @@ or a plugin.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import PagePool
-from frame.core.kv_cache.capacity import GIB, RESERVED_PAGES, WORKSPACES, Memory, activation_bytes, plan_pages, plan_pools
+from frame.core.kv_cache.capacity import (
+    GIB,
+    RESERVED_PAGES,
+    WORKSPACES,
+    CapacityError,
+    Memory,
+    activation_bytes,
+    plan_pages,
+    plan_pools,
+)
+from frame.core.kv_cache.geometry import kv_geometry, model_geometry
+from frame.core.loading.loader import plan_bytes
+from frame.parallel.expert_moves import count_transit_bytes, list_movable
 
 if TYPE_CHECKING:
     import torch
 
     from frame.config.resolved import Resolved
+    from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.device_drafter import DraftModel
+    from frame.core.interfaces.model import Model
     from frame.core.interfaces.platform import DeviceMemory
     from frame.core.kv_cache.geometry import KVGeometry
 
@@ -102,6 +117,45 @@ def plan_memory(
         state_bytes=sum(geometry.count_bytes(index) for index, pool in enumerate(pools) if pool.kind == "snapshot"),
         reserved=0 if before.is_shared else before.reserved,
     )
+
+
+def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, total: int) -> int:
+    """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: experts
+    that move, and keys of prompts in another form than the cache's."""
+    moving = list_movable(model) if resolved.plan.balances_experts else []
+    transit = count_transit_bytes(moving, resolved.user.parallel.eplb_stage_bytes) if moving else 0
+    if context.attention is None:
+        return transit
+    is_quantized = resolved.kv_dtype != resolved.dtype
+    return transit + context.attention.capabilities.bound_prompt_bytes(resolved.model.kind, total, is_quantized=is_quantized)
+
+
+def plan_rank(
+    resolved: Resolved, context: BuildContext, model: Model, draft: DraftModel | None = None, *, before: DeviceMemory
+) -> MemoryPlan | None:
+    """The memory of a rank with these models, which are on the meta device; None for one that
+    builds its layers while it loads. Raises CapacityError if the KV cache does not fit."""
+    if not (weights := plan_bytes(model)):  # type: ignore[arg-type]
+        return None
+    draft_bytes = 0 if draft is None else plan_bytes(draft)  # type: ignore[arg-type]
+    uniform = kv_geometry(resolved.model, context.tp.size, resolved.page_size, resolved.kv_dtype)
+    geometry = model_geometry(model, uniform, draft)
+    further = count_further_bytes(resolved, model, context, before.total)
+    planned = plan_memory(resolved, context.limits, context.dtype, geometry, weights + draft_bytes, before, further)
+    return replace(planned, drafter=draft_bytes)
+
+
+def predict_memory(
+    resolved: Resolved, context: BuildContext, geometry: KVGeometry, weights: int, before: DeviceMemory, further: int
+) -> MemoryPlan | None:
+    """The prediction that the start is compared with; None where it says that too little memory is
+    free."""
+    if not weights:  # a model that builds its layers while it loads
+        return None
+    try:
+        return plan_memory(resolved, context.limits, context.dtype, geometry, weights, before, further)
+    except CapacityError:
+        return None
 
 
 def _count_entries(pool: PagePool) -> int:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from frame.speculation.unsettled_trees import trace_trees
+from frame.core.execution.unsettled_trees import trace_trees
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

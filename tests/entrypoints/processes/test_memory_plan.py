@@ -11,12 +11,11 @@ import pytest
 
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.platform import DeviceMemory
-from frame.core.kv_cache import memory_plan
-from frame.core.kv_cache.memory_plan import TOLERANCE, MemoryPlan
 from frame.core.loading import loader
 from frame.entrypoints.configuration.prepare import prepare
-from frame.entrypoints.processes import components
+from frame.entrypoints.processes import components, memory_plan
 from frame.entrypoints.processes.build_engine import build_rank
+from frame.entrypoints.processes.memory_plan import TOLERANCE, MemoryPlan
 from frame.entrypoints.tools.plan.planner import plan_deployment
 from frame.plugins.platforms.cpu import CpuPlatform
 from frame.testing.checkpoints import make_checkpoint
@@ -70,11 +69,11 @@ def check_plan(model: dict[str, str], caplog: pytest.LogCaptureFixture, plugins:
 def test_a_start_logs_a_prediction_that_is_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     prepared = prepare(FrameConfig.model_validate({"cache": {"max_total_tokens": 2048}}))
     true = memory_plan.plan_memory
-    monkeypatch.setattr("frame.entrypoints.processes.components.plan_memory", lambda *given: replace(true(*given), tokens=2000))
+    monkeypatch.setattr("frame.entrypoints.processes.memory_plan.plan_memory", lambda *given: replace(true(*given), tokens=2000))
     with caplog.at_level(logging.WARNING):
         build_rank(prepared.resolved, prepared.registry)
     assert "the memory plan predicts 2,000 tokens for the KV cache; it is 2,048" not in caplog.text
-    monkeypatch.setattr("frame.entrypoints.processes.components.plan_memory", lambda *given: replace(true(*given), tokens=1900))
+    monkeypatch.setattr("frame.entrypoints.processes.memory_plan.plan_memory", lambda *given: replace(true(*given), tokens=1900))
     with caplog.at_level(logging.WARNING):
         build_rank(prepared.resolved, prepared.registry)
     assert "the memory plan predicts 1,900 tokens for the KV cache; it is 2,048" in caplog.text

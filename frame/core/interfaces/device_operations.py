@@ -1,0 +1,45 @@
+"""`DeviceOperations`: the tensor code of a device that draws tokens and moves rows of the KV cache.
+
+Chosen once, where a runner is built: `TORCH` of `core.sampling.sampler`, or the Triton kernels of
+`frame.kernels.sampling`. Used by the sampler, the CUDA graphs and the device drafters. Must not
+know a request or the plan of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    Pair = tuple[torch.Tensor, torch.Tensor]
+    # (addresses int64 [tensors], bytes of a row, sources, targets, first, counts); see
+    # `KVPool.move_tokens`
+    MoveRows = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOperations:
+    """Functions of logits [rows, vocab] of any float dtype. CUDA graphs can capture them, because
+    their work does not depend on the values.
+
+    draw_plain: (logits, temperature float32 [rows], times ln 2, 0: greedy, keys int64 [rows],
+      last_tokens) -> (token ids int64, greatest logits float32). last_tokens: a table of token ids,
+      int64 [slots], and the slot of each row, int64 [rows], to which its token is written, or None.
+    draw_filtered: (logits, the parameters of every row, as in `SamplingPlan.arrays`, plain,
+      last_tokens) -> as above. plain: the result of `draw_plain` for the same rows, which is
+      overwritten, or None. None: the sampler filters, from plans with the rows that use a filter.
+    mask_logits: (logits, rows int64 [m], mask int32 [m, ceil(vocab / 32)]) sets the logits of
+      tokens whose bit is 0 to -inf, in place. -1 has no row.
+    compute_logprobs: (logits [n, vocab], token ids [n], num_top) -> (log-probabilities of the ids,
+      float32 [n]; ids of the `num_top` likeliest tokens [n, k]; their log-probabilities [n, k]).
+    move_rows: copies rows within several tensors; None: the KV pool does, tensor by tensor.
+    """
+
+    draw_plain: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pair | None], Pair]
+    mask_logits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    compute_logprobs: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    draw_filtered: Callable[[torch.Tensor, Mapping[str, torch.Tensor], Pair | None, Pair | None], Pair] | None = None
+    move_rows: MoveRows | None = None

@@ -1,0 +1,1 @@
+"""Pooling models: the runner of models that embed or classify, and its pooler."""
