@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from frame.core.sampling.prompt_logprobs import PromptPlan
     from frame.core.sampling.sampler import Sampler
     from frame.core.sampling.sampling_metadata import SamplingPlan
-    from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
-    from frame.core.sampling.verification import SampleRound, VerificationPlan
+    from frame.core.sampling.verification import ChooseAccepted, SampleRound, VerificationPlan
 
 TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots")
 
@@ -165,7 +164,8 @@ class InputBatch:
     """The inputs of one runner. `prepare` once a step, in launch order, on the runner's stream and
     in inference mode.
 
-    synthetic: of benchmarks; None: drafts are compared with what is drawn. The builder sets it.
+    choose_accepted: of benchmarks; None: drafts are compared with what is drawn. The builder sets
+    it.
     max_graph_rows: the largest batch that has a decode graph; 0: none has. The runner sets it.
     draws_masked: whether graphs draw under deferred grammar masks. The runner sets it.
     placement: the addresses of the piecewise graphs; None: there are none. The runner sets it.
@@ -184,7 +184,7 @@ class InputBatch:
             GroupInputs(kv, self.table, context.device) if isinstance(kv, KVPool) and kv.geometry.num_pools > 1 else None
         )  # None: the model has one cache group
         self.sampling = SamplingTable(limits.max_running_requests, by_row=sampler.by_row)
-        self.synthetic: SyntheticAcceptance | None = None
+        self.choose_accepted: ChooseAccepted | None = None
         self.unsettled = UnsettledRows(self.table, {} if self.groups is None else self.groups.windows)
         self.max_graph_rows = 0
         self.draws_masked = False
@@ -207,8 +207,8 @@ class InputBatch:
         plans = StepPlans(sampling, processing, plan_prompts(batch, layout, self.sampling))
         if layout.drafts is not None:
             plans.verification = plan_verification(layout, layout.drafts, batch.slots.astype(np.int64))
-            if self.synthetic is not None:
-                chosen = self.synthetic.choose(sampling.slots, layout.sample_positions, layout.drafts.targets)
+            if self.choose_accepted is not None:
+                chosen = self.choose_accepted(sampling.slots, layout.sample_positions, layout.drafts.targets)
                 plans.verification.arrays["verify.chosen"] = chosen
             if plans.processing is not None:
                 rounds = plan_rounds(layout, layout.drafts, self.sampling, self.sampler.processors, sampling.slots, batch.grammar_mask)
@@ -217,7 +217,7 @@ class InputBatch:
                 plans.processing, plans.rounds = None, rounds
         if batch.num_unsettled is not None:
             self._write_host_tables(batch)
-            plans.unsettled = self.unsettled.plan(batch, batch.num_unsettled, layout, self.sampling, self.synthetic)
+            plans.unsettled = self.unsettled.plan(batch, batch.num_unsettled, layout, self.sampling, self.choose_accepted)
         if batch.draft_order is not None:
             more = 0 if plans.unsettled is None else plans.unsettled.width
             plans.drafting = plan_drafting(batch, batch.draft_order, layout, self.sampling, more)
@@ -257,7 +257,7 @@ class InputBatch:
             extensions |= placement.extensions(layout.num_tokens)
             others = {name: array for name, array in arrays.items() if name not in placed}
             tensors = self._move(batch, {**others, **extra_inputs}) | placed
-        extensions |= make_extensions(layout, self.backend, tensors, is_plain=self.groups is None and self.synthetic is None)
+        extensions |= make_extensions(layout, self.backend, tensors, is_plain=self.groups is None and self.choose_accepted is None)
         decodes = batch.num_decodes
         if decodes:
             # a step that may still be in flight samples these ids, so the host does not have them

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from frame.core.kv_cache.kv_pool import DeviceTable, PageTable
     from frame.core.sampling.batch_layout import BatchLayout, DraftLayout
     from frame.core.sampling.sampling_metadata import SamplingTable
-    from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
+    from frame.core.sampling.verification import ChooseAccepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class UnsettledPlan:
       unsettled.samples   [samples]; request slots
       unsettled.keys      [sampling rows, n]; keys of the draws from the row's first sample on
       unsettled.cells     [samples]; the cell of the sample's key in `keys`, if no token is accepted
-      unsettled.chosen    [samples, width + 1]; see `SyntheticAcceptance.choose`, as above
+      unsettled.chosen    [samples, width + 1]; see `ChooseAccepted`, as above
 
     and of trees, of which only the device has the form:
 
@@ -73,7 +73,7 @@ class UnsettledRows:
         counts: np.ndarray,
         layout: BatchLayout,
         sampling: SamplingTable,
-        synthetic: SyntheticAcceptance | None,
+        choose_accepted: ChooseAccepted | None,
     ) -> UnsettledPlan:
         """The plan of a batch of `shorten_rows`, whose pages the tables have. counts: its
         `num_unsettled`."""
@@ -86,9 +86,9 @@ class UnsettledRows:
             for name, table in self._tables.items():
                 arrays[f"unsettled.{name}"] = np.stack([table.find_kv_slots(batch, tokens, positions + each) for each in reached], 1)
             arrays["unsettled.tokens"] = tokens
-            if synthetic is not None and layout.drafts is not None:
+            if choose_accepted is not None and layout.drafts is not None:
                 samples = slots[layout.sample_rows]
-                found = [synthetic.choose(samples, layout.sample_positions + each, layout.drafts.targets) for each in more]
+                found = [choose_accepted(samples, layout.sample_positions + each, layout.drafts.targets) for each in more]
                 arrays["unsettled.chosen"] = np.stack(found, 1)
         if self._table.tree_depth and layout.drafts is not None:
             arrays |= _plan_trees(layout, layout.drafts)

@@ -1,7 +1,7 @@
 """`BuildContext`: all that a model or a layer gets at construction. There are no globals and no
 `get_*_context()`.
 
-Used by models and layers. `core.execution.components` makes it.
+Used by models and layers. `entrypoints.processes.components` makes it.
 """
 
 from __future__ import annotations

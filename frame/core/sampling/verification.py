@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from frame.core.sampling.sampler import Sampler
     from frame.core.sampling.sampling_metadata import SamplingPlan, SamplingTable
 
+# (slots, positions, targets, -1: none) -> which samples are replaced by their drafted token, int64
+# [samples], 1 or 0; without it, drafts are compared with what is drawn
+ChooseAccepted = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
 
 @dataclass(frozen=True, slots=True)
 class VerificationPlan:
@@ -34,7 +38,7 @@ class VerificationPlan:
       verify.targets  [samples]; the drafted token, -1 for the last sample of a row
       verify.first    [sampling rows]; the first sample of the row
       verify.slots    [sampling rows]; request slots
-      verify.chosen   [samples]; see `SyntheticAcceptance.choose`; missing without one
+      verify.chosen   [samples]; see `ChooseAccepted`; missing without one
 
     and of steps with trees the fields of `DraftTrees`, as `verify.parents` and so on, and
 

@@ -38,7 +38,6 @@ from frame.core.loading.model_config import find_model
 from frame.core.loading.remote_code import load_class
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
-from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
 from frame.kernels.compile_ahead import compile_ahead
 from frame.parallel.expert_moves import ExpertBalancer, list_movable
@@ -47,6 +46,7 @@ from frame.pooling.pooler import Pooler
 from frame.pooling.pooling_runner import PoolingRunner
 from frame.speculation.draft_passes import DraftPasses
 from frame.speculation.draft_runner import DraftRunner
+from frame.speculation.synthetic_acceptance import SyntheticAcceptance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -257,7 +257,7 @@ def build_runner(
         if drafter is not None:
             _set_drafter(runner, drafter, resolved)
         if (length := user.speculative.synthetic_acceptance_length) is not None:
-            runner.inputs.synthetic = SyntheticAcceptance(length, user.speculative.num_steps)
+            runner.inputs.choose_accepted = SyntheticAcceptance(length, user.speculative.num_steps).choose
             _log.warning("speculative.synthetic_acceptance_length is set: drafts are accepted at random, and outputs are wrong")
     else:
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)

@@ -11,7 +11,6 @@ import torch
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.batch_layout import DraftLayout
-from frame.core.sampling.synthetic_acceptance import SyntheticAcceptance
 from frame.core.sampling.verification import plan_verification, verify_drafts
 from frame.testing.drafters import ScriptedDrafter
 from tests.core.execution.test_decode_graphs import PROMPTS, VOCAB, make_loop
@@ -30,22 +29,6 @@ def test_counts_and_last_tokens() -> None:
     assert found.counts.tolist() == [1, 4, 1, 2, 2]
     assert found.last.tolist() == [8, 8, 4, 0, 7]
     assert plan.arrays["verify.slots"].tolist() == [10, 12, 13, 14, 16]
-
-
-@pytest.mark.parametrize(("length", "num_steps"), [(1.0, 3), (1.5, 3), (3.0, 3), (2.0, 1), (2.5, 7)])
-def test_synthetic_acceptance_has_the_mean_length(length: float, num_steps: int) -> None:
-    acceptance, rows = SyntheticAcceptance(length, num_steps), 4000
-    num_samples = np.full(rows, num_steps + 1)
-    offsets = np.tile(np.arange(num_steps + 1), rows)
-    targets = np.where(offsets < num_steps, 1000 + offsets, -1)
-    layout = DraftLayout(np.arange(rows), num_samples, np.arange(rows) * (num_steps + 1), offsets, targets)
-    plan = plan_verification(NO_LAYOUT, layout, np.arange(rows))
-    plan.arrays["verify.chosen"] = acceptance.choose(np.repeat(np.arange(rows), num_steps + 1), 50 + offsets, targets)
-    drawn = torch.arange(len(offsets)) % 100
-    found = verify_drafts(drawn, plan, {name: torch.from_numpy(array) for name, array in plan.arrays.items()})
-    assert float(found.counts.float().mean()) == pytest.approx(length, abs=0.06)
-    is_draft = torch.from_numpy(offsets) < (found.counts - 1).repeat_interleave(num_steps + 1)
-    assert torch.equal(found.token_ids, torch.where(is_draft, torch.from_numpy(targets), drawn))
 
 
 def make_params(row: int, *, wants_more: bool) -> SamplingParams:

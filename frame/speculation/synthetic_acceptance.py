@@ -1,7 +1,8 @@
 """`SyntheticAcceptance`: accepts drafted tokens at random, for benchmarks of models with random
 weights (vLLM: `synthetic_acceptance_length`; SGLang: `SGLANG_SIMULATE_ACC_LEN`).
 
-Used by the input batch. The output is not what the model draws. Imports no torch.
+Its `choose` is `InputBatch.choose_accepted`. The output is not what the model draws. Imports no
+torch.
 """
 
 from __future__ import annotations
