@@ -1,4 +1,4 @@
 """Kernels of the sampler: token draws, filters, log-probabilities, logit updates.
 
-Used by `frame.core.sampling` and the logits processors. Must not know a request.
+`operations` hands them to the sampler; logits processors use some. Must not know a request.
 """
