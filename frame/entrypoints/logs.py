@@ -26,6 +26,7 @@ import msgspec
 from frame.config.schema import LogSection
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the running task handles
+TRACE: ContextVar[str] = ContextVar("trace", default="")  # W3C traceparent of that request's span
 PROGRESS = logging.getLogger("frame.progress")  # start and stop; shown at every level
 ACCESS = logging.getLogger("frame.access")
 HEADER = b"x-request-id"

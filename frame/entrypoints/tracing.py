@@ -1,7 +1,7 @@
 """OpenTelemetry traces of requests: each process creates the spans of its own work and sends them
 by OTLP over HTTP.
 
-Messages carry the trace context as a W3C `traceparent` (`TRACE`, `Generate.trace`). Spans are
+Messages carry the trace context as a W3C `traceparent` (`logs.TRACE`, `Generate.trace`). Spans are
 created when a request ends, from recorded times, so a token costs nothing. Without an endpoint
 OpenTelemetry is not imported. Must not know a route.
 """
@@ -13,12 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import ConfigurationError
 from frame.core.installation import install_command, is_installed
+from frame.entrypoints.logs import TRACE
 
 if TYPE_CHECKING:
     from frame.config.schema import ServerSection
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRACE: ContextVar[str] = ContextVar("trace", default="")  # traceparent of the running task's span
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 EXPORT_TIMEOUT = 5  # seconds
 EXPORT_INTERVAL = 1000  # milliseconds

@@ -17,7 +17,7 @@ from frame.core.errors import PluginError
 from frame.core.interfaces.sampling import LogitsProcessor
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.request import Request
-from frame.entrypoints.processes.launch import select_classes
+from frame.entrypoints.offline.session import select_classes
 from frame.plugins.files import load_file
 from frame.plugins.loader import load_configured, observers
 from frame.testing import conformance

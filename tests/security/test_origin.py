@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frame.entrypoints.http.protocol.origin import why_foreign
+from frame.entrypoints.origin import why_foreign
 from tests.entrypoints.inprocess import serving
 
 BODY = b'{"model": "", "prompt": "x", "max_tokens": 1}'

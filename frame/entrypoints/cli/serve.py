@@ -25,6 +25,9 @@ from frame.entrypoints.configuration.sources import LoadedConfig
 if TYPE_CHECKING:
     from frame.core.ipc.early_process import EarlyProcess
     from frame.entrypoints.configuration.prepare import Prepared
+    from frame.entrypoints.grpc.server import GrpcServer
+    from frame.entrypoints.http.protocol.bodies import Bodies
+    from frame.entrypoints.http.services import Services
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 60.0  # for a server that drains; then it is killed
@@ -72,10 +75,20 @@ def run(loaded: LoadedConfig, module: str = WORKER, early: EarlyProcess | None =
         return serve_node(prepare(loaded.config))
     prepared = replace(prepare(loaded.config, is_served=True), sources=loaded.sources)
     try:
-        return serve(prepared, configured_layout(prepared.resolved, module, early), loaded.reread, signals)
+        return serve(prepared, configured_layout(prepared.resolved, module, early), loaded.reread, signals, open_grpc)
     except RuntimeError as error:  # a child process ended during the start
         click.echo(f"frame: the start failed: {error}", err=True)
         return 1
+
+
+def open_grpc(services: Services, bodies: Bodies) -> GrpcServer | None:
+    """The gRPC server, where a port for it is configured. Raises ConfigurationError."""
+    server = services.resolved.user.server
+    if server.grpc_port is None:
+        return None
+    from frame.entrypoints.grpc.server import GrpcServer
+
+    return GrpcServer(services, server.host, server.grpc_port, bodies)
 
 
 def restart_at_changes(arguments: Sequence[str], paths: Iterable[str]) -> int:

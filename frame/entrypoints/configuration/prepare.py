@@ -27,9 +27,9 @@ from frame.core.loading.checkpoint_folder import check_folder
 from frame.core.loading.model_config import check_head, find_model, read_model_config
 from frame.core.loading.remote_code import check_model_code, check_tokenizer_code
 from frame.entrypoints.configuration.hardware_probe import probe
-from frame.entrypoints.http.protocol.origin import read_cors
 from frame.entrypoints.keys import check_exposure
 from frame.entrypoints.moderation import read_policy
+from frame.entrypoints.origin import read_cors
 from frame.entrypoints.tls import load_certificate
 from frame.entrypoints.tracing import check_tracing
 from frame.plugins.loader import OWN_DISTRIBUTION, load_configured

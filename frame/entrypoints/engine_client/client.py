@@ -42,7 +42,7 @@ from frame.entrypoints.engine_client.request_recovery import RequestRecovery, bu
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.engine_client.stats import ClientStats, Outstanding
 from frame.entrypoints.engine_client.token_router import TokenRouter
-from frame.entrypoints.tracing import TRACE
+from frame.entrypoints.logs import TRACE
 from frame.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any
 
 from frame.core.messages import Message, Tokenize, Tokenized
 from frame.entrypoints.engine_client.limits import InvalidRequestError
-from frame.entrypoints.tracing import TRACE
+from frame.entrypoints.logs import TRACE
 from frame.text.chat_template import TEMPLATE, ChatTemplateError
 from frame.text.text_bounds import WHOLE, TextTooLongError
 from frame.text.tokenizer import Encoded, Tokenizer, panics_as_errors

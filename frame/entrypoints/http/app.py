@@ -24,12 +24,12 @@ from frame.entrypoints.http.failures import too_many
 from frame.entrypoints.http.protocol.access import Gate
 from frame.entrypoints.http.protocol.api_route import CLIENT_GONE, MAX_PATH_CHARS, Access, ApiRoute, count_response
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
-from frame.entrypoints.http.protocol.origin import Cors, is_preflight, read_cors
 from frame.entrypoints.http.protocol.response_docs import complete_schema
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
 from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
+from frame.entrypoints.origin import Cors, is_preflight, read_cors
 from frame.entrypoints.version import package_version
 
 # The route that is counted for requests that no route took: no key, no such path, wrong method, or

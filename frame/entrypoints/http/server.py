@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from frame.config.resolved import Resolved
 from frame.config.schema import LogSection
@@ -34,6 +34,7 @@ from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, address
 from frame.entrypoints.http.reloading import Reload
 from frame.entrypoints.http.services import Services
+from frame.entrypoints.keys import KeyRing
 from frame.entrypoints.logs import report
 from frame.entrypoints.moderation import read_policy
 from frame.entrypoints.processes.deployment import Deployment
@@ -43,14 +44,13 @@ from frame.entrypoints.processes.resource_monitor import start_monitor
 from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.processes.supervisor import TICK, RestartPolicy, Supervisor
 from frame.entrypoints.relevance import read_score_prompt
-from frame.entrypoints.tls import load_certificate
+from frame.entrypoints.tls import Certificate, load_certificate
 from frame.entrypoints.tracing import open_tracing
 from frame.text.detokenizer import Detokenizer
 from frame.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from frame.entrypoints.configuration.sources import LoadedConfig
-    from frame.entrypoints.grpc.server import GrpcServer
     from frame.plugins.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def create_server(
             deployment.set_log_settings(settings)
 
     reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, tell_children)
-    return Server(app, replicas, parts.listeners, parts.started, reload, signals)
+    return Server(app, replicas, parts, reload, signals)
 
 
 def replica_report(deployment: Deployment) -> Callable[[str], None]:
@@ -150,16 +150,6 @@ def load_stat_loggers(resolved: Resolved, registry: Registry, services: Services
     return StatLoggers(resolved.served_name, loggers, lambda: services.client.load) if loggers else None
 
 
-def open_grpc(services: Services, bodies: Bodies) -> GrpcServer | None:
-    """The gRPC server, where a port for it is configured. Raises ConfigurationError."""
-    server = services.resolved.user.server
-    if server.grpc_port is None:
-        return None
-    from frame.entrypoints.grpc.server import GrpcServer
-
-    return GrpcServer(services, server.host, server.grpc_port, bodies)
-
-
 def _supervisor(services: Services, deployment: Deployment, client: EngineClient, start_seconds: float) -> Supervisor:
     user = services.resolved.user.server
     policy = RestartPolicy(user.max_restarts, user.heartbeat_timeout, start_seconds)
@@ -174,6 +164,21 @@ def _supervisor(services: Services, deployment: Deployment, client: EngineClient
     )
 
 
+class RpcServer(Protocol):
+    """A server of another protocol over the same services and the same pool of bodies."""
+
+    keys: KeyRing | None
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def renew_certificate(self, certificate: Certificate) -> None: ...
+
+
+OpenRpc = Callable[[Services, Bodies], RpcServer | None]  # None: no port is configured for it. Raises ConfigurationError.
+
+
 @dataclass(frozen=True, slots=True)
 class ServerParts:
     """What the start made for the server."""
@@ -183,6 +188,7 @@ class ServerParts:
     extensions: Extensions
     started: float  # time.perf_counter() of the start
     start_seconds: float  # until the engines were ready
+    open_rpc: OpenRpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +207,15 @@ class Server:
         self,
         app: App,
         replicas: Sequence[Replica],
-        listeners: tuple[socket.socket, AdminListener],
-        started: float,
+        parts: ServerParts,
         reload: Reload,
         signals: StartSignals,
     ) -> None:
         self._services = services = app.services
         self._replicas = replicas
-        self._listener, self._admin = listeners
-        self._started = started
+        self._listener, self._admin = parts.listeners
+        self._started = parts.started
+        self._open_rpc = parts.open_rpc
         self._stop = asyncio.Event()
         self._now = asyncio.Event()  # a second signal: stop without waiting
         server = services.resolved.user.server
@@ -235,12 +241,12 @@ class Server:
         self._reload.on_certificate.append(self._http.renew_certificate)
         self._admin.start(App(self._services, is_admin=True))
         self._reload.on_certificate += [http.renew_certificate for http in self._admin.running]
-        grpc = open_grpc(self._services, self._bodies)
-        if grpc is not None:
-            await grpc.start()
-            self._reload.on_certificate.append(grpc.renew_certificate)
-            if grpc.keys is not None:
-                self._reload.rings.append(grpc.keys)
+        rpc = self._open_rpc(self._services, self._bodies)
+        if rpc is not None:
+            await rpc.start()
+            self._reload.on_certificate.append(rpc.renew_certificate)
+            if rpc.keys is not None:
+                self._reload.rings.append(rpc.keys)
         self._announce()
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -256,8 +262,8 @@ class Server:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 2.0)
         await self._admin.stop()
-        if grpc is not None:
-            await grpc.stop()
+        if rpc is not None:
+            await rpc.stop()
         if self._services.tracing is not None:
             await asyncio.to_thread(self._services.tracing.close)
         if (loggers := self._services.client.stats.loggers) is not None:

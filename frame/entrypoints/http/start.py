@@ -30,11 +30,15 @@ from frame.entrypoints.tls import load_certificate
 if TYPE_CHECKING:
     from frame.core.ipc.early_process import EarlyProcess
     from frame.entrypoints.configuration.sources import LoadedConfig
+    from frame.entrypoints.http.server import OpenRpc
 
 
-def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig] | None, signals: StartSignals) -> int:
+def serve(
+    prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig] | None, signals: StartSignals, open_rpc: OpenRpc
+) -> int:
     """Serve until a signal or a child's death; returns the exit code. `layout`: the processes to
-    start; `reread` reads the configuration again; `signals` that come during the start."""
+    start; `reread` reads the configuration again; `signals` that come during the start; `open_rpc`
+    opens the server of another protocol, such as gRPC."""
     signals.hold()
     resolved = prepared.resolved
     started = find_process_start()  # the engine's process starts before this function is called
@@ -65,7 +69,7 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
             tokenizer = load_tokenizer(resolved)
             infos = [wait_ready(deployment, replica_report(deployment), signals.check, started) for deployment in deployments]
             start_seconds = time.perf_counter() - spawned
-        parts = ServerParts((listener, admin), tokenizer, extensions, started, start_seconds)
+        parts = ServerParts((listener, admin), tokenizer, extensions, started, start_seconds, open_rpc)
         return uvloop.run(create_server(prepared, deployments, infos, parts, reread, signals).run())
     finally:
         for deployment in deployments:

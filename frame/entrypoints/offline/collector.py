@@ -2,7 +2,7 @@
 engine to outputs, in the thread in which they arrive; the offline side of the transport.
 
 A step costs one list extension per sequence. Text is decoded once at the end, except for streams
-and stop strings. Used by `Engine` and by the sessions of `frame.entrypoints.processes.launch`.
+and stop strings. Used by `Engine` and by the sessions of `frame.entrypoints.offline.session`.
 Must not know a process.
 """
 

@@ -38,7 +38,7 @@ from frame.text.chat_template import ChatTemplateError
 
 if TYPE_CHECKING:
     from frame.config.schema import FrameConfig
-    from frame.entrypoints.processes.launch import Session
+    from frame.entrypoints.offline.session import Session
     from frame.text.tokenizer import Encoded, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Engine:
     def __init__(
         self, model: str | None = None, *, config: FrameConfig | str | None = None, plugins: Sequence[type] = (), **keys: Any
     ) -> None:
-        from frame.entrypoints.processes.launch import open_session, resolve_arguments
+        from frame.entrypoints.offline.session import open_session, resolve_arguments
 
         prepared = resolve_arguments(config, keys if model is None else {"model": model, **keys}, plugins)
         self._resolved = prepared.resolved

@@ -18,7 +18,7 @@ from playwright.sync_api import Browser
 from frame.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.protocol.origin import read_cors
+from frame.entrypoints.origin import read_cors
 from tests.entrypoints.http.operations.test_page import browser  # noqa: F401 - a fixture
 from tests.entrypoints.inprocess import InProcess, Response, serving
 from tests.entrypoints.serving import RunningServer

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from frame.config.schema import ServerSection
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.protocol.api_route import Access
-from frame.entrypoints.http.protocol.origin import Cors, why_foreign
 from frame.entrypoints.http.request_context import Scope
 from frame.entrypoints.keys import KeyRing, load_keys, ring_of
+from frame.entrypoints.origin import Cors, why_foreign
 
 
 class AdminGuard:
