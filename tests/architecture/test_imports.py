@@ -85,7 +85,6 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (LAYERS, (*DATA, KERNELS)),
     ("frame.plugins.launchers", (*DATA, "frame.core.ipc.child_process", "frame.core.ipc.socket_directory", MARKER)),
     ("frame.plugins.platforms", (*DATA, "frame.core.host_memory", MARKER)),
-    ("frame.plugins.http_extensions", (*DATA, MARKER, "frame.entrypoints.http")),  # the routers of the server's own APIs
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.config", "frame.plugins")),

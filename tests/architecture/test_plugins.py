@@ -30,6 +30,7 @@ FOLDERS = {
     "gemm_kernel": "frame/quantization/",
     "cli_command": "frame/entrypoints/cli/",
     **{kind: f"frame/plugins/{KINDS[kind].plural}/" for kind in KINDS if (ROOT / "frame/plugins" / KINDS[kind].plural).is_dir()},
+    "http_extension": "frame/entrypoints/http/",
 }
 # Words that mean something else too, in a kind's vocabulary.
 APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "ollama", "sagemaker"}

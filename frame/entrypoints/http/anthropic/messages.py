@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from frame.core.interfaces.http import HttpExtension
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages_schema import CountTokensRequest, MessagesRequest
@@ -14,6 +15,7 @@ from frame.entrypoints.http.chat.chat_request import encode_chat, make_output_pa
 from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, ContentBlocks
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
 from frame.entrypoints.http.failures import aborted, failure
+from frame.entrypoints.http.openai.completions import models_router
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
@@ -166,3 +168,10 @@ def arguments_of(text: str) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"_unparsed": text}
+
+
+class AnthropicRoutes(HttpExtension):
+    """The HTTP extension `anthropic`. Its clients list models with the route of OpenAI."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        return (router, models_router)

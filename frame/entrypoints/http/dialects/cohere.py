@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.chat.request_fields import check_object, check_string, to_content_parts
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
@@ -101,3 +102,10 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
 async def rerank(request: RerankRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Rank documents by their relevance to a query, best first, as Cohere."""
     return await ranking_of(context, services, request)
+
+
+class CohereRoutes(HttpExtension):
+    """The HTTP extension `cohere`."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        return (router,)

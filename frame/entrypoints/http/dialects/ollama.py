@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages import arguments_of
 from frame.entrypoints.http.chat.chat_request import make_output_parsers, start_chat
@@ -243,3 +244,10 @@ def _card(services: Services) -> dict[str, Any]:
                "quantization_level": services.resolved.dtype}  # fmt: skip
     modified = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(services.created))
     return {"name": name, "model": name, "modified_at": modified, "size": 0, "digest": "", "details": details}
+
+
+class OllamaRoutes(HttpExtension):
+    """The HTTP extension `ollama`."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        return (router,)

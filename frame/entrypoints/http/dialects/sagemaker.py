@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native import classify, rerank
 from frame.entrypoints.http.native import generate as native
@@ -57,3 +58,10 @@ def _target(given: dict[str, Any], services: Services) -> Target:
         if all(name in given for name in names):
             return target
     raise ApiError(400, "the body fits no route; send messages, prompt, input, text, or query and documents")
+
+
+class SageMakerRoutes(HttpExtension):
+    """The HTTP extension `sagemaker`."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        return (router, public_router)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from frame.core.interfaces.http import HttpExtension
 from frame.core.messages import Finish
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair
 from frame.entrypoints.http.chat.tools import resolve_tools
@@ -97,3 +98,10 @@ async def _parse(text: str, parser: OutputParser) -> dict[str, Any]:
         await asyncio.sleep(0)
     parser.feed("", Finish("stop"))
     return parser.build_message()
+
+
+class SglangRoutes(HttpExtension):
+    """The HTTP extension `sglang`."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        return (router,)

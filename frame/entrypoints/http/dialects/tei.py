@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
+from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
 from frame.entrypoints.http.native.pooling import CUT_FIELD, paced, value_array
@@ -84,3 +85,10 @@ async def rerank(request: AnyRerankRequest, context: ContextDep, services: Servi
         for result in results:
             result["text"] = request.texts[result["index"]]
     return results
+
+
+class TeiRoutes(HttpExtension):
+    """The HTTP extension `tei`."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        return (router, rerank_router)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
+from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import compute_vectors, list_reply
@@ -126,3 +127,10 @@ async def tokenizer_info(services: ServicesDep) -> Any:
         if isinstance(found.get(name), str):
             found[name] = PurePath(found[name]).name
     return found
+
+
+class VllmRoutes(HttpExtension):
+    """The HTTP extension `vllm`."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        return (router,)
