@@ -30,7 +30,7 @@ from frame.kernels.elementwise.norm import add_rms_norm
 from frame.plugins.collectives import P2pOptions
 from frame.plugins.collectives.nccl import Nccl
 from frame.plugins.collectives.p2p import P2p
-from frame.testing.devices import open_platform
+from frame.plugins.devices import open_platform
 
 SIZES = tuple(kib << 10 for kib in (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 65536))  # bytes
 ROWS = ((1, 2048), (1, 4096), (1, 7168), (8, 4096), (64, 4096), (256, 4096), (512, 4096))  # of bfloat16, for the fused kernel

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.entrypoints.offline.engine import Engine
     from frame.entrypoints.offline.remote_client import Client
-    from frame.plugins.hookspecs import hookimpl
+    from frame.registration import hookimpl
 
 _MODULES = MappingProxyType(
     {
@@ -23,7 +23,7 @@ _MODULES = MappingProxyType(
         "Engine": "frame.entrypoints.offline.engine",
         "FrameConfig": "frame.config.schema",
         "SamplingParams": "frame.core.interfaces.sampling_params",
-        "hookimpl": "frame.plugins.hookspecs",
+        "hookimpl": "frame.registration",
     }
 )
 

@@ -108,8 +108,9 @@ def hooks() -> str:
     """Every hook with its arguments, and the table of plugin kinds."""
     from frame.core.interfaces.kinds import KINDS
     from frame.plugins import hookspecs
+    from frame.registration import PROJECT
 
-    found = {name: value for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")}
+    found = {name: value for name, value in vars(hookspecs).items() if hasattr(value, f"{PROJECT}_spec")}
     registers = [name for name in found if name.startswith("register_")]
     observers = [name for name in found if name.startswith("on_")]
     parts = [
@@ -143,7 +144,7 @@ def _hook(name: str, function: Callable[..., Any]) -> str:
 
 
 def _add_arguments() -> str:
-    from frame.plugins.registry import KindRegistry
+    from frame.registration import KindRegistry
 
     signature = inspect.signature(KindRegistry.add)
     text = ", ".join(str(parameter) for name, parameter in signature.parameters.items() if name != "self")

@@ -5,13 +5,8 @@ Each record names its target as "module:Class"; the registry imports it when it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from frame.core.interfaces.model import ModelCapabilities, Task
-from frame.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+from frame.registration import KindRegistry, hookimpl
 
 
 def _forms(family: str) -> tuple[str, ...]:

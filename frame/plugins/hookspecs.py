@@ -9,18 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pluggy
-
 from frame.core.interfaces.kinds import KINDS, Kind
+from frame.registration import KindRegistry, hookspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from frame.plugins.registry import KindRegistry
-
-PROJECT = "frame"  # also the entry-point group
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 def _make_register_hook(kind: Kind) -> Callable[[KindRegistry], None]:

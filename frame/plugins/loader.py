@@ -25,13 +25,14 @@ from frame.core.interfaces.kinds import KINDS
 from frame.plugins import hookspecs
 from frame.plugins.files import add_class, add_classes, explain_absence, find_classes, load_file
 from frame.plugins.manifests import guarded
-from frame.plugins.registry import BrokenPlugin, Provenance, Registry, cause_chain
+from frame.plugins.registry import BrokenPlugin, Registry, cause_chain
 from frame.plugins.renames import describe_hook, describe_import
+from frame.registration import PROJECT, Provenance
 
 __all__ = ["OWN_DISTRIBUTION", "Observers", "load_configured", "load_registry", "observers"]
 
 COMMANDS = "frame_commands"  # the entry-point group of subcommands
-GROUPS = (hookspecs.PROJECT, COMMANDS)
+GROUPS = (PROJECT, COMMANDS)
 EVENTS = ("on_start", "on_step", "on_request_finished", "on_stop")
 
 _log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def _add_files(registry: Registry, paths: Sequence[str]) -> None:
         with guarded(path):
             module, version = load_file(path)
         owner = Provenance(path, version)
-        hooked = [name for name, value in vars(module).items() if hasattr(value, f"{hookspecs.PROJECT}_impl")]
+        hooked = [name for name, value in vars(module).items() if hasattr(value, f"{PROJECT}_impl")]
         if hooked:
             try:
                 _add_manifest(registry, registry.hooks, module, owner)
@@ -87,7 +88,7 @@ def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), 
     found = _entry_points()
     used = [(owner, entry) for owner, entry in found if _is_own(owner) or is_allowed(owner.distribution)]
     for owner, entry in used:
-        if entry.group == hookspecs.PROJECT:
+        if entry.group == PROJECT:
             _read(registry, registry.hooks, owner, entry)
     _add_commands(registry, used)
     owners = {_normalise(owner.distribution) for owner, _ in found}
@@ -99,7 +100,7 @@ def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), 
 
 def _make_registry(deny: Sequence[str]) -> Registry:
     registry = Registry(deny)
-    registry.hooks = pluggy.PluginManager(hookspecs.PROJECT)
+    registry.hooks = pluggy.PluginManager(PROJECT)
     registry.hooks.add_hookspecs(hookspecs)
     return registry
 

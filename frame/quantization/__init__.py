@@ -9,18 +9,14 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.weight_format import FormatCapabilities
-from frame.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
-
+from frame.registration import KindRegistry, hookimpl
 
 _LOW = ("bfloat16", "float16")
 

@@ -15,6 +15,7 @@ import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import SparseKeys, TreeMask
+from frame.plugins.devices import capture_graph, open_platform
 from frame.testing.attention_cases import (
     Case,
     Changes,
@@ -31,7 +32,6 @@ from frame.testing.attention_cases import (
     with_pages_for,
 )
 from frame.testing.conformance import Check, Subject
-from frame.testing.devices import capture_graph, open_platform
 from frame.testing.suites.attention_reference import (
     TOLERANCE,
     Inputs,

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 
 from frame.core.interfaces.collective import Collective, CollectiveCapabilities, CollectiveContext
+from frame.entrypoints.configuration.hardware_probe import probe
+from frame.plugins.devices import capture_graph, open_platform
+from frame.plugins.loader import load_registry
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.devices import capture_graph, count_devices, open_platform
 
 _RANKS = 3
 _PATIENCE = 60.0  # seconds for all ranks of a check
@@ -350,3 +352,10 @@ def _is_captured(subject: Subject) -> None:
 
     size = _size(subject)
     assert run_ranks(subject, act) == [2.0 * size] * size, "a replay must sum the values of now"
+
+
+def count_devices(name: str) -> int:
+    """The number of devices of a platform on this machine; 0: the host, which any number of ranks
+    shares."""
+    record = load_registry().get("platform", name)
+    return len(probe([record]).of(name))

@@ -15,9 +15,9 @@ import torch
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GemmRequirements, find_kernel_obstacle
 from frame.core.interfaces.weight_format import Codes, PackedWeight, WeightScheme
+from frame.plugins.devices import open_platform
 from frame.testing.attention_cases import DTYPES, build_context
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.devices import open_platform
 from frame.testing.packed_weights import make_weight
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value

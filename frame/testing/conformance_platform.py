@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 from frame.core.interfaces.platform import DeviceMemory, FoundDevices, Platform, PlatformCapabilities, PlatformContext
+from frame.plugins.devices import capture_graph
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.devices import capture_graph
 
 _SIZE = 1 << 16
 

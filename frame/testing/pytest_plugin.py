@@ -153,7 +153,7 @@ class ConformanceItem(pytest.Item):
 def _machine(device: str) -> dict[str, Any]:
     import torch
 
-    from frame.testing.devices import open_platform
+    from frame.plugins.devices import open_platform
 
     model_config: dict[str, Any] = {
         "python": platform.python_version(),

@@ -60,7 +60,7 @@ SMALL_FAMILIES = (
 FAMILIES = ("frame.attention_backends", "frame.models", "frame.quantization", *SMALL_FAMILIES)
 LAYERS = "frame.models.layers"
 KERNELS = "frame.kernels"
-MARKER = "frame.plugins.hookspecs"
+MARKER = "frame.registration"
 # What grammar backends in packages of their own may use of the in-tree family.
 SHARED = (
     "frame.plugins.grammar_backends.closed_schema",
@@ -87,7 +87,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.plugins.platforms", (*DATA, "frame.core.host_memory", MARKER)),
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
-    ("frame.plugins", ("frame.core", "frame.config", "frame.plugins")),
+    ("frame.plugins", ("frame.core", "frame.config", "frame.plugins", MARKER)),
     ("frame.testing", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),  # a suite loads weights through the layers
     # the suites' batches
     ("frame.entrypoints.tools.bench", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", "frame.testing", LAYERS)),
@@ -125,6 +125,7 @@ NO_TORCH = (
     "frame.entrypoints.http",
     "frame.plugins.eviction_policies",
     "frame.plugins.hookspecs",
+    "frame.registration",
     "frame.plugins.launchers",
     "frame.plugins.loader",
     "frame.plugins.prefix_caches",
@@ -271,7 +272,7 @@ def test_direction_finds(name: str, text: str) -> None:
         ("frame.core.engine", "from frame.core.scheduling.scheduler import Scheduler"),
         ("frame.models.llama", "from frame.models.layers.linear import Linear"),
         ("frame.quantization.example", "from frame.models.layers.parameter import Parameter"),
-        ("frame.quantization", "from frame.plugins.hookspecs import hookimpl"),
+        ("frame.quantization", "from frame.registration import hookimpl"),
         ("frame_automata", "from frame import hookimpl"),
         ("frame_automata.backend", "from frame.plugins.grammar_backends.sources import check_source"),
         ("frame.entrypoints.processes.launch", "from frame.plugins.loader import load_registry"),

@@ -16,6 +16,7 @@ from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins import hookspecs
 from frame.plugins.loader import OWN_DISTRIBUTION, load_registry
+from frame.registration import PROJECT
 from tests.architecture.source import EXTENSIONS, ROOT, Module, classes, module, package
 
 HOOK_NAME = re.compile(r"register_[a-z_]+s$|on_[a-z_]+$")
@@ -135,7 +136,7 @@ def _docstrings(tree: ast.Module) -> set[int]:
 
 
 def test_hooks_are_well_named_and_fit_on_a_screen() -> None:
-    hooks = [(name, inspect.getdoc(value)) for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")]
+    hooks = [(name, inspect.getdoc(value)) for name, value in vars(hookspecs).items() if hasattr(value, f"{PROJECT}_spec")]
     assert len(hooks) >= len(KINDS)
     assert list(hook_problems(hooks)) == []
     assert len(Path(hookspecs.__file__).read_text().splitlines()) <= ONE_SCREEN

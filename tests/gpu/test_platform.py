@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frame.testing.devices import capture_graph, open_platform
+from frame.plugins.devices import capture_graph, open_platform
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

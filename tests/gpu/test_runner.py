@@ -29,11 +29,11 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler, build_scheduler
 from frame.entrypoints.processes.components import choose_operations
+from frame.plugins.devices import open_platform
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.contexts import SCHEDULING
-from frame.testing.devices import open_platform
 from frame.testing.local_loop import LocalLoop
 from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from frame.core.loading import weight_stream
 from frame.core.loading.weight_reader import ReadAhead
 from frame.entrypoints.tools.bench.clock import Clock
-from frame.testing.devices import open_platform
+from frame.plugins.devices import open_platform
 from tests.models.harness import weights_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -20,8 +20,8 @@ from frame.kernels.linear.linear_plan import MAX_ROWS, Plan, choose_float8_strea
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.parameter import load_parameters
 from frame.models.layers.plain_matmul import PlainMatmul
+from frame.plugins.devices import open_platform
 from frame.quantization.plain import Plain
-from frame.testing.devices import open_platform
 from frame.testing.gemm_kernels import make_gemm_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -40,12 +40,12 @@ from frame.kernels.moe.shared_expert import add_shared_expert
 from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE
 from frame.models.layers.router import Router, RoutingRule
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, gelu_mul, squared_relu
+from frame.plugins.devices import open_platform
 from frame.plugins.moe_dispatchers.all_reduce import AllReduce
 from frame.plugins.moe_runners.torch_native import run_biased
 from frame.plugins.moe_runners.triton import Triton
 from frame.quantization.plain import Plain
 from frame.testing.conformance_moe import PlainExperts
-from frame.testing.devices import open_platform
 from frame.testing.gemm_kernels import make_gemm_kernels
 from frame.testing.suites.experts import reference
 

@@ -20,7 +20,7 @@ from frame.core.interfaces.collective import Collective, CollectiveCapabilities,
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from frame.plugins.registry import KindRegistry
+    from frame.registration import KindRegistry
 
 CAPABILITIES = CollectiveCapabilities(devices=("cpu",))
 

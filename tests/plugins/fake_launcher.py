@@ -16,7 +16,7 @@ from frame.core.ipc.child_process import start_process
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from frame.plugins.registry import KindRegistry
+    from frame.registration import KindRegistry
 
 HOST = "127.0.0.1"
 

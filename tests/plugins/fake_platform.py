@@ -20,7 +20,7 @@ from frame import hookimpl
 from frame.core.interfaces.platform import Accelerator, DeviceMemory, FoundDevices, HostPlatform, PlatformCapabilities, PlatformContext
 
 if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+    from frame.registration import KindRegistry
 
 DEVICES = 2
 MEMORY = 4 << 30  # bytes of a device

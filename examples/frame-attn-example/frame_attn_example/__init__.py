@@ -14,7 +14,7 @@ from frame import hookimpl
 from frame.core.interfaces.attention import AttentionCapabilities
 
 if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+    from frame.registration import KindRegistry
 
 
 class BlockwiseOptions(BaseModel):

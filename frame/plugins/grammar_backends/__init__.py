@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from frame.core.interfaces.sampling import GrammarCapabilities
 from frame.plugins.grammar_backends.options import GrammarOptions, XGrammarOptions
-from frame.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+from frame.registration import KindRegistry, hookimpl
 
 
 @hookimpl

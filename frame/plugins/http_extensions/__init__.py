@@ -5,12 +5,7 @@ A target is the module of `frame.entrypoints.http` that holds the API's routes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from frame.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+from frame.registration import KindRegistry, hookimpl
 
 
 @hookimpl

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.plugin import Reason
-from frame.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+from frame.registration import KindRegistry, hookimpl
 
 
 @dataclass(frozen=True, slots=True)

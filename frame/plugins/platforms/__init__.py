@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from frame.core.interfaces.platform import PlatformCapabilities
-from frame.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+from frame.registration import KindRegistry, hookimpl
 
 
 @hookimpl

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from frame.core.interfaces.parsing import ParserCapabilities
-from frame.plugins.hookspecs import hookimpl
 from frame.plugins.reasoning_parsers.options import DeepSeekR1Options, MistralOptions, ThinkTagsOptions
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+from frame.registration import KindRegistry, hookimpl
 
 _THINK_TAGS = "frame.plugins.reasoning_parsers.think_tags:ThinkTags"
 _OTHERS = ("<|im_start|>", "<｜Assistant｜>")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import BaseModel, ConfigDict, Field
 
-from frame.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+from frame.registration import KindRegistry, hookimpl
 
 
 class LogOptions(BaseModel):

@@ -17,8 +17,8 @@ import torch.utils.deterministic
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch, TreeMask
+from frame.plugins.devices import open_platform
 from frame.testing.attention_cases import Case, Pages, RandomProjections, lay_out, quantize_rows, select_positions, shared_with
-from frame.testing.devices import open_platform
 
 deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute, for values of variance 1

@@ -9,7 +9,7 @@ from frame.core.interfaces.sampling import GrammarCapabilities
 from frame.plugins.grammar_backends.options import XGrammarOptions
 
 if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+    from frame.registration import KindRegistry
 
 
 @hookimpl

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from frame.core.interfaces.launcher import LauncherCapabilities
-from frame.plugins.hookspecs import hookimpl
+from frame.registration import KindRegistry, hookimpl
 from frame_ray.options import RayOptions
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
 
 
 @hookimpl

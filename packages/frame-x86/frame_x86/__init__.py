@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.weight_format import Codes
-from frame.plugins.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from frame.plugins.registry import KindRegistry
+from frame.registration import KindRegistry, hookimpl
 
 # Relative to oneDNN's product with a bfloat16 weight in its own layout, in the layers of Qwen3-0.6B
 # on one core of a Xeon (benchmarks/cpu_products.py, 2026-11-23-cpu-products-amx.json).

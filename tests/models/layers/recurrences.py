@@ -19,7 +19,7 @@ from frame.models.layers.linear_attention.convolution import ShortConvolution, S
 from frame.models.layers.linear_attention.mixer import StateMixer
 from frame.models.layers.linear_attention.recurrence import Recurrence
 from frame.models.layers.parameter import Range, ShardedParameter
-from frame.testing.devices import open_platform
+from frame.plugins.devices import open_platform
 from tests.models.harness import NaiveAttention, NaivePool
 
 CASES = {

@@ -18,8 +18,17 @@ import torch
 from frame.core.errors import ConfigError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.entrypoints.tools.bench.clock import LARGER_THAN_CACHES, Call, Clock
+from frame.entrypoints.tools.bench.paged_batches import (
+    Case,
+    PlainKVCache,
+    RandomProjections,
+    Rows,
+    build_context,
+    forward_batch,
+    lay_out,
+    requirements,
+)
 from frame.entrypoints.tools.bench.workload import Span
-from frame.testing.attention_cases import Case, PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, requirements
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend

@@ -17,7 +17,7 @@ import torch
 
 from frame.core.interfaces.platform import CapturedGraph
 from frame.entrypoints.tools.bench.floors import Ceilings
-from frame.testing.devices import capture_graph, open_platform
+from frame.plugins.devices import capture_graph, open_platform
 
 Call = Callable[[], Any]
 How = Literal["graph", "events", "host"]

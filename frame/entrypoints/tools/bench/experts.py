@@ -20,9 +20,9 @@ from frame.core.errors import ConfigError
 from frame.core.interfaces.moe import DispatchOutput, MoERequirements
 from frame.entrypoints.tools.bench.attention import figures
 from frame.entrypoints.tools.bench.clock import Clock
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.models.layers.weights.expert_weights import pack_small_experts
-from frame.testing.attention_cases import build_context
-from frame.testing.devices import open_platform
+from frame.plugins.devices import open_platform
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import ModelConfig

@@ -61,7 +61,7 @@ def floors(config: FrameConfig, source: str) -> Floors | None:
     a model of unknown sizes. source: "h200", or "measured" (measures now, while device memory is
     free)."""
     from frame.entrypoints.configuration.prepare import prepare
-    from frame.testing.devices import open_platform
+    from frame.plugins.devices import open_platform
 
     resolved = prepare(config).resolved
     sizes = {"float32": 4, "bfloat16": 2, "float16": 2}

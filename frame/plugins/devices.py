@@ -1,6 +1,6 @@
 """Opens a platform by the name that tests, suites and benchmarks give for a device.
 
-Used by the conformance suites and `frame bench`. Must not know a platform by name, except
+Used by `frame bench` and the conformance suites. Must not know a platform by name, except
 the host, which `open_platform` gives without its settings of threads and allocator.
 """
 
@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.platform import HOST, CapturedGraph, DeviceStream, Platform, PlatformContext
-from frame.entrypoints.configuration.hardware_probe import probe
 from frame.plugins.loader import load_registry
 
 if TYPE_CHECKING:
@@ -57,10 +56,3 @@ def capture_graph(platform: Platform, run: Callable[[], object]) -> CapturedGrap
 def _capture_stream(platform: Platform) -> DeviceStream | None:
     """One stream for all captures of a platform: libraries keep workspaces for each stream."""
     return platform.create_stream()
-
-
-def count_devices(name: str) -> int:
-    """The number of devices of a platform on this machine; 0: the host, which any number of ranks
-    shares."""
-    record = load_registry().get("platform", name)
-    return len(probe([record]).of(name))
