@@ -377,6 +377,13 @@ def command_line() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def rooms() -> str:
+    """The picture of the rooms and of the imports between them."""
+    from scripts.draw_rooms import draw_rooms
+
+    return draw_rooms()
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "backends.md": backends,
     "cli.md": command_line,
@@ -387,6 +394,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "other_servers.md": other_servers,
     "../models.md": models,
     "plugins.md": plugins,
+    "rooms.svg": rooms,
 }
 
 

@@ -1,4 +1,4 @@
-"""Forward batches over a plain paged cache: the rows, the pages, and `Case`, one batch of one layer.
+"""Forward batches over a plain paged cache: rows, pages, and `Case`, one batch of one layer.
 
 Used by `frame bench`, the conformance suites and tests. Batches are those of `InputBatch`, with
 shuffled pages. KV slots that no row owns are NaN, so that a result shows whether a backend reads
