@@ -27,8 +27,8 @@ import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch
+from frame.entrypoints.tools.bench.paged_batches import RandomProjections, Rows, build_context, forward_batch, lay_out, planned
 from frame.plugins.loader import load_registry
-from frame.testing.attention_cases import RandomProjections, Rows, build_context, forward_batch, lay_out, planned
 
 DTYPE = torch.bfloat16
 CACHE_BYTES = 256 << 20  # more than the device's caches hold

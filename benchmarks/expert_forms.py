@@ -18,9 +18,9 @@ from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
 from frame.entrypoints.tools.bench.clock import Clock
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, squared_relu
 from frame.plugins.loader import load_registry
-from frame.testing.attention_cases import build_context
 
 MODELS: dict[str, tuple[int, int, int, int, Callable[..., torch.Tensor], bool]] = {  # experts, k, hidden, inner, activation, gated
     "gpt-oss-20b": (32, 4, 2880, 2880, ClampedSwiGLU(1.702, 7.0), True),

@@ -27,8 +27,8 @@ from frame.attention_backends.triton import decode_launch
 from frame.attention_backends.triton.backend import TritonBackend
 from frame.core.interfaces.attention import AttentionSpec
 from frame.entrypoints.tools.bench.clock import LARGER_THAN_CACHES, Clock
+from frame.entrypoints.tools.bench.paged_batches import Pages, PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
 from frame.plugins.loader import load_registry
-from frame.testing.attention_cases import Pages, PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
 
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 16  # a layer of Llama-3.1-8B
 CACHES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -26,13 +26,13 @@ from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.moe.align import align_tokens
 from frame.kernels.moe.grouped_gemm import Activation, Pairs
 from frame.kernels.moe.quantized_experts import ExpertPlan, choose_expert_plan, multiply_pairs
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate
 from frame.models.layers.weights.expert_weights import ExpertWeights
 from frame.plugins.loader import load_registry
-from frame.testing.attention_cases import build_context
 
 MODELS = {  # experts, k, hidden, inner, biases and the clamped activation
     "qwen3-30b-a3b": (128, 8, 2048, 768, False),

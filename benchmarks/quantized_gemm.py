@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from gpu_clock import seconds
 
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.linear import weight_only
 from frame.plugins.loader import load_registry
-from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
 
 LAYERS = {  # outputs, inputs

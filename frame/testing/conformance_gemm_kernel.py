@@ -15,8 +15,8 @@ import torch
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GemmRequirements, find_kernel_obstacle
 from frame.core.interfaces.weight_format import Codes, PackedWeight, WeightScheme
+from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.plugins.devices import open_platform
-from frame.testing.attention_cases import DTYPES, build_context
 from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.packed_weights import make_weight
 

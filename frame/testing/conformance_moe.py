@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
-from frame.testing.attention_cases import DTYPES, build_context
+from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.testing.conformance import Check, Subject
 from frame.testing.suites.experts import TOLERANCE, activate_by_halves, draw, reference, supports
 from frame.testing.suites.unchanged import unchanged

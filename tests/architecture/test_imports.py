@@ -89,8 +89,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (MARKER, DATA),
     ("frame.plugins", ("frame.core", "frame.config", "frame.plugins", MARKER)),
     ("frame.testing", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),  # a suite loads weights through the layers
-    # the suites' batches
-    ("frame.entrypoints.tools.bench", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", "frame.testing", LAYERS)),
+    ("frame.entrypoints.tools.bench", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),
     ("frame.entrypoints", ("frame.core", *ROOMS, "frame.plugins", KERNELS)),
     ("frame.lang", ("frame.core", "frame.entrypoints")),
     ("frame", ("frame",)),

@@ -15,9 +15,18 @@ from frame.attention_backends.torch_native import plan as planning
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import TreeMask
+from frame.entrypoints.tools.bench.paged_batches import (
+    Case,
+    PlainKVCache,
+    RandomProjections,
+    Rows,
+    build_context,
+    forward_batch,
+    lay_out,
+    planned,
+)
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.attention_cases import Case, PlainKVCache, RandomProjections, Rows, build_context, forward_batch, lay_out, planned
 from frame.testing.conformance_attention import check_case
 from frame.testing.suites.attention_reference import make_inputs
 

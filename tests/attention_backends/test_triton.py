@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from frame.core.interfaces.attention import AttentionRequirements
+from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, Rows, build_context, forward_batch, lay_out
 from frame.plugins.loader import load_registry
-from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out
 from tests.interpreter import needs_triton, run_interpreted
 
 pytestmark = needs_triton

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from frame.core.interfaces.batch import HostView
-from frame.testing.attention_cases import Rows, lay_out
+from frame.entrypoints.tools.bench.paged_batches import Rows, lay_out
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.linear import blocked_int4
 from frame.kernels.linear.blocked_int4 import BlockedProducts, TilesPlan, pack_weight
 from frame.quantization.gemm.cuda_int4 import CudaInt4Kernel
-from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
 from tests.gpu.conformance_checks import checks_on, ids
 

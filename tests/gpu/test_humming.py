@@ -10,9 +10,9 @@ from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.quantization import HummingOptions
 from frame.quantization.gemm.humming import HummingKernel
-from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
 from frame.testing.suites.experts import reference
 

@@ -15,8 +15,8 @@ import torch
 
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
+from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, build_context
 from frame.kernels import INTERPRETED
-from frame.testing.attention_cases import PlainKVCache, build_context
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 PAGE, WIDTH = 16, 16

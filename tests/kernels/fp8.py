@@ -16,6 +16,7 @@ from torch import nn
 from frame import kernels
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import LayerFormat, LayerKind, WeightFormat, WeightScheme
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.linear.fp8_linear import MAX_ROWS, Plan, choose_plan, skinny_fp8_linear
 from frame.kernels.linear.fp8_quantize import FP8, quantize_groups, quantize_rows, rescale
 from frame.models.layers.parameter import Range, load_parameters
@@ -27,7 +28,6 @@ from frame.quantization.fp8_format import Fp8Format
 from frame.quantization.fp8_weights import quantize_blocks, quantize_outputs
 from frame.quantization.gemm.int8 import Int8Kernel
 from frame.quantization.gemm.rounded_matmul import RoundedMatmul, find_obstacle
-from frame.testing.attention_cases import build_context
 from frame.testing.checkpoints import load_reference
 from frame.testing.gemm_kernels import make_gemm_kernels
 from frame.testing.packed_weights import make_weight

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from frame.core.interfaces.weight_format import WeightScheme
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.quantization.gemm.cpu_int8 import Int8CpuKernel, PackedInt8Product
-from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
 
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with VNNI")

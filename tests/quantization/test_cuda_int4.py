@@ -15,12 +15,12 @@ import torch
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements
 from frame.core.interfaces.weight_format import WeightScheme
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels import cuda_source, nvidia
 from frame.kernels.cuda_source import TensorMap
 from frame.kernels.linear import blocked_int4
 from frame.plugins.loader import load_registry
 from frame.quantization.gemm.cuda_int4 import CudaInt4Kernel
-from frame.testing.attention_cases import build_context
 from frame.testing.packed_weights import make_weight
 
 GROUPED = WeightScheme("int4", (1, 64), zeros=True)

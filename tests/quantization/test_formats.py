@@ -19,6 +19,7 @@ from torch import nn
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight, WeightScheme, pack_nibbles, unpack_nibbles
 from frame.core.loading.model_config import read_model_config
+from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.parameter import Range, load_parameters
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
@@ -36,7 +37,6 @@ from frame.quantization.torchao import TorchAo
 from frame.quantization.w4afp8 import W4AFp8
 from frame.quantization.w8a8_fp8 import W8A8Fp8
 from frame.quantization.w8a8_int8 import W8A8Int8
-from frame.testing.attention_cases import build_context
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 from frame.testing.packed_weights import check_form

@@ -10,8 +10,8 @@ import torch
 
 from frame.core.interfaces.attention import Phase
 from frame.core.interfaces.plugin import PluginRecord
+from frame.entrypoints.tools.bench.paged_batches import Case, Rows, build_context
 from frame.testing import conformance
-from frame.testing.attention_cases import Case, Rows, build_context
 from frame.testing.suites.attention_steps import Script, check_steps, layers_of, write
 from frame.testing.suites.unchanged import unchanged
 from tests.testing.plain_attention import CAPABILITIES, PlainAttention

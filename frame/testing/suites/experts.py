@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
+from frame.entrypoints.tools.bench.paged_batches import DTYPES
 from frame.plugins.devices import open_platform
-from frame.testing.attention_cases import DTYPES
 from frame.testing.conformance import Subject
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # relative to the largest value

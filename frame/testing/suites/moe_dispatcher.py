@@ -16,8 +16,8 @@ import torch
 from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, MoEDispatcher
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.rank_context import Limits, RankContext
+from frame.entrypoints.tools.bench.paged_batches import DTYPES
 from frame.plugins.devices import open_platform
-from frame.testing.attention_cases import DTYPES
 from frame.testing.conformance import Check, Subject
 from frame.testing.suites.experts import TOLERANCE, draw, reference, split, supports
 from frame.testing.suites.thread_group import ThreadGroup, run_ranks

@@ -35,12 +35,12 @@ from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
+from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing import conformance_attention as suite
-from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
 from frame.testing.contexts import EVICTION, SCHEDULING
 from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from frame.core.execution.recorded_forward import RecordedForward, record_decodes
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
-from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out
+from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, Rows, build_context, forward_batch, lay_out
 
 _TABLE = torch.arange(40.0).view(20, 2)
 
