@@ -2,21 +2,38 @@
 
 A connection is closed instead of kept where bytes follow an answer: the next request would get them
 as its answer. httpcore closes a kept connection whose socket is readable, but does not look at what
-its parser holds. Must not know requests or replicas.
+its parser holds. Heads and trailers of responses are bounded as those of requests are, before they
+are parsed: h11 bounds neither the number of headers nor that of informational responses. Must not
+know requests or replicas.
 """
 
 from __future__ import annotations
 
+import re
 import ssl
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpcore
 import httpx
+from h11._receivebuffer import ReceiveBuffer  # no public name
+
+from frame.entrypoints.http.protocol.connections import LARGEST_HEAD, MOST_HEADERS
 
 CONNECT = 3.0  # seconds to reach a replica
 IDLE = 30.0  # seconds that a connection to a replica is kept: less than a server keeps it
 MOST_KEPT = 256  # idle connections
+MAX_INFORMATIONAL = 16  # 1xx responses to one request
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+
+
+class ResponseHeadError(httpx.RemoteProtocolError):
+    """The head or the trailers of a response are too large or invalid. The message says how, after
+    "sent"."""
+
+
+class InformationalError(ResponseHeadError):
+    """A replica sends 1xx responses and no final one."""
 
 
 def open_client() -> httpx.AsyncClient:
@@ -46,8 +63,65 @@ class _Pool(httpcore.AsyncConnectionPool):
 
 
 class _Connection(httpcore.AsyncHTTPConnection):
-    """Expires where bytes follow the last answer. The pool asks before each request."""
+    """Bounds heads of responses. Expires where bytes follow the last answer. The pool asks before
+    each request."""
+
+    async def handle_async_request(self, request: httpcore.Request) -> httpcore.Response:
+        async with self._request_lock:
+            if self._connection is None:
+                try:
+                    self._connection = _Http11(self._origin, await self._connect(request), IDLE)
+                except BaseException:
+                    self._connect_failed = True
+                    raise
+        return await super().handle_async_request(request)
 
     def has_expired(self) -> bool:
         opened: Any = self._connection
         return super().has_expired() or (self.is_idle() and bool(opened._h11_state.trailing_data[0]))  # noqa: SLF001 - no public name
+
+
+class _Http11(httpcore.AsyncHTTP11Connection):
+    def __init__(self, origin: httpcore.Origin, stream: httpcore.AsyncNetworkStream, expiry: float) -> None:
+        super().__init__(origin, stream, expiry)
+        self._heads = _HeadBuffer()
+        self._h11_state._receive_buffer = self._heads  # noqa: SLF001 - no public name
+
+    async def _receive_response_headers(self, request: httpcore.Request) -> Any:
+        self._heads.start_response()
+        return await super()._receive_response_headers(request)
+
+
+class _HeadBuffer(ReceiveBuffer):
+    """h11's buffer of received bytes. Heads and trailers leave it as lines, all other data as
+    bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start_response()
+
+    def start_response(self) -> None:
+        self._num_blocks = 0  # heads and trailers taken
+        self._num_bytes = 0  # of these
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """The lines of the next head or trailers, without the empty one; None before they are
+        complete. Raises ResponseHeadError, which h11, httpcore and httpx pass on."""
+        data, start = self._data, self._multiple_lines_search
+        end = 0 if data[:2] == b"\r\n" else data.find(b"\r\n\r\n", start)
+        size = len(data) if end < 0 else end + 4 if end else 2
+        if self._num_bytes + size > LARGEST_HEAD:
+            raise ResponseHeadError(f"headers of more than {LARGEST_HEAD} bytes")
+        if _BARE_LF.search(data, start, size):
+            raise ResponseHeadError("a header line that does not end with CR LF")
+        if end < 0:
+            self._multiple_lines_search = max(0, size - 3)
+            return None
+        self._num_blocks += 1
+        self._num_bytes += size
+        if self._num_blocks > MAX_INFORMATIONAL + 2:  # and a head and trailers
+            raise InformationalError(f"more than {MAX_INFORMATIONAL} informational (1xx) responses to one request")
+        if data.count(b"\r\n", 0, end) > MOST_HEADERS:  # counts no CR LF of the last header, and that of the status line
+            raise ResponseHeadError(f"more than {MOST_HEADERS} headers")
+        head = self._extract(size)
+        return head[:end].split(b"\r\n") if end else []

@@ -23,6 +23,7 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedErr
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.request_context import BODY_PAUSE, RequestContext
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
+from frame.entrypoints.router.connections import InformationalError, ResponseHeadError
 from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted
 from frame.entrypoints.router.requests import BROADCAST, hash_prompt, is_pinned, is_repeatable, is_stored
 
@@ -118,7 +119,7 @@ class Proxy:
         context = RequestContext(scope, receive, send, self._max_body, bodies=self._bodies)
         try:
             if not target.startswith(b"/"):
-                raise ApiError(400, f"the request's target is {target[:40]!r}; send a path that begins with /")
+                raise ApiError(400, f"the request's target is {target[:40].decode('latin-1')!r}; send a path that begins with /")
             body, gone = await context.body(), asyncio.create_task(_wait_gone(receive))
             headers.append((b"x-request-id", name.encode()))
             try:
@@ -194,13 +195,19 @@ class Proxy:
         except (httpx.HTTPError, OSError) as error:  # its text may quote bytes of another answer
             log.warning("replica %s: %s %s", backend.url, type(error).__name__, error)
             await self.backends.check(backend, is_suspect=True)
-            raise LostError(type(error).__name__, was_sent=True) from None
+            if isinstance(error, ResponseHeadError) and not isinstance(error, InformationalError):
+                raise self._refuse_head(request, backend, str(error)) from None
+            reason = f"it sent {error}" if isinstance(error, InformationalError) else type(error).__name__
+            raise LostError(reason, was_sent=True) from None
         if answer.status_code not in STATUSES or any(_CONTROL.search(value) for _, value in answer.headers.raw):
             await answer.aclose()
-            self.metrics.count("broken")
             what = f"status {answer.status_code}" if answer.status_code not in STATUSES else "a header with control characters"
-            raise ApiError(502, f"replica {backend.url} sent {what} to request {request.request_id}, which is not repeated")
+            raise self._refuse_head(request, backend, what)
         return answer
+
+    def _refuse_head(self, request: RoutedRequest, backend: Backend, what: str) -> ApiError:
+        self.metrics.count("broken")
+        return ApiError(502, f"replica {backend.url} sent {what} to request {request.request_id}, which is not repeated")
 
     async def _pass_on(self, request: RoutedRequest, backend: Backend, answer: httpx.Response) -> None:
         """The answer to the client, as its bytes come."""
