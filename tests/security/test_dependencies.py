@@ -13,6 +13,7 @@ from tests.architecture.source import ROOT
 # package -> (first version that is not affected, vulnerability); as published up to September 2026
 FIXED: dict[str, tuple[tuple[str, str], ...]] = {
     "grpcio": (("1.53.2", "CVE-2023-33953"), ("1.53.2", "CVE-2023-4785"), ("1.65.4", "CVE-2024-7246")),
+    "h11": (("0.16.0", "CVE-2025-43859"),),
     "httpcore": (("1.0.9", "CVE-2025-43859"),),  # of h11, which it requires in a version that is not affected
     "httptools": (("0.5.0", "CVE-2022-32213"), ("0.5.0", "CVE-2022-32214"), ("0.5.0", "CVE-2022-32215")),
     "httpx": (("0.23.0", "CVE-2021-41945"),),
