@@ -63,7 +63,8 @@ async def route(settings: RouterSettings, listener: socket.socket, signals: Star
     async with open_client() as client:
         backends = Backends(settings.urls, client, settings.health_interval)
         await asyncio.gather(*(backends.check(backend, is_suspect=True) for backend in backends.all))
-        server = HttpServer(Proxy(backends, client, settings.max_body, HEAD), ConnectionLimits(settings.max_connections, HEAD))
+        limits = ConnectionLimits(settings.max_connections, HEAD, bound="--max-connections allows")
+        server = HttpServer(Proxy(backends, client, settings.max_body, HEAD), limits)
         serving = asyncio.create_task(server.serve([listener]))
         watching = asyncio.create_task(backends.watch())
         await server.listening.wait()

@@ -44,7 +44,7 @@ class AdminListener:
 
     def start(self, app: Any) -> None:
         """Serve, in the running loop."""
-        limits, loop = ConnectionLimits(CONNECTIONS, self._patience), asyncio.get_running_loop()
+        limits, loop = ConnectionLimits(CONNECTIONS, self._patience, bound="the admin listener takes"), asyncio.get_running_loop()
         for listener in self.sockets:
             certificate = None if listener.family == socket.AF_UNIX else self._certificate
             http = HttpServer(app, limits, certificate)

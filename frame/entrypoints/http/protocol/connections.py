@@ -41,13 +41,15 @@ SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
 class ConnectionLimits:
     """`client_timeout` in seconds: for a whole head, and for a client that does not read.
     `lingering`: refused connections that are not closed yet. `parsing`: work of all connections.
-    `idle`: connections without a request, with the event loop's time since when, the oldest first.
+    `bound`: what sets `max_connections`, for the error. `idle`: connections without a request, with
+    the event loop's time since when, the oldest first.
     """
 
     max_connections: int
     client_timeout: float
     lingering: set[asyncio.Protocol] = field(default_factory=set)
     parsing: ParsingQueue = field(default_factory=ParsingQueue)
+    bound: str = "server.max_connections allows"
     idle: dict[GuardedProtocol, float] = field(default_factory=dict)
 
     def close_longest_idle(self, now: float) -> bool:
@@ -87,7 +89,7 @@ class GuardedProtocol(PacedProtocol):
         super().connection_made(transport)
         most = self._limits.max_connections
         if len(self.connections) > most and not self._limits.close_longest_idle(self.loop.time()):
-            self._refuse(ApiError(503, f"{most} connections are open, all that server.max_connections allows; try again later"))
+            self._refuse(ApiError(503, f"{most} connections are open, all that {self._limits.bound}; try again later"))
         else:
             self._limits.idle[self] = self.loop.time()
             self._await_reading()

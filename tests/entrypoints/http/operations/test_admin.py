@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from frame.config.schema import FrameConfig, ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.operations.admin import router
-from frame.entrypoints.http.operations.admin_listener import AdminListener
+from frame.entrypoints.http.operations.admin_listener import CONNECTIONS, AdminListener
 from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.keys import check_exposure
 from tests.entrypoints.inprocess import InProcess, serving
@@ -98,6 +99,26 @@ def test_socket_file_is_private_and_goes(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="choose another --admin-socket"):
         AdminListener(ServerSection(admin_socket=str(tmp_path / "no" / "folder")))
     assert AdminListener(ServerSection()).sockets == []
+
+
+async def test_too_many_connections_name_the_listeners_own_bound() -> None:
+    async def read(each: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
+        return await asyncio.wait_for(each[0].read(), 30)
+
+    async with serving() as server:
+        listener = AdminListener(ServerSection(admin_port=0, max_connections=4096))
+        listener.start(server.app)
+        port = listener.sockets[0].getsockname()[1]
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS + 1)]
+        try:
+            reply = await read(opened[-1])
+            assert reply.startswith(b"HTTP/1.1 503")
+            assert f"{CONNECTIONS} connections are open, all that the admin listener takes".encode() in reply
+        finally:
+            for _, writer in opened:
+                writer.close()
+            await listener.stop()
+            listener.close()
 
 
 def test_both_listeners_of_a_real_server(checkpoint: Path, tmp_path: Path) -> None:
