@@ -3,6 +3,7 @@ a trace span, errors as gRPC statuses. Used by the gRPC server. Must not know a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from frame.entrypoints.grpc.reading import MessageReader
 from frame.entrypoints.grpc.schema import SERVICE
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import sent_as, too_many
+from frame.entrypoints.http.request_starter import read_timeout_header
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import KeyRing
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
@@ -31,6 +33,7 @@ STATUS = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+MAX_METADATA = 128  # of a call
 NO_DEADLINE = 1e8  # seconds; grpc reports more than this for a call without a deadline
 UNTRACED = frozenset({"ServerInfo"})  # polled by monitoring
 
@@ -54,9 +57,31 @@ class GrpcCaller:
         """Nothing to do: cancelling a call cancels its handler, which abandons its request."""
 
     def time_left(self) -> float | None:
-        """Seconds until the call's deadline; None without one."""
+        """Seconds until the call's deadline, or those of x-request-timeout if they are fewer; None
+        without either. Raises ApiError 400."""
+        limit = read_timeout_header(self)
         seconds: float | None = self.context.time_remaining()
-        return None if seconds is None or seconds > NO_DEADLINE else max(seconds, 0.001)
+        if seconds is None or seconds > NO_DEADLINE:
+            return limit
+        return min(max(seconds, 0.001), math.inf if limit is None else limit)
+
+
+class BoundedHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """Refuses calls with too many metadata before a method looks at them. grpc bounds the bytes of
+    each HTTP/2 frame with metadata, not those of all frames of a call."""
+
+    def __init__(self, handlers: Any) -> None:
+        self._handlers = handlers
+        self._refusal = grpc.stream_stream_rpc_method_handler(_refuse_metadata)
+
+    def service(self, handler_call_details: Any) -> Any:
+        if len(handler_call_details.invocation_metadata or ()) > MAX_METADATA:
+            return self._refusal
+        return self._handlers.service(handler_call_details)
+
+
+async def _refuse_metadata(_: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the call has more than {MAX_METADATA} metadata; send fewer")
 
 
 Method = Callable[[Any, GrpcCaller], Awaitable[Any]]  # of a request; returns a reply, or None where it has written its replies

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from frame.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.grpc.calls import CallHandlers, GrpcCaller, Method
+from frame.entrypoints.grpc.calls import BoundedHandlers, CallHandlers, GrpcCaller, Method
 from frame.entrypoints.grpc.health import NAME as HEALTH
 from frame.entrypoints.grpc.health import Health
 from frame.entrypoints.grpc.pooling import Pooling
@@ -31,6 +31,8 @@ from frame.entrypoints.logs import report
 from frame.entrypoints.tls import Certificate, load_certificate
 
 HEALTH_INTERVAL = 0.2  # seconds between updates of the health status
+MAX_CALLS_PER_CONNECTION = 256
+MAX_PENDING_CALLS = 32 * MAX_CALLS_PER_CONNECTION  # of all connections
 CLOSE_TIMEOUT = 0.5  # seconds in which running calls may send their last messages
 
 
@@ -49,7 +51,7 @@ class GrpcServer:
         reader = MessageReader(bodies, max_bytes, server.client_timeout, len(self.keys or ()))
         calls = CallHandlers(services, self.keys, reader)
         handlers = _handlers(services, calls, reader), self._health.build_handlers(), _reflection(calls, reader)
-        self._server.add_generic_rpc_handlers(handlers)
+        self._server.add_generic_rpc_handlers(tuple(BoundedHandlers(each) for each in handlers))
         self._certificate = load_certificate(server)
         self.address = _bind(self._server, host, port, None if self._certificate is None else self._credentials(self._certificate))
 
@@ -98,7 +100,13 @@ def _options(server: ServerSection, max_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_metadata_size", 16 * 1024),
         ("grpc.absolute_max_metadata_size", 16 * 1024),
-        ("grpc.max_concurrent_streams", server.max_connections),  # per connection, health checks included
+        # Per connection, health checks included. A call that its client resets counts until
+        # Python has seen it, so few calls of one connection precede those of another.
+        ("grpc.max_concurrent_streams", min(MAX_CALLS_PER_CONNECTION, server.max_connections)),
+        # Calls that Python has not seen. Above the first number grpc cancels calls of any
+        # client.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
         ("grpc.max_allowed_incoming_connections", server.max_connections),
         ("grpc.server_handshake_timeout_ms", timeout),  # until TLS and HTTP/2 have begun
         ("grpc.max_connection_idle_ms", timeout),  # without calls; clients connect again by themselves

@@ -31,6 +31,7 @@ from frame.entrypoints.version import package_version
 log = logging.getLogger(__name__)
 
 MAX_REQUESTS = 1024  # running in one GenerateStream call; further ones are read when one of these has ended
+DUPLICATE = "ALREADY_EXISTS"  # status of a command's error; no request that runs ends with it
 MAX_REPLIES = 64  # queued for a slow reader of GenerateStream; later output is joined into fewer replies
 
 
@@ -78,6 +79,7 @@ class Service:
         return self._schema["DetokenizeReply"](text=text)
 
     async def server_info(self, request: Any, caller: GrpcCaller) -> Any:
+        self._admin.check(caller.headers)
         services = self._services
         load = services.client.load
         return self._schema["ServerInfoReply"](
@@ -204,7 +206,7 @@ class Session:
         request.id = request.id or uuid.uuid4().hex
         if request.id in self._tasks:
             sentence = f"a request with the id {request.id!r} is running; choose another"
-            await self.replies.put(self._service.last_reply(request.id, Finish("error", None, sentence), "INVALID_ARGUMENT"))
+            await self.replies.put(self._service.last_reply(request.id, Finish("error", None, sentence), DUPLICATE))
             return
         await self._slots.acquire()  # a client that sends and does not read must not fill the memory
         self._tasks[request.id] = asyncio.create_task(self._run(request, held.pop_all()))

@@ -204,19 +204,26 @@ def _namespace(services: Services, call: Caller, salt: str) -> str:
 
 def _deadline(services: Services, call: Caller, time_limit: float | None) -> float | None:
     """The time limit of a request in seconds, at most the server's. Raises ApiError 400."""
-    name, given = "timeout", time_limit
-    if given is None:
-        text = call.header(TIMEOUT_HEADER.encode())
-        if text is None:
-            return None
-        name = TIMEOUT_HEADER
-        try:
-            given = float(text if "_" not in text else "")  # Python takes 1_0
-        except ValueError:
-            raise ApiError(400, f"{name} is {text[:40]!r}; it must be a number of seconds", name) from None
+    given = read_timeout_header(call) if time_limit is None else _check_time_limit("timeout", time_limit)
+    return None if given is None else min(given, services.resolved.user.scheduler.request_timeout)
+
+
+def read_timeout_header(call: Caller) -> float | None:
+    """The seconds in the header x-request-timeout; None without one. Raises ApiError 400."""
+    text = call.header(TIMEOUT_HEADER.encode())
+    if text is None:
+        return None
+    try:
+        given = float(text if "_" not in text else "")  # Python takes 1_0
+    except ValueError:
+        raise ApiError(400, f"{TIMEOUT_HEADER} is {text[:40]!r}; it must be a number of seconds", TIMEOUT_HEADER) from None
+    return _check_time_limit(TIMEOUT_HEADER, given)
+
+
+def _check_time_limit(name: str, given: float) -> float:
     if not given > 0:  # nan too
         raise ApiError(400, f"{name} is {given}; it must be a number of seconds above 0", name)
-    return min(given, services.resolved.user.scheduler.request_timeout)
+    return given
 
 
 async def _encode_all(

@@ -9,7 +9,7 @@ import struct
 from typing import Self
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 0, 1, 3, 4, 6, 7, 9
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 MAX_FRAME = 16_384
 
@@ -29,6 +29,15 @@ def literal(name: str, value: str) -> bytes:
 def prefix(size: int) -> bytes:
     """What comes before the bytes of a message."""
     return b"\0" + struct.pack(">I", size)
+
+
+def head(path: str, key: str | None = None) -> bytes:
+    """The header block of a call."""
+    pairs = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
+    pairs["content-type"] = "application/grpc"
+    if key is not None:
+        pairs["x-api-key"] = key
+    return b"".join(literal(*pair) for pair in pairs.items())
 
 
 class RawConnection:
@@ -52,16 +61,16 @@ class RawConnection:
 
     def call(self, path: str, body: bytes = b"", key: str | None = None, is_complete: bool = False) -> int:
         """Start a call and send the bytes; its stream."""
-        self._last += 2
-        pairs = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
-        pairs["content-type"] = "application/grpc"
-        if key is not None:
-            pairs["x-api-key"] = key
-        self._writer.write(frame(HEADERS, END_HEADERS, self._last, b"".join(literal(*pair) for pair in pairs.items())))
+        self._writer.write(frame(HEADERS, END_HEADERS, self.take_stream(), head(path, key)))
         for at in range(0, len(body), MAX_FRAME):
             self._writer.write(frame(DATA, 0, self._last, body[at : at + MAX_FRAME]))
         if is_complete:
             self._writer.write(frame(DATA, END_STREAM, self._last))
+        return self._last
+
+    def take_stream(self) -> int:
+        """The id of a new stream."""
+        self._last += 2
         return self._last
 
     def write(self, data: bytes) -> None:

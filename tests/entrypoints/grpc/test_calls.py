@@ -11,14 +11,30 @@ from frame.entrypoints.grpc.calls import NO_DEADLINE, GrpcCaller, headers_of, st
 from frame.entrypoints.http.errors import ApiError
 
 
-def caller(seconds: float | None) -> GrpcCaller:
-    metadata = (("x-request-id", "mine"), ("data-bin", b"\xff"))
+def caller(seconds: float | None, *more: tuple[str, str]) -> GrpcCaller:
+    metadata = (("x-request-id", "mine"), ("data-bin", b"\xff"), *more)
     return GrpcCaller(SimpleNamespace(invocation_metadata=lambda: metadata, time_remaining=lambda: seconds), "tenant")
 
 
 @pytest.mark.parametrize(("given", "left"), [(None, None), (2 * NO_DEADLINE, None), (5.0, 5.0), (-1.0, 0.001)])
 def test_a_calls_deadline(given: float | None, left: float | None) -> None:
     assert caller(given).time_left() == left
+
+
+@pytest.mark.parametrize(
+    ("deadline", "header", "left"),
+    [(None, "2", 2.0), (2 * NO_DEADLINE, "2", 2.0), (100.0, "2", 2.0), (1.0, "2", 1.0), (-1.0, "2", 0.001)],
+)
+def test_the_shorter_of_deadline_and_header_holds(deadline: float | None, header: str, left: float) -> None:
+    assert caller(deadline, ("x-request-timeout", header)).time_left() == left
+
+
+@pytest.mark.parametrize("deadline", [None, 100.0])
+@pytest.mark.parametrize("header", ["abc", "-1", "0", "nan", "1_0", ""])
+def test_a_bad_time_limit_is_refused_with_a_deadline_too(deadline: float | None, header: str) -> None:
+    with pytest.raises(ApiError, match="x-request-timeout is .*; it must be a number of seconds") as caught:
+        caller(deadline, ("x-request-timeout", header)).time_left()
+    assert caught.value.status == 400
 
 
 def test_metadata_are_headers() -> None:

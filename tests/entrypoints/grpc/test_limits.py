@@ -13,13 +13,24 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from frame.entrypoints.grpc import health, reading
+from frame.entrypoints.grpc import calls, health, reading
 from frame.entrypoints.grpc.schema import SERVICE
 from frame.entrypoints.grpc.server import GrpcServer
 from frame.entrypoints.grpc.wire import check_parts
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.protocol.bodies import LEAST_BODY, MOST_PARTS, MOST_VALUES
-from tests.entrypoints.grpc.raw_calls import PREFACE, RawConnection, prefix
+from tests.entrypoints.grpc.raw_calls import (
+    CONTINUATION,
+    END_HEADERS,
+    HEADERS,
+    PREFACE,
+    RST_STREAM,
+    RawConnection,
+    frame,
+    head,
+    literal,
+    prefix,
+)
 from tests.entrypoints.grpc.test_service import Client, S
 from tests.entrypoints.inprocess import InProcess, serving
 
@@ -184,3 +195,45 @@ async def test_connections_are_limited_and_do_not_stay_idle(tmp_path: Path) -> N
         assert await count_tokens(address, "two")
         for each in quiet:
             await each.close()
+
+
+async def test_calls_that_are_reset_cancel_none_of_others(tmp_path: Path) -> None:
+    """grpc cancels calls of any client where too many have not been seen by Python."""
+    async with two_keys(tmp_path) as (_, address):
+        hostile = [await RawConnection.open(address) for _ in range(4)]
+        reset = (8).to_bytes(4, "big")
+        block = head(f"/{SERVICE}/Tokenize", "wrong")
+        async with grpc.aio.insecure_channel(address) as channel:
+            assert (await Client(channel, "two").call("Tokenize", {"text": "hi"})).token_ids
+            for burst in range(5):
+                for each in hostile:
+                    streams = range(4000 * burst + 1, 4000 * (burst + 1), 2)
+                    each.write(b"".join(frame(HEADERS, END_HEADERS, at, block) + frame(RST_STREAM, 0, at, reset) for at in streams))
+                await asyncio.sleep(0.02)
+                made = [Client(channel, "two").call("Tokenize", {"text": "hi"}, timeout=60) for _ in range(5)]
+                assert all(reply.token_ids for reply in await asyncio.gather(*made))
+        for each in hostile:
+            await each.close()
+
+
+async def test_calls_with_many_metadata_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc bounds the metadata of one frame only."""
+    seen: list[int] = []
+
+    def headers_of(metadata: Any) -> Any:
+        seen.append(len(metadata))
+        return real(metadata)
+
+    real = calls.headers_of
+    monkeypatch.setattr(calls, "headers_of", headers_of)
+    async with two_keys(tmp_path) as (_, address):
+        hostile = await RawConnection.open(address)
+        some = literal("x-a", "b") * 100
+        for path in (f"/{SERVICE}/Tokenize", CHECK):
+            stream = hostile.take_stream()
+            parts = [frame(HEADERS, 0, stream, head(path, "one")), *[frame(CONTINUATION, 0, stream, some)] * 50]
+            hostile.write(b"".join(parts) + frame(CONTINUATION, END_HEADERS, stream, some))
+        await hostile.wait_ended(2)
+        assert await count_tokens(address, "two")
+        assert max(seen) <= calls.MAX_METADATA
+        await hostile.close()

@@ -143,7 +143,7 @@ async def test_many_requests_over_one_call() -> None:
                 written.put_nowait(None)
         assert {name: count for name, count in counts.items() if name.startswith("r")} == {f"r{i}": 3 + i for i in range(6)}
         assert {finish.reason for name, (finish, *_) in ends.items() if name.startswith("r")} == {"length"}
-        assert sorted((finish.reason, finish.status) for finish in ends["long"]) == [("abort", ""), ("error", "INVALID_ARGUMENT")]
+        assert sorted((finish.reason, finish.status) for finish in ends["long"]) == [("abort", ""), ("error", "ALREADY_EXISTS")]
         assert ends["bad"][0].status == "INVALID_ARGUMENT"
         assert "top_p" in ends["bad"][0].error
         await until_empty(server)
@@ -255,10 +255,11 @@ async def test_keys() -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call.read() if name == "Generate" else await call
                 assert caught.value.code() == Code.UNAUTHENTICATED
-        assert (await Client(channel, "secret").call("ServerInfo", {})).ready
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await Client(channel, "secret").call("Abort", {"all": True})
-        assert caught.value.code() == Code.PERMISSION_DENIED  # a user's key opens nothing of the operators'
+        assert (await Client(channel, "secret").call("Tokenize", {"text": "hi"})).token_ids
+        for name, request in (("Abort", {"all": True}), ("ServerInfo", {})):  # a user's key opens nothing of the operators'
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await Client(channel, "secret").call(name, request)
+            assert caught.value.code() == Code.PERMISSION_DENIED
         checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -281,8 +282,8 @@ async def test_watches_without_a_key_are_limited_and_take_no_place_of_calls() ->
         for end in refused:  # by the server's limit of streams (RST_STREAM), or by that of watches
             assert end.code() == (Code.RESOURCE_EXHAUSTED if "8 watches" in end.details() else Code.UNAVAILABLE)
         async with grpc.aio.insecure_channel(address, options=[("b", 2)]) as channel:
-            replies = await asyncio.gather(*(Client(channel, "secret").call("ServerInfo", {}, timeout=20) for _ in range(32)))
-            assert all(reply.ready for reply in replies)
+            replies = await asyncio.gather(*(Client(channel, "secret").call("Tokenize", {"text": "hi"}, timeout=20) for _ in range(32)))
+            assert all(reply.token_ids for reply in replies)
             watch = health_pb2_grpc.HealthStub(channel).Watch(request)
             assert (await asyncio.wait_for(watch.read(), 20)).status == health_pb2.HealthCheckResponse.SERVING
         for each in watches:
@@ -318,16 +319,16 @@ async def test_calls_are_bounded(tmp_path: Path) -> None:
         ends = [asyncio.ensure_future(call.read()) for call in held]
         async with asyncio.timeout(20):
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            assert (await Client(channel, "two").call("ServerInfo", {})).ready  # a key has half of the places
+            assert (await Client(channel, "two").call("Tokenize", {"text": "hi"})).token_ids  # a key has half of the places
             assert sum(end.done() for end in ends) == 1
             with pytest.raises(grpc.aio.AioRpcError, match="max_connections"):
-                await Client(channel, "one").call("ServerInfo", {})
+                await Client(channel, "one").call("Tokenize", {"text": "hi"})
             for call in held:
                 call.cancel()
             await asyncio.wait(ends)
             while True:  # until the server has heard of it
                 try:
-                    await Client(channel, "one").call("ServerInfo", {})
+                    await Client(channel, "one").call("Tokenize", {"text": "hi"})
                     break
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.01)
