@@ -22,6 +22,7 @@ from frame.text.named_file import read_named
 from frame.text.template_sandbox import LARGEST_TEXT, TemplateSandbox, TemplateTimeoutError
 from frame.text.tool_prompt import as_plain_messages
 
+LONGEST_REASON = 200  # characters of an error of Python
 LARGEST_INDENT = 64  # characters
 LONGEST_TIME = 20.0  # seconds of rendering
 TEMPLATE = "chat_template"  # the argument with a template of the request; callers allow it for trusted clients only
@@ -46,10 +47,10 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled template. `special_tokens` (bos_token, eos_token, …) are variables in it. Raises
-    CheckpointError if it is invalid."""
+    """A compiled template. `special_tokens` (bos_token, eos_token, …) are variables in it. `file`:
+    where it comes from. Raises CheckpointError if it is invalid."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str] | None = None, file: str | Path = "") -> None:
         self.source = source
         self._sandbox = environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _to_json
@@ -57,8 +58,10 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template does not compile: {error}; give another with --chat-template") from error
+        except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError, ValueError, OverflowError) as error:
+            reason = describe_compile_error(error)
+            where = f"{file}: " if file else ""
+            raise CheckpointError(f"{where}the chat template does not compile: {reason}; give another with --chat-template") from error
         self._special_tokens = dict(special_tokens or {})
         self._has_developer = "developer" in source
         self._has_tools = "tool" in source
@@ -129,16 +132,31 @@ def _to_be_continued(messages: list[dict[str, Any]], add_generation_prompt: bool
     return [*messages[:-1], {**last, "content": last["content"] + CUT}]
 
 
+def describe_compile_error(error: BaseException) -> str:
+    """The reason in one line. Only Jinja's own errors speak of the template: the others are of the
+    Python code that Jinja makes of it, whose limits on nesting are lower than Jinja's."""
+    if isinstance(error, jinja2.TemplateError):
+        return str(error)
+    if isinstance(error, ValueError):  # a number of more digits than Python converts, or a text that is not Unicode
+        return " ".join(str(error).split())[:LONGEST_REASON]
+    return "its expressions or blocks are nested too deep"
+
+
+def find_file(folder: Path) -> Path:
+    """The file of a checkpoint that holds its template, if any."""
+    names = ("chat_template.jinja", "chat_template.json")
+    return next((folder / name for name in names if (folder / name).is_file()), folder / "tokenizer_config.json")
+
+
 def find_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the source of a checkpoint's template, from `chat_template.jinja`,
     `chat_template.json`, or `config`, the content of `tokenizer_config.json`. Raises
     CheckpointError if it cannot be read."""
-    plain, boxed = folder / "chat_template.jinja", folder / "chat_template.json"
-    file = next((file for file in (plain, boxed) if file.is_file()), folder / "tokenizer_config.json")
+    file = find_file(folder)
     try:
-        if file == plain:
-            return plain.read_text(encoding="utf-8")
-        template = (json.loads(boxed.read_text(encoding="utf-8")) if file == boxed else config).get("chat_template")
+        if file.suffix == ".jinja":
+            return file.read_text(encoding="utf-8")
+        template = (json.loads(file.read_text(encoding="utf-8")) if file.name == "chat_template.json" else config).get("chat_template")
         if isinstance(template, list):  # several named templates
             named = {entry["name"]: entry["template"] for entry in template}
             template = named.get("default", next(iter(named.values()), None))

@@ -20,7 +20,15 @@ from frame.core.errors import CheckpointError
 from frame.core.installation import install_command, is_installed
 from frame.core.loading.checkpoint_folder import check_folder
 from frame.core.loading.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
-from frame.text.chat_template import TEMPLATE, ChatTemplate, ChatTemplateError, find_template, read_template
+from frame.text.chat_template import (
+    TEMPLATE,
+    ChatTemplate,
+    ChatTemplateError,
+    describe_compile_error,
+    find_file,
+    find_template,
+    read_template,
+)
 from frame.text.python_tokenizer import PythonTokenizer
 from frame.text.text_bounds import TextBounds, find_longest_token, split_groups
 
@@ -42,12 +50,17 @@ class Tokenizer:
     eos token)."""
 
     def __init__(
-        self, backend: Backend, config: dict[str, Any] | None = None, template: str | None = None, eos_token_ids: Sequence[int] = ()
+        self,
+        backend: Backend,
+        config: dict[str, Any] | None = None,
+        template: str | None = None,
+        eos_token_ids: Sequence[int] = (),
+        template_file: str | Path = "",
     ) -> None:
         self.backend = backend
         self._config = config or {}
         self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(name, self._config.get(name))) is not None}
-        self._template = ChatTemplate(template, self.special_tokens) if template else None
+        self._template = ChatTemplate(template, self.special_tokens, template_file) if template else None
         eos = self.find_token_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(eos_token_ids) or (() if eos is None else (eos,))
         self._leading = self._missing_bos()
@@ -67,7 +80,7 @@ class Tokenizer:
                 backend.encode("a")
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"the tokenizer of {folder} cannot encode a text: {error}; fetch its files again") from error
-        return cls(backend, config, template, eos_ids)
+        return cls(backend, config, template, eos_ids, chat_template or find_file(folder))
 
     def describe(self) -> dict[str, Any]:
         """Return the contents of `tokenizer_config.json`, with the chat template in use."""
@@ -136,8 +149,8 @@ class Tokenizer:
     def _template_of(self, source: str) -> ChatTemplate:
         try:
             return ChatTemplate(source, self.special_tokens)
-        except (CheckpointError, RecursionError) as error:
-            raise ChatTemplateError(f"chat_template does not compile: {error.__cause__ or error}") from None
+        except CheckpointError as error:
+            raise ChatTemplateError(f"chat_template does not compile: {describe_compile_error(error.__cause__ or error)}") from None
 
     def encode_chat(
         self,

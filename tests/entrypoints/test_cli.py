@@ -211,6 +211,7 @@ def test_a_checkpoint_whose_format_is_in_a_package_names_it(model: Path, tmp_pat
     ("flag", "content", "words"),
     [
         ("--chat-template", b"{% if %}", "the chat template does not compile"),
+        ("--chat-template", b"{% if a %}" * 3_000 + b"{% endif %}" * 3_000, "named: the chat template does not compile: its expressions"),
         ("--chat-template", b"\xff\xfe", "cannot be read (it is not UTF-8 text)"),
         ("--score-prompt", b"{query}", "has no {document}"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +210,38 @@ def test_a_broken_template_and_reserved_names() -> None:
     with pytest.raises(ChatTemplateError, match="may not set messages"):
         ChatTemplate("x").render(MESSAGES, arguments={"messages": []})
     assert ChatTemplate("{{ enable_thinking }}").render(MESSAGES, arguments={"enable_thinking": False}) == "False"
+
+
+DEEP = [
+    "{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}",
+    "{% if messages %}" * 3_000 + "{% endif %}" * 3_000,
+    "{% for m in messages %}" * 40 + "{% endfor %}" * 40,
+    "{{ " + "-" * 5_000 + "1 }}",
+    "{{ " + "[" * 150 + "]" * 150 + " }}",
+]
+
+
+@pytest.mark.parametrize("source", [*DEEP, "{{ " + "9" * 5_000 + " }}"])
+def test_templates_that_python_cannot_compile(source: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "model", dirs_exist_ok=True)
+    file = folder / "chat_template.jinja"
+    file.write_text(source)
+    try:
+        Tokenizer.load(folder)
+    except CheckpointError as error:
+        reason = "nested too deep" if source in DEEP else "digits"
+        assert re.fullmatch(
+            rf"{re.escape(str(file))}: the chat template does not compile: .*{reason}.*; give another with --chat-template", str(error)
+        )
+    else:
+        assert source == DEEP[-1]  # this version of Python takes it
+    file.unlink()
+    named = tmp_path / "named.jinja"
+    named.write_text(DEEP[0])
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(named))}: the chat template does not compile"):
+        Tokenizer.load(folder, str(named))
+    with pytest.raises(ChatTemplateError, match="^chat_template does not compile: its expressions or blocks are nested too deep$"):
+        Tokenizer.load(folder).render_chat(MESSAGES, arguments={"chat_template": DEEP[1]})
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from frame.entrypoints.tls import load_certificate
 from frame.entrypoints.tracing import check_tracing
 from frame.plugins.loader import OWN_DISTRIBUTION, load_configured
 from frame.plugins.registry import Registry
-from frame.text.chat_template import ChatTemplate, find_template, read_template
+from frame.text.chat_template import ChatTemplate, find_file, find_template, read_template
 from frame.text.tokenizer import read_settings
 
 _log = logging.getLogger(__name__)
@@ -154,5 +154,5 @@ def _chat_template(config: FrameConfig) -> str:
     named = config.text.chat_template
     source = read_template(named) if named else find_template(folder, read_settings(folder))
     if source:
-        ChatTemplate(source)
+        ChatTemplate(source, file=named or find_file(folder))
     return source or ""
