@@ -11,7 +11,7 @@ from frame.config.resolve_platform import get_capabilities
 from frame.config.resolve_plugins import KEYS, Choices
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
-from frame.core.interfaces.model import ModelConfig, Task
+from frame.core.interfaces.model import ModelConfig, Task, find_dense_layers
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 
@@ -115,7 +115,7 @@ def count_weights(model_config: ModelConfig, chosen_format: str | None) -> int:
     experts, inner = model_config.num_experts, int(config.get("intermediate_size") or 0)
     values = model_config.vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)
     if not any(config.get(name) for name in _ONE_PART):
-        dense = min(layers, int(config.get("first_k_dense_replace") or 0)) if experts else layers
+        dense = len(find_dense_layers(config, layers)) if experts else layers
         routed = experts * int(config.get("moe_intermediate_size") or inner)
         with_experts = _count_expert_layers(config, layers - dense)
         values += layers * _attention_weights(model_config) + 3 * hidden * (dense * inner + with_experts * routed)

@@ -16,8 +16,8 @@ from frame.models.layers.router import RoutingRule
 
 
 class DeepseekV2ForCausalLM(Decoder):
-    """The first `first_k_dense_replace` layers are dense. V3 differs in its routing only
-    (`build_routing`)."""
+    """The first `first_k_dense_replace` layers are dense (`is_dense`). V3 differs in its routing
+    only (`build_routing`)."""
 
     ignored_weights: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
     bias_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")  # the latter of dense and shared layers
@@ -36,7 +36,7 @@ class DeepseekV2ForCausalLM(Decoder):
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
-        if layer < config.get("first_k_dense_replace", 0) or not config.get("n_routed_experts"):
+        if self.is_dense(layer) or not config.get("n_routed_experts"):
             return super().build_mlp(layer, prefix)
         inner = config["moe_intermediate_size"]
         shared = None
@@ -44,6 +44,10 @@ class DeepseekV2ForCausalLM(Decoder):
             size, bias = inner * config["n_shared_experts"], self.has_bias("mlp_bias")
             shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, size, bias)
         return MoE(self.context, prefix, ExpertSizes(config["n_routed_experts"], hidden, inner), self.build_routing(), shared)
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer has no experts."""
+        return layer < self.model_config.config.get("first_k_dense_replace", 0)
 
     def build_routing(self) -> RoutingRule:
         """The routing rule of this model generation."""

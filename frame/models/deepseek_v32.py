@@ -13,6 +13,7 @@ from frame import kernels
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import SparseKeys
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
+from frame.core.interfaces.model import find_dense_layers
 from frame.models.deepseek_v3 import DeepseekV3ForCausalLM
 from frame.models.layers.linear import ReplicatedLinear
 from frame.models.layers.mla import LatentAttention
@@ -31,8 +32,8 @@ _SCORES = 1 << 25  # numbers that scoring some tokens may allocate at a time
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """In GLM-5 some layers have no indexer: they attend to the keys that the last indexer before
-    them selected."""
+    """`mlp_layer_types` may say which layers are dense. In GLM-5 some layers have no indexer: they
+    attend to the keys that the last indexer before them selected."""
 
     def build_rotary(self) -> Rotary:
         config = self.model_config.config
@@ -52,6 +53,9 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
             raise ConfigurationError(f"layer {layer} shares the indexer of an earlier layer, and there is none: check config.json.")
         attention.select_keys = self.indexer.get_selected if is_shared else self.indexer
         return attention
+
+    def is_dense(self, layer: int) -> bool:
+        return layer in find_dense_layers(self.model_config.config, self.model_config.num_layers)
 
 
 class Indexer(nn.Module):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from frame.core.interfaces.model import find_dense_layers
 from frame.models.layers.decoder import Decoder, match_draft_layers
 from frame.models.layers.linear_attention.convolution import StepPositions
 from frame.models.layers.linear_attention.kimi_delta import KimiDeltaAttention, read_sizes
@@ -40,9 +41,7 @@ class KimiLinearForCausalLM(Decoder):
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
-        kinds = config.get("mlp_layer_types")
-        is_dense = kinds[layer] == "dense" if kinds else layer < config.get("first_k_dense_replace", 1)
-        if is_dense:
+        if layer in find_dense_layers(config, self.model_config.num_layers, 1):
             return super().build_mlp(layer, prefix)
         inner = config["moe_intermediate_size"]
         rule = RoutingRule(

@@ -136,6 +136,8 @@ ODD = (
     odd("DeepseekV2", rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.4}, topk_method="greedy", routed_scaling_factor=0.3),
     odd("DeepseekV3", rope_parameters=LLAMA3, rope_interleave=False, v_head_dim=24, n_group=2, topk_group=1),
     odd("DeepseekV32", index_topk=4, rope_parameters=LINEAR, first_k_dense_replace=2),
+    odd("DeepseekV32", mlp_layer_types=["sparse", "dense"], first_k_dense_replace=3),
+    odd("GlmMoeDsa", mlp_layer_types=["dense", "sparse", "dense"], first_k_dense_replace=0),
     odd("Cohere", rope_parameters=LINEAR, use_qk_norm=False, attention_bias=True, num_key_value_heads=4),
     # windows, chunks and experts
     odd("Llama4", attention_chunk_size=5, no_rope_layers=[1, 1], moe_layers=[0, 1]),

@@ -8,7 +8,7 @@ backend by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -35,6 +35,7 @@ __all__ = [
     "SentenceTransformersConfig",
     "Task",
     "checkpoint_tasks",
+    "find_dense_layers",
     "is_classifier",
 ]
 
@@ -184,6 +185,16 @@ class ModelRequirements:
     pp: int = 1  # stages
     attention_groups: bool = False
     torch_compile: bool = False
+
+
+def find_dense_layers(config: Mapping[str, Any], num_layers: int, first_dense: int = 0) -> frozenset[int]:
+    """The layers of a model with experts that have a plain MLP: those that `mlp_layer_types` does
+    not call sparse, else the first `first_k_dense_replace` layers. first_dense: the number of these
+    that the architecture has by default."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return frozenset(range(min(num_layers, config.get("first_k_dense_replace", first_dense) or 0)))
+    return frozenset(layer for layer in range(num_layers) if kinds[layer] != "sparse")
 
 
 def is_classifier(architecture: str) -> bool:

@@ -48,6 +48,15 @@ def check_fields(file: Path, config: Mapping[str, Any]) -> None:
                 _check_numbers(file, f"{name}.{kind}.", each, _ROPE_NUMBERS)
 
 
+def check_layer_list(file: Path, config: Mapping[str, Any], num_layers: int) -> None:
+    """Raise CheckpointError unless `mlp_layer_types`, if there, has an entry for each layer."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) >= num_layers and all(isinstance(kind, str) for kind in kinds)):
+        raise CheckpointError(
+            f"{file}: mlp_layer_types is {reprlib.repr(kinds)}; a list of dense or sparse for each of {num_layers} layers is expected."
+        )
+
+
 def _check_numbers(file: Path, where: str, config: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         value = config.get(name)

@@ -19,7 +19,7 @@ from frame.core.installation import describe_gguf
 from frame.core.interfaces.model import ModelConfig, is_classifier
 from frame.core.loading.checkpoint_folder import check_folder
 from frame.core.loading.config_defaults import DEFAULTS
-from frame.core.loading.config_fields import check_fields
+from frame.core.loading.config_fields import check_fields, check_layer_list
 from frame.core.loading.sentence_transformers import read_sentence_facts
 
 __all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_model_config"]
@@ -134,6 +134,7 @@ class _Reader:
             for name in ("max_source_positions", "num_mel_bins", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"):
                 self._count((name,))
         check_fields(self.file, config)
+        check_layer_list(self.file, config, self._num_layers())
         for name in _OTHER_SIZES:
             self._count((name,), default=0, most=_MOST_ENTRIES)
         heads = self._count(_HEADS, most=_MOST_ENTRIES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from frame.core.errors import CheckpointError
-from frame.core.loading.config_fields import ConfigFields, check_fields
+from frame.core.loading.config_fields import ConfigFields, check_fields, check_layer_list
 
 
 def test_missing_fields_are_named() -> None:
@@ -37,3 +37,10 @@ def test_other_types_are_named(config: dict[str, Any], sentence: str) -> None:
 
 def test_usual_fields() -> None:
     check_fields(Path("a.json"), {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "factor": 4}})
+
+
+@pytest.mark.parametrize("kinds", [5, "dense", ["dense"], ["dense", 1]])
+def test_a_list_of_layers_has_an_entry_for_each(kinds: Any) -> None:
+    check_layer_list(Path("a.json"), {"mlp_layer_types": ["dense", "sparse"]}, 2)
+    with pytest.raises(CheckpointError, match="a.json: mlp_layer_types is .* for each of 2 layers"):
+        check_layer_list(Path("a.json"), {"mlp_layer_types": kinds}, 2)

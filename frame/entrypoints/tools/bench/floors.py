@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.model import ModelConfig
+from frame.core.interfaces.model import ModelConfig, find_dense_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _layers(model_config: ModelConfig, kinds: list[str]) -> tuple[LayerCost, ...
     expert: Any = config.get("moe_intermediate_size") or inner
     active: Any = config.get("num_experts_per_tok")
     has_experts = bool(model_config.num_experts)
-    plain = {*range(config.get("first_k_dense_replace") or 0), *(config.get("mlp_only_layers") or ())}
+    plain = {*find_dense_layers(config, len(kinds)), *(config.get("mlp_only_layers") or ())}
     needed = ([expert, active] if has_experts else [inner]) + ([inner] if plain else [])
     if not all(isinstance(size, int) for size in needed) or (has_experts and (config.get("decoder_sparse_step") or 1) != 1):
         return None
