@@ -20,6 +20,15 @@ _NUMBERS = (
     "routed_scaling_factor", "logit_scale", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
     "embedding_multiplier", "lm_head_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
 )  # fmt: skip
+# Must be above 0: a norm takes a root, a frequency is a power, and the others divide.
+_POSITIVE = frozenset(
+    (
+        "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rope_theta", "rope_local_base_freq",
+        "query_pre_attn_scalar", "logits_scaling", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+        "attention_factor", "original_max_position_embeddings",
+    )
+)  # fmt: skip
+_FACTORS = ("short_factor", "long_factor")  # of LongRoPE, one for each pair
 _ROPE_NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
     "partial_rotary_factor", "original_max_position_embeddings",
@@ -34,7 +43,8 @@ class ConfigFields(dict[str, Any]):
 
 
 def check_fields(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a field that is no number, or no settings of rotary embeddings."""
+    """Raise CheckpointError for a field that is no number, or none that a model can compute with,
+    and for settings of rotary embeddings of another type."""
     _check_numbers(file, "", config, _NUMBERS)
     for name in _ROPE:
         found = config.get(name)
@@ -62,3 +72,13 @@ def _check_numbers(file: Path, where: str, config: Mapping[str, Any], names: tup
         value = config.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
             raise CheckpointError(f"{file}: {where}{name} is {reprlib.repr(value)}; a number is expected.")
+        if value is not None and value <= 0 and name in _POSITIVE:
+            raise CheckpointError(f"{file}: {where}{name} is {reprlib.repr(value)}; a number above 0 is expected.")
+    for name in _FACTORS:
+        factors = config.get(name)
+        if factors is not None and not (isinstance(factors, list) and factors and all(_is_positive(each) for each in factors)):
+            raise CheckpointError(f"{file}: {where}{name} is {reprlib.repr(factors)}; a list of numbers above 0 is expected.")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
