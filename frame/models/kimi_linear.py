@@ -21,6 +21,8 @@ from frame.models.layers.router import RoutingRule
 if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
+_PATTERN = 4  # every fourth layer after the first has full attention, unless the config lists the layers
+
 
 class KimiLinearForCausalLM(Decoder):
     """The checkpoint names every feed-forward part `block_sparse_moe`, or the dense ones `mlp`."""
@@ -64,9 +66,12 @@ class KimiLinearForCausalLM(Decoder):
             yield name.replace(".block_sparse_moe.", ".mlp."), tensor
 
     def _is_linear(self, layer: int) -> bool:
-        """By `layer_types`, or by the list of layers that `linear_attn_config` counts from 1."""
+        """By `layer_types`, or by the list of layers that `linear_attn_config` counts from 1;
+        without either, by the pattern of transformers."""
         config = self.model_config.config
         kinds, nested = config.get("layer_types"), config.get("linear_attn_config") or {}
         if kinds:
             return bool(kinds[layer] == "linear_attention")
-        return layer + 1 in nested.get("kda_layers", ())
+        if "kda_layers" not in nested:
+            return not layer or layer % _PATTERN != 0
+        return layer + 1 in nested["kda_layers"]

@@ -66,8 +66,9 @@ NAMED_ELSEWHERE = {
     **{
         f"frame/core/loading/config_defaults.py: {name}": "a model_type of config.json, after which model plugins are named too"
         for name in (
-            "cohere", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "gpt_oss", "kimi_linear", "minimax_m2", "mistral",
-            "mixtral", "nemotron_h", "olmo2", "phi3", "qwen2_moe", "qwen3_moe", "qwen3_next",
+            "bert", "cohere", "deepseek_v2", "deepseek_v3", "deepseek_v32", "falcon_h1", "glm4_moe", "gpt_oss", "kimi_linear",
+            "minimax_m2", "mistral", "mixtral", "nemotron_h", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next",
+            "roberta",
         )
     },
 }

@@ -1,8 +1,10 @@
 """What `config.json` files may leave to the defaults of transformers' configuration classes, by
 `model_type`.
 
-Used by `model_config`. Only keys whose default is not what a missing key means to the models here;
-`tests/core/loading/test_config_defaults.py` compares them with the installed transformers.
+Used by `model_config`. Only keys whose default is not what a missing key means to the models here.
+`tests/models/test_missing_keys.py` finds them for every native architecture by building its model
+without each key; `tests/core/loading/test_config_defaults.py` compares the values with the
+installed transformers.
 """
 
 from __future__ import annotations
@@ -11,43 +13,131 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-_EPS = {"rms_norm_eps": 1e-5}
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+HEAD_DIM = ("head_dim", "kv_channels", "attention_head_size")
+CONTEXT = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "model_max_length",
+    "max_target_positions",
+)  # fmt: skip
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+# Keys with one meaning: one of them in config.json is enough.
+_SYNONYMS = (
+    KV_HEADS, HEAD_DIM, CONTEXT, EXPERTS, ("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
+    ("rope_parameters", "rope_scaling"), ("n_groups", "mamba_n_groups"), ("linear_head_dim", "linear_attn_config"),
+    ("linear_num_heads", "linear_attn_config"),
+)  # fmt: skip
+
+_EPS = {"rms_norm_eps": 1e-05}
 _DEEPSEEK_V3 = {
     "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8,
-    "topk_group": 4,
+    "topk_group": 4, "n_routed_experts": 256, "moe_intermediate_size": 2048,
 }  # fmt: skip
 _INDEXER = {"index_topk": 2048, "index_head_dim": 128}
+_MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_DELTA = {"linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128}
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "rope_type": "yarn"}
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "cohere": {"rope_theta": 500_000.0},
-        "cohere2": {"sliding_window": 4096},
-        "deepseek_v2": {"n_shared_experts": 2},
-        "deepseek_v3": _DEEPSEEK_V3,
-        "deepseek_v32": {**_DEEPSEEK_V3, **_INDEXER, "index_n_heads": 64},
-        "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-        "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096},
+        "cohere": {"rope_theta": 500000.0, "max_position_embeddings": 8192},
+        "cohere2": {"sliding_window": 4096, "max_position_embeddings": 8192},
+        "deepseek_v2": {**_MLA, "n_shared_experts": 2, "moe_intermediate_size": 1407, "n_routed_experts": 64},
+        "deepseek_v3": {**_DEEPSEEK_V3, **_MLA, "max_position_embeddings": 4096},
+        "deepseek_v32": {**_DEEPSEEK_V3, **_INDEXER, **_MLA, "index_n_heads": 64, "max_position_embeddings": 163840},
+        "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "max_position_embeddings": 8192},
+        "gemma3_text": {
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 4096,
+            "max_position_embeddings": 131072,
+        },
         "gemma4_text": {
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144,
-            "sliding_window": 512,
+            "sliding_window": 512, "max_position_embeddings": 131072, "vocab_size_per_layer_input": 262144,
         },
-        "glm4_moe": {**_EPS, "num_experts_per_tok": 8},
-        "glm_moe_dsa": {**_EPS, **_DEEPSEEK_V3, **_INDEXER, "index_n_heads": 32, "n_group": 1, "topk_group": 1},
-        "gpt_oss": {**_EPS, "rope_theta": 150_000.0, "sliding_window": 128},
-        "kimi_linear": {**_EPS, "num_experts_per_tok": 8, "routed_scaling_factor": 2.446},
-        "llama4_text": {**_EPS, "rope_theta": 500_000.0},
-        "minimax_m2": {"rope_theta": 5_000_000.0, "num_experts_per_tok": 8},
-        "ministral": {"sliding_window": 4096},
-        "ministral3": {**_EPS, "head_dim": 128},
-        "mistral": {"sliding_window": 4096},
-        "mixtral": {**_EPS, "rope_theta": 1_000_000.0, "num_experts_per_tok": 2},
-        "nemotron_h": {"num_experts_per_tok": 2},
+        "glm4_moe": {
+            **_EPS, "num_experts_per_tok": 8, "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_routed_experts": 128,
+            "num_key_value_heads": 8,
+        },
+        "glm_moe_dsa": {
+            **_EPS, **_DEEPSEEK_V3, **_INDEXER, **_MLA, "n_group": 1, "topk_group": 1, "index_n_heads": 32,
+            "max_position_embeddings": 202752, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256,
+        },
+        "gpt_oss": {
+            **_EPS, "rope_theta": 150000.0, "sliding_window": 128, "head_dim": 64, "num_experts_per_tok": 4, "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "rope_parameters": {
+                **_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 150000.0, "truncate": False,
+            },
+        },
+        "kimi_linear": {
+            **_EPS, "num_experts_per_tok": 8, "routed_scaling_factor": 2.446, "kv_lora_rank": 512, "linear_head_dim": 128,
+            "linear_num_heads": 32, "model_max_length": 1048576, "moe_intermediate_size": 1024, "num_experts": 256,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        },
+        "llama4_text": {
+            **_EPS, "rope_theta": 500000.0, "attention_chunk_size": 8192, "head_dim": 128, "intermediate_size_mlp": 16384,
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "num_local_experts": 16,
+        },
+        "minimax_m2": {
+            "rope_theta": 5000000.0, "num_experts_per_tok": 8, "head_dim": 128, "max_position_embeddings": 196608,
+            "num_key_value_heads": 8, "num_local_experts": 256,
+        },
+        "ministral": {"sliding_window": 4096, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+        "ministral3": {
+            **_EPS, "head_dim": 128, "max_position_embeddings": 262144, "num_key_value_heads": 8,
+            "rope_parameters": {
+                **_YARN, "factor": 16.0, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 262144, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "type": "yarn",
+            },
+        },
+        "mistral": {"sliding_window": 4096, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+        "mixtral": {
+            **_EPS, "rope_theta": 1000000.0, "num_experts_per_tok": 2, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+            "num_local_experts": 8,
+        },
+        "nemotron_h": {
+            "num_experts_per_tok": 2, "head_dim": 128, "mamba_head_dim": 64, "mamba_num_heads": 128, "max_position_embeddings": 4096,
+            "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "n_groups": 8, "n_routed_experts": 8,
+            "num_key_value_heads": 8, "ssm_state_size": 128,
+        },
         "olmo2": _EPS,
-        "olmo3": {**_EPS, "rope_theta": 500_000.0, "sliding_window": 4096},
-        "phi3": _EPS,
-        "qwen2_moe": {"num_experts_per_tok": 4},
-        "qwen3_5_moe_text": {"num_experts_per_tok": 8},
-        "qwen3_moe": {"num_experts_per_tok": 8},
-        "qwen3_next": {"num_experts_per_tok": 10, "num_key_value_heads": 2, "head_dim": 256},
+        "olmo3": {**_EPS, "rope_theta": 500000.0, "sliding_window": 4096},
+        "phi3": {**_EPS, "max_position_embeddings": 4096},
+        "qwen2_moe": {
+            "num_experts_per_tok": 4, "max_position_embeddings": 32768, "moe_intermediate_size": 1408, "num_experts": 60,
+            "num_key_value_heads": 16, "shared_expert_intermediate_size": 5632,
+        },
+        "qwen3_5_moe_text": {
+            **_DELTA, "num_experts_per_tok": 8, "head_dim": 256, "max_position_embeddings": 32768, "moe_intermediate_size": 512,
+            "num_experts": 256, "num_key_value_heads": 2, "shared_expert_intermediate_size": 512,
+        },
+        "qwen3_moe": {
+            "num_experts_per_tok": 8, "max_position_embeddings": 32768, "moe_intermediate_size": 768, "num_local_experts": 128,
+            "num_key_value_heads": 4,
+        },
+        "qwen3_next": {
+            **_DELTA, "num_experts_per_tok": 10, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768,
+            "moe_intermediate_size": 512, "num_experts": 512, "shared_expert_intermediate_size": 512,
+        },
+        "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+        "qwen3": {"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 32},
+        "falcon_h1": {
+            **_EPS, "mamba_d_head": 8, "mamba_d_ssm": 1024, "mamba_d_state": 256, "mamba_n_heads": 128, "max_position_embeddings": 8192,
+            "num_key_value_heads": 8,
+        },
+        "qwen3_5_text": {**_DELTA, "head_dim": 256, "max_position_embeddings": 32768, "num_key_value_heads": 4},
+        "bert": {"max_position_embeddings": 512},
+        "roberta": {"max_position_embeddings": 512},
+        "xlm-roberta": {"max_position_embeddings": 512},
     }
 )  # fmt: skip
+
+
+def add_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the defaults of its `model_type` for keys that it lacks under every
+    name."""
+    found = dict(config)
+    for key, value in DEFAULTS.get(str(config.get("model_type")), {}).items():
+        names = next((group for group in _SYNONYMS if key in group), ())
+        if key not in config and all(config.get(name) is None for name in names):
+            found[key] = value
+    return found

@@ -18,7 +18,7 @@ from frame.core.errors import CheckpointError
 from frame.core.installation import describe_gguf
 from frame.core.interfaces.model import ModelConfig, is_classifier
 from frame.core.loading.checkpoint_folder import check_folder
-from frame.core.loading.config_defaults import DEFAULTS
+from frame.core.loading.config_defaults import CONTEXT, EXPERTS, HEAD_DIM, KV_HEADS, add_defaults
 from frame.core.loading.config_fields import check_fields, check_layer_list
 from frame.core.loading.sentence_transformers import read_sentence_facts
 
@@ -31,12 +31,6 @@ EMBEDDED = "frame-tiny"  # the model that ships with the package
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-_CONTEXT = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx", "model_max_length",
-    "max_target_positions",
-)  # fmt: skip
-_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 # Sizes that resolving and models read besides those of `ModelConfig`.
 _OTHER_SIZES = (
     "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "kv_lora_rank", "q_lora_rank",
@@ -97,7 +91,7 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     generation = _read_json(folder / "generation_config.json") or {}
     if not text.get("quantization_config") and (described := _read_description(folder / DESCRIPTION)):
         text = {**text, "quantization_config": described}
-    text = {**DEFAULTS.get(str(text.get("model_type")), {}), **text}
+    text = add_defaults(text)
     if text.get("architectures") == [WHISPER]:  # whose `num_hidden_layers` counts those of the encoder
         text |= {new: text[old] for new, old in _DECODER_SIZES.items() if old in text}
     model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw))
@@ -154,7 +148,7 @@ class _Reader:
             other_head_dims=self._other_head_dims(head_dim),
             max_context=self._max_context(),
             dtype=_dtype(config.get("dtype") or config.get("torch_dtype")),
-            num_experts=self._count(_EXPERTS, default=0, most=_MOST_EXPERTS // self._num_layers()),
+            num_experts=self._count(EXPERTS, default=0, most=_MOST_EXPERTS // self._num_layers()),
             sliding_window=self._sliding_window(),
             quantization=self._quantization(),
             eos_token_ids=eos,
@@ -198,14 +192,14 @@ class _Reader:
     def _kv_heads(self, heads: int) -> int:
         if self.config.get("multi_query") is True and not self.config.get("new_decoder_architecture"):
             return 1
-        return self._count(_KV_HEADS, default=heads, most=_MOST_ENTRIES)
+        return self._count(KV_HEADS, default=heads, most=_MOST_ENTRIES)
 
     def _head_sizes(self, hidden: int, heads: int) -> tuple[Literal["mha", "mla"], tuple[int, int] | None, int, int]:
         rank, rope = self.config.get("kv_lora_rank"), self.config.get("qk_rope_head_dim")
         if rank and rope:
             nope, value = self._count(("qk_nope_head_dim",)), self._count(("v_head_dim",))
             return "mla", (int(rank), int(rope)), nope + int(rope), value
-        size = self._count(("head_dim", "kv_channels", "attention_head_size"), default=0, most=_MOST_HEAD)
+        size = self._count(HEAD_DIM, default=0, most=_MOST_HEAD)
         if not size:
             if not heads or hidden % heads:
                 raise CheckpointError(f"{self.file}: hidden size {hidden} is not a multiple of {heads} heads, and there is no head_dim.")
@@ -221,7 +215,7 @@ class _Reader:
     def _max_context(self) -> int:
         """The longest context that the model was trained for, or to which rope scaling extends it,
         in tokens."""
-        base = self._count(_CONTEXT, default=2048)
+        base = self._count(CONTEXT, default=2048)
         if "Roberta" in self._architecture():  # positions start after the padding id
             return base - self._count(("pad_token_id",), default=1) - 1
         rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
