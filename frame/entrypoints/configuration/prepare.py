@@ -88,6 +88,8 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
         raise join_conflicts([_describe(part, registry) for part in error.parts]) from None
     for move in find_moves(resolved, machine, model_config, records):
         _log.warning("%s", move)
+    if sentence := _describe_long_rope(resolved, registry):
+        _log.warning("%s", sentence)
     _check_code(resolved, registry)
     if resolved.draft is not None:
         _check_code(resolved.draft, registry)
@@ -129,6 +131,23 @@ def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationErr
     if isinstance(error, ResolveError) and error.missing and (remedy := registry.describe_missing("weight_format", error.missing)):
         return PluginError(f"{str(error).splitlines()[0]} The {remedy}")
     return error
+
+
+def _describe_long_rope(resolved: Resolved, registry: Registry) -> str:
+    """What the long factors of LongRoPE mean for short prompts; "" if a native model rotates with
+    the short ones, or in another way."""
+    capabilities, config = registry.get("model", resolved.choice("model").name).capabilities, resolved.model.config
+    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "long_factor" not in stored or not isinstance(capabilities, ModelCapabilities) or capabilities.architectures is None:
+        return ""
+    places = (config.get("original_max_position_embeddings"), stored.get("original_max_position_embeddings"))
+    original = next((value for value in (*places, config.get("max_position_embeddings")) if value), resolved.model.max_context)
+    if resolved.max_context <= original:
+        return ""
+    return (
+        f"the context of {resolved.max_context} tokens exceeds the original {original} of this LongRoPE checkpoint: all requests use its "
+        f"long factors, while transformers uses the short ones up to {original} tokens; --max-model-len {original} selects the short ones"
+    )
 
 
 def _check_code(resolved: Resolved, registry: Registry) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from frame.config.schema import FrameConfig, ServerSection
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.collective import LocalGroup
 from frame.entrypoints.configuration import prepare as module
 from frame.entrypoints.configuration.prepare import prepare
+from frame.models.layers.rotary import Rotary, read_rope_parameters
 
 
 @pytest.mark.parametrize(
@@ -38,3 +45,26 @@ def test_a_server_that_cannot_start_is_refused(server: dict[str, Any], sentence:
 def test_settings_of_a_feature_that_is_off_are_refused(section: str, values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         prepare(FrameConfig.model_validate({section: values}), is_served=True)
+
+
+LONG_ROPE = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 512, "original_max_position_embeddings": 64,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "is_warned"), [(None, True), (65, True), (64, False), (48, False)])
+def test_long_factors_are_warned_of(length: int | None, is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LONG_ROPE))
+    model = {"path": str(tmp_path), "skip_tokenizer_init": True, "max_context": length}
+    with caplog.at_level(logging.WARNING):
+        resolved = prepare(FrameConfig.model_validate({"model": model, "execution": {"device": "cpu"}})).resolved
+    found = [record.getMessage() for record in caplog.records if "LongRoPE" in record.getMessage()]
+    assert len(found) == is_warned
+    assert all("--max-model-len 64 selects the short ones" in sentence for sentence in found)
+    context = BuildContext(
+        device=torch.device("cpu"), dtype=torch.float32, tp=LocalGroup(), limits=Limits(1, 8, resolved.max_context, 4)
+    )
+    rotary = Rotary(context, 8, read_rope_parameters(resolved.model))
+    assert rotary.scheme["exceeds_original"] is is_warned
