@@ -41,7 +41,8 @@ def _joins(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     combines = "properties" in schema and any(key in schema for key in (*COMBINED, "anyOf", "oneOf"))
-    if combines or len(schema.get("allOf") or ()) > 1:
+    parts = schema.get("allOf")
+    if combines or (isinstance(parts, list) and len(parts) > 1):
         return True
     inner = [each for key in BY_NAME if isinstance(schema.get(key), dict) for each in schema[key].values()]
     inner += [each for key in (*LISTS, "allOf") if isinstance(schema.get(key), list) for each in schema[key]]

@@ -21,6 +21,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from frame.core.interfaces.sampling import GrammarBackend
 from frame.plugins.grammar_backends import ebnf, structural_tags
 from frame.plugins.grammar_backends.closed_schema import close_schema
+from frame.plugins.grammar_backends.library_errors import explain_rejection
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
 
@@ -231,7 +232,7 @@ class LLGuidanceBackend(GrammarBackend):
             has_ebnf = kind == "ebnf" or (kind == "structural_tag" and '"grammar"' in source)
             compiled = LLCompiled(lambda: self._make_matcher(translated, has_ebnf), source, self._stops, self._batch)
         except Exception as error:  # the library's translation from EBNF raises many types
-            raise ValueError(one_sentence(kind, str(error))) from error
+            raise ValueError(one_sentence(kind, explain_rejection(str(error)))) from error
         matcher = compiled.matcher
         if matcher.is_stopped() and not matcher.is_accepting():  # root ::= root
             raise ValueError(f"{kind} allows no text at all")

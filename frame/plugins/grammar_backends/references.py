@@ -1,5 +1,6 @@
 """Checks what a library would ignore in JSON schemas: a `$ref` out of the document, for which it
-would allow any value or fetch it, and look-around in patterns. Knows no library."""
+would allow any value or fetch it, a `minProperties` that repeated keys would meet, and look-around
+in patterns. Knows no library."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urljoin
+
+from frame.plugins.grammar_backends.closed_schema import close_schema
 
 # keywords whose values are schemas; the others (`enum`, `const`, `default`, `examples`) contain
 # data, where `$ref` is a plain name
@@ -27,10 +30,10 @@ def check_references(kind: str, parsed: Any, pointers_only: bool) -> None:
     `#/...`, but neither `$anchor` nor `$id`, and ignores look-around in patterns, which is then an
     error too."""
     if kind == "json_schema":
-        _Document(kind, parsed).check(pointers_only)
+        _Document(kind, close_schema(parsed)).check(pointers_only)
         return
     for schema in _schemas_of_tag(parsed):  # which may come from a tool, so the error does not name the tag
-        _Document("a schema of this request", schema).check(pointers_only)
+        _Document("a schema of this request", close_schema(schema)).check(pointers_only)
 
 
 class _Document:
@@ -49,10 +52,24 @@ class _Document:
             for keyword in UNFOLLOWED:
                 if keyword in schema:
                     raise ValueError(f"{self._name} has a {keyword}, which is not supported; use a $ref such as '#/$defs/NAME'")
+            self._check_count(schema)
             if pointers_only:
                 self._check_patterns(schema)
             if "$ref" in schema:
                 self._follow(schema["$ref"], base, pointers_only)
+
+    def _check_count(self, schema: dict[str, Any]) -> None:
+        """Refuse a `minProperties` above the number of different keys that are certain. Grammars
+        count keys and do not compare them, and keys without a name in `properties` may repeat."""
+        least, required = schema.get("minProperties"), schema.get("required")
+        if isinstance(least, bool) or not isinstance(least, int | float):
+            return
+        is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+        certain = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
+        if not is_closed and least > max(certain, 1):
+            reason = f"{self._name} has minProperties {least} for an object whose keys may repeat, which a grammar cannot enforce"
+            remedy = "name that many keys in properties and required, or leave minProperties out"
+            raise ValueError(f"{reason}; {remedy}")
 
     def _check_patterns(self, schema: dict[str, Any]) -> None:
         by_name = schema.get("patternProperties")

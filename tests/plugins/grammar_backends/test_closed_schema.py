@@ -28,7 +28,7 @@ def test_objects_are_closed(schema: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        True, {}, {"type": "object"}, {**ONE, "additionalProperties": True}, {**ONE, "patternProperties": {"b": {}}},
+        True, {}, {"allOf": 5}, {"type": "object"}, {**ONE, "additionalProperties": True}, {**ONE, "patternProperties": {"b": {}}},
         {"allOf": [ONE, {"properties": {"b": {}}}]}, {**ONE, "anyOf": [{"required": ["b"]}]}, {"items": {**ONE, "$ref": "#/x"}},
     ],
 )  # fmt: skip

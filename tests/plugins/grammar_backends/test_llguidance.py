@@ -211,3 +211,39 @@ def allows(backend: LLGuidanceBackend, pattern: str, text: str) -> bool:
 def test_shorthands_are_ascii(backend: LLGuidanceBackend, pattern: str, good: list[str], bad: list[str]) -> None:
     assert [text for text in good if not allows(backend, pattern, text)] == []
     assert [text for text in bad if allows(backend, pattern, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [
+        (
+            {"type": "array", "uniqueItems": True},
+            "llguidance does not enforce uniqueItems; leave it out of the schema, and check the output",
+        ),
+        ({"if": {}, "then": {}}, "llguidance does not enforce if, then; leave it out of the schema, and check the output"),
+        (
+            {"type": "object", "propertyNames": {"pattern": "^a$"}},
+            "llguidance does not enforce propertyNames; use the grammar backend combined, which needs the extra xgrammar",
+        ),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            "llguidance does not enforce a oneOf whose branches overlap; use anyOf, or give each branch a property with its own const",
+        ),
+        ({"type": "string", "format": "foo"}, "the format 'foo' is unknown; leave it out, or use pattern"),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2},
+            (
+                "llguidance does not count optional properties for minProperties and maxProperties; list all properties in required, "
+                "or use the grammar backend combined, which needs the extra xgrammar"
+            ),
+        ),
+        (
+            {"type": "integer", "minimum": -(10**20), "maximum": 10**20},
+            "minimum or maximum is too large; keep it within 64 bits (9223372036854775807), or leave it out",
+        ),
+    ],
+)
+def test_a_rejected_schema_gets_a_remedy(backend: LLGuidanceBackend, schema: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        backend.compile("json_schema", json.dumps(schema))
+    assert str(raised.value) == f"json_schema does not compile: {sentence}"

@@ -1,4 +1,5 @@
-"""`$ref` into the same schema is accepted; others are refused and named."""
+"""`$ref` into the same schema is accepted; others are refused and named, as is a
+`minProperties` that repeated keys would meet."""
 
 from __future__ import annotations
 
@@ -103,3 +104,41 @@ def test_schemas_of_a_structural_tag_are_separate_documents() -> None:
     check(tag({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": TEXT}}), kind="structural_tag")
     with pytest.raises(ValueError, match=r"^a schema of this request has the \$ref '#/format'"):
         check(tag({"items": {"$ref": "#/format"}}), kind="structural_tag")
+
+
+BOOLEAN = {"type": "boolean"}
+OPEN: list[dict[str, Any]] = [
+    {"patternProperties": {"^x$": BOOLEAN}, "additionalProperties": False},
+    {"type": "object"},
+    {"additionalProperties": BOOLEAN},
+    {"properties": {"a": BOOLEAN}, "required": ["a"], "additionalProperties": True},
+    {"properties": {"a": BOOLEAN}, "unevaluatedProperties": BOOLEAN},
+    {"allOf": [{"properties": {"a": BOOLEAN}}, {"properties": {"b": BOOLEAN}}]},
+]
+
+
+@pytest.mark.parametrize("pointers_only", [False, True])
+@pytest.mark.parametrize("schema", OPEN)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_count_that_repeated_keys_would_meet_is_refused(place: str, schema: dict[str, Any], pointers_only: bool) -> None:
+    bad = PLACES[place]({**schema, "minProperties": 2})
+    with pytest.raises(ValueError, match="has minProperties 2 for an object whose keys may repeat, .*; name that many keys in properties"):
+        check(bad, pointers_only)
+    check(PLACES[place]({**schema, "minProperties": 1, "maxProperties": 5}), pointers_only)
+
+
+def test_a_count_of_keys_that_cannot_repeat_is_accepted() -> None:
+    two = {"a": BOOLEAN, "b": BOOLEAN}
+    for schema in (
+        {"properties": two, "minProperties": 2},
+        {"properties": two, "additionalProperties": False, "minProperties": 2},
+        {"properties": two, "required": ["a", "b"], "additionalProperties": True, "minProperties": 2},
+        {"properties": {"minProperties": {"const": 9}}},
+        {"enum": [{"minProperties": 9}]},
+        {"minProperties": True},
+        {"minProperties": "9"},
+    ):
+        check(schema)
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object", "minProperties": 2}}}
+    with pytest.raises(ValueError, match="a schema of this request has minProperties 2"):
+        check(tag, kind="structural_tag")
