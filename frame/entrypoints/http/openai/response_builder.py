@@ -87,22 +87,24 @@ class ResponseBuilder:
 
     def store(self) -> None:
         """Store the response in its present state."""
+        response_input = self._input
+        if self._store.is_cancelled(self._name) and self._store.get(self._name, response_input.tenant) is None:
+            return  # deleted after the cancellation
         if self._is_stored:
-            finish, response_input = self._sequence.finish, self._input
-            body = self._body("in_progress" if finish is None else STATUSES.get(finish.reason, "completed"))
+            body = self._body(self._status())
             before = [*response_input.history, *response_input.items]
             items = _encode([*before, *body["output"]])
             self._store.put(self._name, response_input.tenant, _encode(body), items, len(before), response_input.log)
 
     def delete_unfinished(self) -> None:
-        """Delete a response that ended before it finished."""
+        """Delete a response that ended before it finished. The last call for a response."""
+        self._store.forget_cancelled(self._name)
         if self._is_stored and (self._sequence.finish is None or not self._is_started):
             self._store.delete(self._name, self._input.tenant)
 
     def _finished(self) -> dict[str, Any]:
         self._is_started = True
-        finish, response_input = self._sequence.finish, self._input
-        status = STATUSES.get(finish.reason, "completed") if finish is not None else "in_progress"
+        response_input, status = self._input, self._status()
         if response_input.conversation is not None and status in ("completed", "incomplete"):
             new = [*response_input.items, *self._output(status)]
             if not self._store.append_items(response_input.conversation, response_input.tenant, new):
@@ -110,6 +112,13 @@ class ResponseBuilder:
                 response_input.conversation = None
         self.store()
         return self._body(status)
+
+    def _status(self) -> str:
+        """The status; a response that finished after its cancellation is cancelled."""
+        if self._store.is_cancelled(self._name):
+            return "cancelled"
+        finish = self._sequence.finish
+        return "in_progress" if finish is None else STATUSES.get(finish.reason, "completed")
 
     def _output(self, status: str) -> list[dict[str, Any]]:
         last = len(self._blocks.blocks) - 1

@@ -108,6 +108,7 @@ class ResponseStore:
         self._share = share
         self._max_items_bytes = max_items_bytes
         self._tenants: dict[str, TenantEntries] = {}
+        self._cancelled: set[str] = set()  # names of responses that are cancelled and still run
         self._count = 0
         self.num_bytes = 0
 
@@ -141,6 +142,20 @@ class ResponseStore:
         if len(body) + len(items) + OVERHEAD > self.quota_of(tenant)[1] or len(items) > self._max_items_bytes:
             return False
         return problem_of(items) is None
+
+    def cancel(self, name: str, tenant: str, body: bytes) -> None:
+        """Store the body of a response that is cancelled and still runs; it stays cancelled."""
+        self._cancelled.add(name)
+        if (stored := self.get(name, tenant)) is not None:
+            self.put(name, tenant, body, stored.items, stored.num_input, stored.log)
+
+    def is_cancelled(self, name: str) -> bool:
+        """Whether a running response is cancelled."""
+        return name in self._cancelled
+
+    def forget_cancelled(self, name: str) -> None:
+        """Note that a response, cancelled or not, does not run any more."""
+        self._cancelled.discard(name)
 
     def append_items(self, name: str, tenant: str, items: list[dict[str, Any]]) -> bool:
         """Append items; False, without a change, if the entry is gone or too large."""

@@ -244,8 +244,10 @@ async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     body = msgspec.json.decode(find_response(context, services, name).body)
     if body["status"] != "in_progress":
         raise ApiError(400, f"the response {name} is {body['status']}; only a response in progress can be cancelled", "response_id")
+    body["status"] = "cancelled"
+    services.responses.cancel(name, context.tenant, msgspec.json.encode(body))
     services.client.abort_requests([name], context.tenant)
-    return {**body, "status": "cancelled"}
+    return body
 
 
 def find_response(

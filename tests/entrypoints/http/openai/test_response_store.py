@@ -176,3 +176,35 @@ async def test_conversations_and_references_are_separate_by_key(tmp_path: Path) 
         names = [(await request("mine", "GET", f"/v1/conversations/{many[number]['id']}/items"))[1]["data"][0] for number in range(20)]
         status, answer = await request("mine", "POST", "/v1/responses", {"input": [{"id": each["id"]} for each in names]})
         assert (status, "items of more than 16" in answer["error"]["message"]) == (400, True)
+
+
+async def test_a_cancelled_response_stays_cancelled() -> None:
+    """The engine ends it later, and may have finished it before it reads of the cancellation."""
+    request = {"model": "frame-tiny", "input": "hi", "background": True, "max_output_tokens": 20}
+    async with serving() as server:
+        for is_deleted in (False, True):
+            await server.services.client.send_command("pause")
+            name = f"/v1/responses/{(await server.post('/v1/responses', request)).json()['id']}"
+            assert (await server.post(f"{name}/cancel", {})).json()["status"] == "cancelled"
+            assert (await server.request("GET", name)).json()["status"] == "cancelled"
+            if is_deleted:
+                assert (await server.request("DELETE", name)).status == 200
+            await server.services.client.send_command("continue")
+            for _ in range(1000):
+                if not server.services.responses._cancelled:
+                    break
+                await asyncio.sleep(0.01)
+            found = await server.request("GET", name)
+            assert found.status == 404 if is_deleted else found.json()["status"] == "cancelled"
+            assert not server.services.responses._cancelled
+
+
+def test_a_response_that_finishes_after_its_cancellation_keeps_its_items() -> None:
+    store = ResponseStore(4, 10_000, 60.0)
+    store.put("a", "", b"{}", b"[1]", 1)
+    store.cancel("a", "", b"{ }")
+    found = store.get("a", "")
+    assert found is not None and (found.body, found.items, found.num_input) == (b"{ }", b"[1]", 1)
+    assert store.is_cancelled("a") and not store.is_cancelled("b")
+    store.forget_cancelled("a")
+    assert not store.is_cancelled("a")
