@@ -42,6 +42,7 @@ class KindRegistry:
     added: list[PluginRecord] = field(default_factory=list)
     suggested: dict[str, str] = field(default_factory=dict)  # name of a plugin -> the distribution that brings it
     classes: dict[str, type] = field(default_factory=dict)  # of targets that were given as classes
+    assumed: frozenset[str] = frozenset()  # see `Registry`
 
     def suggest_distribution(self, name: str, distribution: str) -> None:
         """Name the distribution that brings plugin `name`, for the error when it is selected and
@@ -107,13 +108,14 @@ class KindRegistry:
                 rank=rank,
                 distribution=self.owner.distribution,
                 version=self.owner.version,
-                problems=(*_unmet(tuple(requires)), *_absent(modules)),  # `Registry.commit` adds others
+                problems=(*list_unmet(tuple(requires), self.assumed), *_absent(modules)),  # `Registry.commit` adds others
             )
         )
 
 
-def _unmet(requires: tuple[str, ...]) -> tuple[Reason, ...]:
-    return tuple(reason for text in requires if (reason := _unmet_requirement(text)) is not None)
+def list_unmet(requires: tuple[str, ...], assumed: frozenset[str] = frozenset()) -> tuple[Reason, ...]:
+    """Why requirements are not met here. `assumed`: distributions that count as installed."""
+    return tuple(reason for text in requires if (reason := _unmet_requirement(text, assumed)) is not None)
 
 
 def _absent(modules: Mapping[str, str]) -> tuple[Reason, ...]:
@@ -121,14 +123,14 @@ def _absent(modules: Mapping[str, str]) -> tuple[Reason, ...]:
     return tuple(Reason(f"it needs the Python module {name}, which is not installed; {remedy}") for name, remedy in absent.items())
 
 
-def _unmet_requirement(text: str) -> Reason | None:
+def _unmet_requirement(text: str, assumed: frozenset[str]) -> Reason | None:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         requirement = Requirement(text)
     except InvalidRequirement as error:
         return Reason(f"its requirement {text!r} is malformed: {str(error).splitlines()[0]}; write it as pip takes it")
-    if requirement.marker is not None and not requirement.marker.evaluate():
+    if requirement.name in assumed or (requirement.marker is not None and not requirement.marker.evaluate()):
         return None
     try:
         found = version(requirement.name)

@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 _KIND_OF_HOOK = MappingProxyType({kind.hook: kind.name for kind in KINDS.values()})
 
 
-def load_configured(plugins: PluginsSection, classes: Sequence[type] = ()) -> Registry:
+def load_configured(plugins: PluginsSection, classes: Sequence[type] = (), assumed: frozenset[str] = frozenset()) -> Registry:
     """Return all plugins that a configuration allows, its `plugins.paths` and `classes` included.
-    Raises PluginError for a file or a class that cannot be read."""
-    registry = load_registry(plugins.allow, plugins.deny)
+    `assumed`: see `Registry`. Raises PluginError for a file or a class that cannot be read."""
+    registry = load_registry(plugins.allow, plugins.deny, assumed=assumed)
     _add_files(registry, plugins.paths)
     add_classes(registry, classes)
     return registry
@@ -78,12 +78,14 @@ def _add_files(registry: Registry, paths: Sequence[str]) -> None:
             add_class(registry, target, path, version)
 
 
-def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), installed: bool = True) -> Registry:
+def load_registry(
+    allow: Sequence[str] | None = None, deny: Sequence[str] = (), installed: bool = True, assumed: frozenset[str] = frozenset()
+) -> Registry:
     """Return all plugins of packages that may be used. `allow` (None: all) and `deny` name
     distributions; frame's own is always read, and is the only one with `installed=False`. `deny`
     also names plugins, as KIND/NAME, whose records say that they are denied. Errors of plugins are
-    not raised: see `Registry.broken`."""
-    registry = _make_registry(deny)
+    not raised: see `Registry.broken`. `assumed`: see `Registry`."""
+    registry = _make_registry(deny, assumed)
     is_allowed = _make_filter(allow if installed else (), deny)
     found = _entry_points()
     used = [(owner, entry) for owner, entry in found if _is_own(owner) or is_allowed(owner.distribution)]
@@ -93,13 +95,13 @@ def load_registry(allow: Sequence[str] | None = None, deny: Sequence[str] = (), 
     _add_commands(registry, used)
     owners = {_normalise(owner.distribution) for owner, _ in found}
     registry.excluded = frozenset(owners - {_normalise(owner.distribution) for owner, _ in used})
-    registry.absent = {_normalise(name) for name in (*(allow or ()), *deny) if "/" not in name} - owners
+    registry.absent = {name for name in (*(allow or ()), *deny) if "/" not in name and _normalise(name) not in owners}
     registry.hooks.check_pending()  # finds nothing: `_add_manifest` has refused plugins with unknown hooks, with a better error
     return registry
 
 
-def _make_registry(deny: Sequence[str]) -> Registry:
-    registry = Registry(deny)
+def _make_registry(deny: Sequence[str], assumed: frozenset[str] = frozenset()) -> Registry:
+    registry = Registry(deny, assumed)
     registry.hooks = pluggy.PluginManager(PROJECT)
     registry.hooks.add_hookspecs(hookspecs)
     return registry

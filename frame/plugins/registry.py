@@ -26,7 +26,7 @@ from frame.core.installation import install_command
 from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.plugins.renames import describe_import, describe_missing, describe_renames
-from frame.registration import KindRegistry, Provenance
+from frame.registration import KindRegistry, Provenance, list_unmet
 
 if TYPE_CHECKING:
     from frame.config.resolved import PluginChoice
@@ -50,10 +50,12 @@ class BrokenPlugin:
 
 class Registry:
     """All plugins that were found, by kind and name. `denied`: `plugins.deny`, whose names with a
-    slash are plugins, as KIND/NAME."""
+    slash are plugins, as KIND/NAME. `assumed`: distributions that count as installed, because the
+    plan is for another machine."""
 
-    def __init__(self, denied: Sequence[str] = ()) -> None:
+    def __init__(self, denied: Sequence[str] = (), assumed: frozenset[str] = frozenset()) -> None:
         self._denied = tuple(denied)
+        self._assumed = assumed
         self._records: dict[str, dict[str, list[PluginRecord]]] = {kind: {} for kind in KINDS}
         self._suggested: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         self._classes: dict[str, type] = {}  # of targets that were given as classes
@@ -64,12 +66,13 @@ class Registry:
 
     def kind(self, kind: str, distribution: str = "", version: str = "") -> KindRegistry:
         """Return the argument for a register hook of `distribution`; `commit` adds its records."""
-        return KindRegistry(_kind(kind), Provenance(distribution, version))
+        return KindRegistry(_kind(kind), Provenance(distribution, version), assumed=self._assumed)
 
     @property
     def unmatched(self) -> list[str]:
-        """Allowed or denied names without a plugin: misspelt, or not installed."""
-        known = {f"{kind}/{name}" for kind, found in self._records.items() for name in found}
+        """Allowed or denied names without a plugin: misspelt, or of a package that is not installed.
+        A plugin that a known package would bring is not among them."""
+        known = {f"{kind}/{name}" for kind in KINDS for name in (*self._records[kind], *self._suggested[kind])}
         return sorted(self.absent | {name for name in self._denied if "/" in name and name not in known})
 
     def commit(self, part: KindRegistry) -> None:
@@ -106,6 +109,10 @@ class Registry:
             reasons = "; ".join(map(str, record.problems))
             raise PluginError(f"{kind} {name!r}{whose} cannot be used: {reasons}.")
         return record
+
+    def is_installed(self, kind: str, name: str) -> bool:
+        """Whether this environment has what the plugin requires; assumptions do not count."""
+        return not any(list_unmet(record.requires) for record in self._records[_kind(kind).name].get(name, []))
 
     def find(self, name: str) -> list[PluginRecord]:
         """Return the records of a name in any kind; `name` may be "kind/name". Raises PluginError

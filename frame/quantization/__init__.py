@@ -195,6 +195,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         "cuda_int4",
         "frame.quantization.gemm.cuda_int4:CudaInt4Kernel",
         capabilities=HopperCapabilities(devices=("cuda",), speeds=_CUDA_INT4_SPEEDS, dtypes=_LOW, min_compute_capability=(9, 0)),
+        requires=("triton>=3.4",),
         rank=85,
         summary="int4 weights, unquantized activations: CUDA kernels for compute capability 9.0, compiled at the start by NVRTC.",
     )

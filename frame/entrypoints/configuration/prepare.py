@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -18,9 +19,9 @@ from frame.config.resolve import resolve
 from frame.config.resolve_drafter import find_drafter, resolve_draft_model
 from frame.config.resolve_moves import find_moves
 from frame.config.resolved import Resolved
-from frame.config.schema import BatchesSection, FrameConfig, ServerSection
+from frame.config.schema import BatchesSection, FrameConfig, PluginsSection, ServerSection
 from frame.config.selection import ResolveError, UnknownPluginError, join_conflicts
-from frame.core.errors import ConfigError, ConfigurationError, PluginError
+from frame.core.errors import ConfigError, ConfigurationError, PluginError, did_you_mean
 from frame.core.installation import install_command
 from frame.core.interfaces.model import ModelCapabilities
 from frame.core.loading.checkpoint_folder import check_folder
@@ -37,6 +38,7 @@ from frame.plugins.registry import Registry
 from frame.text.chat_template import ChatTemplate, find_file, find_template, read_template
 from frame.text.tokenizer import read_settings
 
+PACKAGE_CLOSENESS = 0.85  # of an allowed or denied package to an installed one, from which it is taken for a spelling mistake
 _log = logging.getLogger(__name__)
 
 
@@ -50,9 +52,16 @@ class Prepared:
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
-def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served: bool = False, classes: Sequence[type] = ()) -> Prepared:
+def prepare(
+    config: FrameConfig,
+    hardware: Hardware | None = None,
+    *,
+    is_served: bool = False,
+    classes: Sequence[type] = (),
+    assumed: frozenset[str] = frozenset(),
+) -> Prepared:
     """Resolve `config` on this machine. is_served: HTTP and text processes run beside the engine.
-    classes: plugins of this process.
+    classes: plugins of this process. assumed: distributions that `hardware`, another machine, has.
 
     Raises ConfigurationError (CheckpointError, ResolveError, PluginError) with a message for the
     user.
@@ -62,11 +71,10 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
         _check_switches(config)
     if OWN_DISTRIBUTION in config.plugins.deny:
         raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; remove it")
-    registry = load_configured(config.plugins, classes)
+    registry = load_configured(config.plugins, classes, assumed)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)
-    for name in registry.unmatched:
-        _log.warning("plugins.allow or plugins.deny names %s, but no distribution of that name brings a plugin, and no plugin has it", name)
+    _check_names(config.plugins, registry)
     model_config = replace(read_model_config(config.model.path), chat_template=_chat_template(config))
     read_policy(config.text.moderation_policy)
     if config.text.score_prompt is not None:
@@ -94,6 +102,26 @@ def prepare(config: FrameConfig, hardware: Hardware | None = None, *, is_served:
     if resolved.draft is not None:
         _check_code(resolved.draft, registry)
     return Prepared(resolved, registry, machine)
+
+
+def _check_names(plugins: PluginsSection, registry: Registry) -> None:
+    """Raise ConfigError for a misspelt name in `plugins.allow` or `plugins.deny`. A denied package
+    need not be installed, and a plugin that is not listed may be in one that was not read."""
+    found = [record for records in registry.all_records().values() for record in records]
+    packages = sorted({record.distribution for record in found if record.distribution} | registry.excluded)
+    unmatched = set(registry.unmatched)
+    for key, names in (("plugins.allow", plugins.allow or ()), ("plugins.deny", plugins.deny)):
+        for name in (name for name in names if name in unmatched):
+            if "/" in name:
+                hint = did_you_mean(name, [f"{record.kind}/{record.name}" for record in found])
+                what, may_be = "plugin", bool(registry.broken or registry.excluded)
+            else:
+                near = get_close_matches(name, packages, n=1, cutoff=PACKAGE_CLOSENESS)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                what, may_be = "installed package with plugins", bool(registry.broken) or key == "plugins.deny"
+            if hint or not may_be:
+                raise ConfigError(f"{key} names {name!r}, and there is no such {what}{hint or '; `frame plugins list` lists them.'}")
+            _log.warning("%s names %r, and there is no such %s", key, name, what)
 
 
 def _check_server(server: ServerSection) -> None:

@@ -21,7 +21,7 @@ from frame.core.blame import blaming
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.drafter import DrafterCapabilities
-from frame.core.interfaces.gemm_kernel import GemmCapabilities
+from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
 from frame.core.interfaces.platform import Platform, PlatformContext
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
@@ -83,14 +83,17 @@ def load_head_format(registry: Registry) -> Loaded[Any]:
     return Loaded(registry.load(registry.get("weight_format", PLAIN_WEIGHTS)))
 
 
-def load_kernels(resolved: Resolved, registry: Registry) -> tuple[LoadedKernel, ...]:
-    """The GEMM kernels that fit the device, the one that the user named among them."""
+def load_kernels(resolved: Resolved, registry: Registry, absent: type[GemmKernel] | None = None) -> tuple[LoadedKernel, ...]:
+    """The GEMM kernels that fit the device, the one that the user named among them. absent: the
+    class in place of a kernel whose requirements are not installed here."""
     found = []
     for choice in resolved.plugins.get("gemm_kernel", ()):
         capabilities = registry.get("gemm_kernel", choice.name).capabilities
         speeds = capabilities.speeds if isinstance(capabilities, GemmCapabilities) else ()
         required = choice.name == resolved.user.model.gemm_kernel
-        found.append(LoadedKernel(choice.name, Loaded(*registry.choose(choice)), speeds, required))
+        is_absent = absent is not None and not registry.is_installed("gemm_kernel", choice.name)
+        loaded = Loaded(absent) if absent is not None and is_absent else Loaded(*registry.choose(choice))
+        found.append(LoadedKernel(choice.name, loaded, speeds, required))
     return tuple(found)
 
 

@@ -18,6 +18,7 @@ from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.collective import CollectiveContext, LocalGroup
+from frame.core.interfaces.gemm_kernel import GemmKernel
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.moe import MoERunner
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.gemm_kernel import GroupedProduct, Product
     from frame.core.interfaces.moe import DispatchOutput
+    from frame.core.interfaces.weight_format import PackedWeight
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +60,19 @@ class PlannedAttention(AttentionBackend):
         raise NotImplementedError
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class PlannedKernel(GemmKernel):
+    """A kernel of another machine that cannot be imported here. Keeps weights in canonical form."""
+
+    def find_obstacle(self, weight: PackedWeight) -> str | None:
+        return None
+
+    def prepare(self, weight: PackedWeight) -> Product:
+        raise NotImplementedError
+
+    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
         raise NotImplementedError
 
 
@@ -137,7 +153,7 @@ def _load_parts(resolved: Resolved, registry: Registry) -> Parts:
         weight_source=load("weight_source"),
         attention=Loaded(lambda context, _: PlannedAttention(context, capabilities)),
         weight_format=load("weight_format"),
-        gemm_kernels=load_kernels(resolved, registry),
+        gemm_kernels=load_kernels(resolved, registry, PlannedKernel),
         moe_runner=Loaded(runner) if resolved.plugins.get("moe_runner") else None,
         moe_dispatcher=load("moe_dispatcher"),
         drafter=load_device_drafter(resolved, registry),

@@ -26,7 +26,8 @@ _EXPLAINED: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] =
     (re.compile(r"Unimplemented keys: (\[.*?\])", re.DOTALL), _explain_keys),
     (
         re.compile(r"oneOf constraints are not supported"),
-        lambda found: "llguidance does not enforce a oneOf whose branches overlap; use anyOf, or give each branch a property with its own const",
+        lambda found: "llguidance does not enforce a oneOf whose branches overlap; "
+        "use anyOf, or give each branch a property with its own const",
     ),
     (re.compile(r"Unknown format: (.*)"), lambda found: f"the format {found[1][:50]!r} is unknown; leave it out, or use pattern"),
     (

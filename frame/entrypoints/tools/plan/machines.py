@@ -56,6 +56,11 @@ class Machine:
     card: Card
 
     @property
+    def distributions(self) -> frozenset[str]:
+        """Distributions that come with PyTorch for these devices."""
+        return frozenset({"triton"})
+
+    @property
     def hardware(self) -> Hardware:
         """The machine as `resolve` reads it."""
         card = self.card

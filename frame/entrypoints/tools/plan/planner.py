@@ -176,7 +176,8 @@ def plan_deployment(config: FrameConfig, machine: Machine | None) -> DeploymentP
     """Resolve `config` for a machine, None for this one, and count its memory. Raises
     ConfigurationError where the plan does not fit."""
     config = find_published(config)
-    prepared = prepare(config, machine.hardware if machine is not None else None)
+    hardware, assumed = (machine.hardware, machine.distributions) if machine is not None else (None, frozenset[str]())
+    prepared = prepare(config, hardware, assumed=assumed)
     resolved = prepared.resolved
     devices = prepared.hardware.of(resolved.device)
     machine = machine or recognise(prepared.hardware)

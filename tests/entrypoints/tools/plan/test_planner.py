@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from frame.entrypoints.processes.components import limits_of
 from frame.entrypoints.tools.plan.machines import CARDS, parse_machine, recognise
 from frame.entrypoints.tools.plan.planner import DeploymentPlan, Target, plan_deployment, try_plans
 from frame.testing.checkpoints import make_checkpoint
+from tests.architecture.source import ROOT
 
 DEEPSEEK = {"model": {"path": "/nowhere/DeepSeek-V3.1"}, "parallel": {"tp": 8}, "cache": {"page_size": 64}}
 
@@ -173,3 +176,23 @@ def test_windows_and_states_have_lower_bounds(architecture: str, is_recurrent: b
     assert far.seconds - near.seconds == pytest.approx(4 * 1000 * plan.memory.bytes_per_token / 4.39e12, rel=1e-6)
     if cost.window is not None:
         assert plan.memory.window_bytes / plan.memory.bytes_per_token == cost.window.cached / cost.cached
+
+
+def test_a_plan_for_another_machine_imports_no_kernel_of_it(plan: DeploymentPlan) -> None:
+    """The base installation on a CPU has no Triton, which the machine has."""
+    script = """
+import importlib.metadata, importlib.util, sys
+sys.modules["triton"] = None
+version, find = importlib.metadata.version, importlib.util.find_spec
+def without(name):
+    if name == "triton":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = without
+importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] == "triton" else find(name, *more)
+from frame.entrypoints.cli.main import cli
+cli(["plan", "--config", "examples/deepseek.yaml", "--machine", "8xh200", "--json"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"][0]["weights"] == plan.memory.weights
