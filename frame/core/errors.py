@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+CLOSENESS = 0.65  # of two words, from 0 to 1, from which one is suggested for the other
+
 
 class ConfigurationError(Exception):
     """The engine cannot start as configured. The message is for the user, without a traceback."""
@@ -33,6 +35,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
-    """The known word most similar to `word`; None if none is similar."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
-    return near[0] if near else None
+    """The known word most similar to `word`; None if none is similar. `kind/name` is compared with
+    the names of that kind, `section.key` with the keys of that section."""
+    known = list(known)
+    outer, sign, inner = word.rpartition("/" if "/" in word else ".")
+    prefix = outer + sign
+    same = [each.removeprefix(prefix) for each in known if sign and each.startswith(prefix)]
+    near = difflib.get_close_matches(inner if same else word, same or known, n=1, cutoff=CLOSENESS)
+    return (prefix if same else "") + near[0] if near else None

@@ -70,8 +70,8 @@ class Registry:
 
     @property
     def unmatched(self) -> list[str]:
-        """Allowed or denied names without a plugin: misspelt, or of a package that is not installed.
-        A plugin that a known package would bring is not among them."""
+        """Allowed or denied names without a plugin, misspelt or not installed. Without the plugins
+        that a known package would bring."""
         known = {f"{kind}/{name}" for kind in KINDS for name in (*self._records[kind], *self._suggested[kind])}
         return sorted(self.absent | {name for name in self._denied if "/" in name and name not in known})
 

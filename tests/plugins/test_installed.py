@@ -221,7 +221,7 @@ assert own == {'frame-serve'}, own
 assert few == {'frame-serve', 'frame-t-good'}, few
 assert 'frame-t-good' not in less and 'frame-t-clash' in less, less
 assert not load_registry(allow=[]).broken
-assert load_registry(allow=['frame-t-good', 'no-such'], deny=['Nor.this']).unmatched == ['no-such', 'nor-this']
+assert load_registry(allow=['frame-t-good', 'no-such'], deny=['Nor.this']).unmatched == ['Nor.this', 'no-such']
 """
     environment.python_code(code)
 

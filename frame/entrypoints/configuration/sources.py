@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,9 @@ from frame.entrypoints.configuration.yaml_file import Located, parse_yaml, plain
 
 ENV_PREFIX = "FRAME_"
 ENV_CONFIG = "FRAME_CONFIG"
+ENV_OTHERS = frozenset({ENV_CONFIG, "FRAME_API_KEY", "FRAME_ADMIN_KEY", "FRAME_DIST_KEY", "FRAME_NO_PDL"})  # read elsewhere
+ENV_CLOSENESS = 0.85  # of another variable to a setting, from 0 to 1, from which it is taken for a spelling mistake
+_OF_KUBERNETES = ("_addr", "_proto", "_service_host", "_service_port")  # of services whose names begin with frame
 SECRETS = ("server.api_key", "server.admin_key")
 SERVER_KEYS = frozenset(  # beside the sections server and batches
     {"log.access", "log.stat_loggers", "text.detokenizer_workers", "text.moderation_policy", "text.reasoning_parser"}
@@ -171,24 +175,42 @@ def _options(located: Located) -> Iterator[tuple[Path, Any, str]]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Path, Any, str]]:
-    """The settings in variables `FRAME_SECTION__FIELD`; others are no settings, but those that
-    lack an underscore alone are refused."""
+    """The settings in variables `FRAME_SECTION__FIELD`. Others that resemble the name of a setting,
+    a flag or a section are refused."""
     known = by_key()
-    short = {key.replace(".", "_").upper(): key.replace(".", "__").upper() for key in known}
     for variable in sorted(environ):
         name = variable.removeprefix(ENV_PREFIX)
-        if name != variable and name in short:
-            raise ConfigError(f"The environment variable {variable} names no setting; did you mean {ENV_PREFIX}{short[name]}?")
-        if name == variable or "__" not in name:
+        if name == variable or variable in ENV_OTHERS:
+            continue
+        if "__" not in name:
+            _refuse_resemblance(variable, environ[variable])
             continue
         source = f"environment {variable}"
         section, _, rest = name.lower().partition("__")
         key = f"{section}.{rest}"
         if key not in known:
             near = nearest_word(key, known)
-            spelt = f"; did you mean {ENV_PREFIX}{near.replace('.', '__').upper()}?" if near else f"; write {ENV_PREFIX}SECTION__FIELD."
+            spelt = f"; did you mean {_variable(near)}?" if near else f"; write {ENV_PREFIX}SECTION__FIELD."
             raise ConfigError(f"The environment variable {variable} names no setting{spelt}")
         yield from _from_text(known[key], environ[variable], source)
+
+
+def _refuse_resemblance(variable: str, value: str) -> None:
+    """Raise ConfigError for a variable without `__` whose name is, or almost is, that of a setting.
+    Kubernetes sets `FRAME_PORT` and others, with addresses, beside a service called frame."""
+    name = variable.removeprefix(ENV_PREFIX).lower()
+    if value.startswith(("tcp://", "udp://", "sctp://")) or name.startswith("service_") or name.endswith(_OF_KUBERNETES):
+        return
+    short = {word: setting.key for word, setting in by_keyword().items()}
+    sections = {key.partition(".")[0] for key in by_key()}
+    names = {"config": "config", **{section: f"{section}.field" for section in sections}, **short}
+    near = name if name in names else next(iter(get_close_matches(name, names, n=1, cutoff=ENV_CLOSENESS)), None)
+    if near is not None:
+        raise ConfigError(f"The environment variable {variable} names no setting; did you mean {_variable(names[near])}?")
+
+
+def _variable(key: str) -> str:
+    return f"{ENV_PREFIX}{key.replace('.', '__').upper()}"
 
 
 def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
@@ -289,7 +311,13 @@ def _known(key: str, known: Mapping[str, Setting], place: str) -> Setting:
 
 
 def _typed(setting: Setting, value: Any, place: str) -> Any:
-    """Raise ConfigError for a bool where the type has none; pydantic would read `true` as 1."""
+    """Raise ConfigError for a bool where the type has none, and for a text where it has numbers or
+    bools alone; pydantic would read `true` as 1 and `"64"` as 64."""
+    is_text = isinstance(value, str) and value not in setting.choices and not (setting.is_open and value == "auto")
+    if is_text and setting.accepts and set(setting.accepts) <= {int, float, bool}:
+        words = "true or false" if bool in setting.accepts else "a number"
+        words = ", ".join((words, *setting.choices)) if setting.choices else words
+        raise ConfigError(f"{place}: {setting.key} is the text {value!r}; it should be {words}, without quotes. {setting.description}")
     if isinstance(value, bool) and bool not in setting.accepts:
         words = f"; it is one of {', '.join(setting.choices)}" if setting.choices else ""
         raise ConfigError(f"{place}: {setting.key} is {str(value).lower()}; it must not be true or false{words}. {setting.description}")

@@ -68,3 +68,23 @@ def test_long_factors_are_warned_of(length: int | None, is_warned: bool, tmp_pat
     )
     rotary = Rotary(context, 8, read_rope_parameters(resolved.model))
     assert rotary.scheme["exceeds_original"] is is_warned
+
+
+@pytest.mark.parametrize(
+    ("plugins", "sentence"),
+    [
+        ({"deny": ["logits_processor/penaltis"]}, "plugins.deny names 'logits_processor/penaltis', and .* mean 'logits_processor/penalties'?"),
+        ({"deny": ["logits_procesor/penalties"]}, "did you mean 'logits_processor/penalties'?"),
+        ({"deny": ["frame-serv"]}, "plugins.deny names 'frame-serv', and .* did you mean 'frame-serve'?"),
+        ({"allow": ["frame-serv"]}, "plugins.allow names 'frame-serv', and .* did you mean 'frame-serve'?"),
+        ({"allow": ["none-such"]}, "and there is no such installed package with plugins; `frame plugins list` lists them."),
+    ],
+)
+def test_misspelt_names_of_plugins_are_refused(plugins: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence.replace("?", r"\?")):
+        prepare(FrameConfig.model_validate({"plugins": plugins}))
+
+
+def test_a_denied_package_need_not_be_installed(caplog: pytest.LogCaptureFixture) -> None:
+    prepare(FrameConfig.model_validate({"plugins": {"deny": ["quite-another", "gemm_kernel/amx"]}}))
+    assert "plugins.deny names 'quite-another', and there is no such installed package" in caplog.text and "amx" not in caplog.text

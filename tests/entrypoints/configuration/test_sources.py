@@ -14,7 +14,7 @@ from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigError, ConfigurationError
 from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.flat_settings import ALIASES, by_key, by_keyword, settings
-from frame.entrypoints.configuration.sources import LoadedConfig, from_keywords, load_config
+from frame.entrypoints.configuration.sources import ENV_OTHERS, LoadedConfig, from_keywords, load_config
 from frame.entrypoints.keys import check_exposure
 
 SEED_FLAGS = {
@@ -62,7 +62,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     (tmp_path / "e.yaml").write_text("parallel: {tp: 2}")
-    environ = {"FRAME_CONFIG": str(tmp_path / "e.yaml"), "FRAME_LOG": "not a setting: no double underscore"}
+    environ = {"FRAME_CONFIG": str(tmp_path / "e.yaml"), "FRAME_FAKE_STEP": "no setting"}
     assert load_config(environ=environ).config.parallel.tp == 2
     assert load("parallel: {tp: 4}", tmp_path, environ=environ).config.parallel.tp == 4
 
@@ -91,7 +91,11 @@ def test_types_may_be_spelt_short(tmp_path: Path) -> None:
         ("cache:\n  policy: lru", "x.yaml:2: unknown key 'cache.policy'; did you mean scheduler.policy?"),
         ("cache:\n  page_size: 1\n  page_size: 2", "x.yaml:3: the key 'page_size' is given twice (first at x.yaml:2); keep one."),
         ("cache:\n  page_size: 1\ncache: {}", "x.yaml:3: the key 'cache' is given twice"),
-        ("cache:\n  page_size: many", "x.yaml:2: cache.page_size is 'many'; it should be a valid integer."),
+        ("cache:\n  page_size: many", "x.yaml:2: cache.page_size is the text 'many'; it should be a number, without quotes."),
+        ('cache:\n  page_size: "64"', "x.yaml:2: cache.page_size is the text '64'; it should be a number, without quotes."),
+        ('cache:\n  mem_fraction: "0.5"', "cache.mem_fraction is the text '0.5'; it should be a number, without quotes."),
+        ("scheduler:\n  overlap: 'true'", "scheduler.overlap is the text 'true'; it should be true or false, without quotes."),
+        ("server:\n  access_log: 1", "x.yaml:2: unknown key 'server.access_log'; `frame config show` lists every key."),
         ("cache:\n  page_size: true", "x.yaml:2: cache.page_size is true; it must not be true or false"),
         ("cache:\n  page_size: 0", "x.yaml:2: cache.page_size is 0; it should be greater than or equal to 1."),
         ("log:\n  format: tree", "x.yaml:2: log.format is 'tree'; it should be 'text' or 'json'."),
@@ -262,3 +266,26 @@ def test_any_value_is_taken_or_refused_by_its_name(key: str, value: Any) -> None
         assert key in str(error)
     else:
         assert FrameConfig.model_validate_json(loaded.config.model_dump_json()) == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MODEL", "MODEL__PATH"), ("PAGE_SIZE", "CACHE__PAGE_SIZE"), ("CACHE_PAGE_SIZE", "CACHE__PAGE_SIZE"),
+        ("SCHEDULR", "SCHEDULER__FIELD"), ("SCHEDULE_POLICY", "SCHEDULER__POLICY"), ("LOG", "LOG__FIELD"),
+        ("CONFG", "CONFIG"), ("PORT", "SERVER__PORT"),
+    ],
+)  # fmt: skip
+def test_variables_that_resemble_a_setting_are_refused(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ={f"FRAME_{name}": "1"})
+    assert str(caught.value) == f"The environment variable FRAME_{name} names no setting; did you mean FRAME_{meant}?"
+
+
+def test_variables_of_others_are_no_settings() -> None:
+    """Those that frame reads elsewhere, those of other programs, and those that Kubernetes sets
+    beside the services `frame` and `frame-server`."""
+    ours = dict.fromkeys(ENV_OTHERS - {"FRAME_CONFIG"}, "1")
+    cluster = {"FRAME_PORT": "tcp://10.0.0.1:80", "FRAME_SERVICE_PORT": "80", "FRAME_PORT_80_TCP_PORT": "80"}
+    cluster |= {"FRAME_SERVER_PORT": "tcp://10.0.0.1:80", "FRAME_SERVER_SERVICE_HOST": "10.0.0.1"}
+    load_config(environ={**ours, **cluster, "FRAME_VERSION": "1", "FRAME_FAKE_STEP": "1"})
