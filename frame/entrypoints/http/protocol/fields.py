@@ -16,6 +16,8 @@ from frame.entrypoints.http.errors import ApiError
 IGNORED = b"x-frame-ignored-fields"
 MAX_UNKNOWN = 16  # unknown names that are compared with known ones, which takes time
 CLOSENESS = 0.85  # of an unknown name to a known one, from 0 to 1, from which it is taken for a spelling mistake
+SHORTEST, SHORTEST_OTHER = 4, 5  # characters of a known name that is taken to be meant with two letters swapped, with another letter
+OF_OTHERS = frozenset({"top_a"})  # of other servers' clients, and one letter from a known name
 _MAX_NAME = 64
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -163,9 +165,33 @@ def _spelt_right(names: list[str], known: Iterable[str]) -> tuple[str, ...]:
     if len(names) > MAX_UNKNOWN:
         raise ApiError(400, f"the body has {len(names)} unknown fields; it may have {MAX_UNKNOWN}", names[0][:_MAX_NAME])
     for name in names:
-        if len(name) <= _MAX_NAME and (close := get_close_matches(name.lower(), known, n=1, cutoff=CLOSENESS)):
-            raise ApiError(400, f"{name} is no field of this route; did you mean {close[0]}?", name)
+        if len(name) <= _MAX_NAME and (close := find_meant(name, known)) is not None:
+            raise ApiError(400, f"{name} is no field of this route; did you mean {close}?", name)
     return tuple(names)
+
+
+def find_meant(name: str, known: Iterable[str]) -> str | None:
+    """The known name that an unknown one misspells: in other case, with hyphens, with one letter
+    more, fewer or other, with two letters swapped, or at least as similar as `CLOSENESS`."""
+    spelt = name.lower().replace("-", "_")
+    if spelt in OF_OTHERS:
+        return None
+    for other in known:
+        if spelt == other or _is_altered(spelt, other):
+            return other
+    close = get_close_matches(spelt, known, n=1, cutoff=CLOSENESS)
+    return close[0] if close else None
+
+
+def _is_altered(name: str, known: str) -> bool:
+    """Whether two neighbours are swapped, or one letter is another one."""
+    if len(name) != len(known) or len(known) < SHORTEST:
+        return False
+    places = [i for i, (one, other) in enumerate(zip(name, known, strict=True)) if one != other]
+    if len(places) == 1:
+        return len(known) >= SHORTEST_OTHER
+    swapped = len(places) == 2 and places[1] == places[0] + 1
+    return swapped and name[places[0]] == known[places[1]] and name[places[1]] == known[places[0]]
 
 
 def check_nested_fields(place: str, given: Mapping[str, Any], known: Collection[str]) -> None:

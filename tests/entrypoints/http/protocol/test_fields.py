@@ -117,6 +117,13 @@ async def test_unknown_names_are_suggested_or_reported() -> None:
         answer = await server.post(CHAT, {**BODIES[CHAT], "max_token": 3})
         assert answer.status == 400
         assert answer.json()["error"]["message"] == "max_token is no field of this route; did you mean max_tokens?"
+        for name, meant in (("stpo", "stop"), ("top-k", "top_k"), ("toolz", "tools"), ("sede", "seed"), ("Max-Tokens", "max_tokens")):
+            answer = await server.post(CHAT, {**BODIES[CHAT], name: None})
+            assert answer.status == 400
+            assert answer.json()["error"]["message"] == f"{name} is no field of this route; did you mean {meant}?"
+        foreign = ["top_a", "typical_p", "provider", "route", "transforms", "usage", "api_key", "id", "mirostat", "num_ctx", "stops_at"]
+        answer = await server.post(CHAT, {**BODIES[CHAT], **dict.fromkeys(foreign, 1)})
+        assert (answer.status, answer.headers["x-frame-ignored-fields"]) == (200, ", ".join(foreign))
         for stream in (False, True):
             unknown = {"x_trace": 1, "größe\r\nset-cookie: a": 2}
             answer = await server.post(CHAT, {**BODIES[CHAT], "stream": stream, **unknown})
