@@ -175,6 +175,14 @@ class Tokenizer:
     # ---- decode ----
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of the tokens, without ids that have no token, as padded vocabularies have.
+        Raises ValueError for a negative id."""
+        try:
+            return self._decode(token_ids, skip_special_tokens)
+        except OverflowError:
+            raise ValueError(f"token ids must be from 0 to {2**32 - 1}") from None
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         if len(token_ids) <= SHORT:
             return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]  # without the interpreter's lock

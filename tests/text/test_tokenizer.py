@@ -38,6 +38,13 @@ def test_round_trip(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_batch([text, "x"], add_special_tokens=False)[0] == ids
 
 
+def test_ids_without_a_token_decode_to_nothing_and_negative_ones_are_refused(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([10**9]) == ""
+    for ids in ([-1], [2**32], [1, -1]):
+        with pytest.raises(ValueError, match="token ids must be from 0 to 4294967295"):
+            tokenizer.decode(ids)
+
+
 def test_pieces_are_what_the_library_decodes(tokenizer: Tokenizer) -> None:
     assert tokenizer.pieces is not None
     for i in range(0, tokenizer.vocab_size, 7):

@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     json_object: bool = False
     regex: str | None = None
     ebnf: str | None = None
-    choice: tuple[str, ...] = ()
+    choice: tuple[str, ...] | None = None
     structural_tag: str | None = None
     disable_any_whitespace: bool = True
     skip_special_tokens: bool = True
@@ -143,8 +143,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             yield ParamProblem("stop", "stop holds an empty string; leave it out")
         if not all(self.bad_words):
             yield ParamProblem("bad_words", "bad_words holds an empty string; leave it out")
-        if not all(self.choice):
-            yield ParamProblem("choice", "choice holds an empty string; leave it out")
+        if self.choice is not None and not all(self.choice or [""]):
+            fault = "holds an empty string" if self.choice else "is empty"
+            yield ParamProblem("choice", f"choice {fault}; leave it out")
         if len(grammars := self._grammars()) > 1:
             yield ParamProblem(grammars[0][0], f"{' and '.join(name for name, _ in grammars)} exclude each other; keep one")
 
@@ -171,7 +172,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("json_schema", "regex", "ebnf", "structural_tag"):
             if len(source := getattr(self, name) or "") > MAX_GRAMMAR_CHARS:
                 yield ParamProblem(name, f"{name} has {len(source)} characters; it may have {MAX_GRAMMAR_CHARS}")
-        if (size := sum(map(len, self.choice))) > MAX_GRAMMAR_CHARS:
+        if (size := sum(map(len, self.choice or ()))) > MAX_GRAMMAR_CHARS:
             yield ParamProblem("choice", f"choice has {size} characters; it may have {MAX_GRAMMAR_CHARS}")
 
     def ends(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ this process."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ Answer = Callable[[Messages], Generator[str]]
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(range(127, 160), 0xFFFD)
 
 COMMANDS = "/clear clears the conversation, /exit or Ctrl-D exits, Ctrl-C stops an answer."
+_COMMAND = re.compile("/[a-z]+")  # a line of one word; paths and sentences are messages
 
 
 HELP = f"Chat in the terminal with a server (--base-url) or with a model in this process. {COMMANDS}"
@@ -63,6 +65,9 @@ def talk(answer: Answer, system: str | None, only: str | None) -> None:
             return
         if line == "/clear":
             messages = list(start)
+            continue
+        if only is None and _COMMAND.fullmatch(line):
+            click.echo(COMMANDS if line == "/help" else f"unknown command {line}; {COMMANDS}", err=True)
             continue
         if line:
             asked = [*messages, {"role": "user", "content": line}]

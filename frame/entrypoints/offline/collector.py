@@ -46,7 +46,7 @@ class Output:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens from the prefix cache
     vector: bytes | None = field(default=None, repr=False)  # float32, of a pooling model
-    outputs: list[Output] = field(default_factory=list, repr=False, compare=False)  # with `n` > 1 all sequences, this one first
+    outputs: list[Output] = field(default_factory=list, compare=False)  # with `n` > 1 all sequences, this one first
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,20 @@ def test_chat_remembers_and_forgets(server: RunningServer) -> None:
     assert first != second
 
 
+def test_chat_sends_no_command_to_the_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["/help", "/foo", "/etc/hosts", "/why is this", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    sent: list[str] = []
+
+    def answer(messages: list[dict[str, Any]]) -> Iterator[str]:
+        sent.append(messages[-1]["content"])
+        yield "yes"
+
+    chat.talk(answer, None, None)  # type: ignore[arg-type]
+    assert sent == ["/etc/hosts", "/why is this"]
+    assert capsys.readouterr().err == f"{chat.COMMANDS}\nunknown command /foo; {chat.COMMANDS}\n"
+
+
 def test_chat_shows_the_server_s_complaint(server: RunningServer) -> None:
     done = CliRunner().invoke(cli, ["chat", "--base-url", server.url, "--max-tokens", "100000", "-m", "x"])
     assert done.exit_code == 1

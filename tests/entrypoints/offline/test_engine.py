@@ -83,6 +83,8 @@ def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
         (5, "give SamplingParams or a dict"),
         ([None], "give SamplingParams or a dict"),
         ({"max_tokenz": 2}, "did you mean 'max_tokens'"),
+        ({"choice": []}, "choice is empty; leave it out"),
+        (SamplingParams(choice=()), "choice is empty; leave it out"),
         ({"temperature": "hot"}, "temperature: expected `float`, got `str`"),
         (SamplingParams(max_tokens="two"), "max_tokens"),  # type: ignore[arg-type]
         (SamplingParams(temperature="hot"), "temperature"),  # type: ignore[arg-type]
@@ -160,6 +162,7 @@ def test_stop_strings_and_n(engine: Engine) -> None:
     several = engine.generate("The", SamplingParams(max_tokens=8, n=3, seed=5))
     assert len({tuple(output.token_ids) for output in several.outputs}) == 3
     assert several.outputs[0] is several
+    assert repr(several).count("Output(") == 3 and "outputs=[...," in repr(several)
 
 
 def test_logprobs(engine: Engine) -> None:

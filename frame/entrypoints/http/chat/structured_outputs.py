@@ -151,7 +151,7 @@ def to_format(params: SamplingParams) -> Format | None:
     if kind == "ebnf":
         return {"type": "grammar", "grammar": source}
     if kind == "choice":
-        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in params.choice]}
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in params.choice or ()]}
     form = _object(kind, source).get("format")
     if not isinstance(form, dict):
         raise ApiError(400, "structural_tag.format: expected an object", "structural_tag")
@@ -162,7 +162,7 @@ def replace_constraint(params: SamplingParams, form: Format) -> SamplingParams:
     """`params` with the structural-tag format `form` in place of their own constraint."""
     form = form if params.disable_any_whitespace else _spaced(form)
     source = _text({"type": "structural_tag", "format": form})
-    return msgspec.structs.replace(params, json_schema=None, json_object=False, regex=None, ebnf=None, choice=(), structural_tag=source)
+    return msgspec.structs.replace(params, json_schema=None, json_object=False, regex=None, ebnf=None, choice=None, structural_tag=source)
 
 
 def _spaced(form: Any) -> Any:
