@@ -87,7 +87,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     found: dict[str, int] = {}
     module = types.ModuleType(MODULE)
 
-    def read(config: FrameConfig, classes: Sequence[type] = ()) -> Registry:
+    def read(config: FrameConfig, classes: Sequence[type] = (), assumed: frozenset[str] = frozenset()) -> Registry:
         registry = load_registry(installed=False)
         for kind, base in BASES.items():
             record = registry.get(kind, base)

@@ -43,7 +43,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Makes a module's platforms plugins of an installed package."""
 
     def add(module: ModuleType) -> None:
-        def read(config: FrameConfig, classes: Sequence[type] = ()) -> Registry:
+        def read(config: FrameConfig, classes: Sequence[type] = (), assumed: frozenset[str] = frozenset()) -> Registry:
             registry = load_registry(installed=False)
             part = registry.kind("platform", "theirs", "1.0")
             module.register_platforms(part)

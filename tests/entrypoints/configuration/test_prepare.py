@@ -73,7 +73,7 @@ def test_long_factors_are_warned_of(length: int | None, is_warned: bool, tmp_pat
 @pytest.mark.parametrize(
     ("plugins", "sentence"),
     [
-        ({"deny": ["logits_processor/penaltis"]}, "plugins.deny names 'logits_processor/penaltis', and .* mean 'logits_processor/penalties'?"),
+        ({"deny": ["logits_processor/penaltis"]}, "deny names 'logits_processor/penaltis', and .* mean 'logits_processor/penalties'?"),
         ({"deny": ["logits_procesor/penalties"]}, "did you mean 'logits_processor/penalties'?"),
         ({"deny": ["frame-serv"]}, "plugins.deny names 'frame-serv', and .* did you mean 'frame-serve'?"),
         ({"allow": ["frame-serv"]}, "plugins.allow names 'frame-serv', and .* did you mean 'frame-serve'?"),

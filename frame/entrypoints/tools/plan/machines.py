@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from packaging.requirements import Requirement
+
 from frame.config.hardware import Accelerator, Hardware
 from frame.core.errors import ConfigError, did_you_mean
 from frame.entrypoints.tools.bench.floors import H200, Ceilings
 
 GIB = 1024**3
+REQUIRED_BY_TORCH = ("triton>=3.4",)  # on a CUDA device
 HOST_CORES, HOST_MEMORY = 12, 128 * GIB  # beside each device
 
 
@@ -57,8 +60,8 @@ class Machine:
 
     @property
     def distributions(self) -> frozenset[str]:
-        """Distributions that come with PyTorch for these devices."""
-        return frozenset({"triton"})
+        """Distributions that are on the machine: those that PyTorch for its devices requires."""
+        return frozenset(Requirement(text).name for text in REQUIRED_BY_TORCH)
 
     @property
     def hardware(self) -> Hardware:
