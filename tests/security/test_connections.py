@@ -200,6 +200,32 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert [len(part.partition(b"\r\n\r\n")[2]) for part in answer.split(b"HTTP/1.1 200")[1:]] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_request_is_told_that_its_client_left_before_later_ones(is_refused: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Also while pipelined requests wait behind it; what the route then leaves out is no error."""
+    started, told = asyncio.Event(), asyncio.Event()
+
+    async def run_long(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        started.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        told.set()
+
+    async with listening(run_long) as connect, asyncio.timeout(WAIT):
+        _, writer = await connect()
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+        await started.wait()
+        if is_refused:
+            writer.write(b"no HTTP\r\n\r\n")
+        else:
+            writer.transport.abort()
+        await told.wait()
+        await asyncio.sleep(0.1)
+    assert not [record for record in caplog.records if "without completing" in record.message]
+
+
 async def tell(scope: Any, receive: Any, send: Any) -> None:
     """Reads the body, then responds with the headers of the request."""
     while (await receive()).get("more_body"):

@@ -82,6 +82,7 @@ class GuardedProtocol(PacedProtocol):
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._probe: DisconnectProbe | None = None  # the client sends no more
+        self._running: Any = None  # the cycle that is being served; `cycle` is that of the last request, which may wait behind it
 
     # the connection -------------------------------------------------------------------------------
 
@@ -109,6 +110,7 @@ class GuardedProtocol(PacedProtocol):
         self.resume_writing()
         self._limits.lingering.discard(self)
         self._limits.idle.pop(self, None)
+        self._disconnect(self._running)
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -239,6 +241,7 @@ class GuardedProtocol(PacedProtocol):
         if cycle.scope["http_version"] in ("0.9", "1.0"):
             cycle.keep_alive = False
             cycle.send = CloseDelimited(cycle)
+        self._running = cycle
         super()._start_asgi_task(cycle, partial(_run_or_cut, cycle, app))
 
     # limits ---------------------------------------------------------------------------------------
@@ -283,13 +286,11 @@ class GuardedProtocol(PacedProtocol):
         self._stop_reading_timer()
         if self.transport.is_closing():
             return
-        cycle = self.cycle
+        cycle = self.cycle if self._running is None or self._running.response_complete else self._running
         if cycle is not None and cycle.response_started and not cycle.response_complete:  # in the midst of an answer there is no other
             self.transport.close()
             return
-        if cycle is not None:  # the route that serves it receives http.disconnect
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._disconnect(cycle)
         body = error.body()
         retry = b"retry-after: %d\r\n" % RETRY_AFTER if error.status == 503 else b""
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
@@ -302,6 +303,14 @@ class GuardedProtocol(PacedProtocol):
             self._reading = self.loop.call_later(LINGER, self.transport.abort)
             with suppress(OSError):  # the client has reset the connection
                 self.transport.write_eof()
+
+
+    @staticmethod
+    def _disconnect(cycle: Any) -> None:
+        """Let the route that serves the cycle receive http.disconnect, unless it has finished."""
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
 
 class DisconnectProbe:
@@ -346,6 +355,8 @@ async def _run_or_cut(cycle: Any, app: Any, scope: Any, receive: Any, send: Any)
     """Run the application; end the connection where it cuts its response."""
     try:
         await app(scope, receive, send)
+        if cycle.transport.is_closing():  # a route may notice it before `connection_lost` is called
+            cycle.disconnected = True
     except ResponseCutError:
         cycle.disconnected = True  # else uvicorn logs an error
         cycle.transport.close()
