@@ -397,6 +397,7 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
 @metrics_router.get("/metrics", responses=responds_with(str, media_type="text/plain"))
 async def metrics(context: ContextDep, services: ServicesDep) -> Any:
     """The metrics of the first stat logger that has any: Prometheus' text format."""
+    context.scope["app"].gate.check_totals()
     loggers = services.client.stats.loggers
     if (found := loggers.render_metrics() if loggers is not None else None) is None:
         raise ApiError(404, "no stat logger of this server has metrics; start it with prometheus in log.stat_loggers")

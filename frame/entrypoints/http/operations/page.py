@@ -76,9 +76,12 @@ async def send_asset(context: RequestContext, name: str) -> None:
 
 
 @router.get("/page/live.json", responses=responds_with(LiveStatus))
-async def live(services: ServicesDep) -> Any:
-    """Gauges and counters of this moment; the page makes rates of them."""
+async def live(context: ContextDep, services: ServicesDep) -> Any:
+    """Gauges and counters of this moment; the page makes rates of them. Null for the holder of one
+    of several keys, whom they would tell about the requests of others."""
     client, load = services.client, services.client.load
+    if context.scope["app"].gate.hides_totals:
+        return {**dict.fromkeys(LiveStatus.__annotations__), "time": time.time(), "problem": client.dead_reason}
     stats = client.stats
     return {
         "time": time.time(),
@@ -143,7 +146,7 @@ def describe(prepared: Prepared, info: dict[str, Any]) -> dict[str, Any]:
     settings = explain_all(LoadedConfig(resolved.user, prepared.sources), resolved)
     return {
         "info": info,
-        "plugins": plugins,
+        "plugins": without_folders(plugins),
         "broken": without_folders([dataclasses.asdict(each) for each in registry.broken]),
         "settings": without_folders([dataclasses.asdict(each) for each in settings]),
     }

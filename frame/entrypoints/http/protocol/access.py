@@ -54,6 +54,8 @@ class Gate:
         self._admin = AdminGuard(server, is_admin)
         self._is_admin = is_admin
         self._is_open_to_all = server.insecure
+        self._shares_cache = server.share_cache
+        self._has_operators_listener = server.admin_port is not None or server.admin_socket is not None
 
     def admit(self, scope: Scope, access: Access) -> str:
         """The request's tenant, "" without keys. Raises ApiError unless it may go on."""
@@ -75,6 +77,18 @@ class Gate:
         self._admin.check(headers)
         self._check_origin(scope, access)
         return ""
+
+    @property
+    def hides_totals(self) -> bool:
+        """Whether totals of all requests would tell the holder of a key about those of others."""
+        return self.keys is not None and len(self.keys) > 1 and not self._shares_cache
+
+    def check_totals(self) -> None:
+        """Raise ApiError 403 where totals are hidden and operators read them on their own
+        listener."""
+        if self.hides_totals and self._has_operators_listener:
+            sentence = "several keys share this server, so totals of all requests are on the admin listener only"
+            raise ApiError(403, sentence, code="admin_only")
 
     def _check_origin(self, scope: Scope, access: Access) -> None:
         """Without keys, no browser may be made to act for a foreign page."""

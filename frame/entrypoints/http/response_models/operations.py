@@ -77,17 +77,18 @@ class LiveLoad(EngineLoad):
 
 
 class LiveStatus(TypedDict):
-    """`time` in seconds since the epoch. `finished`: number of sequences by finish reason."""
+    """`time` in seconds since the epoch. `finished`: number of sequences by finish reason.
+    All but the first two are null for the holder of one of several keys."""
 
     time: float
     problem: str | None
-    outstanding: int
+    outstanding: int | None
     load: LiveLoad | None
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    rejected: int
-    finished: dict[str, int]
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    generated_tokens: int | None
+    rejected: int | None
+    finished: dict[str, int] | None
 
 
 class CachedRunInfo(TypedDict):

@@ -64,8 +64,10 @@ async function tick() {
   try {
     if (!model.about) await loadAbout();
     const state = await (await ask("/page/live.json")).json();
-    live.take(state);
-    tellStatus(state.problem ?? `${model.name}: ${state.load?.running ?? 0} running, ${state.load?.waiting ?? 0} waiting`, !state.problem);
+    const isShared = state.finished === null; // with other keys, whose requests are not shown
+    if (!isShared) live.take(state);
+    const load = isShared ? model.name : `${model.name}: ${state.load?.running ?? 0} running, ${state.load?.waiting ?? 0} waiting`;
+    tellStatus(state.problem ?? load, !state.problem);
     if (view() === "cache" && !document.hidden) await cache.refresh();
   } catch (error) {
     tellStatus(error instanceof Refused ? error.message : "the server cannot be reached", false);
