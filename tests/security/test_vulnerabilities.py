@@ -51,12 +51,15 @@ async def test_empty_prompts() -> None:
         for path, body in (
             ("/v1/completions", {"prompt": []}),
             ("/v1/completions", {"prompt": [[]]}),
-            ("/v1/completions", {"prompt": ""}),
+            ("/v1/completions", {"prompt": "", "add_special_tokens": False}),
             ("/generate", {"input_ids": []}),
-            ("/generate", {"text": ""}),
             ("/v1/chat/completions", {"messages": []}),
         ):
-            assert (await server.post(path, {**body, "max_tokens": 1} if path != "/generate" else body)).status in (200, 400)
+            answer = await server.post(path, {**body, "max_tokens": 1} if path != "/generate" else body)
+            assert (answer.status, "is empty" in answer.json()["error"]["message"]) == (400, True)
+        begins = (await server.post("/tokenize", {"prompt": ""})).json()["count"]  # with the token that begins a text
+        for path, body in (("/v1/completions", {"prompt": "", "max_tokens": 1}), ("/generate", {"text": ""})):
+            assert (await server.post(path, body)).status == (200 if begins else 400)
         assert (await server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})).status == 200
 
 

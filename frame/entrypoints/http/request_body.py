@@ -3,6 +3,7 @@ decoded JSON. Used by the routes. Must not depend on a route or the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from math import isfinite
 from typing import Any, ClassVar, TypeVar
@@ -12,6 +13,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from frame.entrypoints.http.protocol.bodies import check_text_sizes
 from frame.entrypoints.http.protocol.fields import check_fields
+from frame.entrypoints.http.protocol.nested_fields import Shape, check_nested
 from frame.entrypoints.http.validation_errors import validation_error
 
 MAX_PAIRS = 4096  # entries of an object whose values are validated one by one
@@ -72,10 +74,12 @@ class RequestBody(BaseModel):
     Validation runs on the event loop, so its time is bounded: lists stop at their first error,
     objects with typed values have at most `MAX_PAIRS` entries. As in the OpenAI API, a string is
     neither a number nor true or false, and true and false are no numbers; 5.0 is the whole number
-    5. `is_form`: the fields of a form, whose values are texts.
+    5. `is_form`: the fields of a form, whose values are texts. `NESTED`: field -> the shape of the
+    objects in it, whose unknown fields are reported as well.
     """
 
     is_form: ClassVar[bool] = False
+    NESTED: ClassVar[Mapping[str, Shape]] = {}
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     @classmethod
@@ -83,7 +87,7 @@ class RequestBody(BaseModel):
         return bounded_schema(handler(source), cls.is_form)
 
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=BaseModel)  # a plugin's body may be no `RequestBody`
 
 
 def parse_body(kind: type[Body], value: Any) -> tuple[Body, tuple[str, ...]]:
@@ -95,4 +99,4 @@ def parse_body(kind: type[Body], value: Any) -> tuple[Body, tuple[str, ...]]:
         raise validation_error(error.errors(include_url=False), value) from None
     known = kind.model_fields.keys()
     check_text_sizes({name: value[name] for name in known & value.keys()})
-    return body, check_fields(known, value)
+    return body, check_fields(known, value) + check_nested(getattr(kind, "NESTED", {}), value)

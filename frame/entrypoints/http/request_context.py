@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -15,13 +15,15 @@ from frame.entrypoints.engine_client.quotas import QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.errors import CLOSE, OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.protocol.bodies import MIN_RATE, PATIENCE, Bodies, problem_of
-from frame.entrypoints.http.protocol.fields import ignored_header
+from frame.entrypoints.http.protocol.fields import check_spelling, ignored_header
 from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
-from frame.entrypoints.http.validation_errors import unreadable_json
+from frame.entrypoints.http.validation_errors import invalid_json, repeated_error, repeated_name
 from frame.entrypoints.logs import HEADER
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+T = TypeVar("T")
+R = TypeVar("R")
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
@@ -31,6 +33,8 @@ MIN_PIECE = 16 * 1024  # of a body that is kept as it came; smaller ones are joi
 BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
 LINGER = 5.0  # seconds in which the rest of a body is discarded after an answer that ends the connection
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
+MOST_PARAMETERS = 64  # of a query string
+SENT_TO_ALL = frozenset({"beta", "api-version"})  # query parameters of Anthropic's and Azure's clients, which change nothing here
 UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -161,15 +165,18 @@ class RequestContext:
                 return None
             raise ApiError(400, "the body is empty; send a JSON object")
         most = self._bodies.most_values
-        problem = problem_of(data, most) if len(data) <= INLINE_BYTES else await asyncio.to_thread(problem_of, data, most)
+        problem = await run_unless_small(data, problem_of, most)
         if problem is not None:
             raise ApiError(400, problem)
         try:
-            return msgspec.json.decode(data)
+            value = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise unreadable_json(data, error) from None
+            raise await run_unless_small(data, invalid_json, error) from None
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
+        if (name := await run_unless_small(data, repeated_name, value)) is not None:
+            raise repeated_error(name)
+        return value
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
         """Call `act` when the client disconnects, also while nothing is sent. The body must have
@@ -266,12 +273,21 @@ class RequestContext:
         return ApiError(413, sentence, headers=CLOSE)
 
 
-def check_query(scope: Scope) -> None:
-    """Raise ApiError 400 for a query string that cannot be decoded."""
-    query: bytes = scope.get("query_string", b"")
+async def run_unless_small(data: bytes, act: Callable[[bytes, T], R], argument: T) -> R:
+    """`act` of a body, in a thread unless that takes little time."""
+    return act(data, argument) if len(data) <= INLINE_BYTES else await asyncio.to_thread(act, data, argument)
+
+
+def check_query(query: bytes, known: frozenset[str]) -> tuple[str, ...]:
+    """The parameters of a query string that are ignored, as `query.NAME`. Raises ApiError 400 for
+    one that cannot be decoded, and for a name that may not be ignored."""
+    if query.count(b"&") >= MOST_PARAMETERS:
+        raise ApiError(400, f"the query string has more than {MOST_PARAMETERS} parameters; send fewer")
     try:
-        parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
+        pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
     except UnicodeDecodeError:
         raise ApiError(400, "the query string is not valid UTF-8; percent-encode the UTF-8 bytes of each value") from None
     if BAD_ESCAPE.search(query):
         raise ApiError(400, "the query string has a % that two hexadecimal digits do not follow; write %25 for a percent sign")
+    unknown = list(dict.fromkeys(name for name, _ in pairs if name not in known and name not in SENT_TO_ALL))
+    return tuple(f"query.{name}" for name in check_spelling(unknown, known, "query parameter"))

@@ -7,6 +7,7 @@ and responses are the routes'.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -115,13 +116,12 @@ async def start_request(
     `encoder_inputs`: one a prompt, for encoder-decoder models.
     """
     services.need_task(*tasks, takes_audio=bool(encoder_inputs))
-    deadline = _deadline(services, call, options.timeout)
     arrived = time.perf_counter()
-    salt, rid = options.cache_salt or "", options.request_name()
     count = sum(own.n for own in params)
     check_sequence_count(services, count)
-    priority = check_all_params(services, params, options)
-    _check_sizes(prompts, **{"request_id" if options.rid is None else "rid": rid, "cache_salt": salt})
+    deadline, priority = check_request(services, call, params, options)
+    salt, rid = options.cache_salt or "", options.request_name()
+    _check_sizes(prompts)
     if services.draining:
         raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
     try:
@@ -179,6 +179,15 @@ def check_sequence_count(services: Services, count: int, param: str = "n") -> No
         raise ApiError(400, f"{sentence}; send several requests", param)
 
 
+def check_request(services: Services, call: Caller, params: Sequence[SamplingParams], options: RequestOptions) -> tuple[float | None, int]:
+    """(time limit in seconds, priority) of a request. Raises ApiError 400 for what cannot be served
+    with any prompt."""
+    deadline, rid = _deadline(services, call, options.timeout), options.request_name()
+    priority = check_all_params(services, params, options)
+    _check_sizes((), **{"request_id" if options.rid is None else "rid": rid, "cache_salt": options.cache_salt})
+    return deadline, priority
+
+
 def check_all_params(services: Services, params: Sequence[SamplingParams], options: RequestOptions) -> int:
     """The priority of a request with these parameters. Raises ApiError 400 for a parameter or a
     priority that cannot be served with any prompt."""
@@ -221,8 +230,8 @@ def read_timeout_header(call: Caller) -> float | None:
 
 
 def _check_time_limit(name: str, given: float) -> float:
-    if not given > 0:  # nan too
-        raise ApiError(400, f"{name} is {given}; it must be a number of seconds above 0", name)
+    if not 0 < given < math.inf:  # nan too
+        raise ApiError(400, f"{name} is {given}; it must be a finite number of seconds above 0", name)
     return given
 
 

@@ -7,11 +7,15 @@ Used by `request_body`, `request_context` and the routes. Must not depend on a r
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from math import isfinite
 from typing import Any
 
 from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.protocol.bodies import count_names
 
 # pydantic's error type -> the JSON type that the field takes
 _WANTED: Mapping[str, str] = {
@@ -28,6 +32,7 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {"greater_than_equal": ("ge", "at least
 _COUNTED: Mapping[type, str] = {str: "characters", dict: "pairs", list: "entries"}
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 MAX_NAME_CHARS = 64  # of an object's key that a sentence quotes
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CUT = "Input data was truncated"  # msgspec's message
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
@@ -100,6 +105,78 @@ def type_name(value: Any) -> str:
         return "a whole number"
     names: Mapping[type, str] = {str: "a string", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
     return names.get(type(value), "of another type")
+
+
+def repeated_name(data: bytes, value: Any) -> str | None:
+    """A name that an object of the JSON text has twice; None without one. `value`: the decoded
+    text, which has only the last of both."""
+    if count_names(data) == _count_kept_names(value):
+        return None
+    repeated: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen and not repeated:
+                repeated.append(name)
+            seen.add(name)
+
+    json.loads(data, object_pairs_hook=note)
+    return repeated[0] if repeated else None
+
+
+def _count_kept_names(value: Any) -> int:
+    found, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            found += len(each)
+            each = each.values()
+        elif not isinstance(each, list) or {dict, list}.isdisjoint(map(type, each)):  # a long list of token ids
+            continue
+        waiting += [inner for inner in each if isinstance(inner, dict | list)]
+    return found
+
+
+def repeated_error(name: str) -> ApiError:
+    """The `ApiError` 400 of a body with a name that is there twice."""
+    name = name[:MAX_NAME_CHARS]
+    return ApiError(400, f"the body has {name} twice in one object; send it once", name)
+
+
+def invalid_json(data: bytes, error: Exception) -> ApiError:
+    """The `ApiError` 400 of a body that is not JSON: it names the field of a number or a text that
+    JSON does not have, else it says what `unreadable_json` says."""
+    with suppress(ValueError, RecursionError):
+        path = _path_of_fault(json.loads(data))
+        if path is not None:
+            number = "is not finite, or beyond the range of 64-bit floating point; send a finite number"
+            text = "has half of a surrogate pair (such as \\ud83d alone); send whole characters"
+            reason = f"{_written(path) or 'the value'} {number if path.is_number else text}"
+            return ApiError(400, f"the body is not valid JSON: {reason}", _written(path) or None)
+    return unreadable_json(data, error)
+
+
+class _Path(tuple[str | int, ...]):
+    is_number = False
+
+
+def _path_of_fault(value: Any) -> _Path | None:
+    """The path of the first value that JSON does not have; None without one."""
+    waiting: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
+    while waiting:
+        each, path = waiting.pop()
+        if isinstance(each, float) and not isfinite(each):
+            found = _Path(path)
+            found.is_number = True
+            return found
+        if isinstance(each, str) and _SURROGATE.search(each):
+            return _Path(path)
+        if isinstance(each, dict):
+            waiting += [(inner, (*path, name)) for name, inner in reversed(each.items())]
+        elif isinstance(each, list):
+            waiting += [(inner, (*path, i)) for i, inner in reversed([*enumerate(each)]) if not isinstance(inner, int)]
+    return None
 
 
 def unreadable_json(data: bytes, error: Exception) -> ApiError:

@@ -18,7 +18,7 @@ CASES: list[tuple[str, Any, int, str, str | None]] = [
     (CHAT, b"  \n", 400, "the body is empty; send a JSON object", None),
     (CHAT, b"{", 400, "the body is not valid JSON: it ends too early", None),
     (CHAT, b'{"stop": "\\ud83d"}', 400,
-     "the body is not valid JSON: a string has half of a surrogate pair (such as \\ud83d alone); send whole characters", None),
+     "the body is not valid JSON: stop has half of a surrogate pair (such as \\ud83d alone); send whole characters", "stop"),
     (CHAT, {**HI, "chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs cannot set tools; use the field tools",
      "chat_template_kwargs"),
     (CHAT, b"[]", 400, "the body is a list; send an object", None),

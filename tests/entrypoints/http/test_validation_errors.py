@@ -93,6 +93,24 @@ def test_bytes_that_are_no_json(data: bytes, reason: str) -> None:
     assert unreadable_json(data, wrong.value).message == f"the body is not valid JSON: {reason}"
 
 
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        (b'{"size": NaN}', "size"),
+        (b'{"ratio": 1e400}', "ratio"),
+        (b'{"parts": [{"name": "a"}, {"name": -Infinity}]}', "parts[1].name"),
+        (b'{"prompt": ["a", "\\ud83d"]}', "prompt[1]"),
+        (b'{"prompt": ["' + b"a" * 200_000 + b'", "\\ud83d"]}', "prompt[1]"),
+    ],
+)
+async def test_values_that_json_does_not_have_are_named(data: bytes, param: str) -> None:
+    async with serving() as server:
+        answer = await server.request("POST", "/v1/completions", data)
+        error = answer.json()["error"]
+        assert (answer.status, error["param"]) == (400, param)
+        assert error["message"].startswith(f"the body is not valid JSON: {param} ")
+
+
 async def test_a_compressed_body_is_named() -> None:
     body = gzip.compress(b'{"prompt": "x"}')
     async with serving() as server:

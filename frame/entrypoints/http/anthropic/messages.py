@@ -11,7 +11,7 @@ from frame.core.interfaces.http import HttpExtension
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.anthropic.messages_schema import CountTokensRequest, MessagesRequest
-from frame.entrypoints.http.chat.chat_request import encode_chat, make_output_parsers, start_chat
+from frame.entrypoints.http.chat.chat_request import count_chat, make_output_parsers, start_chat
 from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, ContentBlocks
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape
 from frame.entrypoints.http.failures import aborted, failure
@@ -62,9 +62,9 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
 
 
 @router.post("/v1/messages/count_tokens", responses=responds_with(MessageTokenCount))
-async def count_tokens(request: CountTokensRequest, services: ServicesDep) -> Any:
+async def count_tokens(request: CountTokensRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Count the prompt tokens of a message."""
-    return {"input_tokens": len(await encode_chat(services, request.to_chat_request()))}
+    return {"input_tokens": await count_chat(context, services, request.to_chat_request())}
 
 
 class MessageResponse:

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from frame.entrypoints.http.chat.message_shapes import MESSAGES
 from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.protocol.nested_fields import Shape
 from frame.entrypoints.http.request_options import Metadata
 
 # Tool choice of Anthropic -> of OpenAI
@@ -28,6 +30,8 @@ class MessagesChat(ChatRequest):
 
 class CountTokensRequest(ExtensionFields):
     """A request to count the prompt tokens of a message: the fields that the prompt depends on."""
+
+    NESTED: ClassVar[Mapping[str, Shape]] = MESSAGES
 
     model: str
     messages: list[dict[str, Any]]

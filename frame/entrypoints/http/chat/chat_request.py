@@ -18,7 +18,7 @@ from frame.entrypoints.http.chat.tools import ToolUse
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_sent
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages
-from frame.entrypoints.http.request_starter import Caller, Chat, countable_tokens, encode_prompt, start_request
+from frame.entrypoints.http.request_starter import Caller, Chat, check_request, countable_tokens, encode_prompt, start_request
 from frame.entrypoints.http.services import Services
 from frame.text.chat_template import RESERVED, TEMPLATE
 
@@ -61,6 +61,17 @@ async def encode_chat(services: Services, request: ChatRequest) -> list[int]:
     """The token ids of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model)
     return await encode_prompt(services, make_chat(services, request), most=countable_tokens(services))
+
+
+async def count_chat(context: Caller, services: Services, request: ChatRequest) -> int:
+    """The number of tokens of a chat request's prompt. Raises ApiError, also for what the request
+    could not run with."""
+    try:
+        params = request.to_sampling_params()
+    except ApiError as error:
+        raise as_sent(error, request.sent_name) from None
+    check_request(services, context, [params], request)
+    return len(await encode_chat(services, request))
 
 
 async def drop_oldest_turns(services: Services, request: ChatRequest) -> ChatRequest:

@@ -3,10 +3,13 @@ Anthropic, Responses and Ollama APIs. Must not depend on a route or the engine."
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.request_options import SamplingFields
+
+# Of the reasoning: OpenAI's values, and Anthropic's
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ExtensionFields(SamplingFields):
@@ -32,6 +35,13 @@ def check_string(value: Any, place: str) -> str:
     if not isinstance(value, str):
         raise ApiError(400, f"{place}: expected a string", place)
     return value
+
+
+def check_effort(value: Any, place: str) -> str:
+    """`value`, if it is a reasoning effort. Raises ApiError 400 that names `place`."""
+    if check_string(value, place) not in get_args(Effort):
+        raise ApiError(400, f"{place} is {quoted(value)}; it must be one of {', '.join(get_args(Effort))}", place)
+    return str(value)
 
 
 def to_content_parts(content: Any, place: str) -> list[dict[str, Any]]:

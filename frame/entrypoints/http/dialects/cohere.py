@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from frame.core.interfaces.http import HttpExtension
+from frame.entrypoints.http.chat.message_shapes import PART
 from frame.entrypoints.http.chat.request_fields import check_object, check_string, to_content_parts
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
@@ -15,6 +17,7 @@ from frame.entrypoints.http.native.pooling import CUT_FIELD, paced, value_array
 from frame.entrypoints.http.native.rerank import RerankRequest, ranking_of
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.nested_fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.dialects import CohereEmbeddings, CohereErrorResponse
 from frame.entrypoints.http.response_models.native import Ranking
@@ -28,6 +31,8 @@ PROMPTS = {"search_query": ("search_query", "query"), "search_document": ("searc
 class EmbedRequest(RequestBody):
     """A request of `/v2/embed`. `inputs`: texts as lists of parts. `truncate`: END cuts longer
     texts, NONE refuses them."""
+
+    NESTED: ClassVar[Mapping[str, Shape]] = {"inputs": Shape("", {"content": PART})}
 
     model: str = ""
     input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None

@@ -3,15 +3,18 @@ cannot be served raises ApiError 400 with its name. Must not depend on the engin
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 from pydantic import Field, ValidationError
 
 from frame.core.errors import did_you_mean
-from frame.entrypoints.http.chat.request_fields import check_object, check_string
+from frame.entrypoints.http.chat.message_shapes import OLLAMA
+from frame.entrypoints.http.chat.request_fields import check_effort, check_object, check_string
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
+from frame.entrypoints.http.protocol.nested_fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.validation_errors import type_name, validation_error
@@ -64,7 +67,7 @@ class Body(RequestBody):
     def thinking(self) -> dict[str, Any]:
         """The fields of a chat request that switch reasoning."""
         if isinstance(self.think, str):
-            return {"reasoning_effort": self.think}
+            return {"reasoning_effort": check_effort(self.think, "think")}
         if self.think is None:
             return {}
         return {"chat_template_kwargs": {"enable_thinking": self.think, "thinking": self.think}}
@@ -80,6 +83,8 @@ class Body(RequestBody):
 
 
 class ChatBody(Body):
+    NESTED: ClassVar[Mapping[str, Shape]] = OLLAMA
+
     messages: list[dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
 

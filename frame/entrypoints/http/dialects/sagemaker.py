@@ -45,7 +45,8 @@ async def invocations(context: ContextDep, services: ServicesDep) -> Any:
     """Run any request: chat, completion, embedding, rerank, score, classify, generate."""
     value = await context.read_json()
     kind, handler = _target(value if isinstance(value, dict) else {}, services)
-    body, context.ignored = parse_body(kind, value)
+    body, ignored = parse_body(kind, value)
+    context.ignored += ignored
     return await handler(body, context, services)
 
 

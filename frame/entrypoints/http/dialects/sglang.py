@@ -4,14 +4,17 @@ depend on the engine."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from frame.core.interfaces.http import HttpExtension
 from frame.core.messages import Finish
+from frame.entrypoints.http.chat.message_shapes import TOOL
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair
 from frame.entrypoints.http.chat.tools import resolve_tools
 from frame.entrypoints.http.errors import ApiError, without_folders
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.nested_fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_models.dialects import ModelInfo, ParsedCalls, SeparatedReasoning
 from frame.entrypoints.http.services import Services
@@ -28,6 +31,8 @@ class SeparateReasoningRequest(RequestBody):
 
 
 class ParseCallsRequest(RequestBody):
+    NESTED: ClassVar[Mapping[str, Shape]] = {"tools": TOOL}
+
     text: str
     tools: list[dict[str, Any]]
     tool_call_parser: str | None = None

@@ -11,14 +11,17 @@ import msgspec
 from pydantic import Field
 
 from frame.core.interfaces.http import HttpExtension
+from frame.entrypoints.engine_client.limits import InvalidRequestError, check_prompt
 from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import as_api_error, as_sent
 from frame.entrypoints.http.native.pooling import compute_vectors, list_reply
 from frame.entrypoints.http.openai.completions import ChatResponse
-from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
+from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors, to_prompts
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.request_starter import check_all_params, check_sequence_count, encode_prompt
+from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.request_starter import check_request, check_sequence_count, countable_tokens, encode_prompt
 from frame.entrypoints.http.response_models.dialects import ServerLoad, Version
 from frame.entrypoints.http.response_models.native import PooledList
 from frame.entrypoints.http.response_models.openai import ChatCompletion, RenderedRequest
@@ -62,25 +65,33 @@ async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: Ser
 
 
 @router.post("/v1/chat/completions/render", responses=responds_with(RenderedRequest))
-async def render_chat_request(request: ChatRequest, services: ServicesDep) -> Any:
+async def render_chat_request(request: ChatRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Return the prompt and the sampling parameters of a chat request without running it."""
     ids, params = await render_chat(services, request)
-    return _rendered(services, request, ids, params)
+    return _rendered(context, services, request, ids, params)
 
 
 @router.post("/v1/completions/render", responses=responds_with(list[RenderedRequest]))
-async def render_completion_request(request: CompletionRequest, services: ServicesDep) -> Any:
+async def render_completion_request(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Return the prompts and the sampling parameters of a completion request without running it."""
     services.check_model(request.model)
     params, prompts = request.to_sampling_params(), request.to_prompts()
-    check_sequence_count(services, len(prompts), "prompt")
+    check_sequence_count(services, len(prompts) * params.n, "prompt" if params.n == 1 else "n")
     special = request.add_special_tokens
-    ids = [one if isinstance(one, list) else await encode_prompt(services, one, special) for one in prompts]
-    return [_rendered(services, request, one, params) for one in ids]
+    most = countable_tokens(services) if request.truncates else None
+    ids = [one if isinstance(one, list) else await encode_prompt(services, one, special, most) for one in prompts]
+    return [_rendered(context, services, request, one, params) for one in ids]
 
 
-def _rendered(services: Services, request: ChatRequest | CompletionRequest, ids: list[int], params: Any) -> dict[str, Any]:
-    priority = check_all_params(services, [params], request)
+def _rendered(context: RequestContext, services: Services, request: GenerationRequest, ids: list[int], params: Any) -> dict[str, Any]:
+    """The response for one prompt. Raises ApiError for what the request could not run with."""
+    _, priority = check_request(services, context, [params], request)
+    limits = services.client.limits
+    try:
+        ids = request.truncated(ids, limits.max_context - (params.max_tokens or 1))
+        check_prompt(limits, ids, params)
+    except (ApiError, InvalidRequestError) as error:
+        raise as_sent(as_api_error(error), request.sent_name) from None
     return {
         "request_id": f"render-{uuid.uuid4().hex}",
         "model": services.resolved.served_name,

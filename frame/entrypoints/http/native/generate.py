@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from pydantic import Field, ValidationError, create_model
@@ -18,12 +19,15 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import encode_chat
+from frame.entrypoints.http.chat.message_shapes import CHAT
+from frame.entrypoints.http.chat.request_fields import Effort
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.failures import as_sent, error_event
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.openai.logprobs import count_logprobs
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, array_type, encode_steps, in_steps
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.nested_fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
@@ -96,13 +100,15 @@ class GenerateRequest(RequestOptions):
 class TokenizeRequest(RequestBody):
     """A text, or messages with the fields of a chat request that the prompt depends on."""
 
+    NESTED: ClassVar[Mapping[str, Shape]] = CHAT
+
     model: str = ""
     text: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -137,7 +143,7 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     prompts, is_single = _prompts(request)
     check_sequence_count(services, len(prompts), "input_ids" if request.text is None else "text")
     params, prompts_only = to_sampling_params(request, len(prompts))
-    state = await start_request(context, services, prompts, params, request)
+    state = await start_request(context, services, prompts, params, request, refine=partial(_check_start, request))
     builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
     if request.stream:
         await stream_response(context, services, state, builder.write_events, lambda: DONE)
@@ -147,6 +153,14 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
         return PacedBody(builder.build_results_in_steps(state.sequences))
     results = await paced_map(builder.build_result, state.sequences)
     return results[0] if builder.is_single else results
+
+
+def _check_start(request: GenerateRequest, prompt: list[int], params: SamplingParams) -> SamplingParams:
+    """The parameters. Raises ApiError 400 for log-probabilities that begin after the prompt."""
+    if request.logprob_start_len > len(prompt):
+        sentence = f"logprob_start_len is {request.logprob_start_len}; it may be {len(prompt)}, the number of tokens of the prompt"
+        raise ApiError(400, sentence, "logprob_start_len")
+    return params
 
 
 class ResultBuilder:
@@ -267,13 +281,14 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
 def to_sampling_params(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
     """(parameters of each prompt, indices of the prompts with `max_new_tokens: 0`). The latter
     return only the log-probabilities of the prompt. Raises ApiError 400."""
-    given = request.sampling_params or {}
+    given = {} if request.sampling_params is None else request.sampling_params
     if not isinstance(given, list):
         is_prompt_only = _is_prompt_only(given)
         return [_params(given, request, is_prompt_only)] * count, set(range(count) if is_prompt_only else ())
     several = given
     if len(several) != count:
-        raise ApiError(400, f"there are {count} prompts but {len(several)} sampling_params", "sampling_params")
+        sentence = f"there are {count} prompts but {len(several)} sampling_params; send one object, or one for each prompt"
+        raise ApiError(400, sentence, "sampling_params")
     prompts_only = {i for i, own in enumerate(several) if _is_prompt_only(own)}
     return [_params(own, request, i in prompts_only) for i, own in enumerate(several)], prompts_only
 

@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from frame.config.schema import BatchesSection
 from frame.entrypoints.engine_client.quotas import FairSemaphore, QuotaExceededError, QuotaLease, TenantQuotas
-from frame.entrypoints.http.errors import quoted
+from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.batch_files import (
     BLOCK_BYTES,
     FileStore,
@@ -32,8 +32,9 @@ from frame.entrypoints.http.openai.batch_files import (
     load_all,
 )
 from frame.entrypoints.http.protocol.bodies import problem_of
+from frame.entrypoints.http.protocol.fields import IGNORED, check_spelling, ignored_header
 from frame.entrypoints.http.request_context import Receive, Scope, Send
-from frame.entrypoints.http.validation_errors import type_name
+from frame.entrypoints.http.validation_errors import repeated_error, repeated_name, type_name
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ PRIORITY = -1000  # of a line without a priority
 COMPLETION_WINDOW = 24 * 3600  # seconds
 MAX_BATCHES = 10_000
 MAX_LINE_VALUES = 1024 * 1024  # JSON values of a line; the route of its request may accept fewer
+FIELDS = ("custom_id", "method", "url", "body")  # of a line
 MAX_NAME = 512  # characters of a line's custom_id
 MAX_RUNNING = 16  # batches of one key that run at the same time, each with three open files; more wait
 ERROR_PAUSE = 0.02  # seconds after a line that failed: such lines end at once, and would take the whole event loop
@@ -282,17 +284,16 @@ class BatchJobRunner:
         name: str | None = None
         record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
         try:
-            name, body = await self._parse_line(batch, line)
+            name, body, unknown = await self._parse_line(batch, line)
             if hash(name) in names:
                 raise _LineError(f"another line has the custom_id {quoted(name)}; give each line its own")
             names.add(hash(name))
-            status, response = await self._send_until_accepted(batch, body)
-            is_fine = status == 200
-            record |= {
-                "custom_id": name,
-                "response": {"status_code": status, "request_id": record["id"], "body": msgspec.Raw(response)},
-                "error": None,
-            }
+            reply = await self._send_until_accepted(batch, body)
+            is_fine = reply.status == 200
+            response = {"status_code": reply.status, "request_id": record["id"], "body": msgspec.Raw(reply.body)}
+            if ignored := ", ".join(each for each in (unknown, reply.ignored) if each):
+                response["ignored_fields"] = ignored
+            record |= {"custom_id": name, "response": response, "error": None}
         except _LineError as error:
             is_fine = False
             record |= {"custom_id": name or error.name, "response": None, "error": {"code": "invalid_request", "message": str(error)}}
@@ -303,38 +304,38 @@ class BatchJobRunner:
         if not is_fine:
             await asyncio.sleep(0.0 if self._stopping() else ERROR_PAUSE)
 
-    async def _parse_line(self, batch: BatchJob, line: bytes) -> tuple[str, bytes]:
-        """(custom_id, body) of a line; a long one takes a turn of the thread that reads. Raises
+    async def _parse_line(self, batch: BatchJob, line: bytes) -> tuple[str, bytes, str]:
+        """`_parse_line` of a line; a long one takes a turn of the thread that reads. Raises
         _LineError."""
         if len(line) <= BLOCK_BYTES:
             return _parse_line(line, batch.endpoint)
         async with self._reading.hold_slot(batch.tenant):
             return await asyncio.to_thread(_parse_line, line, batch.endpoint)
 
-    async def _send_until_accepted(self, batch: BatchJob, body: bytes) -> tuple[int, bytes]:
-        """(status, response body) of a request, sent again while the status is 429 or 503."""
+    async def _send_until_accepted(self, batch: BatchJob, body: bytes) -> _Reply:
+        """The response of a request, sent again while the status is 429 or 503."""
         while True:
             if time.time() > batch.expires_at:
                 raise _ExpiredError
             if self._stopping():
                 raise _StoppedError("the server was stopped before the batch finished")
             async with self._places.hold_slot(batch.tenant):
-                status, response = await self._send_once(batch, body)
-            if status not in (429, 503):
-                return status, response
+                reply = await self._send_once(batch, body)
+            if reply.status not in (429, 503):
+                return reply
             await asyncio.sleep(0.0 if self._stopping() else RETRY_INTERVAL)
 
-    async def _send_once(self, batch: BatchJob, body: bytes) -> tuple[int, bytes]:
-        """Send a request within its key's quota; (429, b"") where that is exhausted."""
+    async def _send_once(self, batch: BatchJob, body: bytes) -> _Reply:
+        """Send a request within its key's quota; status 429 where that is exhausted."""
         try:
             with self._quotas.open_lease(batch.tenant) as lease:
                 return await self._call_route(batch, body, lease)
         except QuotaExceededError:
-            return 429, b""
+            return _Reply(429, b"")
 
-    async def _call_route(self, batch: BatchJob, body: bytes, lease: QuotaLease) -> tuple[int, bytes]:
+    async def _call_route(self, batch: BatchJob, body: bytes, lease: QuotaLease) -> _Reply:
         assert self.route is not None
-        bodies, parts, status = [body], [], 0
+        bodies, parts, status, ignored = [body], [], 0, ""
 
         async def receive() -> MutableMapping[str, Any]:
             if not bodies:
@@ -342,15 +343,16 @@ class BatchJobRunner:
             return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
         async def send(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
+            nonlocal status, ignored
             status = message.get("status", status)
+            ignored = next((value.decode() for name, value in message.get("headers", ()) if name == IGNORED), ignored)
             parts.append(message.get("body", b""))
 
         headers = [(b"content-type", b"application/json")]
         scope: dict[str, Any] = {"type": "http", "method": "POST", "path": batch.endpoint, "root_path": "", "query_string": b""}
         scope |= {"client": None, "headers": headers, "tenant": batch.tenant, "lease": lease, "arrived": time.perf_counter()}
         await self.route(scope, receive, send)
-        return status, b"".join(parts)
+        return _Reply(status, b"".join(parts), ignored)
 
     async def _finish(self, batch: BatchJob, outputs: list[FileWriter]) -> None:
         """Publish the output files that are not empty; delete the others."""
@@ -359,6 +361,14 @@ class BatchJobRunner:
                 output.abandon()
             else:
                 setattr(batch, attribute, (await output.publish()).id)
+
+
+class _Reply(NamedTuple):
+    """The response of a route to a line. `ignored`: the fields of the body that it ignored."""
+
+    status: int
+    body: bytes
+    ignored: str = ""
 
 
 def _remedy(batch: BatchJob) -> str:
@@ -391,8 +401,9 @@ def _count_lines(path: Path) -> int:
         return sum(block.count(b"\n") for block in iter(partial(file.read, 16 * BLOCK_BYTES), b""))
 
 
-def _parse_line(line: bytes, endpoint: str) -> tuple[str, bytes]:
-    """(custom_id, body) of a line. Raises _LineError."""
+def _parse_line(line: bytes, endpoint: str) -> tuple[str, bytes, str]:
+    """(custom_id, body, names of fields beside it that are ignored) of a line. Raises
+    _LineError."""
     problem = problem_of(line, MAX_LINE_VALUES)
     if problem is not None:
         raise _LineError(problem)
@@ -417,4 +428,10 @@ def _parse_line(line: bytes, endpoint: str) -> tuple[str, bytes]:
     for field in ("stream", "background"):
         if body.get(field):
             raise _LineError(f"{field} is not supported in a batch; leave it out", name)
-    return name, msgspec.json.encode({"priority": PRIORITY, **body})
+    if (repeated := repeated_name(line, found)) is not None:
+        raise _LineError(repeated_error(repeated).message.replace("the body", "the line"), name)
+    try:
+        unknown = check_spelling([each for each in found if each not in FIELDS], FIELDS, owner="a line")
+    except ApiError as error:
+        raise _LineError(error.message, name) from None
+    return name, msgspec.json.encode({"priority": PRIORITY, **body}), ignored_header(unknown)[1].decode()

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
+from frame.entrypoints.http.chat.message_shapes import ITEMS
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.response_items import find_item, make_list, make_page, to_stored_items
 from frame.entrypoints.http.openai.responses import NOTHING_STORED, find_conversation
 from frame.entrypoints.http.openai.responses_schema import messages_of
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.nested_fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import Metadata
@@ -27,6 +30,8 @@ _encode = msgspec.json.encode
 
 
 class ConversationRequest(RequestBody):
+    NESTED: ClassVar[Mapping[str, Shape]] = ITEMS
+
     items: list[dict[str, Any]] | None = None
     metadata: Metadata | None = None
 
@@ -36,6 +41,8 @@ class ConversationUpdate(RequestBody):
 
 
 class ItemsRequest(RequestBody):
+    NESTED: ClassVar[Mapping[str, Shape]] = ITEMS
+
     items: list[dict[str, Any]]
 
 

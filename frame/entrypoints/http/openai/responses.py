@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from frame.entrypoints.engine_client.response_state import RequestState
-from frame.entrypoints.http.chat.chat_request import drop_oldest_turns, encode_chat, start_chat
+from frame.entrypoints.http.chat.chat_request import count_chat, drop_oldest_turns, start_chat
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.openai.response_builder import ResponseBuilder, ResponseInput
@@ -169,7 +169,7 @@ class BackgroundCaller:
 async def count(request: ResponsesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Count the input tokens of a response."""
     _, chat = await _prepare(context, services, request, "")
-    return {"object": "response.input_tokens", "input_tokens": len(await encode_chat(services, chat))}
+    return {"object": "response.input_tokens", "input_tokens": await count_chat(context, services, chat)}
 
 
 @router.get("/v1/responses/{name}", responses=responds_with(ResponseObject, events=ResponseEvent))

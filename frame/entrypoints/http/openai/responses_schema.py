@@ -12,11 +12,20 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import Field
 
-from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
+from frame.entrypoints.http.chat.message_shapes import RESPONSES
+from frame.entrypoints.http.chat.request_fields import (
+    ExtensionFields,
+    check_effort,
+    check_object,
+    check_string,
+    make_function_tool,
+    to_content_parts,
+)
 from frame.entrypoints.http.chat.structured_outputs import FORMAT_FIELDS, SCHEMA_FIELDS
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, ServiceTier
 from frame.entrypoints.http.protocol.fields import check_nested_fields
+from frame.entrypoints.http.protocol.nested_fields import Shape
 from frame.entrypoints.http.request_options import Metadata
 
 LOGPROBS = "message.output_text.logprobs"
@@ -52,6 +61,8 @@ class ResponsesRequest(ExtensionFields):
     `input`: text or a list of items. `previous_response_id` and `conversation` put stored items
     before it. `max_tool_calls` limits built-in tools, of which this server has none.
     """
+
+    NESTED: ClassVar[Mapping[str, Shape]] = RESPONSES
 
     input: str | list[dict[str, Any]]
     model: str = ""
@@ -111,7 +122,7 @@ class ResponsesRequest(ExtensionFields):
         `history`: stored items before the input. `items`: the input with references resolved.
         `rid`: the response's id, which names the chat request.
         """
-        if self.prompt:
+        if self.prompt is not None and self.prompt not in ("", [], {}) and self.prompt is not False:
             raise ApiError(400, "prompt is not supported; send the prompt's text as input", "prompt")
         if self.request_name() is not None:
             raise ApiError(400, "a response has its own id; leave rid and request_id out", "rid" if self.rid else "request_id")
@@ -119,7 +130,7 @@ class ResponsesRequest(ExtensionFields):
         if self.tools:
             fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
         if (effort := (self.reasoning or {}).get("effort")) is not None:
-            fields["reasoning_effort"] = check_string(effort, "reasoning.effort")
+            fields["reasoning_effort"] = check_effort(effort, "reasoning.effort")
         if self.wants_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []

@@ -129,7 +129,7 @@ class ApiRoute(APIRoute):
             annotation: Any = fields[0].field_info.annotation
             self.body_model = next(each for each in getattr(annotation, "__args__", (annotation,)) if issubclass(each, BaseModel))
             self.dependant.body_params = []  # FastAPI would validate it before it knows who asks, and without bounds
-        self._has_query = bool(self.dependant.query_params)
+        self._query_names = frozenset(each.alias for each in self.dependant.query_params)
         self._readers = scope_readers(self.dependant)
         self.app = self._answer
 
@@ -165,8 +165,9 @@ class ApiRoute(APIRoute):
             try:
                 if hooks is not None and self.access is not Access.OPEN and "admitted" not in scope:
                     await hooks.check_request(context, self.path)
-                if self._has_query:
-                    check_query(scope)
+                query: bytes = scope.get("query_string", b"")
+                if query:
+                    context.ignored = check_query(query, self._query_names)
                 if errors:
                     raise validation_error([{**error, "loc": error["loc"][1:]} for error in errors], {})
                 if self.body_model is not None:
@@ -199,7 +200,8 @@ class ApiRoute(APIRoute):
         value = await context.read_json(is_required=self._needs_body)
         if value is None and not self._needs_body:
             return None
-        body, context.ignored = parse_body(self.body_model, value)
+        body, ignored = parse_body(self.body_model, value)
+        context.ignored += ignored
         return body
 
 

@@ -123,6 +123,19 @@ def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
     return None
 
 
+def count_names(data: bytes) -> int:
+    """The number of names in the objects of a JSON text: its colons outside of texts."""
+    if (most := data.count(b":")) < 2:
+        return most
+    is_string, found = 0, 0
+    for piece in _slices(data):
+        part = np.frombuffer(piece, np.uint8)
+        inside = (part == _QUOTE).cumsum(dtype=np.int32) + is_string & 1
+        found += int(np.count_nonzero((part == ord(":")) & (inside == 0)))
+        is_string = int(inside[-1])
+    return found
+
+
 def check_text_sizes(fields: Mapping[str, Any]) -> None:
     """Raise ApiError 400 for a text of more than `MAX_FIELD_CHARS` that is not a prompt."""
     for name, value in fields.items():

@@ -18,8 +18,9 @@ MAX_UNKNOWN = 16  # unknown names that are compared with known ones, which takes
 CLOSENESS = 0.85  # of an unknown name to a known one, from 0 to 1, from which it is taken for a spelling mistake
 SHORTEST, SHORTEST_OTHER = 4, 5  # characters of a known name that is taken to be meant with two letters swapped, with another letter
 OF_OTHERS = frozenset({"top_a"})  # of other servers' clients, and one letter from a known name
-_MAX_NAME = 64
-_UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.-]")
+MAX_NAME = 64  # characters of a name that a response quotes
+_MAX_PATH = 2 * MAX_NAME
+_UNPRINTABLE = re.compile(r"[^][A-Za-z0-9_.-]")
 
 WITHOUT_EFFECT = frozenset({
     "user", "metadata", "store", "session_id", "conversation_id", "safety_identifier", "prediction", "prompt_cache_key",
@@ -140,12 +141,12 @@ def check_fields(known: Iterable[str], given: Mapping[str, Any]) -> tuple[str, .
             _refuse(name, given[name])
         else:
             ignored.append(name)
-    return _spelt_right(ignored, known)
+    return check_spelling(ignored, known)
 
 
 def ignored_header(names: Iterable[str]) -> tuple[bytes, bytes]:
     """The response header that lists the ignored fields."""
-    return IGNORED, ", ".join(_UNPRINTABLE.sub("?", name[:_MAX_NAME]) for name in names).encode()
+    return IGNORED, ", ".join(_UNPRINTABLE.sub("?", name[:_MAX_PATH]) for name in names).encode()
 
 
 def _refuse(name: str, value: Any) -> None:
@@ -160,13 +161,14 @@ def _refuse(name: str, value: Any) -> None:
     raise ApiError(400, f"{name} is not supported; {remedy}", name)
 
 
-def _spelt_right(names: list[str], known: Iterable[str]) -> tuple[str, ...]:
+def check_spelling(names: list[str], known: Iterable[str], kind: str = "field", owner: str = "this route") -> tuple[str, ...]:
     """The names, none of which is close to a known one. Raises ApiError 400."""
     if len(names) > MAX_UNKNOWN:
-        raise ApiError(400, f"the body has {len(names)} unknown fields; it may have {MAX_UNKNOWN}", names[0][:_MAX_NAME])
+        place = "body" if kind == "field" else "request"
+        raise ApiError(400, f"the {place} has {len(names)} unknown {kind}s; it may have {MAX_UNKNOWN}", names[0][:MAX_NAME])
     for name in names:
-        if len(name) <= _MAX_NAME and (close := find_meant(name, known)) is not None:
-            raise ApiError(400, f"{name} is no field of this route; did you mean {close}?", name)
+        if len(name) <= MAX_NAME and (close := find_meant(name, known)) is not None:
+            raise ApiError(400, f"{name} is no {kind} of {owner}; did you mean {close}?", name)
     return tuple(names)
 
 
@@ -203,7 +205,7 @@ def check_nested_fields(place: str, given: Mapping[str, Any], known: Collection[
     for name, value in given.items():
         if name in known or value is None or value is False:
             continue
-        shown = name[:_MAX_NAME]
+        shown = name[:MAX_NAME]
         close = get_close_matches(shown.lower(), known, n=1, cutoff=CLOSENESS)
         remedy = f"did you mean {close[0]}?" if close else f"it may have {', '.join(known)}"
         raise ApiError(400, f"{place}.{shown} is not a known field; {remedy}", f"{place}.{shown}")

@@ -48,7 +48,8 @@ class Server:
             await self.gate.wait()
         finally:
             self._at_once -= 1
-        await send({"type": "http.response.start", "status": self.statuses.pop(0) if self.statuses else 200, "headers": []})
+        headers = [(b"x-frame-ignored-fields", b"zig")] if b"zig" in body else []
+        await send({"type": "http.response.start", "status": self.statuses.pop(0) if self.statuses else 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def begin(self, count: int, tenant: str = "") -> BatchJob:
@@ -387,3 +388,18 @@ async def test_names_of_lines_are_checked(tmp_path: Path) -> None:
         "the line is a list; send an object",
         "custom_id is missing; give each line its own",
     ]
+
+
+async def test_fields_of_lines_are_known_or_reported(tmp_path: Path) -> None:
+    server = Server(tmp_path, concurrency=1)
+    line: dict[str, Any] = {"url": CHAT, "body": {}}
+    lines = [{"frob": 1, **line, "body": {"zig": 1}}, {"headers": {}, **line}, line, {"metod": "POST", **line}]
+    texts = [json.dumps({"custom_id": str(place), **each}) for place, each in enumerate(lines)]
+    texts.append(json.dumps({"custom_id": "4", **line}).replace("{}", '{"seed": 1, "seed": 2}'))
+    card = await server.runner.files.create("\n".join(texts).encode(), "in.jsonl", "batch", "")
+    batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
+    found = [each["response"].get("ignored_fields") for each in server.lines(batch.output_file_id)]
+    assert found == ["frob, zig", "headers", None]
+    assert [each["error"]["message"] for each in server.lines(batch.error_file_id)] == [
+        "metod is no field of a line; did you mean method?", "the line has seed twice in one object; send it once",
+    ]  # fmt: skip
