@@ -49,6 +49,7 @@ async def test_values_without_a_meaning_are_refused(path: str, body: dict[str, A
     async with serving() as server:
         answer = await server.post(path, body)
         assert (answer.status, answer.json()["error"]["param"]) == (400, param)
-        for empty in (None, {}, "", [], False):
+        empties: list[Any] = [None, {}, "", [], False]
+        for empty in empties:
             if path == "/v1/responses":
                 assert (await server.post(path, {**body, "max_output_tokens": 2, "prompt": empty})).status == 200
