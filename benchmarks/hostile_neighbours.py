@@ -436,6 +436,18 @@ def measure_memory(pids: list[int]) -> float:
     return round(total / MB, 1)
 
 
+def list_memory(pids: list[int]) -> list[list[Any]]:
+    """The title and the resident MiB of each process."""
+    import psutil
+
+    found = []
+    for each in (each for pid in pids for each in list_family(pid)):
+        with suppress(psutil.Error):
+            words = [word for word in each.cmdline() if "frame" in word or "spawn" in word]
+            found.append([" ".join(words)[-60:], round(each.memory_info().rss / MB, 1)])
+    return found
+
+
 def summarize(probe: Process, load: Process, start: float, end: float) -> dict[str, Any]:
     # A probe or request that is still running has no row: its age counts.
     health = sorted(took for began, took, status in list(probe.rows) if start <= began < end or began < start <= began + took)
@@ -532,7 +544,7 @@ def measure(arguments: argparse.Namespace, names: list[str]) -> dict[str, Any]:
             began = time.time()
             ends = began + 60 * arguments.minutes
             quiet = [watch(probe, load, arguments.seconds)]
-            first_memory = measure_memory(pids)
+            first_memory, first_processes = measure_memory(pids), list_memory(pids)
             while not rows or time.time() < ends:
                 for name in names:
                     attack = start(name)
@@ -544,11 +556,13 @@ def measure(arguments: argparse.Namespace, names: list[str]) -> dict[str, Any]:
                     row["share of quiet tokens/s"] = round(row["tokens/s"] / (quiet[0]["tokens/s"] or 1), 3)
                     rows.append(row)
                     print(json.dumps(row), flush=True)
+            last_processes = list_memory(pids)
         finally:
             for each in (probe, load, *reversed(servers)):
                 each.stop()
     report = {
         "seconds": round(time.time() - began), "MiB first/last": [first_memory, rows[-1]["MiB after"]],
+        "processes first/last": [first_processes, last_processes],
         "failed": sum(row["failed"] for row in rows + quiet), "requests": len(load.rows),
         "health ms p99 of all": round(1000 * pick([row[1] for row in probe.rows if row[0] >= began], 0.99), 1),
     }  # fmt: skip

@@ -32,6 +32,7 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {"greater_than_equal": ("ge", "at least
 _COUNTED: Mapping[type, str] = {str: "characters", dict: "pairs", list: "entries"}
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 MAX_NAME_CHARS = 64  # of an object's key that a sentence quotes
+MAX_SEARCHED = 256 * 1024  # bytes of a body that is read once more to name the field that is at fault
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CUT = "Input data was truncated"  # msgspec's message
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
@@ -148,7 +149,7 @@ def invalid_json(data: bytes, error: Exception) -> ApiError:
     """The `ApiError` 400 of a body that is not JSON: it names the field of a number or a text that
     JSON does not have, else it says what `unreadable_json` says."""
     with suppress(ValueError, RecursionError):
-        path = _path_of_fault(json.loads(data))
+        path = _path_of_fault(json.loads(data)) if len(data) <= MAX_SEARCHED else None
         if path is not None:
             number = "is not finite, or beyond the range of 64-bit floating point; send a finite number"
             text = "has half of a surrogate pair (such as \\ud83d alone); send whole characters"
@@ -173,6 +174,8 @@ def _path_of_fault(value: Any) -> _Path | None:
         if isinstance(each, str) and _SURROGATE.search(each):
             return _Path(path)
         if isinstance(each, dict):
+            if any(map(_SURROGATE.search, each)):  # a name
+                return _Path(path)
             waiting += [(inner, (*path, name)) for name, inner in reversed(each.items())]
         elif isinstance(each, list):
             waiting += [(inner, (*path, i)) for i, inner in reversed([*enumerate(each)]) if not isinstance(inner, int)]

@@ -100,6 +100,7 @@ def test_bytes_that_are_no_json(data: bytes, reason: str) -> None:
         (b'{"ratio": 1e400}', "ratio"),
         (b'{"parts": [{"name": "a"}, {"name": -Infinity}]}', "parts[1].name"),
         (b'{"prompt": ["a", "\\ud83d"]}', "prompt[1]"),
+        (b'{"metadata": {"\\udfff": "\\ud800"}}', "metadata"),  # no sentence quotes such a name
         (b'{"prompt": ["' + b"a" * 200_000 + b'", "\\ud83d"]}', "prompt[1]"),
     ],
 )
