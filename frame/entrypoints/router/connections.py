@@ -1,8 +1,10 @@
 """`open_client`: the HTTP client of a router, for connections to replicas.
 
-A connection is closed instead of kept where bytes follow an answer: the next request would get them
-as its answer. httpcore closes a kept connection whose socket is readable, but does not look at what
-its parser holds. Heads and trailers of responses are bounded as those of requests are, before they
+A connection is closed instead of used again where bytes follow an answer: the next request would
+get them as its answer. httpcore closes a kept connection whose socket is readable, but does not
+look at what its parser holds. At each request it asks the system about all idle connections and
+compares each with all others, which takes milliseconds for a hundred; here a request asks about the
+one that it uses. Heads and trailers of responses are bounded as those of requests are, before they
 are parsed: h11 bounds neither the number of headers nor that of informational responses. Must not
 know requests or replicas.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import re
 import ssl
+import time
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
@@ -58,13 +61,37 @@ class _Pool(httpcore.AsyncConnectionPool):
         super().__init__(context, max_connections=None, max_keepalive_connections=MOST_KEPT, keepalive_expiry=IDLE)
         self._context = context
 
+    def _assign_requests_to_connections(self) -> list[httpcore.AsyncConnectionInterface]:
+        """The connections to close; a queued request gets an available connection or a new one."""
+        closing, kept, num_idle = list[httpcore.AsyncConnectionInterface](), list[httpcore.AsyncConnectionInterface](), 0
+        for connection in self._connections:
+            if connection.is_idle():
+                num_idle += 1
+                if num_idle > MOST_KEPT or connection.has_expired():
+                    closing.append(connection)
+                    continue
+            if not connection.is_closed():
+                kept.append(connection)
+        self._connections = kept
+        queued = [request for request in self._requests if request.is_queued()]
+        free = [connection for connection in kept if connection.is_available()] if queued else []
+        for request in queued:
+            origin = request.request.url.origin
+            found = next((connection for connection in reversed(free) if connection.can_handle_request(origin)), None)
+            if found is None:
+                found = self.create_connection(origin)
+                kept.append(found)
+            else:
+                free.remove(found)
+            request.assign_to_connection(found)
+        return closing
+
     def create_connection(self, origin: httpcore.Origin) -> httpcore.AsyncConnectionInterface:
         return _Connection(origin, self._context, IDLE)
 
 
 class _Connection(httpcore.AsyncHTTPConnection):
-    """Bounds heads of responses. Expires where bytes follow the last answer. The pool asks before
-    each request."""
+    """Bounds heads of responses. Is closed where bytes follow the last answer."""
 
     async def handle_async_request(self, request: httpcore.Request) -> httpcore.Response:
         async with self._request_lock:
@@ -74,11 +101,19 @@ class _Connection(httpcore.AsyncHTTPConnection):
                 except BaseException:
                     self._connect_failed = True
                     raise
+            opened: Any = self._connection
+            if opened.is_idle() and (opened.has_expired() or opened._h11_state.trailing_data[0]):  # noqa: SLF001 - no public name
+                await opened.aclose()
+                raise httpcore.ConnectionNotAvailable  # the pool chooses another
         return await super().handle_async_request(request)
 
     def has_expired(self) -> bool:
+        """Whether it has been idle for too long. `handle_async_request` sees whether the replica
+        has closed it."""
         opened: Any = self._connection
-        return super().has_expired() or (self.is_idle() and bool(opened._h11_state.trailing_data[0]))  # noqa: SLF001 - no public name
+        if opened is None:
+            return self._connect_failed
+        return opened._expire_at is not None and time.monotonic() > opened._expire_at  # noqa: SLF001 - no public name
 
 
 class _Http11(httpcore.AsyncHTTP11Connection):
