@@ -17,7 +17,7 @@ from frame.entrypoints.http.errors import CLOSE, OPENAI, ApiError, DisconnectedE
 from frame.entrypoints.http.protocol.bodies import MIN_RATE, PATIENCE, Bodies, problem_of
 from frame.entrypoints.http.protocol.fields import check_spelling, ignored_header
 from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
-from frame.entrypoints.http.validation_errors import invalid_json, repeated_error, repeated_name
+from frame.entrypoints.http.validation_errors import invalid_json, may_repeat_names, repeated_error, repeated_name
 from frame.entrypoints.logs import HEADER
 
 Scope = MutableMapping[str, Any]
@@ -174,7 +174,7 @@ class RequestContext:
             raise await run_unless_small(data, invalid_json, error) from None
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
-        if (name := await run_unless_small(data, repeated_name, value)) is not None:
+        if may_repeat_names(data, value) and (name := await run_unless_small(data, repeated_name, value)) is not None:
             raise repeated_error(name)
         return value
 

@@ -34,6 +34,7 @@ _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 MAX_NAME_CHARS = 64  # of an object's key that a sentence quotes
 MAX_SEARCHED = 256 * 1024  # bytes of a body that is read once more to name the field that is at fault
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_NAME_END = re.compile(rb'"[ \t\r\n]*:')
 _CUT = "Input data was truncated"  # msgspec's message
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
@@ -108,10 +109,16 @@ def type_name(value: Any) -> str:
     return names.get(type(value), "of another type")
 
 
+def may_repeat_names(data: bytes, value: Any) -> bool:
+    """Whether an object of the JSON text may have a name twice, in 0.5 ms for a megabyte. False is
+    certain: what ends like a name is a name, or an escaped quotation mark in a text."""
+    return sum(1 for _ in _NAME_END.finditer(data)) != _count_kept_names(value)
+
+
 def repeated_name(data: bytes, value: Any) -> str | None:
     """A name that an object of the JSON text has twice; None without one. `value`: the decoded
     text, which has only the last of both."""
-    if count_names(data) == _count_kept_names(value):
+    if not may_repeat_names(data, value) or count_names(data) == _count_kept_names(value):
         return None
     repeated: list[str] = []
 
