@@ -97,7 +97,7 @@ def test_plugins_list_in_words_and_json() -> None:
 
 def test_every_plugin_has_a_summary_and_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = loader.load_registry()
-    monkeypatch.setattr(loader, "load_registry", lambda *_: registry)  # read once for all
+    monkeypatch.setattr(loader, "load_registry", lambda *_, **__: registry)  # read once for all
     for each in json.loads(frame("plugins", "list", "--json").output)["plugins"]:
         assert each["summary"], each["name"]
         shown = frame("plugins", "info", f"{each['kind']}/{each['name']}")
