@@ -287,9 +287,9 @@ def test_a_heavy_request_leaves_a_crowded_step_if_it_takes_most_of_the_time(
 
 
 def test_more_rows_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_masks, "QUICK_SECONDS", 0.8)
+    monkeypatch.setattr(grammar_masks, "QUICK_SECONDS", 0.2)
     for count in (3, 192):
-        batch = Together(lambda: time.sleep(0.9))
+        batch = Together(lambda: time.sleep(0.21))
         table, requests, slots = known(count, batch=batch)
         calls = GrammarCalls(VOCAB, 4)
         for _ in range(2):
