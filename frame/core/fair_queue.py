@@ -1,7 +1,7 @@
 """`FairQueue`: jobs of several keys that wait for a place, taken round-robin by key.
 
-Used by the grammar compiler and, as `FairSemaphore`, by the batch runner and the audio routes. Must
-not know what a job or a key is. Threads may share it.
+Used by the grammar compiler and, as `FairSemaphore`, by the servers. Must not know what a job or a
+key is. Threads may share it.
 """
 
 from __future__ import annotations

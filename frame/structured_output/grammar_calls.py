@@ -43,7 +43,7 @@ MEAN_WEIGHT = 0.1  # of the last call in the mean time of a grammar's calls
 
 @dataclass(slots=True)
 class GrammarState:
-    """What the scheduler keeps of one request's grammar between steps."""
+    """What is kept of one request's grammar between steps."""
 
     call: ThreadedCall | None = None  # a call that no step waits for
     mask: np.ndarray | None = None  # int32 [words]; the next mask, once it is filled

@@ -22,7 +22,7 @@ from frame.text.named_file import read_named
 from frame.text.template_sandbox import LARGEST_TEXT, TemplateSandbox, TemplateTimeoutError
 from frame.text.tool_prompt import as_plain_messages
 
-LONGEST_REASON = 200  # characters of an error of Python
+MAX_REASON_CHARS = 200  # of an error of Python
 LARGEST_INDENT = 64  # characters
 LONGEST_TIME = 20.0  # seconds of rendering
 TEMPLATE = "chat_template"  # the argument with a template of the request; callers allow it for trusted clients only
@@ -138,7 +138,7 @@ def describe_compile_error(error: BaseException) -> str:
     if isinstance(error, jinja2.TemplateError):
         return str(error)
     if isinstance(error, ValueError):  # a number of more digits than Python converts, or a text that is not Unicode
-        return " ".join(str(error).split())[:LONGEST_REASON]
+        return " ".join(str(error).split())[:MAX_REASON_CHARS]
     return "its expressions or blocks are nested too deep"
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,7 +19,6 @@ from uvicorn.server import ServerState
 
 from frame.entrypoints.http import request_context
 from frame.entrypoints.http.errors import ApiError, public
-from frame.entrypoints.http.protocol import bodies as protocol_bodies
 from frame.entrypoints.http.protocol.bodies import _SLICE, MOST_LEVELS, MOST_VALUES, Bodies, problem_of
 from frame.entrypoints.http.protocol.connections import LARGEST_HEAD, MOST_HEADERS, ConnectionLimits, GuardedProtocol
 from frame.entrypoints.http.request_context import RequestContext
@@ -439,21 +437,6 @@ async def test_one_key_leaves_room_for_the_bodies_of_others(tmp_path: Path) -> N
         assert {line.split()[1] for line in first} == {b"429"}
         for task in refused:
             task.cancel()
-
-
-async def test_memory_of_many_bodies_is_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last of several waves, because returning it stops the server."""
-    returned = threading.Semaphore(0)
-    monkeypatch.setattr(protocol_bodies, "return_freed_memory", returned.release)
-    monkeypatch.setattr(protocol_bodies, "TRIM_DELAY", 0.1)
-    held = Bodies(most=4 * protocol_bodies.TRIM_BYTES, pause=1.0)
-    for size, expected in ((protocol_bodies.TRIM_BYTES // 2, False), (protocol_bodies.TRIM_BYTES, True)):
-        for _ in range(5):
-            held.take(size, "one")
-            held.give_back(size, "one")
-        await asyncio.sleep(0.2)
-        assert await asyncio.to_thread(returned.acquire, timeout=WAIT if expected else 0.05) == expected
-    assert not returned.acquire(blocking=False)
 
 
 @pytest.mark.parametrize("rate", [0.3, 3.0], ids=["slow", "fast"])

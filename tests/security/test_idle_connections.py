@@ -1,9 +1,10 @@
-"""Idle connections do not keep others out, and frequent reading of what is expensive to render does
-not block the event loop."""
+"""Idle connections do not keep others out, memory of bodies is returned, and frequent reading of
+what is expensive to render does not block the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,10 @@ import pytest
 from frame.core.interfaces.stats import RenderedMetrics, StatLogger
 from frame.entrypoints.engine_client import stats
 from frame.entrypoints.http import app as http_app
+from frame.entrypoints.http.protocol import bodies as protocol_bodies
 from frame.entrypoints.http.protocol import connections
+from frame.entrypoints.http.protocol.bodies import Bodies
+from frame.entrypoints.http.protocol.paced_parsing import ParsingQueue
 from tests.entrypoints.inprocess import serving
 from tests.security.test_connections import WAIT, listening, tell
 
@@ -40,6 +44,22 @@ async def test_a_new_connection_replaces_the_one_that_is_idle_longest(monkeypatc
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         begun_writer.write(REQUEST[10:])
         assert (await begun.readline()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_connection_whose_bytes_wait_to_be_parsed_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MIN_IDLE", 0.0)
+    async with listening(tell, connections=1) as connect, asyncio.timeout(WAIT):
+        waiting: asyncio.Queue[Any] = asyncio.Queue()
+        with monkeypatch.context() as patch:
+            patch.setattr(ParsingQueue, "is_open", lambda self: False)
+            patch.setattr(ParsingQueue, "add", lambda self, connection, *, is_first: waiting.put_nowait(connection))
+            first, writer = await connect()
+            writer.write(REQUEST)
+            held = await waiting.get()
+            second, _ = await connect()
+            assert (await second.readline()).startswith(b"HTTP/1.1 503")
+        held.parse_portion()
+        assert (await first.readline()).startswith(b"HTTP/1.1 200")
 
 
 def test_metrics_are_rendered_in_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,3 +115,18 @@ async def test_one_thread_turns_many_ids_into_text(monkeypatch: pytest.MonkeyPat
         bodies = [server.post("/detokenize", {"tokens": [5] * 2000}) for _ in range(8)]
         assert [each.json()["text"] for each in await asyncio.gather(*bodies)] == ["x"] * 8
     assert most == [1]
+
+
+async def test_memory_of_many_bodies_is_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last of several waves, because returning it stops the server."""
+    returned = threading.Semaphore(0)
+    monkeypatch.setattr(protocol_bodies, "return_freed_memory", returned.release)
+    monkeypatch.setattr(protocol_bodies, "TRIM_DELAY", 0.1)
+    held = Bodies(most=4 * protocol_bodies.TRIM_BYTES, pause=1.0)
+    for size, expected in ((protocol_bodies.TRIM_BYTES // 2, False), (protocol_bodies.TRIM_BYTES, True)):
+        for _ in range(5):
+            held.take(size, "one")
+            held.give_back(size, "one")
+        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(returned.acquire, timeout=WAIT if expected else 0.05) == expected
+    assert not returned.acquire(blocking=False)

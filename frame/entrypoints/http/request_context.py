@@ -33,7 +33,7 @@ MIN_PIECE = 16 * 1024  # of a body that is kept as it came; smaller ones are joi
 BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
 LINGER = 5.0  # seconds in which the rest of a body is discarded after an answer that ends the connection
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-MOST_PARAMETERS = 64  # of a query string
+MAX_PARAMETERS = 64  # of a query string
 SENT_TO_ALL = frozenset({"beta", "api-version"})  # query parameters of Anthropic's and Azure's clients, which change nothing here
 UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
@@ -281,8 +281,8 @@ async def run_unless_small(data: bytes, act: Callable[[bytes, T], R], argument: 
 def check_query(query: bytes, known: frozenset[str]) -> tuple[str, ...]:
     """The parameters of a query string that are ignored, as `query.NAME`. Raises ApiError 400 for
     one that cannot be decoded, and for a name that may not be ignored."""
-    if query.count(b"&") >= MOST_PARAMETERS:
-        raise ApiError(400, f"the query string has more than {MOST_PARAMETERS} parameters; send fewer")
+    if query.count(b"&") >= MAX_PARAMETERS:
+        raise ApiError(400, f"the query string has more than {MAX_PARAMETERS} parameters; send fewer")
     try:
         pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
     except UnicodeDecodeError:

@@ -110,9 +110,13 @@ def type_name(value: Any) -> str:
 
 
 def may_repeat_names(data: bytes, value: Any) -> bool:
-    """Whether an object of the JSON text may have a name twice, in 0.5 ms for a megabyte. False is
-    certain: what ends like a name is a name, or an escaped quotation mark in a text."""
-    return sum(1 for _ in _NAME_END.finditer(data)) != _count_kept_names(value)
+    """Whether an object of the JSON text may have a name twice. False is certain: what ends like a
+    name is a name, or an escaped quotation mark in a text. Long lists are looked through only where
+    the body has objects inside, not for a prompt of token ids."""
+    num_ends = sum(1 for _ in _NAME_END.finditer(data))
+    if isinstance(value, dict) and num_ends == len(value):
+        return False
+    return num_ends != _count_kept_names(value)
 
 
 def repeated_name(data: bytes, value: Any) -> str | None:
@@ -146,43 +150,40 @@ def _count_kept_names(value: Any) -> int:
     return found
 
 
-def repeated_error(name: str) -> ApiError:
-    """The `ApiError` 400 of a body with a name that is there twice."""
+def repeated_error(name: str, place: str = "the body") -> ApiError:
+    """The `ApiError` 400 of a JSON text with a name that is twice in one object. `place`: what the
+    text is."""
     name = name[:MAX_NAME_CHARS]
-    return ApiError(400, f"the body has {name} twice in one object; send it once", name)
+    return ApiError(400, f"{place} has {name} twice in one object; send it once", name)
 
 
 def invalid_json(data: bytes, error: Exception) -> ApiError:
     """The `ApiError` 400 of a body that is not JSON: it names the field of a number or a text that
     JSON does not have, else it says what `unreadable_json` says."""
     with suppress(ValueError, RecursionError):
-        path = _path_of_fault(json.loads(data)) if len(data) <= MAX_SEARCHED else None
-        if path is not None:
+        fault = _find_fault(json.loads(data)) if len(data) <= MAX_SEARCHED else None
+        if fault is not None:
+            path, is_number = fault
             number = "is not finite, or beyond the range of 64-bit floating point; send a finite number"
             text = "has half of a surrogate pair (such as \\ud83d alone); send whole characters"
-            reason = f"{_written(path) or 'the value'} {number if path.is_number else text}"
+            reason = f"{_written(path) or 'the value'} {number if is_number else text}"
             return ApiError(400, f"the body is not valid JSON: {reason}", _written(path) or None)
     return unreadable_json(data, error)
 
 
-class _Path(tuple[str | int, ...]):
-    is_number = False
-
-
-def _path_of_fault(value: Any) -> _Path | None:
-    """The path of the first value that JSON does not have; None without one."""
+def _find_fault(value: Any) -> tuple[tuple[str | int, ...], bool] | None:
+    """(the path of the first value that JSON does not have, whether it is a number, not a text);
+    None without one."""
     waiting: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
     while waiting:
         each, path = waiting.pop()
         if isinstance(each, float) and not isfinite(each):
-            found = _Path(path)
-            found.is_number = True
-            return found
+            return path, True
         if isinstance(each, str) and _SURROGATE.search(each):
-            return _Path(path)
+            return path, False
         if isinstance(each, dict):
             if any(map(_SURROGATE.search, each)):  # a name
-                return _Path(path)
+                return path, False
             waiting += [(inner, (*path, name)) for name, inner in reversed(each.items())]
         elif isinstance(each, list):
             waiting += [(inner, (*path, i)) for i, inner in reversed([*enumerate(each)]) if not isinstance(inner, int)]

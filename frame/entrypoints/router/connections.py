@@ -62,7 +62,8 @@ class _Pool(httpcore.AsyncConnectionPool):
         self._context = context
 
     def _assign_requests_to_connections(self) -> list[httpcore.AsyncConnectionInterface]:
-        """The connections to close; a queued request gets an available connection or a new one."""
+        """Overrides a private method, which httpcore calls when a request begins or ends. Returns
+        the connections to close; a queued request gets an available connection or a new one."""
         closing, kept, num_idle = list[httpcore.AsyncConnectionInterface](), list[httpcore.AsyncConnectionInterface](), 0
         for connection in self._connections:
             if connection.is_idle():

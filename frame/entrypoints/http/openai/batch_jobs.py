@@ -429,7 +429,7 @@ def _parse_line(line: bytes, endpoint: str) -> tuple[str, bytes, str]:
         if body.get(field):
             raise _LineError(f"{field} is not supported in a batch; leave it out", name)
     if (repeated := repeated_name(line, found)) is not None:
-        raise _LineError(repeated_error(repeated).message.replace("the body", "the line"), name)
+        raise _LineError(repeated_error(repeated, "the line").message, name)
     try:
         unknown = check_spelling([each for each in found if each not in FIELDS], FIELDS, owner="a line")
     except ApiError as error:

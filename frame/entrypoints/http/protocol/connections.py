@@ -134,6 +134,7 @@ class GuardedProtocol(PacedProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is None:  # else it is being closed
+            self._limits.idle.pop(self, None)  # its request may wait to be parsed
             super().data_received(data)
 
     def parse_bytes(self, data: bytes | memoryview) -> None:
@@ -177,7 +178,6 @@ class GuardedProtocol(PacedProtocol):
         self._head_bytes = self._parsed_bytes = self._num_headers = self._body_size = self._framing = 0
         self._has_begun = True
         self._has_host = False
-        self._limits.idle.pop(self, None)
         self.begin_head()
         super().on_message_begin()
 
@@ -232,9 +232,9 @@ class GuardedProtocol(PacedProtocol):
         is_idle = self._is_head and not self._has_begun
         if not self.cycle.response_complete:
             return
-        if is_idle:
+        if is_idle and not self._has_waiting:
             self._limits.idle[self] = self.loop.time()
-        elif self._reading is None:
+        elif not is_idle and self._reading is None:
             self._await_reading()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:

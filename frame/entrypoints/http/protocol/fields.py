@@ -16,7 +16,7 @@ from frame.entrypoints.http.errors import ApiError
 IGNORED = b"x-frame-ignored-fields"
 MAX_UNKNOWN = 16  # unknown names that are compared with known ones, which takes time
 CLOSENESS = 0.85  # of an unknown name to a known one, from 0 to 1, from which it is taken for a spelling mistake
-SHORTEST, SHORTEST_OTHER = 4, 5  # characters of a known name that is taken to be meant with two letters swapped, with another letter
+MIN_SWAPPED, MIN_ALTERED = 4, 5  # characters of a known name that is taken to be meant with two letters swapped; with another letter
 OF_OTHERS = frozenset({"top_a"})  # of other servers' clients, and one letter from a known name
 MAX_NAME = 64  # characters of a name that a response quotes
 _MAX_PATH = 2 * MAX_NAME
@@ -187,11 +187,11 @@ def find_meant(name: str, known: Iterable[str]) -> str | None:
 
 def _is_altered(name: str, known: str) -> bool:
     """Whether two neighbours are swapped, or one letter is another one."""
-    if len(name) != len(known) or len(known) < SHORTEST:
+    if len(name) != len(known) or len(known) < MIN_SWAPPED:
         return False
     places = [i for i, (one, other) in enumerate(zip(name, known, strict=True)) if one != other]
     if len(places) == 1:
-        return len(known) >= SHORTEST_OTHER
+        return len(known) >= MIN_ALTERED
     swapped = len(places) == 2 and places[1] == places[0] + 1
     return swapped and name[places[0]] == known[places[1]] and name[places[1]] == known[places[0]]
 
