@@ -130,7 +130,7 @@ def measure_copies(nccl: Any, copies: Any) -> dict[str, dict[str, float]]:
 
         out = multiply(x)
         expected = nccl.all_reduce(out.clone())
-        for result in [copies.all_reduce(out) for _ in range(3)] + [copies.sum_product(multiply, x, columns) for _ in range(3)]:
+        for result in [copies.all_reduce(out) for _ in range(3)] + [copies.reduce_matmul(multiply, x, columns) for _ in range(3)]:
             if not torch.allclose(result.float(), expected.float(), atol=2.0, rtol=0.02):
                 raise SystemExit(f"copies give a wrong sum of {rows} x {columns}")
         zeros = torch.zeros_like(out)
@@ -139,7 +139,7 @@ def measure_copies(nccl: Any, copies: Any) -> dict[str, dict[str, float]]:
             "copies": lambda zeros=zeros: copies.all_reduce(zeros),
             "product": lambda x=x, multiply=multiply: multiply(x),
             "product_nccl": lambda x=x, multiply=multiply: nccl.all_reduce(multiply(x)),
-            "product_copies": lambda x=x, multiply=multiply, columns=columns: copies.sum_product(multiply, x, columns),
+            "product_copies": lambda x=x, multiply=multiply, columns=columns: copies.reduce_matmul(multiply, x, columns),
         }
         row = found[f"{rows} x {inner} x {columns}"] = {name: round(time_eager(act), 1) for name, act in acts.items()}
         print(f"rank {nccl.rank}: {rows} x {inner} x {columns} {row} us", flush=True)

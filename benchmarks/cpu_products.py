@@ -44,7 +44,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BYTES = 192 << 20  # of bfloat16 weights that the launches go through
 
 
-def make_products(
+def make_gemms(
     registry: Registry, name: str, outputs: int, inputs: int, copies: int
 ) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     kernel: GemmKernel = registry.load(registry.get("gemm_kernel", name.partition(",")[0]))(build_context("cpu", torch.bfloat16, 16), None)
@@ -63,7 +63,7 @@ def measure(layer: str, kernels: list[str], rows_of: list[int], repeats: int, cl
     copies = BYTES // (2 * outputs * inputs)
     known = {record.name for record in registry.records("gemm_kernel")}.intersection(kernels)
     names = [name for name in KERNELS if name.partition(",")[0] in known]
-    products = {name: make_products(registry, name, outputs, inputs, copies) for name in names}
+    products = {name: make_gemms(registry, name, outputs, inputs, copies) for name in names}
     found = []
     for rows in rows_of:
         x, best = torch.randn(rows, inputs).bfloat16(), dict.fromkeys(names, float("inf"))

@@ -41,7 +41,7 @@ from tests.plugins.grammar_backends import random_grammars
 
 LARGE = 128_000
 ROWS = (1, 16, 64)
-MOST_CPU = 3.0  # seconds of masks for one figure
+MAX_CPU = 3.0  # seconds of masks for one figure
 TICKET = {
     "type": "object",
     "properties": {
@@ -159,7 +159,7 @@ def walk(compiled: list[Any], rows: int, steps: int, threads: int) -> dict[str, 
             assert is_taken
             if is_finished:
                 grammars[i] = compiled[i % len(compiled)].start()
-        if time.process_time() - began > MOST_CPU and len(fill) >= rows:
+        if time.process_time() - began > MAX_CPU and len(fill) >= rows:
             break
     fill.sort()
     found = {"fill": statistics.fmean(fill), "fill_p99": fill[int(0.99 * len(fill))], "accept": statistics.fmean(accept)}

@@ -95,14 +95,14 @@ def measure(layer: str, form: str, kernel: str, rows_of: list[int], plain: dict[
         print(f"{kernel}, {layer}, {form}: {obstacle}", flush=True)
         return []
     began = time.perf_counter()
-    products = [made.prepare(weight) for weight in weights]
-    errors = {rows: check(products[0], weights[0], rows) for rows in (1, 17, 100, 1100)}
+    gemms = [made.prepare(weight) for weight in weights]
+    errors = {rows: check(gemms[0], weights[0], rows) for rows in (1, 17, 100, 1100)}
     worst = max(errors.values())
     print(f"{kernel}, {layer}, {form}: prepared and checked in {time.perf_counter() - began:.1f} s", flush=True)
     found = []
     for rows in rows_of:
         x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-        taken = seconds(lambda number, x=x: products[number](x), len(products), count_launches(rows))
+        taken = seconds(lambda number, x=x: gemms[number](x), len(gemms), count_launches(rows))
         found.append(
             {
                 "layer": layer, "form": form, "kernel": kernel, "rows": rows,

@@ -61,13 +61,13 @@ def seconds_of_step(logits: torch.Tensor, params: SamplingParams, repetitions: i
         new_pages=np.empty((0, 3), np.int32),
     )
     layout = compute_layout(batch)
-    least = math.inf
+    minimum = math.inf
     for _ in range(repetitions):
         start = time.perf_counter()
         plan = table.plan(batch, layout)
         sampler.sample(logits, plan, None, {name: torch.from_numpy(array) for name, array in plan.arrays.items()})
-        least = min(least, time.perf_counter() - start)
-    return least
+        minimum = min(minimum, time.perf_counter() - start)
+    return minimum
 
 
 def main() -> None:

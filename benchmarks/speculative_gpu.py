@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from frame.config.schema import FrameConfig
-from frame.core.interfaces.batch import ForwardBatch, HiddenStateTaps
+from frame.core.interfaces.batch import ForwardBatch, HiddenStateOutputs
 from frame.core.interfaces.drafter import MAX_STEPS, Drafter
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Generate
@@ -70,11 +70,11 @@ def make_loop(
         write_folder(target, shape)
         extra = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": shape["vocab_size"] // 4}
         write_folder(head, shape | extra)
-    most = max(args.batches)
+    maximum = max(args.batches)
     config: dict[str, Any] = {
         "model": {"path": str(target), "load_format": "dummy", "skip_tokenizer_init": True, "max_context": args.context + args.room},
-        "cache": {"max_total_tokens": most * (args.context + min(args.room, 1000)) + 8192},
-        "scheduler": {"max_running_requests": most},
+        "cache": {"max_total_tokens": maximum * (args.context + min(args.room, 1000)) + 8192},
+        "scheduler": {"max_running_requests": maximum},
         "execution": {"device": args.device, "cuda_graph_max_bs": 0 if args.device == "cpu" else args.graphs, "prompt_graph_max_tokens": 0},
     }
     if args.apart:
@@ -106,9 +106,9 @@ def skip_prompts(runner: Any, shape: dict[str, Any]) -> None:
         if int(batch.host.query_lens.max()) <= MAX_STEPS + 1:
             return compute(batch)
         hidden = torch.zeros(len(batch.token_ids), shape["hidden_size"], dtype=runner.context.dtype, device=runner.context.device)
-        taps = batch.get(HiddenStateTaps)
-        if taps is not None:
-            taps.states.update(dict.fromkeys(taps.layers, hidden))
+        hidden_outputs = batch.get(HiddenStateOutputs)
+        if hidden_outputs is not None:
+            hidden_outputs.states.update(dict.fromkeys(hidden_outputs.layers, hidden))
         return hidden
 
     runner.forward = forward

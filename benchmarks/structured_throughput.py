@@ -137,7 +137,7 @@ class Runs:
         self._temperature = temperature
         self.length = length
         self._numbers = random.Random(0)
-        self._most = vocab_size - 10
+        self._maximum = vocab_size - 10
         self.steps = self.jumped = 0  # of the last run
 
     def compile(self, asked: list[dict[str, Any]]) -> None:
@@ -145,7 +145,7 @@ class Runs:
 
     def __call__(self, asked: list[dict[str, Any]]) -> tuple[float, float]:
         """-> output tokens a second, and a second of the process's CPU time."""
-        prompts = [[self._numbers.randint(5, self._most) for _ in range(PROMPT)] for _ in asked]
+        prompts = [[self._numbers.randint(5, self._maximum) for _ in range(PROMPT)] for _ in asked]
         common = {"max_tokens": self.length, "temperature": self._temperature, "ignore_eos": True}
         params = [SamplingParams(**common, seed=self._numbers.randint(0, 1 << 30), **each) for each in asked]
         before = self._engine.control("server_info")

@@ -36,8 +36,8 @@ TINY = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attent
 PROMPT = [50258, 50259, 50360, 50364]
 
 
-def make_loop(args: argparse.Namespace, folder: Path, most: int) -> LocalLoop:
-    """`most`: rows of the largest decode graph."""
+def make_loop(args: argparse.Namespace, folder: Path, maximum: int) -> LocalLoop:
+    """`maximum`: rows of the largest decode graph."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE | (TINY if args.tiny else {})))
     config: dict[str, Any] = {
@@ -45,7 +45,7 @@ def make_loop(args: argparse.Namespace, folder: Path, most: int) -> LocalLoop:
         "cache": {"max_total_tokens": 448 * (max(args.batches) + 1)},
         "scheduler": {"max_running_requests": max(args.batches)},
         "attention": {"backend": args.attention},
-        "execution": {"device": args.device, "cuda_graph_max_bs": most},
+        "execution": {"device": args.device, "cuda_graph_max_bs": maximum},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
@@ -77,10 +77,10 @@ def main() -> None:
     noise = np.random.default_rng(1)
     windows = [noise.standard_normal((SHAPE["num_mel_bins"], 3000), np.float32).tobytes() for _ in range(max(args.batches))]
     with tempfile.TemporaryDirectory() as root:
-        for most in (0,) if args.device == "cpu" else (max(args.batches), 0):
-            loop = make_loop(args, Path(root) / str(most), most)
+        for maximum in (0,) if args.device == "cpu" else (max(args.batches), 0):
+            loop = make_loop(args, Path(root) / str(maximum), maximum)
             for batch in args.batches:
-                row = {"graphs": most, "batch": batch, **measure(loop, windows[:batch], args.tokens)}
+                row = {"graphs": maximum, "batch": batch, **measure(loop, windows[:batch], args.tokens)}
                 found.append({name: round(value, 2) for name, value in row.items()})
                 print(json.dumps(found[-1]), flush=True)
             loop.runner.close()

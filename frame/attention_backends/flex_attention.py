@@ -102,7 +102,7 @@ def _kernel_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[s
     row = (1 << (max(k.shape[-1], v.shape[-1]) - 1).bit_length()) * k.element_size()
     options: dict[str, Any] = {}
     if row > 256:
-        options = {"FORCE_USE_FLEX_ATTENTION": True, **next((tiles for most, tiles in TILES.items() if row <= most), SMALLEST_TILES)}
+        options = {"FORCE_USE_FLEX_ATTENTION": True, **next((tiles for maximum, tiles in TILES.items() if row <= maximum), SMALLEST_TILES)}
     elif q.shape[2] > 1:
         options = {"FORCE_USE_FLEX_ATTENTION": True}
     if q.dtype == torch.float32:  # three TF32 products on the tensor cores; exact float32 compiles for minutes

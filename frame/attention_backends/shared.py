@@ -44,14 +44,14 @@ def replace_non_finite(values: torch.Tensor, in_place: bool = False) -> torch.Te
     that the row's own result still shows the fault. Costs no more than the copy that a strided
     tensor needs anyway.
     """
-    most = min(MAX_FINITE, torch.finfo(values.dtype).max)
+    maximum = min(MAX_FINITE, torch.finfo(values.dtype).max)
     n, heads, width = values.shape
     if not in_place and can_use_triton(values.device) and values.stride()[1:] == (width, 1):
         from frame.kernels.elementwise.finite import replace_non_finite_rows
 
-        return replace_non_finite_rows(values.flatten(1), most).view(n, heads, width)
+        return replace_non_finite_rows(values.flatten(1), maximum).view(n, heads, width)
     out = values if in_place else torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    return torch.nan_to_num(values, nan=most, posinf=most, neginf=most, out=out)
+    return torch.nan_to_num(values, nan=maximum, posinf=maximum, neginf=maximum, out=out)
 
 
 def make_rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -472,9 +472,9 @@ class _Solver:
             )
         if total is not None and total < trained:
             return int(self._value("model.max_context", given, total, f"the KV cache holds {total} tokens, the model takes {trained}"))
-        longest = self.model_config.sentence and self.model_config.sentence.max_tokens
-        if given is None and longest and longest < trained:
-            return int(self._value("model.max_context", None, longest, f"sentence_bert_config.json; positions go to {trained}"))
+        max_length = self.model_config.sentence and self.model_config.sentence.max_tokens
+        if given is None and max_length and max_length < trained:
+            return int(self._value("model.max_context", None, max_length, f"sentence_bert_config.json; positions go to {trained}"))
         return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
 
     def _jump_forward(self, has_graphs: bool) -> int:

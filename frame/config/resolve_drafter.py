@@ -131,9 +131,9 @@ def _check_tree(config: FrameConfig, model_config: ModelConfig, tree: TreeShape)
     shape = f"speculative.num_steps is {tree.depth} and {where}.eagle_topk {tree.width}"
     if tree.num_extended > MAX_TREE_KEYS:
         raise ResolveError(f"{shape}: (num_steps - 1) * eagle_topk must be at most {MAX_TREE_KEYS}; lower one of them.")
-    most = min(MAX_STEPS, tree.width + tree.num_extended * tree.width)
-    if not tree.depth <= tree.num_nodes <= most:
-        raise ResolveError(f"{shape}: {where}.num_draft_tokens may be {tree.depth + 1} to {most + 1}, not {tree.num_nodes + 1}.")
+    maximum = min(MAX_STEPS, tree.width + tree.num_extended * tree.width)
+    if not tree.depth <= tree.num_nodes <= maximum:
+        raise ResolveError(f"{shape}: {where}.num_draft_tokens may be {tree.depth + 1} to {maximum + 1}, not {tree.num_nodes + 1}.")
     what = {
         "drafts that are accepted at random (speculative.synthetic_acceptance_length)": speculative.synthetic_acceptance_length is not None,
         "layers with a window": model_config.sliding_window is not None,

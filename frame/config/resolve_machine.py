@@ -17,13 +17,13 @@ from frame.core.interfaces.plugin import PluginRecord
 
 GIB = 1024**3
 RUNNING_ON_CPU = 64  # default of scheduler.max_running_requests on a CPU
-LEAST_RUNNING, MOST_RUNNING = 256, 512  # bounds of the default of scheduler.max_running_requests on a GPU
+MIN_RUNNING, MAX_RUNNING = 256, 512  # bounds of the default of scheduler.max_running_requests on a GPU
 TOKENS_A_REQUEST = 1024  # prompt and output of a typical request
-MOST_DECODES = 1024  # default bound on the rows of the largest captured decode
-MOST_PROMPT_TOKENS = 2048  # default bound on the tokens of the largest captured step with prompts; more gain little on any model
+MAX_DECODES = 1024  # default bound on the rows of the largest captured decode
+MAX_PROMPT_TOKENS = 2048  # default bound on the tokens of the largest captured step with prompts; more gain little on any model
 # Products of a weight and a token that a GPU computes while the host launches one layer's kernels
 # (0.2 ms, measured).
-_PRODUCTS_PER_LAUNCHED_LAYER = 60e9
+_GEMMS_PER_LAUNCHED_LAYER = 60e9
 _NARROWEST = 64  # tokens; a smaller step is bound by reading weights or by launches
 _ONE_PART = ("layers_block_type", "hybrid_override_pattern")  # fields of configs whose layers are attention, a recurrence or an MLP
 _ONLY_DECODES = {  # capabilities of models whose steps with prompts cannot be captured
@@ -128,8 +128,8 @@ def _choose_running(tokens: int) -> tuple[int, str]:
     """The default of max_running_requests on a GPU whose KV cache holds `tokens` tokens, and the
     reason."""
     fitting = tokens // TOKENS_A_REQUEST // 64 * 64
-    running = min(max(fitting, LEAST_RUNNING), MOST_RUNNING)
-    why = f"the KV cache holds about {tokens} tokens, {TOKENS_A_REQUEST} for each; from {LEAST_RUNNING} to {MOST_RUNNING}"
+    running = min(max(fitting, MIN_RUNNING), MAX_RUNNING)
+    why = f"the KV cache holds about {tokens} tokens, {TOKENS_A_REQUEST} for each; from {MIN_RUNNING} to {MAX_RUNNING}"
     return running, why
 
 
@@ -182,7 +182,7 @@ def graph_sizes(
         or ("torch_compile is set, which captures its own graphs" if execution.torch_compile else "")
         or next((why for name, why in _ONLY_DECODES.items() if any(getattr(can, name, False) for can in models)), ""),
     }
-    most = {"cuda_graph_max_bs": min(tokens, MOST_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
+    maximum = {"cuda_graph_max_bs": min(tokens, MAX_DECODES), "prompt_graph_max_tokens": launch_bound_tokens(model_config)}
     reasons = {
         "cuda_graph_max_bs": f"all {'micro-' if stages > 1 else ''}batches: a replay costs the host less than launching each kernel",
         "prompt_graph_max_tokens": "about as many tokens as the device computes while the host launches a layer",
@@ -193,7 +193,7 @@ def graph_sizes(
         key, given = f"execution.{name}", wanted[name]
         if given and obstacle:
             raise ResolveError(f"{key} is {given}, but {obstacle}.", change=f"{key}: 0")
-        found.append((key, given, 0 if obstacle else most[name], f"none: {obstacle}" if obstacle else reasons[name]))
+        found.append((key, given, 0 if obstacle else maximum[name], f"none: {obstacle}" if obstacle else reasons[name]))
     return found
 
 
@@ -215,8 +215,8 @@ def graph_obstacle(chosen: Choices, platform: PluginRecord, task: Task, kinds: t
 def launch_bound_tokens(model_config: ModelConfig) -> int:
     """Estimate the tokens up to which launching a layer takes longer than computing it; a multiple
     of 64."""
-    tokens = int(_PRODUCTS_PER_LAUNCHED_LAYER / _layer_weights(model_config)) // _NARROWEST * _NARROWEST
-    return max(_NARROWEST, min(MOST_PROMPT_TOKENS, tokens))
+    tokens = int(_GEMMS_PER_LAUNCHED_LAYER / _layer_weights(model_config)) // _NARROWEST * _NARROWEST
+    return max(_NARROWEST, min(MAX_PROMPT_TOKENS, tokens))
 
 
 def _layer_weights(model_config: ModelConfig) -> int:

@@ -74,7 +74,7 @@ class Resolved(BaseModel):
         return self.pooling is not None and self.pooling.needs_whole_prompts(self.model.encoder)
 
     @property
-    def most_drafted(self) -> int:
+    def max_drafted(self) -> int:
         """Drafted tokens a step and sequence, at most; 0: there is no drafter."""
         if not self.plugins.get("drafter"):
             return 0
@@ -87,7 +87,7 @@ class Resolved(BaseModel):
             vocab_size=self.model.vocab_size,
             max_slots=self.max_running_requests,
             max_context=self.max_context,
-            num_steps=self.most_drafted,
+            num_steps=self.max_drafted,
             draft_model_path=self.user.speculative.draft_model_path,
             tree=self.tree,
         )

@@ -51,10 +51,10 @@ def measure_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
     for group, (limit, usage, reclaimable) in _memory_groups(cgroups, membership):
-        most = _read(group / limit)
-        if most.isdigit():  # else "max"
+        maximum = _read(group / limit)
+        if maximum.isdigit():  # else "max"
             held = int(_read(group / usage) or 0) - _statistic(group, reclaimable)
-            total, available = min(total, int(most)), min(available, int(most) - max(0, held))
+            total, available = min(total, int(maximum)), min(available, int(maximum) - max(0, held))
     return total, max(0, available)
 
 

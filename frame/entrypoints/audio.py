@@ -181,11 +181,11 @@ def _transform(samples: np.ndarray, count: int) -> np.ndarray:
 def split_windows(blocks: Iterable[np.ndarray], seconds: float) -> Iterator[tuple[float, np.ndarray]]:
     """(start in seconds, samples) of windows of at most `seconds`. A window that is not the last
     one ends where its end is quietest."""
-    longest, start, rest = int(seconds * RATE), 0, np.zeros(0, np.float32)
+    max_length, start, rest = int(seconds * RATE), 0, np.zeros(0, np.float32)
     for block in blocks:
         rest = np.concatenate((rest, block))
-        while len(rest) > longest:
-            end = _find_quiet(rest[:longest])
+        while len(rest) > max_length:
+            end = _find_quiet(rest[:max_length])
             yield start / RATE, rest[:end]
             start, rest = start + end, rest[end:]
     if len(rest):

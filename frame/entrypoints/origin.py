@@ -20,7 +20,7 @@ from frame.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 
 LOCAL_NAMES = ("localhost", "localhost.localdomain")
-LONGEST = 200  # characters of a name that are shown
+MAX_LENGTH = 200  # characters of a name that are shown
 MAX_AGE = b"600"  # seconds that a browser may keep the answer to a preflight
 EXPOSED = b"x-request-id, request-id, retry-after"  # headers that a page with credentials may read; others may read all
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?", re.IGNORECASE)
@@ -94,11 +94,11 @@ def why_foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         if _is_certain(host):
             return None
         remedy = "start it, or the replicas if this name is a router's, with --api-key or --insecure"
-        return f"this server has no key and answers to addresses and localhost, not to {host[:LONGEST]}; {remedy}"
+        return f"this server has no key and answers to addresses and localhost, not to {host[:MAX_LENGTH]}; {remedy}"
     page = origin.decode("latin-1").lower()
     if host and page.partition("://")[2] == host and _is_certain(host):
         return None
-    return f"a page of {page[:LONGEST]} may not use this server, which has no key; allow it with --cors-origins, or set --api-key"
+    return f"a page of {page[:MAX_LENGTH]} may not use this server, which has no key; allow it with --cors-origins, or set --api-key"
 
 
 @lru_cache(maxsize=64)

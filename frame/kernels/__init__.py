@@ -17,7 +17,7 @@ from frame.kernels.nvidia import count_multiprocessors, get_compute_capability, 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NO_PDL = "FRAME_NO_PDL"  # set to 1, it turns programmatic dependent launch off
 
-_LEAST_PROCESSORS = 128
+_MIN_PROCESSORS = 128
 _GLUON = "3.6."  # the tested Triton release: the names of Gluon change between releases
 
 
@@ -51,7 +51,7 @@ def supports_tma_streaming(device: torch.device) -> bool:
     """
     if device.type != "cuda" or get_compute_capability(device)[0] != 9 or INTERPRETED:
         return False
-    if count_multiprocessors(device) < _LEAST_PROCESSORS:
+    if count_multiprocessors(device) < _MIN_PROCESSORS:
         return False
     import triton
 

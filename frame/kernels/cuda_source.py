@@ -20,7 +20,7 @@ import torch
 
 from frame.kernels import nvidia
 
-_MOST_THREADS = 8  # that compile
+_MAX_THREADS = 8  # that compile
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _STATIC_SHARED_BYTES = 48 << 10  # more than this is to be asked for
@@ -72,7 +72,7 @@ def _start_compilation(source: str, constants: tuple[tuple[str, int], ...], arch
 
 @cache
 def _open_pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "nvrtc")
+    return ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "nvrtc")
 
 
 @cache

@@ -94,11 +94,11 @@ def choose_warps(elements: int, loads: int = 1) -> int:
     return min(wanted, _MAX_WARPS)
 
 
-def choose_rows_per_program(rows: int, most: int) -> int:
-    """How many short rows one program takes, a power of two: at most `most` (a power of two or 0)
-    on a GPU, at most 64 under the interpreter."""
+def choose_rows_per_program(rows: int, maximum: int) -> int:
+    """How many short rows one program takes, a power of two: at most `maximum` (a power of two or
+    0) on a GPU, at most 64 under the interpreter."""
     wanted = next_power_of_2(rows)
-    return min(wanted, _INTERPRETED_ROWS if kernels.INTERPRETED else max(1, most))
+    return min(wanted, _INTERPRETED_ROWS if kernels.INTERPRETED else max(1, maximum))
 
 
 @triton.jit

@@ -27,7 +27,7 @@ CHANNELS = 256  # programs of a launch: all of them must run at the same time
 REGION = 16 << 10  # bytes that a channel receives from a rank
 LARGEST = CHANNELS * REGION  # bytes of one launch
 MULTIPLE = 16  # a message has a multiple of so many elements
-_LEAST = 2 << 10  # bytes of a program, so that small messages use few
+_MINIMUM = 2 << 10  # bytes of a program, so that small messages use few
 _EMPTY = -0x8000  # int16: negative zero of 16-bit types; a float32 of two such halves, 0x80008000, is about -4.6e-41
 
 
@@ -63,12 +63,12 @@ def sum_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     Negative zeros become zeros. A tensor of more than `LARGEST` bytes takes several launches.
     """
     out = torch.empty_like(x)
-    flat, results, most = x.view(-1), out.view(-1), LARGEST // x.itemsize
-    for start in range(0, len(flat), most):
-        part = flat[start : start + most]
-        piece = min(max(next_power_of_2(ceil_div(len(part), CHANNELS)), _LEAST // x.itemsize), REGION // x.itemsize)
+    flat, results, maximum = x.view(-1), out.view(-1), LARGEST // x.itemsize
+    for start in range(0, len(flat), maximum):
+        part = flat[start : start + maximum]
+        piece = min(max(next_power_of_2(ceil_div(len(part), CHANNELS)), _MINIMUM // x.itemsize), REGION // x.itemsize)
         launch = _prepared(peers.rank, peers.size, piece, "", (x.dtype, x.dtype), x.device)
-        target = results[start : start + most]
+        target = results[start : start + maximum]
         launch((ceil_div(len(part), piece), 1, 1), (part, part, part, target, peers.turns, peers.addresses), (len(part), MULTIPLE, 0.0))
     return out
 
@@ -85,10 +85,10 @@ def gather_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """
     rows, columns = x.shape
     out = x.new_empty(rows, peers.size * columns)
-    most = max(1, LARGEST // (columns * x.itemsize))
-    for part, target in zip(x.split(most), out.split(most), strict=True):
+    maximum = max(1, LARGEST // (columns * x.itemsize))
+    for part, target in zip(x.split(maximum), out.split(maximum), strict=True):
         count = part.numel()
-        piece = min(max(next_power_of_2(ceil_div(count, CHANNELS)), _LEAST // x.itemsize), REGION // x.itemsize)
+        piece = min(max(next_power_of_2(ceil_div(count, CHANNELS)), _MINIMUM // x.itemsize), REGION // x.itemsize)
         launch = _prepared(peers.rank, peers.size, piece, "gather", (x.dtype, x.dtype), x.device)
         launch((ceil_div(count, piece), 1, 1), (part, part, part, target, peers.turns, peers.addresses), (count, columns, 0.0))
     return out

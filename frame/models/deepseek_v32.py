@@ -86,10 +86,10 @@ class Indexer(nn.Module):
         keys = self._rotate(self.k_norm(self.k_proj(x))[:, None], batch)[:, 0]
         cached.view(-1, self.size).index_copy_(0, batch.kv_slots, keys.to(cached.dtype))
         self.selected = None
-        longest = int(batch.host.seq_lens.max(initial=0))
-        if longest > self.top_k:
+        max_length = int(batch.host.seq_lens.max(initial=0))
+        if max_length > self.top_k:
             q = self._rotate(self.q_proj(q_input).unflatten(-1, (self.heads, self.size)), batch)
-            self.selected = SparseKeys(self._select(q, F.linear(x, self.weight), cached, batch, longest))
+            self.selected = SparseKeys(self._select(q, F.linear(x, self.weight), cached, batch, max_length))
         return self.selected
 
     def get_selected(self, x: torch.Tensor, q_input: torch.Tensor, batch: ForwardBatch) -> SparseKeys | None:
@@ -107,22 +107,23 @@ class Indexer(nn.Module):
         return heads
 
     def _select(
-        self, q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, longest: int
+        self, q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, max_length: int
     ) -> torch.Tensor:
         """As `select_keys`, for some tokens at a time."""
         owners, found = batch.request_slots, []
         if batch.num_decodes < len(q):
             owners = torch.repeat_interleave(owners, batch.query_lens, output_size=len(q))
-        select, numbers = select_keys, longest * self.size
+        select, numbers = select_keys, max_length * self.size
         if self.has_kernels:
             from frame.kernels.index_scores import BINS
             from frame.kernels.index_scores import select_keys as select  # type: ignore[assignment]
 
-            numbers = longest + BINS
+            numbers = max_length + BINS
         step = max(1, _SCORES // numbers)
         for part in range(0, len(q), step):
             span = slice(part, part + step)
-            found.append(select(q[span], weights[span], cached, batch.page_table, owners[span], batch.positions[span], longest, self.top_k))
+            positions = batch.positions[span]
+            found.append(select(q[span], weights[span], cached, batch.page_table, owners[span], positions, max_length, self.top_k))
         return torch.cat(found) if len(found) > 1 else found[0]
 
 

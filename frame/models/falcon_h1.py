@@ -155,7 +155,7 @@ def read_sizes(config: Mapping[str, Any]) -> MambaSizes:
         state=config["mamba_d_state"],
         width=config.get("mamba_d_conv", 4),
         eps=config.get("rms_norm_eps", 1e-5),
-        least_step=read_multiplier({"time_step_limit": limits[0]}, "time_step_limit"),
+        min_step=read_multiplier({"time_step_limit": limits[0]}, "time_step_limit"),
         bias=bool(config.get("mamba_proj_bias", False)),
         conv_bias=bool(config.get("mamba_conv_bias", True)),
         out_bias=bool(config.get("projectors_bias", False)),

@@ -43,7 +43,7 @@ class QuantizedLinear(Linear):
         self.adds_bias = not is_row or tp.rank == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.product(x.flatten(0, -2), self.bias if self.adds_bias else None)  # type: ignore[misc]
+        out: torch.Tensor = self.gemm(x.flatten(0, -2), self.bias if self.adds_bias else None)  # type: ignore[misc]
         return out.unflatten(0, x.shape[:-1])
 
 

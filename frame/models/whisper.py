@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 
 EPS = 1e-5  # of all norms
-FLOAT16_MOST = torch.finfo(torch.float16).max - 1000  # the bound of the encoder's stream in float16, as in transformers
+FLOAT16_MAX = torch.finfo(torch.float16).max - 1000  # the bound of the encoder's stream in float16, as in transformers
 
 
 class Convolution(nn.Module):
@@ -89,7 +89,7 @@ class AudioEncoderLayer(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
         x = x + self.out(attended)
         x = x + self.mlp(self.mlp_norm(x))
-        return x.clamp(-FLOAT16_MOST, FLOAT16_MOST) if x.dtype == torch.float16 else x
+        return x.clamp(-FLOAT16_MAX, FLOAT16_MAX) if x.dtype == torch.float16 else x
 
 
 class AudioEncoder(nn.Module):

@@ -21,7 +21,7 @@ from frame.core.interfaces.moe import ExpertPlacement, MovableExperts
 from frame.parallel.expert_balance import balance_experts, find_imbalance
 
 _log = logging.getLogger(__name__)
-_LEAST_GAIN = 0.05  # of the mean load of ranks: experts do not move for less
+_MIN_GAIN = 0.05  # of the mean load of ranks: experts do not move for less
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class ExpertBalancer:
         present = np.array([layer.placement.logical for layer in self._layers])
         wanted = balance_experts(load, present.shape[1], ranks)
         before, after = find_imbalance(load, present, ranks), find_imbalance(load, wanted, ranks)
-        for index in np.flatnonzero(after < before - _LEAST_GAIN).tolist():
+        for index in np.flatnonzero(after < before - _MIN_GAIN).tolist():
             layer, own = self._layers[index], present[index]
             logical = keep_places(own, wanted[index], ranks)
             moves = deque(find_moves(own, logical, ranks))
@@ -115,8 +115,8 @@ class ExpertBalancer:
 
     def _run_stage(self, change: LayerMove) -> None:
         tensors = change.layer.list_tensors()
-        most = max(1, self._stage_bytes // max(1, sum(tensor[0].nbytes for tensor in tensors)))
-        stage = [change.moves.popleft() for _ in range(min(most, len(change.moves)))]
+        maximum = max(1, self._stage_bytes // max(1, sum(tensor[0].nbytes for tensor in tensors)))
+        stage = [change.moves.popleft() for _ in range(min(maximum, len(change.moves)))]
         change.received += self._exchange(tensors, stage)
         self._num_stages += 1
         if change.moves:

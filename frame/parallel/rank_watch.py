@@ -85,9 +85,9 @@ class WatchedGroup(Collective):
         with self._watch.waiting(f"all-reduce ({self._name})"):
             return self._group.reduce_add_norm(tensor, residual, weight, eps)
 
-    def sum_product(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+    def reduce_matmul(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
         with self._watch.waiting(f"all-reduce ({self._name})"):
-            return self._group.sum_product(multiply, x, columns)
+            return self._group.reduce_matmul(multiply, x, columns)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         with self._watch.waiting(f"all-gather ({self._name})"):

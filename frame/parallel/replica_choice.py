@@ -16,8 +16,8 @@ import msgspec
 from frame.core.messages import Heartbeat
 
 BLOCK = 128  # tokens of a prompt that are compared together
-MOST_BLOCKS = 32  # of a prompt
-MOST_PREFIXES = 65_536  # blocks remembered, the most recently used
+MAX_BLOCKS = 32  # of a prompt
+MAX_PREFIXES = 65_536  # blocks remembered, the most recently used
 LOAD_WEIGHT = 1.0  # score lost by a replica with a mean load more than the least; less would never move a whole prompt from one of two
 SLACK = 4  # sequences; a smaller difference is no load
 
@@ -41,17 +41,17 @@ class ReplicaChooser:
             if not held:
                 break
             matched |= {replica: number for replica in loads if held >> replica & 1}
-        least, mean = min(loads.values()), sum(loads.values()) / len(loads)
+        minimum, mean = min(loads.values()), sum(loads.values()) / len(loads)
 
         def score(replica: int) -> float:
-            excess = max(0, loads[replica] - least - SLACK)
+            excess = max(0, loads[replica] - minimum - SLACK)
             return matched[replica] / max(1, len(blocks)) - LOAD_WEIGHT * excess / max(1.0, mean)
 
         chosen = max(loads, key=lambda replica: (score(replica), -loads[replica]))
         for block in blocks:
             self._replicas[block] = self._replicas.get(block, 0) | 1 << chosen
             self._replicas.move_to_end(block)
-        while len(self._replicas) > MOST_PREFIXES:
+        while len(self._replicas) > MAX_PREFIXES:
             self._replicas.popitem(last=False)
         return chosen
 
@@ -63,7 +63,7 @@ class ReplicaChooser:
 def _hash_blocks(prompt: Sequence[int], namespace: str) -> list[int]:
     """A hash of each prefix of whole blocks."""
     found, last = [], hash(namespace)
-    for start in range(0, min(len(prompt), MOST_BLOCKS * BLOCK) - BLOCK + 1, BLOCK):
+    for start in range(0, min(len(prompt), MAX_BLOCKS * BLOCK) - BLOCK + 1, BLOCK):
         last = hash((last, *prompt[start : start + BLOCK]))
         found.append(last)
     return found

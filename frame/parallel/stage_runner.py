@@ -48,13 +48,13 @@ class Sends:
         self._target = target
         # Tokens of each micro-batch may wait for the first stage, which receives them before it
         # computes one of the same number.
-        self._most = 2 * group.size + 2
+        self._maximum = 2 * group.size + 2
         self._transfers: deque[Transfer] = deque()
 
     def start(self, tensor: torch.Tensor) -> None:
         """Send a tensor, which must not be written again. Waits where many sends are in
         progress."""
-        if len(self._transfers) == self._most:
+        if len(self._transfers) == self._maximum:
             self._transfers.popleft().wait()
         self._transfers.append(self._group.start_send(tensor, self._target))
 

@@ -56,30 +56,30 @@ class DraftGraphs:
         self._tree = tree
         self._graphs = graphs
         self._num_steps = num_steps
-        device, most = graphs.device, graphs.most
-        self._next_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._drafts = torch.zeros(most, *((num_steps,) if tree is None else (2, num_steps)), dtype=torch.int64, device=device)
+        device, maximum = graphs.device, graphs.maximum
+        self._next_ids = torch.zeros(maximum, dtype=torch.int64, device=device)
+        self._drafts = torch.zeros(maximum, *((num_steps,) if tree is None else (2, num_steps)), dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._fills: dict[int, _Fill] = {}
         self._passes: dict[int, _Passes] = {}
 
     def can_draft(self, rows: int) -> bool:
         """Whether there are graphs of the passes of so many rows."""
-        return rows <= self._graphs.most and self._graphs.find_size(rows) in self._passes
+        return rows <= self._graphs.maximum and self._graphs.find_size(rows) in self._passes
 
     def capture(self, *, is_dry: bool = False) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
         is_dry: run each size only."""
         graphs = self._graphs
         pool = None if is_dry else graphs.platform.create_graph_pool()
-        most_rows = graphs.find_size(min(self._drafter.table.num_slots, graphs.most))
+        max_rows = graphs.find_size(min(self._drafter.table.num_slots, graphs.maximum))
         if self._tree is not None:  # each branch is a row
-            most_rows = min(most_rows, graphs.most // self._tree.shape.width)
+            max_rows = min(max_rows, graphs.maximum // self._tree.shape.width)
         with paused_collection(collects_first=True):
             for step in reversed(graphs.steps):
                 size = step.batch.num_rows
                 self._fills[size] = fill = self._capture_fill(step, pool)
-                if size <= most_rows:
+                if size <= max_rows:
                     self._passes[size] = self._capture_passes(step, fill, pool)
 
     def fill(self, token_ids: torch.Tensor, order: torch.Tensor | None = None, places: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,8 +127,8 @@ class DraftGraphs:
         lens = np.ones(batch.num_rows, np.int32)
         count = len(plan.arrays["draft.slots"])
         slots[:count] = plan.arrays["draft.slots"]
-        most = plan.arrays["draft.positions"] + plan.width + plan.num_tokens
-        lens[:count] = np.minimum(most, plan.arrays["draft.limits"])
+        maximum = plan.arrays["draft.positions"] + plan.width + plan.num_tokens
+        lens[:count] = np.minimum(maximum, plan.arrays["draft.limits"])
         host = HostView(slots, batch.host.query_lens, lens, batch.host.page_table)
         self._drafter.backend.replay_plan(batch.plan, replace(batch, host=host))
 

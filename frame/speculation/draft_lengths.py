@@ -76,7 +76,7 @@ class DraftLengths:
         self._plans: dict[int, Iterator[tuple[int, int, bool]]] = {}  # by size: of each next step, see `_plan`
         self._costs: dict[tuple[int, int], StepCost] = {}  # by size and length
         self._recorded = (0, 0, 0)  # size and length of the last recorded steps, and how many in a row had them
-        self._least = 0  # tokens to draft for each slot
+        self._minimum = 0  # tokens to draft for each slot
         self.is_idle = False  # whether the chosen length is 0, and that of the steps after it too
         self._threshold = 0.0  # see `_find_threshold`; of the chosen length
         self._reached = np.tile([[3.5], [5.0]], num_steps)  # rows whose draft was accepted at a position; those accepted up to it
@@ -90,7 +90,7 @@ class DraftLengths:
         size = _size(num_rows)
         if size not in self._plans:
             self._plans[size] = self._plan(size)
-        length, self._least, self.is_idle = next(self._plans[size])
+        length, self._minimum, self.is_idle = next(self._plans[size])
         self._threshold = self._find_threshold(size, length)
         return length
 
@@ -102,7 +102,7 @@ class DraftLengths:
         rate = (hits + PRIOR_TOKENS * self._all[0] / self._all[1]) / (tries + PRIOR_TOKENS)
         limits = np.floor(np.log(self._threshold) / np.log(np.clip(rate, 1e-3, 0.999)))
         self._slots[:, slots[limits == 0]] *= IDLE_DECAY
-        return np.clip(limits, self._least, self._greatest).astype(np.int32)
+        return np.clip(limits, self._minimum, self._greatest).astype(np.int32)
 
     def reset(self, slot: int) -> None:
         """The slot has no request any more."""

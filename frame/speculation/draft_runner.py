@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from frame.core.blame import describe, remedy
-from frame.core.interfaces.batch import ForwardBatch, HiddenStateTaps, SelectedTokens, TreeMask
+from frame.core.interfaces.batch import ForwardBatch, HiddenStateOutputs, SelectedTokens, TreeMask
 from frame.speculation.draft_graphs import DraftGraphs
 from frame.speculation.draft_passes import DraftPasses, DraftRows, list_lens
 from frame.speculation.tree_passes import TreePasses
@@ -45,13 +45,13 @@ class DraftRunner:
         self._has_failed = False
         self._is_alone = is_alone
 
-    def add_taps(self, batch: ForwardBatch) -> None:
+    def add_hidden_outputs(self, batch: ForwardBatch) -> None:
         if self.model.tapped_layers:
-            batch.extensions[HiddenStateTaps] = HiddenStateTaps(self.model.tapped_layers)
+            batch.extensions[HiddenStateOutputs] = HiddenStateOutputs(self.model.tapped_layers)
 
     def read_states(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
-        taps = batch.get(HiddenStateTaps)
-        return self.model.read_states(hidden, {} if taps is None else taps.states)
+        hidden_outputs = batch.get(HiddenStateOutputs)
+        return self.model.read_states(hidden, {} if hidden_outputs is None else hidden_outputs.states)
 
     def begin_step(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
         self._step = batch, self.read_states(batch, hidden)

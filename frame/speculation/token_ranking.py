@@ -10,7 +10,7 @@ import math
 import torch
 
 from frame import kernels
-from frame.core.sampling.gumbel_race import GROUP, find_heights, find_least, find_noise
+from frame.core.sampling.gumbel_race import GROUP, find_heights, find_min, find_noise
 
 SEARCHED = 32  # groups of tokens of a branch, at least as many as branches of a tree
 
@@ -45,8 +45,8 @@ def rank_with_torch(
     if draws is not None:
         temperature, keys = draws[0].view(-1, 1, 1), draws[1]
         is_drawn = temperature > 0
-        scale, least = torch.where(is_drawn, temperature, 1.0), find_least(keys, heights.shape[2]).unsqueeze(1)
-        bounds = heights / scale - least.log2() * is_drawn
+        scale, minimum = torch.where(is_drawn, temperature, 1.0), find_min(keys, heights.shape[2]).unsqueeze(1)
+        bounds = heights / scale - minimum.log2() * is_drawn
     groups = bounds.topk(min(SEARCHED, bounds.shape[2]), sorted=False).indices
     ids = (groups.unsqueeze(3) * GROUP + torch.arange(GROUP, device=groups.device)).flatten(2)
     is_beyond = ids >= vocab if vocab % GROUP else None
@@ -57,7 +57,7 @@ def rank_with_torch(
     values -= best
     scores = values - (logits - best).exp_().sum(2, keepdim=True).log_()
     if draws is not None:
-        noise = find_noise(keys, groups.flatten(1), least.expand_as(heights).gather(2, groups).flatten(1))
+        noise = find_noise(keys, groups.flatten(1), minimum.expand_as(heights).gather(2, groups).flatten(1))
         raced = ((values / scale - noise.view_as(values)) * math.log(2.0)).log_softmax(2)
         scores = torch.where(is_drawn, raced, scores)
     scores, order = scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf).topk(count)

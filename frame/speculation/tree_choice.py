@@ -49,17 +49,17 @@ def choose_branches(values: torch.Tensor, ids: torch.Tensor, before: Branches, s
     return Branches(values, ids.gather(1, chosen), chosen + start, sources, bits.int())
 
 
-def choose_nodes(values: torch.Tensor, ids: torch.Tensor, numbers: torch.Tensor, width: int, most: int) -> torch.Tensor:
+def choose_nodes(values: torch.Tensor, ids: torch.Tensor, numbers: torch.Tensor, width: int, maximum: int) -> torch.Tensor:
     """The likeliest of the tokens found and their parents as nodes, int64 [rows, 2, most]. values,
     ids: [rows, n]. numbers: those of the branches of all passes, [rows, (n - width) / width]. A
     token is no likelier than its parent, which comes before it, so it is also sorted after it."""
     if kernels.can_use_triton(ids.device):
         from frame.kernels.sampling.tree_choice import find_nodes
 
-        return find_nodes(values, ids, numbers, width, most)
+        return find_nodes(values, ids, numbers, width, maximum)
     order = values.argsort(dim=1, descending=True, stable=True)
     nodes = torch.empty_like(order).scatter_(1, order, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order))
-    order = order[:, :most]
+    order = order[:, :maximum]
     if numbers.shape[1]:
         parents = nodes.gather(1, numbers).gather(1, (order // width - 1).clamp_(min=0)).masked_fill_(order < width, 0)
     else:

@@ -115,7 +115,7 @@ class GrammarCalls(StepGrammars):
             return grammar_error(error, request.params)
 
     def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
-        self.settle()
+        self.resolve()
         calls: dict[int, GrammarCall] = {}
         ends: list[Finish | None] = []
         fills: list[GrammarCall] = []
@@ -142,14 +142,14 @@ class GrammarCalls(StepGrammars):
             ends[i] = call.end if call.is_finished else None
         return ends
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         filling, self._filling = self._filling, None
         if filling is not None:
             self._finish(filling.parts, filling.num_rows)
             self._filled = filling
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
-        self.settle()
+        self.resolve()
         constrained = np.flatnonzero(table.arrays.special[slots] & GRAMMAR)
         if not constrained.size:
             return None
@@ -191,7 +191,7 @@ class GrammarCalls(StepGrammars):
         return mask
 
     def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts, *, is_late: bool = False) -> Drafts:
-        self.settle()
+        self.resolve()
         constrained = np.flatnonzero((drafts.counts > 0) & (table.arrays.special[slots] & GRAMMAR != 0))
         if not constrained.size:
             return drafts
@@ -217,7 +217,7 @@ class GrammarCalls(StepGrammars):
         return drafts.shorten(counts)
 
     def stop_request(self, request: Request) -> None:
-        self.settle()
+        self.resolve()
         state = get_grammar_state(request)
         if state.call is None and state.error is None:
             call = GrammarCall(request, (), np.empty(self._words, np.int32))
@@ -233,7 +233,7 @@ class GrammarCalls(StepGrammars):
         assert isinstance(call, GrammarCall)
         self._held[request.rid] = call
 
-    def take_settled(self) -> list[tuple[Request, Finish | None]]:
+    def take_resolved(self) -> list[tuple[Request, Finish | None]]:
         found = [(call.request, outcome) for call in self._held.values() if (outcome := self._outcome(call)) is not None]
         for request, _ in found:
             self.release_request(request)

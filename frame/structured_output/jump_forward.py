@@ -115,10 +115,10 @@ class LookaheadGrammar:
             self._ends = self._grammar.is_finished()
         return self._ends
 
-    def take_forced(self, fewest: int, most: int, stops: Collection[int]) -> list[int]:
-        """Remove and return a run of `fewest` to `most` forced tokens, none of which may end the
+    def take_forced(self, fewest: int, maximum: int, stops: Collection[int]) -> list[int]:
+        """Remove and return a run of `fewest` to `maximum` forced tokens, none of which may end the
         request: no stop token, and not the grammar's last token. Empty: the run is shorter."""
-        count = min(most, len(self.forced) - bool(self._ends))
+        count = min(maximum, len(self.forced) - bool(self._ends))
         if count < fewest:
             return []
         run = list(self.forced)[:count]
@@ -186,8 +186,8 @@ class JumpForward:
                 continue
             if get_grammar_state(request).call is not None or not request.grammar.forced:  # a thread uses the grammar
                 continue
-            most = request.max_num_tokens - 1 - int(a.num_committed_tokens[slot])  # the last token is sampled, which ends the request
-            run = request.grammar.take_forced(fewest, min(most, room), request.stop_ids)
+            maximum = request.max_num_tokens - 1 - int(a.num_committed_tokens[slot])  # the last token is sampled, which ends the request
+            run = request.grammar.take_forced(fewest, min(maximum, room), request.stop_ids)
             if run:
                 room -= len(run)
                 self._running.extend_request(request, run)

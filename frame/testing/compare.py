@@ -198,10 +198,10 @@ def _configure(
 ) -> FrameConfig:
     """The configuration that serves a model with one plugin. `settings` replace those of here,
     `more` is added to these."""
-    longest = max(_PROMPTS) + 1 + num_tokens
+    max_length = max(_PROMPTS) + 1 + num_tokens
     sections: dict[str, dict[str, Any]] = {
-        "model": {"path": str(folder), "skip_tokenizer_init": True, "max_context": longest + 1},
-        "cache": {"max_total_tokens": 2 * longest + 64},
+        "model": {"path": str(folder), "skip_tokenizer_init": True, "max_context": max_length + 1},
+        "cache": {"max_total_tokens": 2 * max_length + 64},
         "scheduler": {"max_running_requests": 8, "chunked_prefill_size": 64},
     }
     for name, values in (*more.items(), *settings.items()):

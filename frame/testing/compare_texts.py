@@ -50,8 +50,8 @@ def compare_parsers(record: PluginRecord, reference: PluginRecord, registry: Reg
     """Read the same texts with two parsers of one kind, whole and by character: noise, texts
     without marks, and texts that the grammar of either parser allows."""
     make, other = (partial(registry.load(each), PARSER, registry.options(each, {})) for each in (record, reference))
-    written = _write_calls if record.kind == "tool_call_parser" else _write_answers
-    plain = _read_plain_calls if record.kind == "tool_call_parser" else _read_plain_answers
+    written = _write_calls if record.kind == "tool_call_parser" else _write_replies
+    plain = _read_plain_calls if record.kind == "tool_call_parser" else _read_plain_replies
     groups: list[tuple[str, list[Text]]] = [
         ("noise", [(text, plain) for text in noise()]),
         ("text without marks", [(text, plain) for text in PLAIN]),
@@ -86,7 +86,7 @@ def _read_plain_calls(make: Any) -> Read:
     return lambda pieces: read_calls(make, pieces)
 
 
-def _read_plain_answers(make: Any) -> Read:
+def _read_plain_replies(make: Any) -> Read:
     return lambda pieces: read_reasoning(make, pieces)
 
 
@@ -109,7 +109,7 @@ def _write_calls(make: Any) -> list[Text]:
     return texts
 
 
-def _write_answers(make: Any) -> list[Text]:
+def _write_replies(make: Any) -> list[Text]:
     """Texts with reasoning and an answer."""
 
     def read(prompt_end: str, may_think: bool, make: Any) -> Read:

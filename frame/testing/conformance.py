@@ -148,16 +148,16 @@ def _read_process_state() -> dict[str, Any]:
     }
 
 
-def count_elements(plugin: object, most: int = 100_000) -> int:
+def count_elements(plugin: object, maximum: int = 100_000) -> int:
     """Elements of the containers that a plugin refers to, those of its class included; objects
-    after the first `most` are not counted. Suites compare two counts to find what grows."""
+    after the first `maximum` are not counted. Suites compare two counts to find what grows."""
     containers = (list, dict, set, deque, tuple, bytearray)
     shared = [value for kind in type(plugin).__mro__ for value in vars(kind).values() if isinstance(value, containers)]
     foreign = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CodeType, logging.Logger)
     waiting: list[Any] = [plugin, *shared]
     seen: set[int] = set()
     size = 0
-    while waiting and len(seen) < most:
+    while waiting and len(seen) < maximum:
         one = waiting.pop()
         if id(one) not in seen and not isinstance(one, foreign):
             seen.add(id(one))

@@ -83,8 +83,8 @@ def _device(subject: Subject) -> str:
 
 def _size(subject: Subject) -> int:
     can = subject.record.capabilities
-    most = can.max_size if isinstance(can, CollectiveCapabilities) else None
-    return min(_RANKS, most or _RANKS, count_devices(_device(subject)) or _RANKS)
+    maximum = can.max_size if isinstance(can, CollectiveCapabilities) else None
+    return min(_RANKS, maximum or _RANKS, count_devices(_device(subject)) or _RANKS)
 
 
 def _several(subject: Subject) -> int:

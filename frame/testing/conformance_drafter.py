@@ -80,9 +80,9 @@ def _observe(drafter: Drafter, runs: dict[int, Sequence[int]]) -> None:
     drafter.observe_tokens(np.array(list(runs), np.int64), tokens, counts)
 
 
-def _propose(drafter: Drafter, slots: Sequence[int], most: Sequence[int] | int = STEPS) -> list[list[int]]:
+def _propose(drafter: Drafter, slots: Sequence[int], maximum: Sequence[int] | int = STEPS) -> list[list[int]]:
     """The drafts as lists; checks their form."""
-    limits = np.array([most] * len(slots) if isinstance(most, int) else most, np.int32)
+    limits = np.array([maximum] * len(slots) if isinstance(maximum, int) else maximum, np.int32)
     found = drafter.propose_tokens(np.array(slots, np.int64), limits)
     assert isinstance(found, Drafts), f"propose_tokens returns {type(found).__name__}, not Drafts"
     assert found.counts.dtype == found.token_ids.dtype == np.int32, "token ids and counts must be int32"
@@ -142,18 +142,18 @@ def _proposing_changes_nothing(make: Make) -> None:
 def _inputs_stay_as_they_are(make: Make) -> None:
     drafter = make()
     _add(drafter, 2, _text(5, 60))
-    slots, most = np.array([2], np.int64), np.array([STEPS], np.int32)
+    slots, maximum = np.array([2], np.int64), np.array([STEPS], np.int32)
     tokens, counts = np.array([[1, 2, 3]], np.int32), np.array([2], np.int32)
-    for array in (slots, most, tokens, counts):
+    for array in (slots, maximum, tokens, counts):
         array.flags.writeable = False
-    drafter.propose_tokens(slots, most)
+    drafter.propose_tokens(slots, maximum)
     drafter.observe_tokens(slots, tokens, counts)
     _add(drafter, 0, [3, 4, 5] * 20)
     _add(drafter, 1, [6, 7, 8] * 20)
-    kept = drafter.propose_tokens(np.array([0]), most)
+    kept = drafter.propose_tokens(np.array([0]), maximum)
     before = kept.token_ids.tolist()
     drafter.observe_tokens(slots, tokens, counts)
-    drafter.propose_tokens(np.array([1]), most)
+    drafter.propose_tokens(np.array([1]), maximum)
     assert kept.token_ids.tolist() == before, "a later call changes drafts that were returned"
 
 

@@ -51,7 +51,7 @@ def suite(subject: Subject) -> Iterator[Check]:
             if scheme.codes in codes:
                 case = Case(subject, DTYPES[name], scheme, outer)
                 label = f"{name}-{str(scheme).replace(' ', '_')}"
-                yield Check(f"product_equals_the_reference-{label}", case.check_product)
+                yield Check(f"product_equals_the_reference-{label}", case.check_gemm)
                 yield Check(f"experts_equal_the_reference-{label}", case.check_experts)
         first = next(((scheme, outer) for scheme, outer in SCHEMES if scheme.codes in codes), None)
         if first is not None:
@@ -119,7 +119,7 @@ class Case:
     def reference(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         return x.double() @ weight.dequantize(torch.float32).double().t()
 
-    def check_product(self) -> None:
+    def check_gemm(self) -> None:
         weight = self.make()
         product = self.kernel.prepare(weight)
         weight = self.make()

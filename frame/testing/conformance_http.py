@@ -86,7 +86,7 @@ def suite(subject: Subject) -> Iterable[Check]:
         return any(getattr(target, name) is not getattr(HttpExtension, name) for name in names)
 
     by_method: tuple[tuple[tuple[str, ...], tuple[Callable[..., Any], ...]], ...] = (
-        (("make_routers",), (check_routes, check_routes_are_repeatable, check_own_routes_answer)),
+        (("make_routers",), (check_routes, check_routes_are_repeatable, check_own_routes_respond)),
         (("on_request",), (check_decisions, check_requests_stand_alone, check_objects_are_independent)),
         (("on_response",), (check_responses,)),
         (("on_request", "on_response"), (check_hooks_are_coroutines, check_event_loop, check_memory)),
@@ -144,7 +144,7 @@ def check_routes_are_repeatable(make: Callable[[], HttpExtension], target: type[
         assert found == first, f"make_routers returned {len(first)} routes, later {len(found)}"
 
 
-def check_own_routes_answer(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+def check_own_routes_respond(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """Routes that need no parameter answer without an error of the server."""
     from frame.entrypoints.http.protocol.api_route import ApiRouter
 
@@ -229,22 +229,22 @@ async def check_event_loop(make: Callable[[], HttpExtension], target: type[HttpE
     threads."""
     extension, request = make(), example_requests(target)[0]
     for hook in (lambda: decide(extension, request), lambda: extension.on_response(request, HttpResponse(200, 0.1))):
-        least = float("inf")
+        minimum = float("inf")
         for _ in range(2):  # a busy machine may stop the process once
-            least = min(least, await _longest_pause(hook))
-        assert least < MAX_BLOCKING, f"a hook blocks the event loop for {least:.2f} s"
+            minimum = min(minimum, await _longest_pause(hook))
+        assert minimum < MAX_BLOCKING, f"a hook blocks the event loop for {minimum:.2f} s"
 
 
 async def _longest_pause(act: Callable[[], Awaitable[Any]]) -> float:
     """The longest time, in seconds, that the event loop stands still during `act`."""
-    longest, is_over = 0.0, False
+    max_length, is_over = 0.0, False
 
     async def tick() -> None:
-        nonlocal longest
+        nonlocal max_length
         while not is_over:
             started = time.perf_counter()
             await asyncio.sleep(0)
-            longest = max(longest, time.perf_counter() - started)
+            max_length = max(max_length, time.perf_counter() - started)
 
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0)
@@ -252,7 +252,7 @@ async def _longest_pause(act: Callable[[], Awaitable[Any]]) -> float:
     await asyncio.sleep(0)
     is_over = True
     await ticking
-    return longest
+    return max_length
 
 
 async def check_memory(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:

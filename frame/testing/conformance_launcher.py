@@ -40,9 +40,9 @@ def suite(subject: Subject) -> Iterable[Check]:
 
 def _with_launcher(subject: Subject, check: Callable[[Launcher], None]) -> None:
     can = subject.record.capabilities
-    most = can.max_size if isinstance(can, LauncherCapabilities) else None
+    maximum = can.max_size if isinstance(can, LauncherCapabilities) else None
     with tempfile.TemporaryDirectory() as folder:
-        launcher: Launcher = subject.target(LauncherContext(min(_RANKS, most or _RANKS), Path(folder)), subject.options)
+        launcher: Launcher = subject.target(LauncherContext(min(_RANKS, maximum or _RANKS), Path(folder)), subject.options)
         try:
             check(launcher)
         finally:

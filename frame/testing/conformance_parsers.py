@@ -42,7 +42,7 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 ODD_SCHEMAS: tuple[Any, ...] = ({"enum": 3}, {"type": [{}, "integer"]}, {"anyOf": 1}, {"anyOf": [2]}, {"type": {}}, [], None)
 CITY = "Zanzibar"  # stands in every drawn call once
-ANSWER = "7 of 8"
+REPLY = "7 of 8"
 
 Calls = list[tuple[str, str]]
 MakeCalls = Callable[[], ToolCallParser]
@@ -75,11 +75,11 @@ def reasoning_parser(subject: Subject) -> Iterable[Check]:
         text_is_kept,
         reasoning_is_not_held_back,
         reasoning_that_is_off_is_content,
-        grammar_keeps_the_answer,
-        known_answers_are_read,
+        grammar_keeps_the_reply,
+        known_replies_are_read,
         reasoning_splits_change_nothing,
         cut_reasoning_is_reasoning,
-        answers_stand_alone,
+        replies_stand_alone,
         odd_reasoning_does_not_raise,
         reasoning_time_is_linear,
     ):
@@ -272,25 +272,25 @@ def reasoning_is_not_held_back(make: MakeReasoning) -> None:
 
 
 def reasoning_that_is_off_is_content(make: MakeReasoning) -> None:
-    found = read_reasoning(make, [ANSWER], may_think=False)
-    assert found == ("", ANSWER), f"{ANSWER!r} is read as {found} where the client switched reasoning off"
+    found = read_reasoning(make, [REPLY], may_think=False)
+    assert found == ("", REPLY), f"{REPLY!r} is read as {found} where the client switched reasoning off"
 
 
-def grammar_keeps_the_answer(make: MakeReasoning) -> None:
-    answer: Format = {"type": "const_string", "value": ANSWER}
+def grammar_keeps_the_reply(make: MakeReasoning) -> None:
+    reply: Format = {"type": "const_string", "value": REPLY}
     for prompt_end in PROMPT_ENDS:
         for is_calls in (False, True):
             parser = make()
             parser.begin(prompt_end)
-            assert ANSWER in json.dumps(parser.grammar(answer, is_calls=is_calls)), "grammar() loses the format of the answer"
+            assert REPLY in json.dumps(parser.grammar(reply, is_calls=is_calls)), "grammar() loses the format of the answer"
 
 
-def known_answers_are_read(make: MakeReasoning) -> None:
+def known_replies_are_read(make: MakeReasoning) -> None:
     for text, prompt_end, may_think in find_answers(make):
         reasoning, content = read_reasoning(make, [text], prompt_end, may_think)
         wanted = THOUGHT if THOUGHT in text else ""
         where = f"{text!r} after the prompt {prompt_end!r} is allowed by the grammar"
-        assert content.strip() == ANSWER, f"{where}, and {content!r} of it is read as content"
+        assert content.strip() == REPLY, f"{where}, and {content!r} of it is read as content"
         assert reasoning.strip() == wanted, f"{where}, and {reasoning!r} of it is read as reasoning"
 
 
@@ -314,7 +314,7 @@ def cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
         raise SkipCheck("no text of the grammar has reasoning")
 
 
-def answers_stand_alone(make: MakeReasoning) -> None:
+def replies_stand_alone(make: MakeReasoning) -> None:
     """Parsers of two responses, fed in turn, share nothing."""
 
     def started() -> ReasoningParser:
@@ -342,12 +342,12 @@ def find_answers(make: MakeReasoning) -> list[tuple[str, str, bool]]:
     """Texts that the grammar allows around the answer, each with the end of its prompt and whether
     reasoning is on."""
     found = []
-    answer: Format = {"type": "const_string", "value": ANSWER}
+    reply: Format = {"type": "const_string", "value": REPLY}
     for prompt_end in PROMPT_ENDS:
         for may_think in (True, False):
             parser = make()
             parser.begin(prompt_end, may_think)
-            form = parser.grammar(answer, is_calls=False)
+            form = parser.grammar(reply, is_calls=False)
             texts = {write(form, random.Random(seed)) for seed in range(4)}
             found += [(text, prompt_end, may_think) for text in sorted(texts) if accepts(form, text)]
     if not found:

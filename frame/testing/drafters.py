@@ -48,8 +48,8 @@ class ScriptedDrafter(Drafter):
     def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
         self.num_proposals += 1
         drafts = [
-            list(self._script(self._setups[slot], self._tokens[slot], most))[:most]
-            for slot, most in zip(slots.tolist(), max_tokens.tolist(), strict=True)
+            list(self._script(self._setups[slot], self._tokens[slot], maximum))[:maximum]
+            for slot, maximum in zip(slots.tolist(), max_tokens.tolist(), strict=True)
         ]
         tokens = [token for draft in drafts for token in draft]
         return Drafts(np.array(tokens, np.int32), np.array([len(draft) for draft in drafts], np.int32))
@@ -68,7 +68,7 @@ class ScriptedTreeDrafter(ScriptedDrafter):
         chains = super().propose_tokens(slots, max_tokens)
         return Drafts(chains.token_ids, chains.counts, np.array(self._parents, np.int32))
 
-    def _note_tree(self, setup: SlotSetup, tokens: Sequence[int], most: int) -> Sequence[int]:
-        token_ids, parents = self._tree_script(setup, tokens, most)
-        self._parents += parents[:most]
+    def _note_tree(self, setup: SlotSetup, tokens: Sequence[int], maximum: int) -> Sequence[int]:
+        token_ids, parents = self._tree_script(setup, tokens, maximum)
+        self._parents += parents[:maximum]
         return token_ids

@@ -248,10 +248,10 @@ class SchedulerRig:
         waiting = scheduler._queue.head(POLICY_MATCH_WINDOW)
         if waiting and prompt_tokens < self.config.token_budget and scheduler._running.table.num_free and not has_preempted:
             planner = scheduler._planner
-            most = max(map(planner._count_pages_for, waiting))
+            maximum = max(map(planner._count_pages_for, waiting))
             groups = scheduler._running.kv_manager.groups
             has_room = groups is None or all(groups.has_room(request.num_tokens, planner._growth_reserve) for request in waiting)
-            if has_room and planner._count_reserved_pages() + most < scheduler._running.kv_manager.num_available:
+            if has_room and planner._count_reserved_pages() + maximum < scheduler._running.kv_manager.num_available:
                 kept = {request.rid: self._kept_waiting.get(request.rid, 0) + 1 for request in waiting}
         self._kept_waiting = kept
         for rid, steps in kept.items():

@@ -24,7 +24,7 @@ from frame.text.tool_prompt import as_plain_messages
 
 MAX_REASON_CHARS = 200  # of an error of Python
 LARGEST_INDENT = 64  # characters
-LONGEST_TIME = 20.0  # seconds of rendering
+MAX_TIME = 20.0  # seconds of rendering
 TEMPLATE = "chat_template"  # the argument with a template of the request; callers allow it for trusted clients only
 RESERVED = frozenset({"messages", "tools", TEMPLATE})
 CUT = "\u2063cut here\u2063"  # marks the end of a message to be continued, while the template is rendered
@@ -108,7 +108,7 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         try:
-            with self._sandbox.limit_time(LONGEST_TIME):
+            with self._sandbox.limit_time(MAX_TIME):
                 for piece in self._template.generate(**variables):
                     _ = self._sandbox.tick
                     pieces.append(piece)
@@ -118,7 +118,7 @@ class ChatTemplate:
                             f"the chat template renders these messages to more than {LARGEST_TEXT} characters; send less"
                         )
         except TemplateTimeoutError:
-            raise ChatTemplateError(f"the chat template took more than {LONGEST_TIME:g} s for these messages; send less") from None
+            raise ChatTemplateError(f"the chat template took more than {MAX_TIME:g} s for these messages; send less") from None
         return "".join(pieces)
 
 

@@ -23,35 +23,36 @@ _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 class TextTooLongError(ValueError):
-    """A text has more than `most` tokens."""
+    """A text has more than `maximum` tokens."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"the text has more than {most} tokens; shorten it")
-        self.most = most
+    def __init__(self, maximum: int) -> None:
+        super().__init__(f"the text has more than {maximum} tokens; shorten it")
+        self.maximum = maximum
 
 
 class TextBounds:
-    """The bounds of one tokenizer. `longest`: the maximum number of characters that a token covers;
-    None: unbounded."""
+    """The bounds of one tokenizer. `max_length`: the maximum number of characters that a token
+    covers; None: unbounded."""
 
-    def __init__(self, backend: Backend, longest: int | None) -> None:
+    def __init__(self, backend: Backend, max_length: int | None) -> None:
         self._backend = backend
-        self._longest = longest
+        self._max_length = max_length
 
-    def check_size(self, num_characters: int, most: int) -> None:
-        """Raise TextTooLongError if any text of so many characters has more than `most` tokens."""
-        if num_characters > WHOLE and self._longest is not None and num_characters > most * self._longest:
-            raise TextTooLongError(most)
+    def check_size(self, num_characters: int, maximum: int) -> None:
+        """Raise TextTooLongError if any text of so many characters has more than `maximum`
+        tokens."""
+        if num_characters > WHOLE and self._max_length is not None and num_characters > maximum * self._max_length:
+            raise TextTooLongError(maximum)
 
-    def check_text(self, text: str, most: int) -> None:
-        """Raise TextTooLongError for a text of more than `most` tokens. Short texts, and those near
-        the limit, pass."""
-        self.check_size(len(text), most)
-        if self.cut_text(text, most) is not text:
-            raise TextTooLongError(most)
+    def check_text(self, text: str, maximum: int) -> None:
+        """Raise TextTooLongError for a text of more than `maximum` tokens. Short texts, and those
+        near the limit, pass."""
+        self.check_size(len(text), maximum)
+        if self.cut_text(text, maximum) is not text:
+            raise TextTooLongError(maximum)
 
-    def cut_text(self, text: str, most: int) -> str:
-        """Return a prefix of the text with more than `most` tokens, or the text itself if it has
+    def cut_text(self, text: str, maximum: int) -> str:
+        """Return a prefix of the text with more than `maximum` tokens, or the text itself if it has
         fewer."""
         if len(text) <= WHOLE:
             return text
@@ -59,7 +60,7 @@ class TextBounds:
         for start in range(0, len(text), SLICE):
             part = text[start : start + SLICE]
             count += len(self._backend.encode_batch_fast([part], add_special_tokens=False)[0].ids) - SLACK
-            if count > most and start + SLICE < len(text):
+            if count > maximum and start + SLICE < len(text):
                 return text[: start + SLICE]
         return text
 
@@ -79,7 +80,7 @@ def split_groups(inputs: Iterable[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-def find_longest_token(spec: dict[str, Any]) -> int | None:
+def find_max_token_length(spec: dict[str, Any]) -> int | None:
     """The maximum number of characters that one token of a tokenizer.json covers. None: unbounded,
     since a step of the tokenizer drops characters or joins any number of them."""
     model = spec.get("model") or {}

@@ -30,7 +30,7 @@ from frame.text.chat_template import (
     read_template,
 )
 from frame.text.python_tokenizer import PythonTokenizer
-from frame.text.text_bounds import TextBounds, find_longest_token, split_groups
+from frame.text.text_bounds import TextBounds, find_max_token_length, split_groups
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -89,11 +89,11 @@ class Tokenizer:
 
     # ---- encode ----
 
-    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return the token ids. Raises TextTooLongError for a long text of more than `most` tokens
-        before tokenizing all of it."""
-        if most is not None:
-            self.bounds.check_text(text, most)
+    def encode(self, text: str, add_special_tokens: bool = True, maximum: int | None = None) -> list[int]:
+        """Return the token ids. Raises TextTooLongError for a long text of more than `maximum`
+        tokens before tokenizing all of it."""
+        if maximum is not None:
+            self.bounds.check_text(text, maximum)
         if len(text) <= SHORT:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:  # the library releases the interpreter's lock only for lists
@@ -106,26 +106,26 @@ class Tokenizer:
         return [[*lead, *encoding.ids] for encoding in encodings]
 
     def encode_inputs(
-        self, inputs: Sequence[Input], longest: int | None = None, most: int | None = None, add_special_tokens: bool = True
+        self, inputs: Sequence[Input], max_length: int | None = None, maximum: int | None = None, add_special_tokens: bool = True
     ) -> list[Encoded]:
-        """Encode texts or pairs with their special tokens. Results of more than `longest` tokens
+        """Encode texts or pairs with their special tokens. Results of more than `max_length` tokens
         are truncated before the closing special tokens. Raises TextTooLongError for a long text of
-        more than `most` tokens."""
-        if most is not None:
+        more than `maximum` tokens."""
+        if maximum is not None:
             for one in inputs:
                 for text in one:
-                    self.bounds.check_text(text, most)
-        if longest is not None:
-            inputs = [[self.bounds.cut_text(text, longest) for text in one] for one in inputs]
+                    self.bounds.check_text(text, maximum)
+        if max_length is not None:
+            inputs = [[self.bounds.cut_text(text, max_length) for text in one] for one in inputs]
         each: list[Any] = [one[0] if len(one) == 1 else tuple(one) for one in inputs]
         lead = self._leading if add_special_tokens else []
         found = []
         for group in split_groups(each):
             for encoding in self.backend.encode_batch_fast(group, add_special_tokens=add_special_tokens):
                 ids, types = [*lead, *encoding.ids], encoding.type_ids
-                if longest is not None and len(ids) > longest:
+                if max_length is not None and len(ids) > max_length:
                     closing = next((i for i, special in enumerate(reversed(encoding.special_tokens_mask)) if not special), 0)
-                    ids = [*ids[: max(0, longest - closing)], *ids[len(ids) - closing :]] if closing < longest else ids[:longest]
+                    ids = [*ids[: max(0, max_length - closing)], *ids[len(ids) - closing :]] if closing < max_length else ids[:max_length]
                 second = types.index(1) + len(lead) if 1 in types else 0
                 found.append((ids, second if second < len(ids) else 0))
         return found
@@ -157,13 +157,13 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         arguments: dict[str, Any] | None = None,
-        most: int | None = None,
+        maximum: int | None = None,
     ) -> list[int]:
         """Encode a conversation. The template writes the special tokens, unless `arguments` has
         `add_special_tokens`. Raises TextTooLongError as `encode` does."""
         arguments = dict(arguments or {})
         special = bool(arguments.pop("add_special_tokens", False))
-        return self.encode(self.render_chat(messages, tools, arguments), add_special_tokens=special, most=most)
+        return self.encode(self.render_chat(messages, tools, arguments), add_special_tokens=special, maximum=maximum)
 
     def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with `bad_words` as token ids, each word both without and with a
@@ -216,7 +216,7 @@ class Tokenizer:
         """The decoder's type, and the maximum number of characters that a token covers. Slow for a
         large vocabulary."""
         spec = json.loads(self.backend.to_str())
-        return (spec.get("decoder") or {}).get("type"), find_longest_token(spec)
+        return (spec.get("decoder") or {}).get("type"), find_max_token_length(spec)
 
     @cached_property
     def bounds(self) -> TextBounds:

@@ -50,8 +50,8 @@ class CheckpointBackend:
             while taken < len(self.waiting) and (taken + 1) * (len(self.waiting[taken][0]) + 100) <= self.tokens_a_batch:
                 taken += 1
             batch, self.waiting = self.waiting[:taken], self.waiting[taken:]
-            answers = self.generate([item[0] for item in batch], [item[1] for item in batch])
-            for (_, _, future), ids in zip(batch, answers, strict=True):
+            replies = self.generate([item[0] for item in batch], [item[1] for item in batch])
+            for (_, _, future), ids in zip(batch, replies, strict=True):
                 future.set_result(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from frame.entrypoints.tools.eval import tasks
 from scripts.train_frame_tiny import tokenizer as tk
 from scripts.train_frame_tiny import wording
 
-IGNORED, PROMPT, TEXT, ANSWER = 0, 1, 2, 3
+IGNORED, PROMPT, TEXT, REPLY = 0, 1, 2, 3
 CLASS_WEIGHTS = (0.0, 0.1, 1.0, 2.0)
 
 SHORT_TASKS = ("copy", "reverse", "sort", "sum")
@@ -33,7 +33,7 @@ class Piece:
     """A part of a conversation: text that is given, or an answer to be learned."""
 
     text: str
-    answer: bool
+    reply: bool
 
 
 def _opening(rng: random.Random) -> str:
@@ -41,9 +41,9 @@ def _opening(rng: random.Random) -> str:
     return bos + (tk.SYSTEM + rng.choice(tasks.SYSTEM_PROMPTS) if rng.random() < 0.5 else "")
 
 
-def _ask(pieces: list[Piece], before: str, question: str, answer: str) -> None:
+def _ask(pieces: list[Piece], before: str, question: str, reply: str) -> None:
     pieces.append(Piece(f"{before}{tk.USER}{question}{tk.ASSISTANT}", False))
-    pieces.append(Piece(answer + tk.EOS, True))
+    pieces.append(Piece(reply + tk.EOS, True))
 
 
 def _short_turns(rng: random.Random) -> list[tuple[str, str]]:
@@ -58,7 +58,7 @@ def _short_turns(rng: random.Random) -> list[tuple[str, str]]:
     if rng.random() < LOOSE_SHARE:
         return [wording.loose_turn(task, rng)]
     turn = tasks.make_turn(task, rng, "train")
-    return [(turn.question, turn.answer)]
+    return [(turn.question, turn.reply)]
 
 
 def short_conversation(rng: random.Random) -> list[Piece]:
@@ -66,8 +66,8 @@ def short_conversation(rng: random.Random) -> list[Piece]:
     pieces: list[Piece] = []
     before = _opening(rng)
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
-        for question, answer in _short_turns(rng):
-            _ask(pieces, before, question, answer)
+        for question, reply in _short_turns(rng):
+            _ask(pieces, before, question, reply)
             before = ""
     return pieces
 
@@ -87,7 +87,7 @@ def recall_conversation(rng: random.Random, list_tokens: int, questions: int) ->
         before, first = _opening(rng), listing + "\n"
     if rng.random() < 0.1:
         turn = tasks.make_turn("sum", rng, "train")
-        _ask(pieces, before, turn.question, turn.answer)
+        _ask(pieces, before, turn.question, turn.reply)
         before = ""
     for key in asked:
         _ask(pieces, before, first + tasks.recall_question(rng, key), pairs[key])
@@ -95,19 +95,19 @@ def recall_conversation(rng: random.Random, list_tokens: int, questions: int) ->
     return pieces
 
 
-def _list_length(rng: random.Random, longest: float) -> int:
+def _list_length(rng: random.Random, max_length: float) -> int:
     """A list length in tokens: half of them uniform, half spread evenly over the orders of
     magnitude."""
     if rng.random() < 0.5:
-        return int(rng.uniform(60, longest))
-    return int(math.exp(rng.uniform(math.log(60), math.log(longest))))
+        return int(rng.uniform(60, max_length))
+    return int(math.exp(rng.uniform(math.log(60), math.log(max_length))))
 
 
 def _next_conversation(rng: random.Random, room: int, progress: float, recall: bool) -> list[Piece]:
-    longest = min(250 + 12_000 * progress, 0.84 * room)
-    if not recall or longest < 100:
+    max_length = min(250 + 12_000 * progress, 0.84 * room)
+    if not recall or max_length < 100:
         return short_conversation(rng)
-    size = _list_length(rng, longest)
+    size = _list_length(rng, max_length)
     questions = max(3, min(size // 8, 70, int((room - 1.1 * size) / 20)))
     return recall_conversation(rng, size, questions)
 
@@ -121,7 +121,7 @@ def task_row(rng: random.Random, encoder: Tokenizer, length: int, progress: floa
         pieces = _next_conversation(rng, length - len(ids), progress, rng.random() < recall_share)
         for piece, tokens in zip(pieces, tk.encode_plain(encoder, [piece.text for piece in pieces]), strict=True):
             ids += tokens
-            classes += [ANSWER if piece.answer else PROMPT] * len(tokens)
+            classes += [REPLY if piece.reply else PROMPT] * len(tokens)
     return ids[:length], classes[:length]
 
 

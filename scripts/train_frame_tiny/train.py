@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from scripts.train_frame_tiny.model import FrameTiny, MoE
 from scripts.train_frame_tiny.optimizer import Optimizer
-from scripts.train_frame_tiny.samples import ANSWER, CLASS_WEIGHTS, TEXT, task_batches
+from scripts.train_frame_tiny.samples import CLASS_WEIGHTS, REPLY, TEXT, task_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Trainer:
             for router, delta in zip(self.routers, change, strict=True):
                 router.e_score_correction_bias += delta
         targets = classes[:, 1:-1]
-        return each[targets == TEXT].mean(), each[targets == ANSWER].mean(), later.detach()
+        return each[targets == TEXT].mean(), each[targets == REPLY].mean(), later.detach()
 
     def run(self, save: Callable[[FrameTiny], None]) -> None:
         """Train for the recipe's minutes; `save` is called at a few points on the way."""
@@ -136,9 +136,9 @@ class Trainer:
                 elapsed = time.monotonic() - begun if begun else 0.0
                 self.progress.value = min(elapsed / (60 * recipe.minutes), 1.0)
                 if self.step % 100 == 0 or self.step == 1:
-                    code, answers, later = (round(float(number), 4) for number in numbers)
+                    code, replies, later = (round(float(number), 4) for number in numbers)
                     speed = round(tokens / elapsed / 1000) if elapsed else 0
-                    losses = f"code {code}  answers {answers}  mtp {later}"
+                    losses = f"code {code}  answers {replies}  mtp {later}"
                     self.report(f"{elapsed:6.1f} s  step {self.step}  {losses}  {speed}k tokens/s  length {length}")
                 if self.progress.value > saved + 0.25:
                     saved = self.progress.value

@@ -30,7 +30,7 @@ STATELESS_ROOMS = (
     *("frame.core", "frame.models", "frame.attention_backends", "frame.quantization", "frame.plugins", "frame.entrypoints"),
     "frame_automata",
 )
-MOST_DOCSTRING_CHARS = 800  # six lines of before the wrap at 100 columns
+MAX_DOCSTRING_CHARS = 800  # six lines of before the wrap at 100 columns
 COUNTS = {"M", "num_rows", "num_tokens", "num_pairs", "tokens", "pairs"}  # how kernels call numbers that change with each step
 
 # "check path[:name]" -> why it may stand.
@@ -148,8 +148,8 @@ def docstrings(found: Module) -> Iterator[Breach]:
     text = ast.get_docstring(found.tree)
     if text is None:
         yield f"docstring {found.path}", f"{found.path}: has no docstring"
-    elif len(text) > MOST_DOCSTRING_CHARS:
-        yield f"docstring {found.path}", f"{found.path}: its docstring has more than {MOST_DOCSTRING_CHARS} characters"
+    elif len(text) > MAX_DOCSTRING_CHARS:
+        yield f"docstring {found.path}", f"{found.path}: its docstring has more than {MAX_DOCSTRING_CHARS} characters"
     if is_under(found.name, "frame.core.interfaces"):
         for node in classes(found.tree):
             if not node.name.startswith("_") and not has_docstring(node) and not node.name.endswith("Requirements"):
@@ -241,7 +241,7 @@ def test_exceptions_are_needed_and_explained() -> None:
         (global_state, "@functools.cache\ndef f(x): ..."),
         (mixins, "class OutputMixin: ..."),
         (docstrings, "x = 1"),
-        (docstrings, '"""' + "a\n" * MOST_DOCSTRING_CHARS + '"""'),
+        (docstrings, '"""' + "a\n" * MAX_DOCSTRING_CHARS + '"""'),
         (silenced_errors, "try:\n    f()\nexcept Exception:\n    pass"),
         (silenced_errors, "try:\n    f()\nexcept:\n    g()"),
         (wall_clock, "deadline = time.time() + 5"),

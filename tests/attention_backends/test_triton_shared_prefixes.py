@@ -98,7 +98,7 @@ def test_rows_share_no_more_than_their_least_lengths() -> None:
     from frame.attention_backends.triton.shared_prefixes import group_prefixes
 
     host = host_of([1700] * 4, ((4, 100),))
-    bounded = replace(host, least_lens=np.array([1585, 1700, 1700, 1700], np.int32))
+    bounded = replace(host, min_lens=np.array([1585, 1700, 1700, 1700], np.int32))
     for each, keys in ((host, 1600), (bounded, 1584)):
         found = group_prefixes(each, 4, PAGE)
         assert found is not None and (found[0] == keys).all()

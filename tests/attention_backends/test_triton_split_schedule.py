@@ -65,7 +65,7 @@ def make_config(**values):  # type: ignore[no-untyped-def]
 def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
     items, shared, info = items_of(lengths, make_config(window=window))
     assert shared == 0
-    longest = 0
+    max_length = 0
     for row, length in enumerate(lengths):
         own = items[info[row, 0] : info[row, 0] + info[row, 1]]
         assert (own[:, 0] == row).all()
@@ -75,15 +75,15 @@ def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
         assert own[-1, 3] == length
         assert (own[1:, 2] == own[:-1, 3]).all()
         assert (own[:, 3] > own[:, 2]).all()
-        longest = max(longest, int((own[:, 3] - own[:, 2]).max()))
+        max_length = max(max_length, int((own[:, 3] - own[:, 2]).max()))
     total = sum(min(length, window) if window else length for length in lengths)
-    assert longest <= max(64, 1.25 * total / 33) + 64
+    assert max_length <= max(64, 1.25 * total / 33) + 64
 
 
 @pytest.mark.parametrize("lengths", [[1], [0, 512, 0], [100_000], [7, 3000, 64, 65, 1], [1000] * 256, [50_000, *[10] * 100]])
 @pytest.mark.parametrize("shares", [1, 33, 132])
 def test_shares_cost_the_same(lengths: list[int], shares: int) -> None:
-    from frame.attention_backends.triton.split_schedule import HEADER, MOST_PARTS, ROW_COST
+    from frame.attention_backends.triton.split_schedule import HEADER, MAX_PARTS, ROW_COST
 
     items, _, info = items_of(lengths, config := make_config(min_keys=128, shares=shares))
     for row, length in enumerate(lengths):
@@ -99,9 +99,9 @@ def test_shares_cost_the_same(lengths: list[int], shares: int) -> None:
     total = sum(-(-length // 64) + row_cost for length in lengths if length)
     assert len(costs) == used <= shares
     assert min(costs) > 0
-    least = max(2, -(-max(lengths) // 64 // MOST_PARTS.value) + 1)
-    assert max(costs) <= max(least + row_cost, -(-total // shares)) + row_cost
-    assert info[:, 1].max() <= MOST_PARTS.value + 1
+    minimum = max(2, -(-max(lengths) // 64 // MAX_PARTS.value) + 1)
+    assert max(costs) <= max(minimum + row_cost, -(-total // shares)) + row_cost
+    assert info[:, 1].max() <= MAX_PARTS.value + 1
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

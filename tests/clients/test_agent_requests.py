@@ -81,9 +81,9 @@ def http(url: str) -> Any:
 @pytest.mark.parametrize("name", CHAT)
 def test_chat(http: httpx.Client, name: str) -> None:
     body = {"model": MODEL, "max_tokens": 200, "seed": 3, **CHAT[name]}
-    answer = http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    (choice,) = answer.json()["choices"]
+    reply = http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
     calls = choice["message"]["tool_calls"]
     if body["tool_choice"] != "required" or body.get("parallel_tool_calls") is False:
         assert choice["finish_reason"] == "tool_calls"
@@ -95,9 +95,9 @@ def test_chat(http: httpx.Client, name: str) -> None:
 def test_strict_function_that_may_be_called(http: httpx.Client) -> None:
     """The OpenAI Agents SDK and pydantic-ai send strict functions without a choice."""
     body = {"model": MODEL, "messages": [USER], "max_tokens": 24, "temperature": 0, "tools": [function("weather", STRICT, strict=True)]}
-    answer = http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"]
+    reply = http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
@@ -105,9 +105,9 @@ def test_responses(http: httpx.Client, choice: Any) -> None:
     """The OpenAI Agents SDK by default."""
     tool = {"type": "function", "name": "weather", "description": "The weather.", "parameters": STRICT, "strict": True}
     body = {"model": MODEL, "input": [USER], "max_output_tokens": 200, "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
-    answer = http.post("/v1/responses", json=body)
-    assert answer.status_code == 200, answer.text
-    (call,) = [item for item in answer.json()["output"] if item["type"] == "function_call"]
+    reply = http.post("/v1/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    (call,) = [item for item in reply.json()["output"] if item["type"] == "function_call"]
     jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
 
 
@@ -115,10 +115,10 @@ def test_responses(http: httpx.Client, choice: Any) -> None:
 def test_anthropic(http: httpx.Client, choice: Any) -> None:
     tool = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
     body = {"model": MODEL, "max_tokens": 200, "messages": [USER], "tools": [tool], "tool_choice": choice}
-    answer = http.post("/v1/messages", json=body)
-    assert answer.status_code == 200, answer.text
-    (block,) = answer.json()["content"]
-    assert answer.json()["stop_reason"] == "tool_use"
+    reply = http.post("/v1/messages", json=body)
+    assert reply.status_code == 200, reply.text
+    (block,) = reply.json()["content"]
+    assert reply.json()["stop_reason"] == "tool_use"
     jsonschema.validate(block["input"], SCHEMA)
 
 
@@ -127,9 +127,9 @@ def test_named_function_is_called_once(http: httpx.Client) -> None:
     one."""
     for parallel in ({}, {"parallel_tool_calls": True}, {"parallel_tool_calls": False}):
         body = {"model": MODEL, "max_tokens": 200, "n": 4, "seed": 1, **CHAT["instructor, mode TOOLS"], **parallel}
-        answer = http.post("/v1/chat/completions", json=body).json()
-        assert [choice["finish_reason"] for choice in answer["choices"]] == ["tool_calls"] * 4
-        assert [len(choice["message"]["tool_calls"]) for choice in answer["choices"]] == [1] * 4
+        reply = http.post("/v1/chat/completions", json=body).json()
+        assert [choice["finish_reason"] for choice in reply["choices"]] == ["tool_calls"] * 4
+        assert [len(choice["message"]["tool_calls"]) for choice in reply["choices"]] == [1] * 4
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 5, 8, 11, 14, 40, 47, 53])

@@ -76,8 +76,8 @@ def test_thinking_and_tool_use(client: anthropic.Anthropic) -> None:
     assert final.content[2].input == call.input
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
     turns = [*MESSAGES, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
-    answer = client.messages.create(**(ASK | {"messages": turns}), tools=[WEATHER])
-    assert answer.usage.input_tokens > 0
+    reply = client.messages.create(**(ASK | {"messages": turns}), tools=[WEATHER])
+    assert reply.usage.input_tokens > 0
 
 
 def test_required_and_named_calls(client: anthropic.Anthropic) -> None:

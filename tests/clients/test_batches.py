@@ -45,9 +45,9 @@ def test_good_and_bad_lines(client: openai.OpenAI) -> None:
     batch = finished(client, begin(client, "".join([*bad[:3], *good, *bad[3:]])))
     assert batch.status == "completed"
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (19, 12, 7)
-    answers = records(client, batch.output_file_id)
-    assert {answer["custom_id"] for answer in answers} == {f"good-{i}" for i in range(12)}
-    assert all(answer["response"]["body"]["usage"]["completion_tokens"] == 4 for answer in answers)
+    replies = records(client, batch.output_file_id)
+    assert {reply["custom_id"] for reply in replies} == {f"good-{i}" for i in range(12)}
+    assert all(reply["response"]["body"]["usage"]["completion_tokens"] == 4 for reply in replies)
     errors = records(client, batch.error_file_id)
     assert len(errors) == 7
     assert next(e for e in errors if e["custom_id"] == "hot")["response"]["status_code"] == 400
@@ -77,7 +77,7 @@ def test_cancelling_keeps_what_was_done(client: openai.OpenAI, quick_server: Run
     client.batches.cancel(batch.id)
     batch = finished(client, batch)
     assert batch.status == "cancelled"
-    assert "short" in [answer["custom_id"] for answer in records(client, batch.output_file_id)]
+    assert "short" in [reply["custom_id"] for reply in records(client, batch.output_file_id)]
     wait_until(lambda: quick_server.get("/server_info")["outstanding"] == 0)  # what ran has been stopped
 
 

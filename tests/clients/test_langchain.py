@@ -36,7 +36,7 @@ def test_invoke_and_stream(model: ChatOpenAI) -> None:
     assert found.text == "7"
     assert found.usage_metadata is not None
     assert "".join(chunk.text for chunk in model.stream(ASK)) == "7"
-    assert [answer.text for answer in model.batch([ASK, ASK])] == ["7", "7"]
+    assert [reply.text for reply in model.batch([ASK, ASK])] == ["7", "7"]
 
 
 @pytest.mark.asyncio(loop_scope="module")  # LangChain keeps one asynchronous client of a server, with its connections

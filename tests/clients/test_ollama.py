@@ -34,10 +34,10 @@ def client(url: str) -> Iterator[httpx.Client]:
         yield found
 
 
-def lines_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "application/x-ndjson"
-    return [json.loads(line) for line in answer.text.splitlines()]
+def lines_of(reply: httpx.Response) -> list[dict[str, Any]]:
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in reply.text.splitlines()]
 
 
 def test_litellms_chat(litellm: Any, url: str) -> None:
@@ -71,14 +71,14 @@ def test_chat_streams_lines_by_default(client: httpx.Client) -> None:
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_thinking_and_calls_and_their_results(client: httpx.Client, is_streamed: bool) -> None:
     grammar = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"], "additionalProperties": False}
-    answer = client.post("/api/chat", json={"model": MODEL, "messages": MESSAGES, "format": grammar, "stream": False})
-    assert json.loads(answer.json()["message"]["content"]) == {"city": "Oslo"}
+    reply = client.post("/api/chat", json={"model": MODEL, "messages": MESSAGES, "format": grammar, "stream": False})
+    assert json.loads(reply.json()["message"]["content"]) == {"city": "Oslo"}
     call = {"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
     turn = [{"role": "user"}, *MESSAGES, {"role": "assistant", "thinking": "hm", "tool_calls": [call]}]
     result = {"role": "tool", "tool_name": "get_weather", "content": "sunny"}
     body = {"model": MODEL, "messages": [*turn, result], "tools": [TOOL], "stream": is_streamed, "options": {"num_predict": 8}}
-    answer = client.post("/api/chat", json=body)
-    last = lines_of(answer)[-1] if is_streamed else answer.json()
+    reply = client.post("/api/chat", json=body)
+    last = lines_of(reply)[-1] if is_streamed else reply.json()
     assert last["done_reason"] in ("stop", "length")
     assert last["prompt_eval_count"] > 60
 
@@ -145,7 +145,7 @@ def test_what_clients_ask_first(client: httpx.Client) -> None:
 )
 def test_errors_have_ollamas_shape(client: httpx.Client, path: str, change: dict[str, Any], says: str) -> None:
     given = {"messages": MESSAGES} if path == "/api/chat" else {}
-    answer = client.post(path, json={"model": MODEL} | given | change)
-    assert answer.status_code in (400, 404)
-    assert set(answer.json()) == {"error"}
-    assert says in answer.json()["error"]
+    reply = client.post(path, json={"model": MODEL} | given | change)
+    assert reply.status_code in (400, 404)
+    assert set(reply.json()) == {"error"}
+    assert says in reply.json()["error"]

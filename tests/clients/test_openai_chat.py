@@ -38,9 +38,9 @@ def test_sync_and_stream(client: openai.OpenAI) -> None:
 
 async def test_async(url: str) -> None:
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key=KEY, max_retries=0) as client:
-        answers = await asyncio.gather(*(client.chat.completions.create(**ASK) for _ in range(8)))
+        replies = await asyncio.gather(*(client.chat.completions.create(**ASK) for _ in range(8)))
         pieces = [chunk.choices[0].delta.content or "" async for chunk in await client.chat.completions.create(**ASK, stream=True)]
-    assert {answer.choices[0].message.content for answer in answers} == {"7"} == {"".join(pieces)}
+    assert {reply.choices[0].message.content for reply in replies} == {"7"} == {"".join(pieces)}
 
 
 def test_tools(client: openai.OpenAI) -> None:

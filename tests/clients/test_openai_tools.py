@@ -62,19 +62,19 @@ def joined(chunks: list[Any]) -> tuple[str, list[list[str]], str]:
 
 
 def test_a_required_call_is_a_valid_call(client: openai.OpenAI) -> None:
-    for answer in ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, n=4).choices:
-        assert answer.finish_reason == "tool_calls"
-        assert answer.message.content is None
-        (call,) = calls_of(answer.message)
+    for reply in ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, n=4).choices:
+        assert reply.finish_reason == "tool_calls"
+        assert reply.message.content is None
+        (call,) = calls_of(reply.message)
         assert call in [("get_weather", {"city": "Rome"}), ("get_weather", {"city": "Bonn"}), ("now", {})]
 
 
 def test_a_named_function_is_called_by_every_choice(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
-    answer = ask(client, tools=TOOLS, tool_choice=named, parallel_tool_calls=False, n=3)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert {name for choice in answer.choices for name, _ in calls_of(choice.message)} == {"get_weather"}
-    assert len({choice.message.tool_calls[0].id for choice in answer.choices}) == 3
+    reply = ask(client, tools=TOOLS, tool_choice=named, parallel_tool_calls=False, n=3)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert {name for choice in reply.choices for name, _ in calls_of(choice.message)} == {"get_weather"}
+    assert len({choice.message.tool_calls[0].id for choice in reply.choices}) == 3
 
 
 def test_calls_stream_as_they_come(client: openai.OpenAI) -> None:
@@ -89,16 +89,16 @@ def test_calls_stream_as_they_come(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "none", None])
 def test_no_calls_unless_required(client: openai.OpenAI, choice: str | None) -> None:
-    answer = ask(client, tools=TOOLS, **({} if choice is None else {"tool_choice": choice}), temperature=0).choices[0]
-    assert answer.message.content
-    assert not answer.message.tool_calls
+    reply = ask(client, tools=TOOLS, **({} if choice is None else {"tool_choice": choice}), temperature=0).choices[0]
+    assert reply.message.content
+    assert not reply.message.tool_calls
 
 
 def test_the_package_reads_tools_and_answers_as_models(client: openai.OpenAI) -> None:
     fields: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100, "seed": 1}
     tools = [openai.pydantic_function_tool(Weather)]
-    answer = client.chat.completions.parse(**fields, tools=tools, tool_choice="required", parallel_tool_calls=False)
-    calls = answer.choices[0].message.tool_calls
+    reply = client.chat.completions.parse(**fields, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    calls = reply.choices[0].message.tool_calls
     assert calls
     assert isinstance(calls[0].function.parsed_arguments, Weather)
     assert isinstance(client.chat.completions.parse(**fields, response_format=Weather).choices[0].message.parsed, Weather)
@@ -131,8 +131,8 @@ def test_a_conversation_with_a_tool(client: openai.OpenAI) -> None:
 
 
 def test_logprobs_of_constrained_output(client: openai.OpenAI) -> None:
-    answer = ask(client, extra_body={"guided_choice": ["yes", "no"]}, logprobs=True, top_logprobs=3, n=2)
-    for choice in answer.choices:
+    reply = ask(client, extra_body={"guided_choice": ["yes", "no"]}, logprobs=True, top_logprobs=3, n=2)
+    for choice in reply.choices:
         assert choice.message.content in ("yes", "no")
         tokens = choice.logprobs.content
         assert bytes(byte for token in tokens for byte in token.bytes).decode().startswith(choice.message.content)
@@ -164,9 +164,9 @@ def test_an_answer_is_continued(client: openai.OpenAI) -> None:
 
 
 def test_fields_that_change_nothing_here(client: openai.OpenAI) -> None:
-    answer = ask(client, service_tier="flex", reasoning_effort="low", store=False, metadata={"a": "b"}, user="u", max_completion_tokens=2)
-    assert answer.service_tier == "default"
-    assert answer.usage.completion_tokens == 2
+    reply = ask(client, service_tier="flex", reasoning_effort="low", store=False, metadata={"a": "b"}, user="u", max_completion_tokens=2)
+    assert reply.service_tier == "default"
+    assert reply.usage.completion_tokens == 2
 
 
 @pytest.mark.parametrize(

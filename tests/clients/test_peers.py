@@ -23,9 +23,9 @@ def client(url: str) -> Iterator[httpx.Client]:
 
 
 def post(client: httpx.Client, path: str, body: Any) -> Any:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
 
 
 # vLLM ---------------------------------------------------------------------------------------------
@@ -56,9 +56,9 @@ def test_a_batch_of_conversations(client: httpx.Client) -> None:
     ],
 )
 def test_batches_that_are_refused(client: httpx.Client, change: dict[str, Any], says: str) -> None:
-    answer = client.post("/v1/chat/completions/batch", json=ASK | {"messages": SUMS} | change)
-    assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
+    reply = client.post("/v1/chat/completions/batch", json=ASK | {"messages": SUMS} | change)
+    assert reply.status_code == 400
+    assert says in reply.json()["error"]["message"]
 
 
 def test_rendered_prompts_can_be_generated_from(client: httpx.Client) -> None:
@@ -113,9 +113,9 @@ def test_parsers_as_a_service(client: httpx.Client) -> None:
     ],
 )
 def test_what_parsers_refuse(client: httpx.Client, path: str, body: dict[str, Any], says: str) -> None:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
+    reply = client.post(path, json=body)
+    assert reply.status_code == 400
+    assert says in reply.json()["error"]["message"]
 
 
 # SageMaker ----------------------------------------------------------------------------------------
@@ -125,13 +125,13 @@ def test_invocations_go_where_their_fields_belong(client: httpx.Client) -> None:
     assert httpx.get(str(client.base_url.join("/ping")), trust_env=False).status_code == 200
     chat = post(client, "/invocations", ASK | {"messages": SUMS[0]})
     assert chat["choices"][0]["message"]["content"] == "7"
-    with client.stream("POST", "/invocations", json=ASK | {"messages": SUMS[0], "stream": True}) as answer:
-        assert list(answer.iter_lines())[-2:] == ["data: [DONE]", ""]
+    with client.stream("POST", "/invocations", json=ASK | {"messages": SUMS[0], "stream": True}) as reply:
+        assert list(reply.iter_lines())[-2:] == ["data: [DONE]", ""]
     assert post(client, "/invocations", ASK | {"prompt": "x"})["object"] == "text_completion"
     assert "output_ids" in post(client, "/invocations", {"text": "x", "sampling_params": {"max_new_tokens": 2}})
     for body, says in (({"x": 1}, "the body fits no route"), ({"messages": []}, "messages is empty"), ({"prompt": 1}, "prompt is")):
-        answer = client.post("/invocations", json=body)
-        assert (answer.status_code, says in answer.json()["error"]["message"]) == (400, True)
+        reply = client.post("/invocations", json=body)
+        assert (reply.status_code, says in reply.json()["error"]["message"]) == (400, True)
     assert client.post("/invocations", json={"input": "x"}).json()["error"]["code"] == "wrong_task"
 
 

@@ -10,7 +10,7 @@ import pytest
 from frame.config.hardware import Accelerator, Hardware
 from frame.config.resolve import ResolveError, resolve
 from frame.config.resolve_drafter import resolve_draft_model
-from frame.config.resolve_machine import LEAST_RUNNING, MOST_PROMPT_TOKENS, MOST_RUNNING, count_weights, launch_bound_tokens
+from frame.config.resolve_machine import MAX_PROMPT_TOKENS, MAX_RUNNING, MIN_RUNNING, count_weights, launch_bound_tokens
 from frame.config.resolve_parallel import find_conflicts
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
@@ -63,7 +63,7 @@ def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
         LLAMA_8B, hidden_size=7168, num_heads=128, kind="mla", latent=(512, 64), head_dim=192,
         config={"intermediate_size": 18432, "q_lora_rank": 1536},
     )  # fmt: skip
-    assert [launch_bound_tokens(model_config) for model_config in (LLAMA_8B, small, experts, latent)] == [256, MOST_PROMPT_TOKENS, 1024, 64]
+    assert [launch_bound_tokens(model_config) for model_config in (LLAMA_8B, small, experts, latent)] == [256, MAX_PROMPT_TOKENS, 1024, 64]
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_some_models_have_graphs_of_decodes_alone(architecture: str, kind: Any, 
 @pytest.mark.parametrize(
     ("gib", "tp", "cache", "running"),
     [
-        (140, 1, {}, MOST_RUNNING),
+        (140, 1, {}, MAX_RUNNING),
         (80, 1, {}, 448),  # 72 GiB without 16 GiB of weights, 128 KiB for each token
-        (80, 2, {}, MOST_RUNNING),
-        (24, 1, {}, LEAST_RUNNING),
+        (80, 2, {}, MAX_RUNNING),
+        (24, 1, {}, MIN_RUNNING),
         (140, 1, {"mem_fraction": 0.4}, 320),
-        (140, 1, {"kv_dtype": "fp8_e4m3", "mem_fraction": 0.4}, MOST_RUNNING),
-        (140, 1, {"max_total_tokens": 8192}, LEAST_RUNNING),
+        (140, 1, {"kv_dtype": "fp8_e4m3", "mem_fraction": 0.4}, MAX_RUNNING),
+        (140, 1, {"max_total_tokens": 8192}, MIN_RUNNING),
     ],
 )
 def test_max_running_requests_follows_from_the_memory(gib: int, tp: int, cache: dict[str, Any], running: int) -> None:
@@ -202,10 +202,10 @@ def test_trees_that_do_not_fit_are_refused(
 
 
 def test_trees_ask_the_attention_backend_for_a_mask() -> None:
-    assert resolve_tree({}, {"eagle_topk": 2}, {}, "torch_native").most_drafted == 6
+    assert resolve_tree({}, {"eagle_topk": 2}, {}, "torch_native").max_drafted == 6
     with pytest.raises(ConfigurationError, match="has no mask for trees of drafted tokens"):
         resolve_tree({}, {"eagle_topk": 2}, {}, "flex_attention")
-    assert resolve_tree({}, {}, {}, "flex_attention").most_drafted == 3
+    assert resolve_tree({}, {}, {}, "flex_attention").max_drafted == 3
 
 
 def test_the_draft_model_of_trees_gets_the_attention_backend_of_the_target() -> None:

@@ -64,10 +64,10 @@ def test_every_architecture(case):
     run(loop, case, GREEDY)
     assert loop.stats["mixed"] > 1
     assert loop.scheduler.get_load()["preempted"] > 0
-    longest = max(case.prompts, key=len)
-    loop.generate([longest], greedy(1))  # other prompts may have taken its pages
+    max_length = max(case.prompts, key=len)
+    loop.generate([max_length], greedy(1))  # other prompts may have taken its pages
     before = loop.stats["cached"]
-    check_logits(loop, case, [longest], GREEDY if IS_WHOLE else greedy(2))
+    check_logits(loop, case, [max_length], GREEDY if IS_WHOLE else greedy(2))
     assert loop.stats["cached"] > before
 
 

@@ -31,15 +31,15 @@ KINDS = {  # an architecture for each kind of group
     ENCODED: "WhisperForConditionalGeneration",
 }
 WINDOW, PAGE, CHUNK = 24, 4, 16
-LONGEST, TOKENS, ROWS = 120, 3, 16  # of a prefix; of an output; requests at once
+MAX_LENGTH, TOKENS, ROWS = 120, 3, 16  # of a prefix; of an output; requests at once
 
 
 def draw_lengths(numbers: random.Random, count: int) -> Iterator[int]:
     """Half of the lengths are within two tokens of a multiple of a page, a window or a chunk."""
     for _ in range(count):
         near = numbers.choice((PAGE, WINDOW, CHUNK, WINDOW + CHUNK))
-        edge = near * numbers.randrange(1, LONGEST // near + 1) + numbers.randrange(-2, 3)
-        yield min(LONGEST, max(1, edge if numbers.random() < 0.5 else numbers.randrange(1, LONGEST)))
+        edge = near * numbers.randrange(1, MAX_LENGTH // near + 1) + numbers.randrange(-2, 3)
+        yield min(MAX_LENGTH, max(1, edge if numbers.random() < 0.5 else numbers.randrange(1, MAX_LENGTH)))
 
 
 def compare(kind: str, scratch: Path, count: int) -> int:
@@ -71,7 +71,7 @@ def random_ids(numbers: random.Random, count: int) -> list[int]:
 
 
 def draw_texts(numbers: random.Random) -> list[list[int]]:
-    return [random_ids(numbers, LONGEST + 4) for _ in range(4)]
+    return [random_ids(numbers, MAX_LENGTH + 4) for _ in range(4)]
 
 
 @pytest.mark.parametrize("kind", ["window", "snapshot, gated DeltaNet", "sidecar", ENCODED])

@@ -69,8 +69,8 @@ def make_requests(count: int, seed: int = 0) -> tuple[list[list[int]], list[Samp
     for number in range(count):
         prompt = [numbers.randrange(6, 384) for _ in range(numbers.randint(2, 30))]
         prompts.append((stem if number % 3 == 0 else []) + prompt * (1 + number % 3))
-        most = 64 if number % 4 == 3 else numbers.randint(3, 32)
-        more: dict[str, Any] = {"temperature": (0.0, 0.7, 1.0)[number % 3], "seed": number, "max_tokens": most}
+        maximum = 64 if number % 4 == 3 else numbers.randint(3, 32)
+        more: dict[str, Any] = {"temperature": (0.0, 0.7, 1.0)[number % 3], "seed": number, "max_tokens": maximum}
         if number % 4 == 1:
             more |= {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 3}
         if number % 5 == 2:
@@ -225,8 +225,8 @@ def make_script(expected: Any, num_right: int) -> Script:
     prompts, _, outputs = expected
     whole = {tuple(prompt): prompt + output for prompt, output in zip(prompts, outputs, strict=True)}
 
-    def script(setup: Any, given: Any, most: int) -> list[int]:
-        draft = whole[tuple(setup.token_ids[: setup.prompt_len].tolist())][len(given) : len(given) + most]
+    def script(setup: Any, given: Any, maximum: int) -> list[int]:
+        draft = whole[tuple(setup.token_ids[: setup.prompt_len].tolist())][len(given) : len(given) + maximum]
         return [token if i < num_right else (token + 1) % 384 for i, token in enumerate(draft)]
 
     return script
@@ -249,10 +249,10 @@ def make_tree_script(expected: Any) -> TreeScript:
     prompts, _, outputs = expected
     whole = {tuple(prompt): prompt + output for prompt, output in zip(prompts, outputs, strict=True)}
 
-    def script(setup: Any, given: Any, most: int) -> tuple[list[int], list[int]]:
+    def script(setup: Any, given: Any, maximum: int) -> tuple[list[int], list[int]]:
         coming = whole[tuple(setup.token_ids[: setup.prompt_len].tolist())][len(given) :]
         numbers, tokens, parents, right = random.Random(len(given)), [], [], [0]  # right: the nodes of the right path
-        while len(tokens) < min(most, numbers.randint(1, 8)):
+        while len(tokens) < min(maximum, numbers.randint(1, 8)):
             if len(right) <= len(coming) and numbers.random() < 0.5:
                 parents.append(right[-1])
                 tokens.append(coming[len(right) - 1])
@@ -297,7 +297,7 @@ def test_trees_of_a_device_drafter(expected: Any) -> None:
 
         def watched(batch: ScheduledBatch, launch: Any = launch) -> Any:
             nonlocal num_late
-            num_late += batch.num_drafts is not None and batch.num_unsettled is not None and batch.num_unsettled.any()
+            num_late += batch.num_drafts is not None and batch.num_pending is not None and batch.num_pending.any()
             return launch(batch)
 
         loop.runner.launch = watched  # type: ignore[method-assign]
@@ -317,11 +317,11 @@ def test_trees_of_latents_and_rounded_keys(tmp_path: Path, name: str, kv_dtype: 
     path = str(make_checkpoint(name, tmp_path))
     prompts, params = make_requests(5)
     params = [structs.replace(each, logprobs=2 if number % 2 else None) for number, each in enumerate(params)]
-    answers: list[Any] = []
+    replies: list[Any] = []
     for _ in range(2):
         loop, logprobs = make_loop(path=path, kv_dtype=kv_dtype), {}
-        if answers:
-            drafter = ScriptedTreeDrafter(make_tree_script((prompts, params, answers[0][0])))
+        if replies:
+            drafter = ScriptedTreeDrafter(make_tree_script((prompts, params, replies[0][0])))
             loop.scheduler.speculation.enable(drafter, 8, tree=TreeShape(2, 4, 8))
 
         def watched(batch: Any, result: Any, commit: Any = loop.scheduler.commit, logprobs: Any = logprobs) -> Any:
@@ -331,11 +331,11 @@ def test_trees_of_latents_and_rounded_keys(tmp_path: Path, name: str, kv_dtype: 
             return tokens
 
         loop.scheduler.commit = watched  # type: ignore[method-assign]
-        answers.append((loop.generate(prompts, params), logprobs))
-    assert answers[0][0] == answers[1][0] and loop.scheduler.get_load()["accepted_tokens"] > 10
+        replies.append((loop.generate(prompts, params), logprobs))
+    assert replies[0][0] == replies[1][0] and loop.scheduler.get_load()["accepted_tokens"] > 10
     assert len(logprobs) == 2
     for rid, pairs in logprobs.items():
-        for one, other in zip(pairs, answers[0][1][rid], strict=True):
+        for one, other in zip(pairs, replies[0][1][rid], strict=True):
             assert one == pytest.approx(other, abs=1e-3)
 
 

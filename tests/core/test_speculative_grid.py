@@ -61,13 +61,13 @@ class Request:
 
 
 @dataclass
-class Answer:
+class ReplyText:
     tokens: list[int]
     logprobs: list[float | None]
     steps: int = 0  # that had output
     is_ended: bool = False
 
-    def is_close(self, other: Answer) -> bool:
+    def is_close(self, other: ReplyText) -> bool:
         return self.tokens == other.tokens and self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
@@ -81,7 +81,7 @@ class Target:
         registry = load_registry(installed=False)
         backend = registry.load(registry.get("grammar_backend", "llguidance"))(GrammarContext(self.tokenizer, 2048 if not draft else 384))
         self.compiled = {source: backend.compile("regex", source) for source in GRAMMARS}
-        self.expected = self.answer(make_loop(folder, 16 * 1024), self.requests)
+        self.expected = self.reply(make_loop(folder, 16 * 1024), self.requests)
         self.add_stops()
 
     def make_requests(self, count: int, *, biased: bool) -> list[Request]:
@@ -106,37 +106,37 @@ class Target:
             if biased and grammar is None:
                 more["logit_bias"] = dict.fromkeys(liked_tokens(), 9.0)
             n = 3 if numbers.random() < 0.1 else 1
-            most = 64 if numbers.random() < 0.2 else numbers.randint(3, 16)
-            params = SamplingParams(n=n, ignore_eos=grammar is None and numbers.random() < 0.5, max_tokens=most, **more)
+            maximum = 64 if numbers.random() < 0.2 else numbers.randint(3, 16)
+            params = SamplingParams(n=n, ignore_eos=grammar is None and numbers.random() < 0.5, max_tokens=maximum, **more)
             found += [Request(prompt, get_child_params(params, number), grammar) for number in range(n)]
         return found[:count]
 
     def add_stops(self) -> None:
         """Give one answer in five a stop string that is in its text."""
         numbers = random.Random(2)
-        for number, answer in enumerate(self.expected):
-            text = self.tokenizer.decode(answer.tokens)
+        for number, reply in enumerate(self.expected):
+            text = self.tokenizer.decode(reply.tokens)
             if len(text) < 6 or numbers.random() > 0.2:
                 continue
             start = numbers.randrange(len(text) - 2)
             request = self.requests[number]
             stopped = structs.replace(request.params, stop=(text[start : start + 2],))
             self.requests[number] = Request(request.prompt, stopped, request.grammar)
-            self.cut(answer, stopped.stop[0])
+            self.cut(reply, stopped.stop[0])
 
-    def cut(self, answer: Answer, stop: str) -> bool:
+    def cut(self, reply: ReplyText, stop: str) -> bool:
         """Whether the text has the stop string; the answer then ends with it."""
-        for length in range(1, len(answer.tokens) + 1):
-            if stop in self.tokenizer.decode(answer.tokens[:length]):
-                del answer.tokens[length:], answer.logprobs[length:]
+        for length in range(1, len(reply.tokens) + 1):
+            if stop in self.tokenizer.decode(reply.tokens[:length]):
+                del reply.tokens[length:], reply.logprobs[length:]
                 return True
         return False
 
-    def answer(self, loop: LocalLoop, requests: Sequence[Request]) -> list[Answer]:
+    def reply(self, loop: LocalLoop, requests: Sequence[Request]) -> list[ReplyText]:
         """Requests that meet their stop string are aborted, as the text processes do."""
-        answers = {f"{id(requests)}.{number}": Answer([], []) for number in range(len(requests))}
-        stops = {rid: request.params.stop for rid, request in zip(answers, requests, strict=True)}
-        waiting = zip(answers, requests, strict=True)
+        replies = {f"{id(requests)}.{number}": ReplyText([], []) for number in range(len(requests))}
+        stops = {rid: request.params.stop for rid, request in zip(replies, requests, strict=True)}
+        waiting = zip(replies, requests, strict=True)
 
         def add(count: int) -> None:
             for rid, request in islice(waiting, count):
@@ -148,27 +148,27 @@ class Target:
             add(len(step.finishes))
             loop.stats["cached"] += sum(step.num_cached_tokens.values())
             for index, rid in enumerate(step.rids):
-                answer = answers[rid]
-                if answer.is_ended:
+                reply = replies[rid]
+                if reply.is_ended:
                     continue
-                answer.tokens += step.token_ids[index]
-                answer.steps += bool(step.token_ids[index])
-                answer.logprobs += step.logprobs.get(index, TokenLogprobs([], [], [])).logprobs
-                answer.is_ended = index in step.finishes
-                assert not answer.is_ended or step.finishes[index].reason != "error", step.finishes[index]
-                if stops[rid] and self.cut(answer, stops[rid][0]):
-                    answer.is_ended = True
+                reply.tokens += step.token_ids[index]
+                reply.steps += bool(step.token_ids[index])
+                reply.logprobs += step.logprobs.get(index, TokenLogprobs([], [], [])).logprobs
+                reply.is_ended = index in step.finishes
+                assert not reply.is_ended or step.finishes[index].reason != "error", step.finishes[index]
+                if stops[rid] and self.cut(reply, stops[rid][0]):
+                    reply.is_ended = True
                     loop.scheduler.abort([rid], "stop")
-        assert all(answer.is_ended for answer in answers.values())
-        return list(answers.values())
+        assert all(reply.is_ended for reply in replies.values())
+        return list(replies.values())
 
     def make_script(self, *, is_right: bool) -> Script:
         """Drafts of the expected tokens, or of wrong ones."""
-        outputs = {(tuple(r.prompt), r.params.seed): answer.tokens for r, answer in zip(self.requests, self.expected, strict=True)}
+        outputs = {(tuple(r.prompt), r.params.seed): reply.tokens for r, reply in zip(self.requests, self.expected, strict=True)}
 
-        def script(setup: SlotSetup, given: Sequence[int], most: int) -> list[int]:
+        def script(setup: SlotSetup, given: Sequence[int], maximum: int) -> list[int]:
             start = len(given) - setup.prompt_len
-            tokens = outputs[tuple(given[: setup.prompt_len]), setup.params.seed][start : start + most]
+            tokens = outputs[tuple(given[: setup.prompt_len]), setup.params.seed][start : start + maximum]
             return tokens if is_right else [(token + 1) % 384 for token in tokens]
 
         return script
@@ -222,28 +222,28 @@ def test_grid(drafter: str, engine: str, get_target: Callable[[str], Target]) ->
         if drafter == "draft_model" or drafter in HEADS:
             settings["speculative"]["draft_model_path"] = target.draft.get(drafter, FOLDER)
 
-    def act(loop: LocalLoop) -> tuple[list[Answer], dict[str, Any]]:
+    def act(loop: LocalLoop) -> tuple[list[ReplyText], dict[str, Any]]:
         if is_scripted:
             drafts = ScriptedDrafter(target.make_script(is_right=drafter == "oracle"))
             loop.scheduler.speculation.enable(drafts, STEPS, is_adaptive=engine == "adaptive")
-        answers, load = target.answer(loop, target.requests), loop.scheduler.get_load()
+        replies, load = target.reply(loop, target.requests), loop.scheduler.get_load()
         loop.scheduler.check_integrity()
         loop.scheduler.flush_cache()
-        return answers, load | {"leaked": loop.scheduler.get_load()["used_pages"], "cached": loop.stats["cached"]}
+        return replies, load | {"leaked": loop.scheduler.get_load()["used_pages"], "cached": loop.stats["cached"]}
 
     if engine == "two ranks":
-        answers, load = on_two_ranks(Case(target.folder, [], None), act, **settings)
+        replies, load = on_two_ranks(Case(target.folder, [], None), act, **settings)
     else:
-        answers, load = act(make_loop(target.folder, **settings))
+        replies, load = act(make_loop(target.folder, **settings))
     shown = ("num_drafts", "drafted_tokens", "accepted_tokens", "preempted", "cached", "leaked")
     print(f"{drafter}, {engine}:", *(f"{name} {load[name]}" for name in shown))
-    wrong = [number for number, (found, wanted) in enumerate(zip(answers, target.expected, strict=True)) if not found.is_close(wanted)]
-    assert not wrong, [(number, target.requests[number], answers[number], target.expected[number]) for number in wrong[:3]]
+    wrong = [number for number, (found, wanted) in enumerate(zip(replies, target.expected, strict=True)) if not found.is_close(wanted)]
+    assert not wrong, [(number, target.requests[number], replies[number], target.expected[number]) for number in wrong[:3]]
     assert load["leaked"] == 0 and load["cached"] > 0 and load["drafted_tokens"] > 0
     assert (load["accepted_tokens"] > 0) == (drafter != "adversary")
     assert (load["preempted"] > 0) == (settings["tokens"] < 1024)
     if (drafter, engine) == ("oracle", "roomy"):
-        for request, found in zip(target.requests, answers, strict=True):
-            most = request.params.num_speculative_tokens
-            length = 1 + (STEPS if most is None else min(most, STEPS))
+        for request, found in zip(target.requests, replies, strict=True):
+            maximum = request.params.num_speculative_tokens
+            length = 1 + (STEPS if maximum is None else min(maximum, STEPS))
             assert request.grammar or found.steps == 1 + math.ceil((len(found.tokens) - 1) / length)  # the first token is the prompt's

@@ -39,8 +39,8 @@ def test_it_becomes_the_engine() -> None:
     with RunningServer(Path(EMBEDDED), *SMALL, fake=False) as server:
         (child,) = psutil.Process(server.process.pid).children()
         assert child.cmdline()[3:6] == [WORKER, "scheduler", "--early"]
-        answer = server.post("/generate", {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})
-        assert answer.status_code == 200
+        reply = server.post("/generate", {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})
+        assert reply.status_code == 200
         child.kill()  # another process, started as usual, takes its place
         wait_until(lambda: [each for each in psutil.Process(server.process.pid).children() if each.pid != child.pid], 60)
         wait_until(server.ready, 60)

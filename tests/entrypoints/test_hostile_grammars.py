@@ -37,9 +37,9 @@ def generate(server: RunningServer, **fields: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_hostile_grammar_ends_by_its_budget(server: RunningServer, name: str) -> None:
-    answer = generate(server, max_new_tokens=400, seed=1, **GRAMMARS[name])
-    assert answer.status_code == 400, answer.text[:300]
-    assert "takes more work for one token than the budget of its backend" in answer.text
+    reply = generate(server, max_new_tokens=400, seed=1, **GRAMMARS[name])
+    assert reply.status_code == 400, reply.text[:300]
+    assert "takes more work for one token than the budget of its backend" in reply.text
     assert generate(server, max_new_tokens=8, regex="[ab]{3}").status_code == 200  # and the next grammar is served
 
 

@@ -30,7 +30,7 @@ def engines(server: RunningServer) -> dict[str, psutil.Process]:
     return found
 
 
-def settle(server: RunningServer) -> None:
+def resolve(server: RunningServer) -> None:
     wait_until(lambda: server.get("/server_info")["outstanding"] == 0)
     wait_until(lambda: (info := server.get("/server_info"))["running"] + info["waiting"] == 0)
 
@@ -39,7 +39,7 @@ def test_a_replica_dies_and_the_others_serve(server: RunningServer) -> None:
     storm = Storm(24, 30)
     calm = storm(server)
     assert not any(reply.error for reply in calm)
-    settle(server)
+    resolve(server)
     info = server.get("/server_info")
     assert [each["running"] for each in info["replicas"]] == [0, 0]
     shares = [each["prompt_tokens"] for each in info["replicas"]]
@@ -56,7 +56,7 @@ def test_a_replica_dies_and_the_others_serve(server: RunningServer) -> None:
     assert ready == [True]  # the other replica serves meanwhile
     wait_until(lambda: restarts(server) == 1)
     wait_until(lambda: len(server.get("/server_info")["replicas"]) == 2)
-    settle(server)
+    resolve(server)
     assert server.post("/check_integrity", {}).status_code == 200
     assert server.post("/flush_cache", {}).json()["pages"] > 0
     assert server.get("/server_info")["used_pages"] == 0
@@ -90,7 +90,7 @@ def test_attention_groups_give_the_texts_of_one_rank(tmp_path: Path) -> None:
             if more:
                 follower = next(child for child in psutil.Process(server.process.pid).children() if "follower" in child.cmdline())
                 replies.append(storm(server, storm.progress // 3, follower.kill))
-                settle(server)
+                resolve(server)
                 assert restarts(server) == 1
                 assert server.post("/check_integrity", {}).status_code == 200
     assert replies[0] == replies[1] == replies[2]

@@ -38,7 +38,7 @@ def starting(checkpoint: Path, *flags: str, shell: str = "", seconds: float = 0.
         process.communicate()
 
 
-def answers(url: str) -> bool:
+def replies(url: str) -> bool:
     try:
         return httpx.get(url, timeout=30).status_code == 200
     except httpx.TransportError:
@@ -48,7 +48,7 @@ def answers(url: str) -> bool:
 @pytest.mark.parametrize("shell", ["2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(checkpoint: Path, shell: str) -> None:
     with starting(checkpoint, "--access-log", "--detokenizer-workers", "1", shell=shell) as (process, url):
-        wait_until(lambda: answers(url + "/health/ready") or process.poll() is not None, 60)
+        wait_until(lambda: replies(url + "/health/ready") or process.poll() is not None, 60)
         assert process.poll() is None
         for child in (psutil.Process(process.pid), *psutil.Process(process.pid).children()):
             links = {number: str(Path(f"/proc/{child.pid}/fd/{number}").readlink()) for number in (0, 1, 2)}
@@ -75,7 +75,7 @@ def test_a_server_that_is_stopped_while_it_starts_ends_with_0(checkpoint: Path, 
         if moment == "spawned":
             wait_until(lambda: psutil.Process(process.pid).children() or process.poll() is not None, 60)
         else:
-            wait_until(lambda: answers(url + "/health/live") or process.poll() is not None, 60)
+            wait_until(lambda: replies(url + "/health/live") or process.poll() is not None, 60)
         children = psutil.Process(process.pid).children()
         process.send_signal(number)
         _, said = process.communicate(timeout=20)
@@ -87,7 +87,7 @@ def test_a_server_that_is_stopped_while_it_starts_ends_with_0(checkpoint: Path, 
 
 def test_a_process_that_dies_during_the_start_ends_it_with_1(checkpoint: Path) -> None:
     with starting(checkpoint, seconds=30.0) as (process, url):
-        wait_until(lambda: answers(url + "/health/live"), 60)
+        wait_until(lambda: replies(url + "/health/live"), 60)
         psutil.Process(process.pid).children()[0].kill()
         _, said = process.communicate(timeout=20)
         assert process.returncode == 1, said.decode()

@@ -58,8 +58,8 @@ def test_http_for_users_and_operators(checkpoint: Path, tmp_path: Path) -> None:
             body = {"model": client.get("/v1/models").json()["data"][0]["id"], "prompt": [5, 6, 7], "max_tokens": 5}
             body |= {"ignore_eos": True, "temperature": 0}
             whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-                *parts, end = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+                *parts, end = [line.removeprefix("data: ") for line in response.iter_lines() if line]
             assert end == "[DONE]" and "".join(json.loads(part)["choices"][0]["text"] for part in parts) == whole != ""
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.url + "/health/live")  # signed by no authority that the client trusts

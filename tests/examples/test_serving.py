@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 
 def chat(server: str, question: str, **fields: object) -> str:
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 32, **fields}
-    answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["message"]["content"]
+    reply = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["message"]["content"]
 
 
 def test_every_process_runs_on_the_plugin(server: str) -> None:
@@ -70,8 +70,8 @@ def test_the_requests_of_the_documents_work(server: str) -> None:
             bodies.append((path.name, route, body))
     assert len(bodies) >= 3
     for name, route, body in bodies:
-        answer = httpx.post(f"{server}{route}", content=body, headers={"content-type": "application/json"}, timeout=60)
-        assert answer.status_code == 200, f"{name}: {answer.text}"
+        reply = httpx.post(f"{server}{route}", content=body, headers={"content-type": "application/json"}, timeout=60)
+        assert reply.status_code == 200, f"{name}: {reply.text}"
 
 
 def test_the_python_of_the_quickstart_runs(server: str) -> None:

@@ -26,9 +26,9 @@ from tests.fuzz.quantized_cases import BITSANDBYTES, FLIPPED_GGUF, FLIPPED_NF4, 
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [ROOT / "packages" / name for name in ("frame-bitsandbytes", "frame-gguf")]
-LONGEST_START = 120.0  # seconds for the child's imports on a busy machine
-LONGEST_CASE = 60.0  # seconds; most take less than one
-LONGEST_SENTENCE = 1000  # characters
+MAX_START_LENGTH = 120.0  # seconds for the child's imports on a busy machine
+MAX_CASE_LENGTH = 60.0  # seconds; most take less than one
+MAX_SENTENCE_LENGTH = 1000  # characters
 
 
 class Loader:
@@ -53,8 +53,8 @@ class Loader:
                     "OMP_NUM_THREADS": "1",
                 },
             )
-            assert self._ask(self._whole, LONGEST_START)["error"] == ""
-        return self._ask(folder, LONGEST_CASE)
+            assert self._ask(self._whole, MAX_START_LENGTH)["error"] == ""
+        return self._ask(folder, MAX_CASE_LENGTH)
 
     def _ask(self, folder: Path, seconds: float) -> dict[str, Any]:
         child = self._child
@@ -104,7 +104,7 @@ def judge(case: Case, found: dict[str, Any]) -> str:
     if found["error"] != "ConfigurationError":
         return f"{found['error'] or 'it loads'}: {message:.300}"
     first = message.partition("\n")[0]  # a conflict of the configuration lists candidates after its sentence
-    if ("\n" in message and "rejected" not in message) or len(first) > LONGEST_SENTENCE:
+    if ("\n" in message and "rejected" not in message) or len(first) > MAX_SENTENCE_LENGTH:
         return f"not one short sentence: {message:.1000}"
     missing = [each for each in case.says if not re.search(each, message)]
     return f"{message:.300} lacks {missing}" if missing else ""

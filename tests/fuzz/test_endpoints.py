@@ -59,21 +59,21 @@ def headers_of(rng: random.Random) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def check(path: str, body: bytes, answer: Response, secrets: list[bytes]) -> None:
-    what = f"{path} {body[:2000]!r} -> {answer.status} {answer.body[:1000]!r}"
-    assert 200 <= answer.status < 500 or answer.status in (503, 504), what
-    if answer.status >= 400:
-        found = msgspec.json.decode(answer.body)
+def check(path: str, body: bytes, response: Response, secrets: list[bytes]) -> None:
+    what = f"{path} {body[:2000]!r} -> {response.status} {response.body[:1000]!r}"
+    assert 200 <= response.status < 500 or response.status in (503, 504), what
+    if response.status >= 400:
+        found = msgspec.json.decode(response.body)
         error = found.get("error")
         if isinstance(error, dict):
             assert error["type"], what
         # else Ollama's shape, text-embeddings-inference's, or Cohere's
         sentence = error["message"] if isinstance(error, dict) else error or found["message"]
         assert sentence and "Traceback" not in sentence and "object at" not in sentence, what
-    elif answer.headers.get("content-type", "").startswith("application/json"):
-        msgspec.json.decode(answer.body)
+    elif response.headers.get("content-type", "").startswith("application/json"):
+        msgspec.json.decode(response.body)
     for secret in secrets:
-        assert secret not in answer.body, what
+        assert secret not in response.body, what
 
 
 def method_of(rng: random.Random, path: str) -> str:
@@ -98,11 +98,11 @@ async def attack(server: InProcess, seed: int, count: int, paths: Sequence[str] 
         if key and rng.random() < 0.9:
             headers.insert(0, (b"x-api-key", key))
         try:
-            answer = await server.request(method, path, body, headers)
+            response = await server.request(method, path, body, headers)
         except Exception as error:
             raise AssertionError(f"request {seed}-{number}: {method} {path} {body[:2000]!r}") from error
-        check(f"request {seed}-{number}: {method} {path}", body, answer, secrets)
-        found[answer.status] = found.get(answer.status, 0) + 1
+        check(f"request {seed}-{number}: {method} {path}", body, response, secrets)
+        found[response.status] = found.get(response.status, 0) + 1
 
     for start in range(0, count, AT_ONCE):
         await asyncio.gather(*(one(number) for number in range(start, min(start + AT_ONCE, count))))
@@ -111,8 +111,8 @@ async def attack(server: InProcess, seed: int, count: int, paths: Sequence[str] 
 
 async def is_well(server: InProcess) -> None:
     """What must hold after any attack: answers come, nothing is left."""
-    answer = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
-    assert answer.status == 200
+    response = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
+    assert response.status == 200
     assert server.services.client.dead_reason is None
     assert server.services.client.num_outstanding == 0
     reply = await server.services.client.send_command("check_integrity")
@@ -138,8 +138,8 @@ async def attack_operators(seed: int, count: int) -> dict[int, int]:
     async with serving({"server": {"admin_key": ADMIN_KEY.decode()}}) as server:
         public, server.app = server.app, App(server.services, is_admin=True)
         found = await attack(server, seed, count, OPERATORS, ADMIN_KEY)
-        answer = await server.post("/continue_generation", {}, x_api_key=ADMIN_KEY.decode())
-        assert answer.status == 200
+        response = await server.post("/continue_generation", {}, x_api_key=ADMIN_KEY.decode())
+        assert response.status == 200
         server.app = public
         await is_well(server)
     return found

@@ -29,8 +29,8 @@ from tests.plugins.grammar_backends import random_grammars
 FIRST, ROUNDS = int(os.environ.get("FRAME_FUZZ_FIRST", "2")), int(os.environ.get("FRAME_FUZZ_ROUNDS", "10"))  # 2,000 each
 SECONDS = 1.0  # that one grammar may take
 STEPS = 6  # tokens drawn from a grammar that compiles
-LONGEST_MASK = 4.0  # seconds of CPU; the engine ends such a request, but it cannot cut the mask short
-LONGEST = 600  # characters of a sentence
+MAX_MASK_LENGTH = 4.0  # seconds of CPU; the engine ends such a request, but it cannot cut the mask short
+MAX_LENGTH = 600  # characters of a sentence
 EBNFS = (
     'root ::= "a" root | "b"',
     'root ::= object\nobject ::= "{" (pair ("," pair)*)? "}"\npair ::= [a-z]+ ":" value\nvalue ::= object | [0-9]{1,3}',
@@ -117,7 +117,7 @@ class Attack:
             for _ in range(STEPS):
                 since = time.thread_time()
                 is_limited = grammar.fill_mask(mask)
-                assert time.thread_time() - since < LONGEST_MASK, ("a mask took too long", kind, text)
+                assert time.thread_time() - since < MAX_MASK_LENGTH, ("a mask took too long", kind, text)
                 allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() if is_limited else []
                 if not allowed:
                     break
@@ -130,7 +130,7 @@ class Attack:
 
 def check(sentence: str, kind: str, text: str) -> None:
     what = (sentence, kind, text[:3000])
-    assert sentence.startswith("invalid grammar: ") and "\n" not in sentence and len(sentence) < LONGEST, what
+    assert sentence.startswith("invalid grammar: ") and "\n" not in sentence and len(sentence) < MAX_LENGTH, what
     assert "Traceback" not in sentence and "object at" not in sentence and "site-packages" not in sentence, what
 
 

@@ -160,10 +160,10 @@ async def attack_texts(folder: Path, seed: int, count: int) -> None:
     limits = ClientLimits(max_outstanding=8, max_context=64, vocab_size=VOCAB, capacity=256)
     kinds = ((None, False), (Detokenizer(text), False), (None, True))
     clients = [EngineClient(transport, limits, local, is_remote) for local, is_remote in kinds]
-    answers = []
+    replies = []
     for client in clients:
         client.reserve_sequences(1)
-        answers.append(submit_request(client, [[5]], [SamplingParams(max_tokens=50)], rid="r"))
+        replies.append(submit_request(client, [[5]], [SamplingParams(max_tokens=50)], rid="r"))
     sent = list(packets(seed, count))
     with pushing(inbox) as socket:
         for data in sent:
@@ -178,8 +178,8 @@ async def attack_texts(folder: Path, seed: int, count: int) -> None:
         worker.detokenize_message(detokenizer, message)
         if isinstance(message, Tokenize):
             tokenize(text, message)
-    for client, answer in zip(clients, answers, strict=True):
-        client.abandon_request(answer)
+    for client, reply in zip(clients, replies, strict=True):
+        client.abandon_request(reply)
         assert client.num_outstanding == 0
     transport.close()
 

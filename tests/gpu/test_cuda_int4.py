@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.linear import blocked_int4
-from frame.kernels.linear.blocked_int4 import BlockedProducts, TilesPlan, pack_weight
+from frame.kernels.linear.blocked_int4 import BlockedGemms, TilesPlan, pack_weight
 from frame.quantization.gemm.cuda_int4 import CudaInt4Kernel
 from frame.testing.packed_weights import make_weight
 from tests.gpu.conformance_checks import checks_on, ids
@@ -46,7 +46,7 @@ def test_products(scheme: WeightScheme, outputs: int, inputs: int, dtype: torch.
     weight = on_gpu(make_weight(scheme, outputs, inputs, dtype=dtype))
     assert kernel.find_obstacle(weight) is None
     rounded = weight.dequantize(dtype)
-    assert torch.equal(BlockedProducts(pack_weight(weight)).dequantize(), rounded)
+    assert torch.equal(BlockedGemms(pack_weight(weight)).dequantize(), rounded)
     product, exact = kernel.prepare(weight), weight.dequantize(torch.float32).double()
     bias = torch.randn(outputs, device="cuda", dtype=dtype)
     for rows in (1, 3, 8, 9, 16, 17, 64, 100, 256, 300, 700, 2100):
@@ -70,30 +70,30 @@ def test_divisions_give_the_same_sums_each_time(cluster: int, tiles: int, dtype:
     torch.manual_seed(0)
     outputs, inputs = 1296, 1024
     weight = on_gpu(make_weight(GROUPED, outputs, inputs, dtype=dtype))
-    products, dense = BlockedProducts(pack_weight(weight)), weight.dequantize(dtype).double()
+    gemms, dense = BlockedGemms(pack_weight(weight)), weight.dequantize(dtype).double()
     bias = torch.randn(outputs, device="cuda", dtype=dtype)
     for rows in (65, 100, 255, 257, 512):
         plan = TilesPlan(blocked_int4.choose_tile_rows(rows), cluster, tiles)
         monkeypatch.setattr(blocked_int4, "choose_tiles_plan", lambda *_, plan=plan: plan)
         x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
         want = x.double() @ dense.t() + bias.double()
-        got = products.multiply(x, bias)
+        got = gemms.multiply(x, bias)
         assert float((got.double() - want).abs().max() / want.abs().max()) < (0.004 if dtype == torch.bfloat16 else 0.0006)
         for _ in range(5):
-            assert torch.equal(products.multiply(x, bias), got)
+            assert torch.equal(gemms.multiply(x, bias), got)
 
 
 def test_graphs_replay_with_new_inputs_and_launches_follow_one_another() -> None:
     torch.manual_seed(0)
     kernel = CudaInt4Kernel(build_context("cuda", torch.bfloat16, 16))
     weights = [on_gpu(make_weight(GROUPED, 1024, 1024, dtype=torch.bfloat16, seed=seed)) for seed in range(4)]
-    products = [kernel.prepare(weight) for weight in weights]
+    gemms = [kernel.prepare(weight) for weight in weights]
     for rows in (2, 12, 40, 200):
         x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
 
         def run(x: torch.Tensor = x) -> torch.Tensor:
             for _ in range(5):
-                for product in products:
+                for product in gemms:
                     x = product(x) * 2
             return x
 

@@ -71,8 +71,8 @@ def check(x: torch.Tensor, ids: torch.Tensor, first: torch.Tensor, second: torch
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
     if len(got):  # beside the one rounding, the sums' order and the fast exponential
-        most = float(want.nan_to_num().abs().max())
-        torch.testing.assert_close(got.float(), want, rtol=1.5 * UNIT[got.dtype], atol=1e-3 * most, equal_nan=True)
+        maximum = float(want.nan_to_num().abs().max())
+        torch.testing.assert_close(got.float(), want, rtol=1.5 * UNIT[got.dtype], atol=1e-3 * maximum, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

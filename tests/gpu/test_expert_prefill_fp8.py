@@ -66,8 +66,8 @@ def check(x: torch.Tensor, ids: torch.Tensor, first: products.Weights, second: p
 
 def close(got: torch.Tensor, want: torch.Tensor, relative: float) -> None:
     if len(got):  # the tensor cores keep fewer bits of a sum of 128 float8 products than float32
-        most = float(want.nan_to_num().abs().max())
-        torch.testing.assert_close(got.float(), want, rtol=relative, atol=4e-3 * most, equal_nan=True)
+        maximum = float(want.nan_to_num().abs().max())
+        torch.testing.assert_close(got.float(), want, rtol=relative, atol=4e-3 * maximum, equal_nan=True)
 
 
 @pytest.mark.parametrize("sizes", [(256, 128), (512, 384)], ids=str)

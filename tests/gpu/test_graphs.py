@@ -25,7 +25,7 @@ from tests.core.masked_requests import EveryThird, generate_with
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-ROWS, MOST = 24, 96
+ROWS, MAXIMUM = 24, 96
 SHORT = 16  # tokens that are compared where near ties may tip
 NUMBERS = random.Random(1)
 PROMPTS = [[NUMBERS.randrange(6, 384) for _ in range(NUMBERS.randrange(2, 90))] for _ in range(ROWS)]
@@ -87,42 +87,42 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return made
 
 
-def make_loop(path, backend, most, most_tokens=0, chunk=512, dtype="bfloat16"):
+def make_loop(path, backend, maximum, graph_tokens=0, chunk=512, dtype="bfloat16"):
     capabilities = RECORDS[backend].capabilities
     config = {
         "model": {"path": str(path), "dtype": dtype},
         "cache": {"max_total_tokens": 16_384, "page_size": (capabilities.page_sizes or (None,))[0]},
-        "scheduler": {"max_running_requests": MOST, "chunked_prefill_size": chunk},
-        "execution": {"device": "cuda", "cuda_graph_max_bs": most, "prompt_graph_max_tokens": most_tokens},
+        "scheduler": {"max_running_requests": MAXIMUM, "chunked_prefill_size": chunk},
+        "execution": {"device": "cuda", "cuda_graph_max_bs": maximum, "prompt_graph_max_tokens": graph_tokens},
         "attention": {"backend": backend if "extend" in capabilities.phases else {"prefill": "triton", "decode": backend}},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
-    assert (runner.decode_graphs is not None) == bool(most)
-    assert (runner.piecewise_graphs is not None) == bool(most_tokens)
+    assert (runner.decode_graphs is not None) == bool(maximum)
+    assert (runner.piecewise_graphs is not None) == bool(graph_tokens)
     return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
 
 
 @pytest.mark.parametrize(
-    ("most_tokens", "chunk", "dtype"),
+    ("max_tokens", "chunk", "dtype"),
     [(0, 512, "bfloat16"), (64, 512, "bfloat16"), (512, 512, "float32"), (0, 48, "float32"), (0, 48, "bfloat16")],
 )
 @pytest.mark.parametrize(("backend", "model"), CAPTURABLE)
-def test_tokens_are_those_of_plain_steps(backend, model, most_tokens, chunk, dtype, path_of):
+def test_tokens_are_those_of_plain_steps(backend, model, graph_tokens, chunk, dtype, path_of):
     path = path_of(model)
     dtypes = RECORDS[backend].capabilities.dtypes
     if dtype not in dtypes:
         dtype = "float16" if "float16" in dtypes else dtypes[0]
     plain = make_loop(path, backend, 0, dtype=dtype)
-    captured = make_loop(path, backend, ROWS if chunk > MOST else MOST, most_tokens, chunk, dtype)
+    captured = make_loop(path, backend, ROWS if chunk > MAXIMUM else MAXIMUM, graph_tokens, chunk, dtype)
     length = None if dtype == "float32" else SHORT
     for params in (GREEDY, DRAWN):
         outputs = plain.generate(PROMPTS, params), captured.generate(PROMPTS, params)
         same = sum(a[:length] == b[:length] for a, b in zip(*outputs, strict=True))
-        print(f"{backend}, {model}, {dtype}, pieces of {most_tokens}, chunks of {chunk}: {same} of {ROWS} rows the same")
+        print(f"{backend}, {model}, {dtype}, pieces of {graph_tokens}, chunks of {chunk}: {same} of {ROWS} rows the same")
         # in bf16 near ties may tip, more of them where prompts are computed by other kernels, and
         # all that follows is another text
-        assert same >= (ROWS - 2 if dtype == "float32" else ROWS * 2 // 3 if chunk > MOST else ROWS // 3)
+        assert same >= (ROWS - 2 if dtype == "float32" else ROWS * 2 // 3 if chunk > MAXIMUM else ROWS // 3)
     captured.scheduler.check_integrity()
 
 
@@ -133,8 +133,8 @@ def test_grammar_masks(filters, path_of):
         SamplingParams(temperature=(0.0, 0.8)[row % 2], seed=row, max_tokens=8 + 2 * row, ignore_eos=True, **filters) for row in range(ROWS)
     ]
     path, loops = path_of("heads"), []
-    for most in (0, MOST):
-        loops.append(make_loop(path, "triton", most, dtype="float32"))
+    for maximum in (0, MAXIMUM):
+        loops.append(make_loop(path, "triton", maximum, dtype="float32"))
     vocab = loops[0].runner.vocab_size
     grammars = [EveryThird(vocab, row) if row % 4 else None for row in range(ROWS)]
     drawn, draw = [], loops[1].runner.decode_graphs.draw_masked
@@ -146,13 +146,13 @@ def test_grammar_masks(filters, path_of):
         assert grammar is None or all(grammar.allows(token, place) for place, token in enumerate(tokens))
 
 
-@pytest.mark.parametrize("most_tokens", [0, 512])
+@pytest.mark.parametrize("max_tokens", [0, 512])
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM"])
-def test_recurrent_layers(architecture, most_tokens, tmp_path):
+def test_recurrent_layers(architecture, graph_tokens, tmp_path):
     """Chunks of prompts, mixed steps and decodes of layers with states."""
     path = make_checkpoint(architecture, tmp_path)
     plain = make_loop(path, "triton", 0, dtype="float32")
-    captured = make_loop(path, "triton", ROWS, most_tokens, 96, "float32")
+    captured = make_loop(path, "triton", ROWS, graph_tokens, 96, "float32")
     outputs = plain.generate(PROMPTS, GREEDY), captured.generate(PROMPTS, GREEDY)
     assert sum(a == b for a, b in zip(*outputs, strict=True)) >= ROWS - 2
     captured.scheduler.check_integrity()
@@ -169,9 +169,9 @@ def test_selected_keys(architecture, tmp_path):
     captured.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("most_tokens", [0, 512])
+@pytest.mark.parametrize("max_tokens", [0, 512])
 @pytest.mark.parametrize(("backend", "model"), CAPTURABLE)
-def test_prompts_after_a_cached_prefix(backend, model, most_tokens, path_of):
+def test_prompts_after_a_cached_prefix(backend, model, graph_tokens, path_of):
     """Of up to 64 tokens they are decodes, of more they run in pieces."""
     numbers = random.Random(2)
     begin = [numbers.randrange(6, 384) for _ in range(800)]
@@ -179,7 +179,7 @@ def test_prompts_after_a_cached_prefix(backend, model, most_tokens, path_of):
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     path = path_of(model)
     outputs = []
-    for loop in (make_loop(path, backend, 0), make_loop(path, backend, MOST, most_tokens)):
+    for loop in (make_loop(path, backend, 0), make_loop(path, backend, MAXIMUM, graph_tokens)):
         loop.generate([begin], params)
         outputs.append([loop.generate([begin + tail], params) for tail in tails])
         loop.scheduler.check_integrity()

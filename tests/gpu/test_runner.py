@@ -78,7 +78,7 @@ def make_loop(device, overlap=True, chunk=512, tokens=16_384, dtype="float32"):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _exact_products():
+def _exact_gemms():
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

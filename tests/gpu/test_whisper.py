@@ -28,18 +28,18 @@ PROMPTS = [[FIRST, *(NUMBERS.randrange(6, 384) for _ in range(length))] for leng
 INPUTS = [NOISE.standard_normal((MELS, 2 * POSITIONS), np.float32) for _ in PROMPTS]
 
 
-def generate(folder: Path, page_size: int, most: int) -> list[list[int]]:
-    """`most`: rows of the largest decode graph."""
+def generate(folder: Path, page_size: int, maximum: int) -> list[list[int]]:
+    """`maximum`: rows of the largest decode graph."""
     config = {
         "model": {"path": str(folder), "dtype": "float16"},
         "cache": {"page_size": page_size, "max_total_tokens": 512},
         "scheduler": {"max_running_requests": COUNT, "chunked_prefill_size": 16},
         "attention": {"backend": "triton"},
-        "execution": {"device": "cuda", "cuda_graph_max_bs": most},
+        "execution": {"device": "cuda", "cuda_graph_max_bs": maximum},
     }
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
-    assert (runner.decode_graphs is not None) == bool(most)
+    assert (runner.decode_graphs is not None) == bool(maximum)
     loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
     outputs = loop.generate(PROMPTS, greedy(32), [each.tobytes() for each in INPUTS])
     loop.scheduler.check_integrity()
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_transformers(page_size: int, tmp_path: Path) -> Non
     """Of plain steps, and of captured decodes."""
     folder = make_whisper(tmp_path, d_model=128)  # heads of 32
     reference = load_whisper(folder)
-    found = [generate(folder, page_size, most) for most in (0, COUNT)]
+    found = [generate(folder, page_size, maximum) for maximum in (0, COUNT)]
     for outputs in found:
         wrong = 0
         for prompt, given, output in zip(PROMPTS, INPUTS, outputs, strict=True):

@@ -53,10 +53,10 @@ def test_non_finite_values_are_replaced(dtype: torch.dtype, rows: int, size: int
     x = random(rows, size, dtype=dtype, gap=gap)
     for place, wrong in enumerate((float("nan"), float("inf"), -float("inf"))):
         x[place % rows, place * 7] = wrong
-    most = min(torch.finfo(dtype).max, 2.0**100)
-    out = replace_non_finite_rows(x, most)
+    maximum = min(torch.finfo(dtype).max, 2.0**100)
+    out = replace_non_finite_rows(x, maximum)
     assert out.is_contiguous()
-    assert torch.equal(out, torch.where(x.isfinite(), x, torch.full_like(x, most)))
+    assert torch.equal(out, torch.where(x.isfinite(), x, torch.full_like(x, maximum)))
 
 
 @each_type

@@ -325,8 +325,8 @@ def test_a_model_whose_layers_stay_fp8(architecture: str, dialect: str, tmp_path
     stored, plain = make_pair(architecture, dialect, tmp_path, **sizes)
     tokens = list(range(20, 30))
     session = open_session(stored, quantization="compressed-tensors" if dialect == "channel" else "fp8")
-    products = {type(getattr(module, "product", None)).__name__ for module in session.model.modules()}  # type: ignore[attr-defined]
-    assert "RoundedProduct" in products
+    gemms = {type(getattr(module, "gemm", None)).__name__ for module in session.model.modules()}  # type: ignore[attr-defined]
+    assert "RoundedGemm" in gemms
     got = torch.cat((session.step([(0, tokens[:8])])[0], *(session.step([(0, [token])])[0] for token in tokens[8:])))
     with torch.no_grad():
         want = load_reference(plain)(torch.tensor([tokens])).logits[0]

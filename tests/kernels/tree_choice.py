@@ -17,7 +17,7 @@ from frame.speculation.tree_choice import Branches, begin_branches, choose_branc
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
-def choose(device: torch.device, width: int, depth: int, most: int) -> tuple[list[Branches], torch.Tensor]:
+def choose(device: torch.device, width: int, depth: int, maximum: int) -> tuple[list[Branches], torch.Tensor]:
     """The branches of each pass and the nodes of three rows, by random tokens. A token of each row
     is certain, as are those that follow it."""
     generator = torch.Generator().manual_seed(width)
@@ -37,14 +37,14 @@ def choose(device: torch.device, width: int, depth: int, most: int) -> tuple[lis
         found.append((values, ids))
     numbers = torch.cat([each.numbers for each in passes[: depth - 1]] or [found[0][1][:, :0]], 1)
     values, ids = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-    return passes, choose_nodes(values, ids, numbers, width, most)
+    return passes, choose_nodes(values, ids, numbers, width, maximum)
 
 
-@pytest.mark.parametrize(("width", "depth", "most"), [(2, 5, 6), (3, 4, 16), (4, 3, 7), (8, 1, 8)])
-def test_trees_are_those_of_the_plain_version(width: int, depth: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes, nodes = choose(DEVICE, width, depth, most)
+@pytest.mark.parametrize(("width", "depth", "maximum"), [(2, 5, 6), (3, 4, 16), (4, 3, 7), (8, 1, 8)])
+def test_trees_are_those_of_the_plain_version(width: int, depth: int, maximum: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, nodes = choose(DEVICE, width, depth, maximum)
     monkeypatch.setattr(kernels, "can_use_triton", lambda device: False)
-    plain_passes, plain_nodes = choose(torch.device("cpu"), width, depth, most)
+    plain_passes, plain_nodes = choose(torch.device("cpu"), width, depth, maximum)
     assert nodes.tolist() == plain_nodes.tolist()
     for found, plain in zip(passes, plain_passes, strict=True):
         for field in fields(Branches):

@@ -16,10 +16,10 @@ from torch import nn
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.kernels.linear.weight_only import MAX_FUSED_ROWS, Plan, choose_plan, dequantize, find_obstacle, multiply
-from frame.kernels.linear.weight_rows import MOST_PAIRS, RowsPlan, count_most_rows, multiply_rows
+from frame.kernels.linear.weight_rows import MAX_PAIRS, RowsPlan, count_max_rows, multiply_rows
 from frame.kernels.moe.quantized_experts import PLAN_ROWS
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate, squared_relu
-from frame.quantization.gemm.weight_only import WeightOnlyGroupedProduct, WeightOnlyProduct
+from frame.quantization.gemm.weight_only import WeightOnlyGemm, WeightOnlyGroupedGemm
 from frame.testing.packed_weights import make_weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,7 +80,7 @@ def test_products(scheme: WeightScheme, outer: bool, outputs: int, inputs: int) 
 def test_experts(scheme: WeightScheme, outer: bool) -> None:
     dtype = DTYPES[0]
     weight = weight_of(scheme, outer, 64, 256, dtype, experts=3)
-    product = WeightOnlyGroupedProduct(weight)
+    product = WeightOnlyGroupedGemm(weight)
     for sizes in ((1, 0, 2), (0, 40, 3), (5, 5, 0)):
         x = torch.randn(sum(sizes) + 1, 256, device=DEVICE, dtype=dtype)
         ends = torch.tensor(sizes).cumsum(0).to(DEVICE, torch.int32)
@@ -107,8 +107,8 @@ def test_mixtures(case: int, activation: Any) -> None:
         group = (1, 32) if scheme.group[1] == 64 else scheme.group
         weights = [weight_of(replace(scheme, group=group), outer, *sizes, dtype, experts) for sizes in ((wide, hidden), (hidden, inner))]
         first, second = (weight.dequantize(torch.float32) for weight in weights)
-        gate_up, down = (WeightOnlyGroupedProduct(weight) for weight in weights)
-        for count in (1, *(rows * experts // top + 1 for rows in (MOST_PAIRS // experts, *PLAN_ROWS))) if LARGE else (1 + case % 2,):
+        gate_up, down = (WeightOnlyGroupedGemm(weight) for weight in weights)
+        for count in (1, *(rows * experts // top + 1 for rows in (MAX_PAIRS // experts, *PLAN_ROWS))) if LARGE else (1 + case % 2,):
             x = torch.randn(count, hidden, device=DEVICE, dtype=dtype)
             ids = torch.rand(count, experts, device=DEVICE).topk(top).indices
             tokens = DispatchOutput(x, ids, torch.rand(count, top, device=DEVICE))
@@ -134,15 +134,15 @@ def test_products_of_few_rows(scheme: WeightScheme) -> None:
     sizes = [(40, 288, RowsPlan(1, 2, 2)), *[(5120, 4096, RowsPlan(8, 2, 1)), (64, 640, RowsPlan())] * LARGE]
     for outputs, inputs, plan in sizes:
         weight = weight_of(scheme, False, outputs, inputs, dtype)
-        dense, most = weight.dequantize(torch.float32).double(), count_most_rows(weight, dtype)
+        dense, maximum = weight.dequantize(torch.float32).double(), count_max_rows(weight, dtype)
         bias = torch.randn(outputs, device=DEVICE, dtype=dtype)
-        for rows in (1, most, 2 * most, 16) if LARGE else (most + 1,):
+        for rows in (1, maximum, 2 * maximum, 16) if LARGE else (maximum + 1,):
             x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
             want = x.double() @ dense.t() + bias.double()
             check(multiply_rows(x, weight, bias, plan), want)
-            gated = WeightOnlyProduct(weight).multiply_gated(x[:most], bias)
+            gated = WeightOnlyGemm(weight).multiply_gated(x[:maximum], bias)
             assert gated is not None
-            gate, up = want[:most].chunk(2, -1)
+            gate, up = want[:maximum].chunk(2, -1)
             check(gated, nn.functional.silu(gate) * up)
 
 
@@ -151,24 +151,24 @@ def test_an_order_of_inputs() -> None:
     scheme = WeightScheme("int4", (1, 64), zeros=True, ordered=True)
     weight = weight_of(scheme, False, 64, 192, dtype)
     x = torch.randn(2, 3, 192, device=DEVICE, dtype=dtype)
-    check(WeightOnlyProduct(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
+    check(WeightOnlyGemm(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
     experts = weight_of(scheme, False, 64, 192, dtype, experts=2)
     ends = torch.tensor([4, 6], device=DEVICE, dtype=torch.int32)
     parts = x.flatten(0, 1).double().split((4, 2))
     want = [part @ experts.expert(index).dequantize(torch.float32).double().t() for index, part in enumerate(parts)]
-    check(WeightOnlyGroupedProduct(experts)(x.flatten(0, 1), ends), torch.cat(want))
+    check(WeightOnlyGroupedGemm(experts)(x.flatten(0, 1), ends), torch.cat(want))
 
 
 def test_many_rows_multiply_the_dequantized_weight() -> None:
     weight = weight_of(WeightScheme("int4", (1, 64), zeros=True), False, 64, 128, DTYPES[0])
     x = torch.randn(MAX_FUSED_ROWS + 1, 128, device=DEVICE, dtype=DTYPES[0])
-    check(WeightOnlyProduct(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
+    check(WeightOnlyGemm(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
 
 
 def test_more_rows_of_a_weight_with_minima() -> None:
     weight = weight_of(MINIMA, False, 64, 96, DTYPES[0])
     x = torch.randn(20, 96, device=DEVICE, dtype=DTYPES[0])
-    check(WeightOnlyProduct(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
+    check(WeightOnlyGemm(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
     assert "of one matrix" in str(find_obstacle(weight_of(MINIMA, False, 64, 96, DTYPES[0], experts=2)))
 
 

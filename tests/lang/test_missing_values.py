@@ -123,8 +123,8 @@ def test_a_batch_with_errors_returned_keeps_them() -> None:
     @function
     def program(s: State) -> None:
         s += "Is it? "
-        answer = gen("x")
-        s += "yes" if answer == "Yes" else "no"
+        reply = gen("x")
+        s += "yes" if reply == "Yes" else "no"
 
     (error,) = program.run_batch([{}], backend=Fake(), return_errors=True)
     assert isinstance(error, TypeError)

@@ -41,13 +41,13 @@ class Fake(Backend):
     features = frozenset({"role", "text", "regex", "schema", "choice", "logprob select", "continued message"})
 
     def __init__(self, delay: float = 0.0) -> None:
-        self.delay, self.running, self.most, self.prompts = delay, 0, 0, list[Conversation]()
+        self.delay, self.running, self.maximum, self.prompts = delay, 0, 0, list[Conversation]()
         self.is_closed = False
 
     async def generate(self, prompt: Conversation, params: Mapping[str, Any], on_text: Any) -> Generated:
         self.prompts.append(prompt)
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.maximum = max(self.maximum, self.running)
         try:
             await asyncio.sleep(self.delay)
         finally:
@@ -141,7 +141,7 @@ def test_branches_run_side_by_side_and_end_with_the_program() -> None:
 
     backend = Fake(0.1)
     program.run(backend=backend)
-    assert (backend.most, backend.running, backend.is_closed) == (8, 0, True)
+    assert (backend.maximum, backend.running, backend.is_closed) == (8, 0, True)
 
 
 def test_an_error_names_function_line_and_branch() -> None:
@@ -278,7 +278,7 @@ def test_a_batch_is_bounded_sorted_by_prefix_and_keeps_its_order() -> None:
     backend = Fake(0.01)
     states = program.run_batch([{"text": text} for text in texts], backend=backend, concurrency=4)
     assert [state["x"] for state in states] == [reply(Conversation(text), {"max_tokens": DEFAULT_MAX_TOKENS}) for text in texts]
-    assert backend.most <= 4
+    assert backend.maximum <= 4
     first = [prompt.text[0] for prompt in backend.prompts]
     assert "".join(first[:8]) == "a" * 8 and "".join(first[-8:]) == "b" * 8
     mixed = [{"text": "fine"}, {"text": "poison"}]

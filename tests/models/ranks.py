@@ -46,7 +46,7 @@ class ThreadGroup:
         residual += self.all_reduce(x)
         return F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
-    def sum_product(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+    def reduce_matmul(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
         """Of prompts alone, so that other steps join the sums with norms."""
         if len(x) < 12:
             return None

@@ -131,7 +131,7 @@ def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch,
         assert all(torch.equal(group.all_reduce(x), x) for x in (*messages[:3], torch.ones(33, 9).t()))
         assert calls == expected
         x = torch.arange(330.0).view(33, 10)
-        found = [group.sum_product(lambda rows: 2 * rows[:, :9], rows, 9) for rows in (x, x[:28])]  # the second fits one shot
+        found = [group.reduce_matmul(lambda rows: 2 * rows[:, :9], rows, 9) for rows in (x, x[:28])]  # the second fits one shot
         assert found[1] is None and (found[0] is None if captures else torch.equal(found[0], 2 * x[:, :9]))  # type: ignore[arg-type]
 
     def refuse(*arguments: Any) -> Any:

@@ -51,8 +51,8 @@ def test_a_parameter_that_a_plugin_refuses_is_answered_with_400_and_the_field(fa
 
     (mine, tokens), other = run_two(faulty, validate_params=validate)
     assert (mine.error, mine.code, mine.param, tokens) == ("shout is 'very'; it must be a number", "invalid_request", "shout", 0)
-    answer = failure(mine)
-    assert (answer.status, answer.param) == (400, "shout")
+    reply = failure(mine)
+    assert (reply.status, reply.param) == (400, "shout")
     assert other == (Finish("length"), 3)
 
 

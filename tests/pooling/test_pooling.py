@@ -55,11 +55,11 @@ def make_loop(folder: Path, **sections: dict[str, Any]) -> LocalLoop:
     return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.pools), runner)
 
 
-def as_sentence_folder(folder: Path, mode: str, *more: dict[str, Any], longest: int = 128) -> Path:
+def as_sentence_folder(folder: Path, mode: str, *more: dict[str, Any], max_length: int = 128) -> Path:
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{name}": key == mode for key, name in MODES.items()}))
     (folder / "modules.json").write_text(json.dumps([*MODULES, POOLING, *more]))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": longest}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_length}))
     return folder
 
 
@@ -102,7 +102,7 @@ def test_a_language_model_embeds_by_its_last_token(name: str, tmp_path: Path) ->
 
 def test_an_embedding_model_saved_as_a_body_under_its_language_models_name(tmp_path: Path) -> None:
     """As Qwen3-Embedding is; with steps in flight, chunks, and a pool that is too small for all."""
-    folder = as_sentence_folder(make_checkpoint("Qwen3Model", tmp_path), "last", NORMALIZE, longest=256)
+    folder = as_sentence_folder(make_checkpoint("Qwen3Model", tmp_path), "last", NORMALIZE, max_length=256)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
     loop = make_loop(folder, cache={"max_total_tokens": 256}, scheduler={"overlap": True, "chunked_prefill_size": 32})

@@ -53,6 +53,6 @@ def test_products_are_not_made_by_the_reference_of_onednn() -> None:
     """
     verbose = {**os.environ, "ONEDNN_VERBOSE": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=verbose, check=True)
-    products = [line for line in done.stdout.splitlines() if ",exec,cpu,matmul," in line or ",exec,cpu,inner_product," in line]
-    assert len(products) >= 24
-    assert not [line for line in products if ",ref" in line]
+    gemms = [line for line in done.stdout.splitlines() if ",exec,cpu,matmul," in line or ",exec,cpu,inner_product," in line]
+    assert len(gemms) >= 24
+    assert not [line for line in gemms if ",ref" in line]

@@ -177,14 +177,14 @@ def divide_cluster(blocks: int, tiles: int, units: int, tile_rows: int) -> None:
 def test_there_is_a_plan_for_all_rows_and_its_clusters_divide_the_units(clusters: dict[int, int]) -> None:
     divisions = set[tuple[int, int, int, int]]()
     for outputs, inputs in SHAPES + ODD_SHAPES:
-        for rows in range(17, blocked_int4.MOST_ROWS + 1):
+        for rows in range(17, blocked_int4.MAX_ROWS + 1):
             plan = blocked_int4.choose_tiles_plan(rows, outputs, inputs, 132, clusters)
             tiles = blocked_int4.count_tiles(rows, outputs, plan.rows)
             assert plan.rows % 32 == 0
             assert 32 <= plan.rows <= 256
             assert (plan.cluster > 0) == (plan.tiles > 0)
             if not plan.cluster:  # which has a counter for each tile of so many rows
-                assert -(-rows // plan.rows) <= blocked_int4._MOST_ROW_TILES
+                assert -(-rows // plan.rows) <= blocked_int4._MAX_ROW_TILES
                 continue
             assert -(-tiles // plan.tiles) <= (132 if plan.cluster == 1 else clusters.get(plan.cluster, 0)), "a second wave"
             last = tiles - (-(-tiles // plan.tiles) - 1) * plan.tiles
@@ -283,11 +283,11 @@ def test_launches_for_many_rows(
     driver.kinds = blocked_int4._PARAMETERS["tiles"]
     monkeypatch.setattr(cuda_source, "_load_driver", lambda: driver)
     weight = blocked_int4.BlockedWeight(torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.bfloat16), outputs, inputs, 1)
-    products, bias = blocked_int4.BlockedProducts(weight), torch.zeros(outputs, dtype=torch.bfloat16)
+    gemms, bias = blocked_int4.BlockedGemms(weight), torch.zeros(outputs, dtype=torch.bfloat16)
     for rows in (17, 64, 65, 100, 128, 255, 256, 257, 512, 1024, 2048):
         x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
         for use in (None, bias):
-            out = products.multiply(x, use)
+            out = gemms.multiply(x, use)
             grid, block, shared_bytes, attributes, values = driver.launches.pop()
             plan = blocked_int4.choose_tiles_plan(rows, outputs, inputs, 132, counts)
             tiles, stages = -(-rows // plan.rows) * -(-outputs // 128), 5 if plan.rows > 192 else 6
@@ -300,13 +300,13 @@ def test_launches_for_many_rows(
                 assert grid == (min(132, tiles * inputs // 64), 1, 1)
             codes, scales, added, to, partial, counter, *numbers = values
             assert numbers == [rows, outputs, inputs, plan.tiles]
-            assert (codes, scales, counter) == tuple(tensor.data_ptr() for tensor in products.tensors)
+            assert (codes, scales, counter) == tuple(tensor.data_ptr() for tensor in gemms.tensors)
             assert added == (x if use is None else use).data_ptr()
             assert to == out.data_ptr()
             assert out.shape == (rows, outputs)
             assert made[partial] == (grid[0] if plan.cluster else 2 * 132) * 128 * plan.rows
             assert driver.boxes.pop() == (9, x.data_ptr(), inputs, rows, inputs * 2, 64, plan.rows)
-            constants = dict(products._list_tile_constants(plan, use is not None))
+            constants = dict(gemms._list_tile_constants(plan, use is not None))
             assert constants == {
                 "HALF": 0, "GROUP": 1, "ROWS": plan.rows, "STAGES": stages,
                 "BIAS": int(use is not None), "CLUSTERED": int(plan.cluster > 0),
@@ -320,10 +320,10 @@ def test_launches_for_few_rows(is_gated: bool, made: dict[int, int], monkeypatch
     monkeypatch.setattr(cuda_source, "_load_driver", lambda: driver)
     for outputs, inputs in (*SHAPES, (32, 64), (1312, 1024)):
         weight = blocked_int4.BlockedWeight(torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.float16), outputs, inputs, 2)
-        products = blocked_int4.BlockedProducts(weight)
+        gemms = blocked_int4.BlockedGemms(weight)
         for rows in (1, 2, 8, 9, 16):
             x = torch.zeros(rows, inputs + 8, dtype=torch.float16)[:, :inputs]
-            out = products.multiply_few(x, None, is_gated)
+            out = gemms.multiply_few(x, None, is_gated)
             grid, block, shared_bytes, attributes, values = driver.launches.pop()
             plan = blocked_int4.choose_rows_plan(outputs, rows, is_gated, 132)
             columns = -(-rows // 8)
@@ -331,11 +331,11 @@ def test_launches_for_few_rows(is_gated: bool, made: dict[int, int], monkeypatch
             assert block == (plan.warps * 32, 1, 1)
             assert shared_bytes == max(plan.warps * plan.stages * (plan.tiles * 576 + columns * 1024), 116224)
             assert attributes == [(6, (1, 0, 0))]
-            codes, scales, _ = (tensor.data_ptr() for tensor in products.tensors)
+            codes, scales, _ = (tensor.data_ptr() for tensor in gemms.tensors)
             assert values[:5] == [x.data_ptr(), codes, scales, x.data_ptr(), out.data_ptr()]
             assert values[5:] == [rows, outputs, inputs, inputs + 8]
             assert out.shape == (rows, outputs // (2 if is_gated else 1))
-            assert dict(products._list_row_constants(rows, is_gated, False)[1]) == {
+            assert dict(gemms._list_row_constants(rows, is_gated, False)[1]) == {
                 "HALF": 1, "GROUP": 2, "TILES": plan.tiles, "WARPS": plan.warps, "STAGES": plan.stages, "PASSES": plan.passes,
                 "COLUMNS": columns, "GATED": int(is_gated), "BIAS": 0,
             }  # fmt: skip

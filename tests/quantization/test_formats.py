@@ -230,7 +230,7 @@ def test_modelopt_checkpoints_without_quantization_config(algorithm: str, store:
     torch.testing.assert_close(got, reference_logits(plain), rtol=1e-3, atol=1e-3)
     weights = (module for module in open_session(stored, quantization="modelopt", gemm_kernel="unpacked").model.modules())
     dense = load_file(plain / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
-    assert any(torch.equal(tensor, dense) for module in weights for tensor in getattr(getattr(module, "product", None), "tensors", ()))
+    assert any(torch.equal(tensor, dense) for module in weights for tensor in getattr(getattr(module, "gemm", None), "tensors", ()))
 
 
 @pytest.mark.parametrize(

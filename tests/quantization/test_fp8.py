@@ -355,7 +355,7 @@ def test_a_latent_layer_stores_its_expansion_once(tmp_path: Path) -> None:
     stored, _ = make_pair("DeepseekV3ForCausalLM", "block", tmp_path)
     for method, folder in (("fp8", stored), ("fp8", make_checkpoint("DeepseekV3ForCausalLM", tmp_path / "plain"))):
         expansion = open_session(folder, quantization=method).model.layers[0].attention.kv_b_proj  # type: ignore[attr-defined]
-        assert expansion.stored.product is None
+        assert expansion.stored.gemm is None
         assert sum(tensor.numel() for tensor in (*expansion.stored.parameters(), *expansion.stored.buffers())) == 0
 
 

@@ -52,7 +52,7 @@ def test_rows_are_conversations_with_marked_answers() -> None:
     assert len(ids) == len(classes) == 1500
     text = ENCODER.decode(ids, skip_special_tokens=False)
     assert text.startswith("<|bos|>")
-    marked = [token for token, kind in zip(ids, classes, strict=True) if kind == samples.ANSWER]
+    marked = [token for token, kind in zip(ids, classes, strict=True) if kind == samples.REPLY]
     assert 1 in marked
     assert not {3, 4, 5} & set(marked)
 
@@ -60,14 +60,14 @@ def test_rows_are_conversations_with_marked_answers() -> None:
 def test_loose_wordings_ask_nothing_held_out() -> None:
     rng = random.Random(0)
     for _ in range(300):
-        question, answer = wording.loose_turn("sum", rng)
+        question, reply = wording.loose_turn("sum", rng)
         a, b = sorted(int(part) for part in re.findall(r"\d+", question))
-        assert a + b == int(answer)
+        assert a + b == int(reply)
         assert not is_held_out("sum", f"{a}+{b}")
-        question, answer = wording.loose_turn(rng.choice(("copy", "reverse")), rng)
-        assert sorted(re.findall(r"\w+", answer)) == sorted(re.findall(r"\w+", re.split(r":[ \n]", question, maxsplit=1)[1]))
-        for question, answer in wording.loose_recall(rng):
-            assert answer in question or "\n" not in question
+        question, reply = wording.loose_turn(rng.choice(("copy", "reverse")), rng)
+        assert sorted(re.findall(r"\w+", reply)) == sorted(re.findall(r"\w+", re.split(r":[ \n]", question, maxsplit=1)[1]))
+        for question, reply in wording.loose_recall(rng):
+            assert reply in question or "\n" not in question
         assert all(wording.small_talk(rng))
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-LONGEST = 2000  # tokens of a prompt, as the server's context allows
+MAX_LENGTH = 2000  # tokens of a prompt, as the server's context allows
 MB = 1024 * 1024
 
 
@@ -35,7 +35,7 @@ class Hostile:
         """A path and a body."""
         choose, long = self.random.choice, {"max_tokens": 1000, "ignore_eos": True}
         return choose([
-            lambda: ("/v1/completions", {"prompt": self.ids(LONGEST), "max_tokens": 20, "ignore_eos": True}),
+            lambda: ("/v1/completions", {"prompt": self.ids(MAX_LENGTH), "max_tokens": 20, "ignore_eos": True}),
             lambda: ("/v1/completions", {"prompt": [self.ids(5) for _ in range(100)], **long}),
             lambda: ("/v1/completions", {"prompt": self.ids(50), "n": 128, **long}),
             lambda: ("/v1/completions", {"prompt": "word " * 1500, **long}),

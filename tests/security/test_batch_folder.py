@@ -95,12 +95,12 @@ METADATA = {
 
 @pytest.mark.parametrize("path", METADATA)
 def test_metadata_size_is_limited(server: RunningServer, path: str) -> None:
-    most = {f"{i:064}": "v" * 512 for i in range(16)}
-    assert "metadata" not in ask(server, "POST", path, json=METADATA[path] | {"metadata": most}).text
-    for bad in (most | {"k": ""}, {"k" * 65: ""}, {"k": "v" * 513}):
-        answer = ask(server, "POST", path, json=METADATA[path] | {"metadata": bad})
-        assert (answer.status_code, "metadata" in answer.json()["error"]["message"]) == (400, True), answer.text
-        assert len(answer.text) < 1000
+    maximum = {f"{i:064}": "v" * 512 for i in range(16)}
+    assert "metadata" not in ask(server, "POST", path, json=METADATA[path] | {"metadata": maximum}).text
+    for bad in (maximum | {"k": ""}, {"k" * 65: ""}, {"k": "v" * 513}):
+        reply = ask(server, "POST", path, json=METADATA[path] | {"metadata": bad})
+        assert (reply.status_code, "metadata" in reply.json()["error"]["message"]) == (400, True), reply.text
+        assert len(reply.text) < 1000
 
 
 def test_files_are_streamed(server: RunningServer) -> None:

@@ -19,8 +19,8 @@ from uvicorn.server import ServerState
 
 from frame.entrypoints.http import request_context
 from frame.entrypoints.http.errors import ApiError, public
-from frame.entrypoints.http.protocol.bodies import _SLICE, MOST_LEVELS, MOST_VALUES, Bodies, problem_of
-from frame.entrypoints.http.protocol.connections import LARGEST_HEAD, MOST_HEADERS, ConnectionLimits, GuardedProtocol
+from frame.entrypoints.http.protocol.bodies import _SLICE, MAX_LEVELS, MAX_VALUES, Bodies, problem_of
+from frame.entrypoints.http.protocol.connections import LARGEST_HEAD, MAX_HEADERS, ConnectionLimits, GuardedProtocol
 from frame.entrypoints.http.request_context import RequestContext
 from tests.entrypoints.inprocess import serving
 
@@ -98,9 +98,9 @@ async def test_a_client_that_sends_a_body_too_large_sees_the_answer() -> None:
             assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
 
 
-def status(answer: bytes) -> int:
+def status(reply: bytes) -> int:
     """The status of an error response, which must have the error shape of the API."""
-    head, _, body = answer.partition(b"\r\n\r\n")
+    head, _, body = reply.partition(b"\r\n\r\n")
     assert b"connection: close" in head
     error = msgspec.json.decode(body)["error"]
     assert error["message"] and error["type"]
@@ -125,7 +125,7 @@ async def test_invalid_http_is_refused(request_bytes: bytes) -> None:
 
 async def test_heads_have_a_size() -> None:
     endless = b"GET / HTTP/1.1\r\nx: " + b"a" * (4 * LARGEST_HEAD)
-    many = b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: 1\r\n" % i for i in range(MOST_HEADERS + 1)) + b"\r\n"
+    many = b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: 1\r\n" % i for i in range(MAX_HEADERS + 1)) + b"\r\n"
     large = b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: %s\r\n" % (i, b"v" * 8192) for i in range(8)) + b"\r\n"
     path = b"GET /" + b"a" * (4 * LARGEST_HEAD) + b" HTTP/1.1\r\n\r\n"
     name = b"GET / HTTP/1.1\r\n" + b"n" * (4 * LARGEST_HEAD)
@@ -154,10 +154,10 @@ async def test_headers_have_a_time_limit(sent: bytes) -> None:
 
 async def test_second_request_and_unread_body_have_a_time_limit() -> None:
     async with listening(seconds=HASTY) as connect:
-        answer = await talk(connect, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HT")
-        assert answer.startswith(b"HTTP/1.1 200")  # then the incomplete request ends the connection
-        answer = await talk(connect, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nabc", b"d")
-        assert answer.startswith(b"HTTP/1.1 200")
+        reply = await talk(connect, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HT")
+        assert reply.startswith(b"HTTP/1.1 200")  # then the incomplete request ends the connection
+        reply = await talk(connect, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nabc", b"d")
+        assert reply.startswith(b"HTTP/1.1 200")
 
 
 async def test_clients_that_do_not_read_are_disconnected() -> None:
@@ -194,8 +194,8 @@ async def test_number_of_connections_is_limited() -> None:
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with listening() as connect:
         end = b" HTTP/1.1\r\nhost: x\r\n"
-        answer = await talk(connect, b"GET /1" + end + b"\r\nGET /2" + end + b"\r\nGET /3" + end + b"connection: close\r\n\r\n")
-        assert [len(part.partition(b"\r\n\r\n")[2]) for part in answer.split(b"HTTP/1.1 200")[1:]] == [1, 2, 3]
+        reply = await talk(connect, b"GET /1" + end + b"\r\nGET /2" + end + b"\r\nGET /3" + end + b"connection: close\r\n\r\n")
+        assert [len(part.partition(b"\r\n\r\n")[2]) for part in reply.split(b"HTTP/1.1 200")[1:]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
@@ -241,17 +241,17 @@ async def test_trailers_are_no_headers(parts: tuple[bytes, ...]) -> None:
     trailers = b"x-api-key: secret\r\nauthorization: Bearer secret\r\nexpect: 100-continue\r\n\r\n"
     for sent in ((*parts, trailers), (b"".join((*parts, trailers)),)):
         async with listening(tell) as connect:
-            answer = await talk(connect, *sent)
-            assert answer.startswith(b"HTTP/1.1 200"), answer
-            assert b"transfer-encoding: chunked" in answer and b"secret" not in answer and b"100" not in answer.split(b"\r\n\r\n")[1]
+            reply = await talk(connect, *sent)
+            assert reply.startswith(b"HTTP/1.1 200"), reply
+            assert b"transfer-encoding: chunked" in reply and b"secret" not in reply and b"100" not in reply.split(b"\r\n\r\n")[1]
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 1", b"transfer-encoding: identity"])
 async def test_trailers_do_not_change_the_framing(framing: bytes) -> None:
     async with listening(tell) as connect:
         sent = CHUNKED.replace(b"connection: close\r\n", b"") + b"0\r\n" + framing + b"\r\n\r\n"
-        answer = await talk(connect, sent + b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 400") or answer.count(b"HTTP/1.1 200") == 2, answer
+        reply = await talk(connect, sent + b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
+        assert reply.startswith(b"HTTP/1.1 400") or reply.count(b"HTTP/1.1 200") == 2, reply
 
 
 async def test_trailer_is_not_used_as_api_key() -> None:
@@ -264,7 +264,7 @@ async def test_trailer_is_not_used_as_api_key() -> None:
 
 async def test_trailer_size_is_limited() -> None:
     async with listening(tell) as connect:
-        assert status(await talk(connect, CHUNKED, b"0\r\n", b"x: y\r\n" * (MOST_HEADERS + 1))) == 431
+        assert status(await talk(connect, CHUNKED, b"0\r\n", b"x: y\r\n" * (MAX_HEADERS + 1))) == 431
     async with listening(tell) as connect:
         assert status(await talk(connect, CHUNKED, b"0\r\n", b"x: " + b"y" * (2 * LARGEST_HEAD + 1) + b"\r\n\r\n")) == 431
     # No line ends, so no parser event comes
@@ -276,8 +276,8 @@ async def test_trailer_size_is_limited() -> None:
 async def test_request_after_trailers_has_only_its_own_headers() -> None:
     async with listening(tell) as connect:
         first = CHUNKED.replace(b"connection: close\r\n", b"") + b"0\r\nx: trailer\r\n\r\n"
-        answer = await talk(connect, first + b"GET / HTTP/1.1\r\nhost: x\r\ny: header\r\nconnection: close\r\n\r\n")
-        assert b"trailer" not in answer and b"y: header" in answer
+        reply = await talk(connect, first + b"GET / HTTP/1.1\r\nhost: x\r\ny: header\r\nconnection: close\r\n\r\n")
+        assert b"trailer" not in reply and b"y: header" in reply
     # A request with an HTTP/2 upgrade is parsed again without it
     async with listening(tell) as connect:
         offer = b"GET / HTTP/1.1\r\nhost: x\r\ny: header\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"
@@ -325,8 +325,8 @@ async def test_a_client_that_sends_no_more_receives_its_response(starts: bool) -
         await asyncio.sleep(0.2)  # the time in which a client that is gone is noticed
         assert not gone.is_set()
         go_on.set()
-        answer = (await reader.read()).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"4\r\nlast\r\n0\r\n\r\n")
+        reply = (await reader.read()).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert reply.startswith(b"HTTP/1.1 200") and reply.endswith(b"4\r\nlast\r\n0\r\n\r\n")
 
 
 async def test_whole_requests_are_served_after_the_end_of_sending() -> None:
@@ -335,8 +335,8 @@ async def test_whole_requests_are_served_after_the_end_of_sending() -> None:
         writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\nGET /2 HTTP/1.1\r\nhost: x\r\n\r\n")
         writer.write_eof()
         async with asyncio.timeout(WAIT):
-            answer = await reader.read()
-        assert answer.count(b"HTTP/1.1 200") == 2
+            reply = await reader.read()
+        assert reply.count(b"HTTP/1.1 200") == 2
 
 
 async def test_a_client_that_is_gone_is_noticed_before_the_response() -> None:
@@ -354,16 +354,16 @@ async def test_a_client_that_is_gone_is_noticed_before_the_response() -> None:
 ])  # fmt: skip
 async def test_http_1_1_needs_a_host(head: bytes, expected: int) -> None:
     async with listening() as connect:
-        answer = await talk(connect, head)
-        assert int(answer.split()[1]) == expected
-        assert expected == 200 or b"no Host header" in answer
+        reply = await talk(connect, head)
+        assert int(reply.split()[1]) == expected
+        assert expected == 200 or b"no Host header" in reply
 
 
 # bodies -------------------------------------------------------------------------------------------
 
 
 def test_json_depth_is_limited() -> None:
-    n = MOST_LEVELS
+    n = MAX_LEVELS
     assert problem_of(b"[" * n + b"]" * n) is None
     assert "deeper" in (problem_of(b"[" * (n + 1)) or "")
     assert problem_of(b"[1]," * 10 * n) is None
@@ -379,10 +379,10 @@ def test_json_depth_is_limited() -> None:
     (b'"",', "values"), (b"1,", "values"),
 ], ids=["lists", "objects", "keys", "texts", "numbers"])  # fmt: skip
 def test_json_of_many_values_is_refused_undecoded(piece: bytes, sentence: str) -> None:
-    assert sentence in (problem_of(b"[" + piece * MOST_VALUES * 2 + b"0]") or "")
+    assert sentence in (problem_of(b"[" + piece * MAX_VALUES * 2 + b"0]") or "")
     assert problem_of(b"[" + piece * 1000 + b"0]") is None
     # Inside a string
-    assert problem_of(msgspec.json.encode((piece * MOST_VALUES * 2).decode())) is None
+    assert problem_of(msgspec.json.encode((piece * MAX_VALUES * 2).decode())) is None
 
 
 @pytest.mark.parametrize("size", [_SLICE - 2, _SLICE - 1, _SLICE, _SLICE + 1])
@@ -397,13 +397,13 @@ async def test_deep_bodies_are_refused_on_every_route() -> None:
     for body in (deep, b'{"messages": ' + deep, b'{"messages": ' + deep + b"]" * 100_000 + b"}"):
         async with serving() as server:
             for path in ("/v1/chat/completions", "/generate", "/tokenize"):
-                answer = await server.request("POST", path, body)
-                assert answer.status == 400
-                assert "nested" in answer.json()["error"]["message"]
+                reply = await server.request("POST", path, body)
+                assert reply.status == 400
+                assert "nested" in reply.json()["error"]["message"]
 
 
 def test_bodies_share_a_byte_limit() -> None:
-    bodies = Bodies(most=100, pause=1.0)
+    bodies = Bodies(maximum=100, pause=1.0)
     for owner, size in (("one", 50), ("two", 25), ("three", 12)):  # each leaves as much free as it holds
         bodies.take(size, owner)
         with pytest.raises(ApiError) as caught:
@@ -432,8 +432,8 @@ async def test_one_key_leaves_room_for_the_bodies_of_others(tmp_path: Path) -> N
             refused = [asyncio.create_task(reader.readline()) for reader, _ in open_ones]
             await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
             first = [task.result() for task in refused if task.done()]
-            answer = await talk(connect, (head % (b"two", len(body))).replace(b"host", b"connection: close\r\nhost") + body)
-        assert answer.startswith(b"HTTP/1.1 200"), answer
+            reply = await talk(connect, (head % (b"two", len(body))).replace(b"host", b"connection: close\r\nhost") + body)
+        assert reply.startswith(b"HTTP/1.1 200"), reply
         assert {line.split()[1] for line in first} == {b"429"}
         for task in refused:
             task.cancel()

@@ -53,8 +53,8 @@ def requirements(*left_out: str) -> list[Requirement]:
 def vulnerable(requirement: Requirement) -> list[str]:
     """Vulnerabilities of versions that a requirement permits."""
     bounds = [Version(each.version) for each in requirement.specifier if each.operator in (">=", "==", "~=", ">")]
-    least = max(bounds, default=Version("0"))
-    return [name for fixed, name in FIXED.get(requirement.name.lower(), ()) if least < Version(fixed)]
+    minimum = max(bounds, default=Version("0"))
+    return [name for fixed, name in FIXED.get(requirement.name.lower(), ()) if minimum < Version(fixed)]
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=lambda each: each.name)

@@ -46,9 +46,9 @@ TOO_MUCH: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "change"), TOO_MUCH, ids=[f"{name}-{i}" for i, (name, _) in enumerate(TOO_MUCH)])
 async def test_fields_have_limits(name: str, change: dict[str, Any]) -> None:
     async with serving() as server:
-        answer = await server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **change})
-        assert answer.status == 400, answer.body[:300]
-        message = answer.json()["error"]["message"]
+        reply = await server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **change})
+        assert reply.status == 400, reply.body[:300]
+        message = reply.json()["error"]["message"]
         assert name in message
         assert len(message) < 500  # the value is not repeated
         assert (await server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})).status == 200
@@ -58,9 +58,9 @@ async def test_timeout_header_ends_a_request() -> None:
     async with serving() as server:
         body = {"messages": MESSAGES, "max_tokens": 1}
         for wrong in ("soon", "nan", "inf", "-1", "0", "1_0"):
-            answer = await server.post("/v1/chat/completions", body, x_request_timeout=wrong)
-            assert (answer.status, "x-request-timeout" in answer.json()["error"]["message"]) == (400, True)
+            reply = await server.post("/v1/chat/completions", body, x_request_timeout=wrong)
+            assert (reply.status, "x-request-timeout" in reply.json()["error"]["message"]) == (400, True)
         assert (await server.post("/v1/chat/completions", body, x_request_timeout="30")).status == 200
         late = {**body, "max_tokens": 400, "ignore_eos": True, "timeout": 1e-9}
-        answer = await server.post("/v1/chat/completions", late)
-        assert (answer.status, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        reply = await server.post("/v1/chat/completions", late)
+        assert (reply.status, reply.json()["error"]["code"]) == (504, "deadline_exceeded")

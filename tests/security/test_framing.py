@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @asynccontextmanager
-async def most_calls(calls: list[int]) -> AsyncIterator[list[int]]:
+async def max_calls(calls: list[int]) -> AsyncIterator[list[int]]:
     """Yields a list with the highest number of calls in one turn, and of all turns."""
     found = [0, 0]
 
@@ -73,7 +73,7 @@ async def test_one_turn_of_the_loop_parses_a_bounded_amount(pattern: str, connec
     head, body = PATTERNS[pattern]
     size = SENT // connections
     data = head + (body * (size // len(body) + 1))[:size]
-    async with listening(tell, connections=64) as connect, most_calls(calls) as found:
+    async with listening(tell, connections=64) as connect, max_calls(calls) as found:
 
         async def send() -> None:
             reader, writer = await connect()
@@ -100,7 +100,7 @@ async def test_one_turn_of_the_loop_copies_a_bounded_amount(monkeypatch: pytest.
         on_body(self, body)
 
     monkeypatch.setattr(GuardedProtocol, "on_body", counted)
-    async with listening(read_all, connections=256) as connect, most_calls(copied) as found:
+    async with listening(read_all, connections=256) as connect, max_calls(copied) as found:
         clients = [await connect() for _ in range(128)]
         for _, writer in clients:
             writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
@@ -121,11 +121,11 @@ async def read_all(scope: Any, receive: Any, send: Any) -> None:
 
 async def test_chunks_smaller_than_their_framing_end_the_connection() -> None:
     async with listening(tell) as connect:
-        answer = await talk(connect, CHUNKED, b"1\r\nx\r\n" * 100_000)
-        assert status(answer) == 400
-        assert b"send larger chunks" in answer
-        answer = await talk(connect, CHUNKED.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), b"1\r\nx\r\n" * 5_000, b"0\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 200")  # a small body may come byte by byte
+        reply = await talk(connect, CHUNKED, b"1\r\nx\r\n" * 100_000)
+        assert status(reply) == 400
+        assert b"send larger chunks" in reply
+        reply = await talk(connect, CHUNKED.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), b"1\r\nx\r\n" * 5_000, b"0\r\n\r\n")
+        assert reply.startswith(b"HTTP/1.1 200")  # a small body may come byte by byte
 
 
 async def test_bytes_that_wait_keep_their_order() -> None:
@@ -173,7 +173,7 @@ async def test_connections_are_opened_a_few_in_a_turn(monkeypatch: pytest.Monkey
     for client in clients[:200]:
         client.close()  # they leave before they are accepted
     server = HttpServer(tell, ConnectionLimits(1000, WAIT))
-    async with most_calls(opened) as found:
+    async with max_calls(opened) as found:
         serving = asyncio.create_task(server.serve([listener]))
         async with asyncio.timeout(WAIT):
             while found[1] < 200:  # noqa: ASYNC110 - no event signals it

@@ -101,11 +101,11 @@ async def test_the_description_is_built_in_a_thread(monkeypatch: pytest.MonkeyPa
 
 
 async def test_one_thread_turns_many_ids_into_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    running, most = [0], [0]
+    running, maximum = [0], [0]
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         running[0] += 1
-        most[0] = max(most[0], running[0])
+        maximum[0] = max(maximum[0], running[0])
         time.sleep(0.02)
         running[0] -= 1
         return "x"
@@ -114,7 +114,7 @@ async def test_one_thread_turns_many_ids_into_text(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(server.services, "tokenizer", SimpleNamespace(decode=decode))
         bodies = [server.post("/detokenize", {"tokens": [5] * 2000}) for _ in range(8)]
         assert [each.json()["text"] for each in await asyncio.gather(*bodies)] == ["x"] * 8
-    assert most == [1]
+    assert maximum == [1]
 
 
 async def test_memory_of_many_bodies_is_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ async def test_memory_of_many_bodies_is_returned_once(monkeypatch: pytest.Monkey
     returned = threading.Semaphore(0)
     monkeypatch.setattr(protocol_bodies, "return_freed_memory", returned.release)
     monkeypatch.setattr(protocol_bodies, "TRIM_DELAY", 0.1)
-    held = Bodies(most=4 * protocol_bodies.TRIM_BYTES, pause=1.0)
+    held = Bodies(maximum=4 * protocol_bodies.TRIM_BYTES, pause=1.0)
     for size, expected in ((protocol_bodies.TRIM_BYTES // 2, False), (protocol_bodies.TRIM_BYTES, True)):
         for _ in range(5):
             held.take(size, "one")

@@ -109,14 +109,14 @@ async def test_every_path_needs_a_key() -> None:
         paths = [(method, o.path, o.access) for o in ROUTES for method in o.methods]
         for method, path, access in paths + [("POST", path, Access.USER) for path in ODD_PATHS]:
             for headers in ([], [(b"authorization", b"Bearer wrong")], [(b"x-api-key", b"wrong")]):
-                answer = await server.request(method, path, b"{}", headers)
+                reply = await server.request(method, path, b"{}", headers)
                 # Health, and the page's own files, which say nothing of the server
                 if access is Access.OPEN:
-                    assert answer.status == (404 if "{" in path else 200)
+                    assert reply.status == (404 if "{" in path else 200)
                 else:
                     # In the error shape of its API
-                    assert (answer.status, b"the API key is missing or wrong" in answer.body) == (401, True), path
-                    assert answer.headers["www-authenticate"] == "Bearer"
+                    assert (reply.status, b"the API key is missing or wrong" in reply.body) == (401, True), path
+                    assert reply.headers["www-authenticate"] == "Bearer"
         for headers in ([(b"authorization", b"Bearer secret")], [(b"x-api-key", b"secret")]):
             assert (await server.request("GET", "/v1/models", headers=headers)).status == 200
             assert (await server.request("GET", "/nowhere", headers=headers)).status == 404
@@ -124,9 +124,9 @@ async def test_every_path_needs_a_key() -> None:
 
 async def cached(server: Any, key: str, **more: Any) -> int:
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, **more}
-    answer = await server.post("/generate", body, x_api_key=key)
-    assert answer.status == 200, answer.body
-    return int(answer.json()["meta_info"]["cached_tokens"])
+    reply = await server.post("/generate", body, x_api_key=key)
+    assert reply.status == 200, reply.body
+    return int(reply.json()["meta_info"]["cached_tokens"])
 
 
 async def test_keys_do_not_see_each_others_prefixes(tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ async def test_requests_of_a_key_are_limited(tmp_path: Path) -> None:
     file.write_text("one\ntwo\n")
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
     async with serving({"server": {"api_keys": str(file), "max_requests_per_key": 1}}) as server:
-        answers = await asyncio.gather(*(server.post("/generate", body, x_api_key=key) for key in ("one", "one", "two")))
-        assert [answer.status for answer in answers] == [200, 429, 200]
-        assert answers[1].headers["retry-after"] == "1"
-        assert answers[1].json()["error"]["type"] == "rate_limit_error"
+        replies = await asyncio.gather(*(server.post("/generate", body, x_api_key=key) for key in ("one", "one", "two")))
+        assert [reply.status for reply in replies] == [200, 429, 200]
+        assert replies[1].headers["retry-after"] == "1"
+        assert replies[1].json()["error"]["type"] == "rate_limit_error"
         # The quota is free again
         assert (await server.post("/generate", body, x_api_key="one")).status == 200
         await server.services.client.send_command("pause")

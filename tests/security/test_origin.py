@@ -42,9 +42,9 @@ async def test_a_foreign_page_is_refused(path: str) -> None:
     headers = [(b"host", b"127.0.0.1:30000"), (b"origin", b"https://evil.example")]
     method = "GET" if path.endswith(".json") else "POST"
     async with serving({}) as server:
-        answer = await server.request(method, path, BODY, headers)
-        assert answer.status == 403
-        assert "evil.example" in answer.json()["error"]["message"]
+        reply = await server.request(method, path, BODY, headers)
+        assert reply.status == 403
+        assert "evil.example" in reply.json()["error"]["message"]
         own = [(b"host", b"127.0.0.1:30000"), (b"origin", b"http://127.0.0.1:30000")]
         assert (await server.request(method, path, BODY, own)).status == 200
 
@@ -52,9 +52,9 @@ async def test_a_foreign_page_is_refused(path: str) -> None:
 @pytest.mark.parametrize("path", ["/page/cache.json", "/server_info", "/"])
 async def test_dns_rebinding_is_refused(path: str) -> None:
     async with serving({}) as server:
-        answer = await server.request("GET", path, b"", [(b"host", b"evil.example:30000")])
-        assert answer.status == 403
-        assert "not to evil.example:30000; start it, or the replicas if this name is a router's" in answer.json()["error"]["message"]
+        reply = await server.request("GET", path, b"", [(b"host", b"evil.example:30000")])
+        assert reply.status == 403
+        assert "not to evil.example:30000; start it, or the replicas if this name is a router's" in reply.json()["error"]["message"]
 
 
 async def test_with_keys_the_origin_is_not_checked() -> None:

@@ -56,11 +56,11 @@ async def overload(url: str, rate: float, seconds: float) -> Load:
         reader, writer = idle.popleft() if idle else await asyncio.open_connection(parts.hostname, parts.port)
         started = time.perf_counter()
         writer.write(head + body)
-        answer = await reader.readuntil(b"\r\n\r\n")
-        length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        reply = await reader.readuntil(b"\r\n\r\n")
+        length = int(reply.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
         content = await reader.readexactly(length)
         took = time.perf_counter() - started
-        status = int(answer.split()[1])
+        status = int(reply.split()[1])
         load.statuses[status] += 1
         if status == 200:
             load.accepted.append(took)
@@ -68,8 +68,8 @@ async def overload(url: str, rate: float, seconds: float) -> Load:
                 load.wrong.append(content.decode())
         else:
             load.refused.append(took)
-            if status != 503 or b"retry-after" not in answer.lower() or b"queue_full" not in content:
-                load.wrong.append(f"{answer!r} {content!r}")
+            if status != 503 or b"retry-after" not in reply.lower() or b"queue_full" not in content:
+                load.wrong.append(f"{reply!r} {content!r}")
         idle.append((reader, writer))
 
     tasks: set[asyncio.Task[None]] = set()
@@ -171,8 +171,8 @@ async def many(server: InProcess, count: int, start: int) -> None:
             body["sampling_params"]["n"] = 2
         elif kind == 5:
             body["sampling_params"]["stop"] = ["e"]
-        answer = await server.post("/generate", body)
-        assert answer.status in ((504, 200) if kind == 2 else (400,) if kind == 3 else (200,)), answer.body
+        reply = await server.post("/generate", body)
+        assert reply.status in ((504, 200) if kind == 2 else (400,) if kind == 3 else (200,)), reply.body
 
     for first in range(start, start + count, 16):
         await asyncio.gather(*(one(number) for number in range(first, min(first + 16, start + count))))
@@ -207,8 +207,8 @@ async def test_log_probabilities_of_a_whole_response_are_bounded(
     body = {"prompt": [5] * 40, "ignore_eos": True, **body}
     async with serving() as server:
         monkeypatch.setattr(request_starter, "MAX_LOGPROBS_HELD", entries // 2)
-        answer = await server.post("/v1/completions", body)
-        assert (answer.status, answer.json()["error"]["param"]) == (400, "logprobs"), answer.body[:300]
+        reply = await server.post("/v1/completions", body)
+        assert (reply.status, reply.json()["error"]["param"]) == (400, "logprobs"), reply.body[:300]
         async with asyncio.timeout(10):
             while server.services.client.num_outstanding:  # noqa: ASYNC110 - it is aborted
                 await asyncio.sleep(0.01)
@@ -221,8 +221,8 @@ async def test_streams_do_not_repeat_log_probabilities_without_bound(monkeypatch
     body = {"input_ids": [5] * 4, "stream": True, "return_logprob": True, "top_logprobs_num": 3, "sampling_params": sampling}
     async with serving() as server:
         monkeypatch.setattr(generate, "MAX_REPEATED_LOGPROBS", 100)
-        answer = await server.post("/generate", body)
-        last = json.loads(answer.body.split(b"\n\n")[-3].removeprefix(b"data: "))
+        reply = await server.post("/generate", body)
+        last = json.loads(reply.body.split(b"\n\n")[-3].removeprefix(b"data: "))
         assert (last["error"]["code"], "leave stream out" in last["error"]["message"]) == (400, True)
         monkeypatch.setattr(generate, "MAX_REPEATED_LOGPROBS", 1000)
         assert b'data: {"error"' not in (await server.post("/generate", body)).body

@@ -263,8 +263,8 @@ def test_server_with_trusted_code(tmp_path: Path) -> None:
     change(folder / "config.json", architectures=["OwnForCausalLM"], model_type="own",
            auto_map={"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})  # fmt: skip
     with RunningServer(folder, "--trust-remote-code", fake=False) as server:
-        answer = server.post("/generate", {"text": "abcd", "sampling_params": {"max_new_tokens": 3, "temperature": 0}})
-        assert (answer.status_code, answer.json()["meta_info"]["prompt_tokens"]) == (200, 2)
+        reply = server.post("/generate", {"text": "abcd", "sampling_params": {"max_new_tokens": 3, "temperature": 0}})
+        assert (reply.status_code, reply.json()["meta_info"]["prompt_tokens"]) == (200, 2)
         grammar = {"text": "ab", "sampling_params": {"max_new_tokens": 3, "regex": "a+"}}
         refused = server.post("/generate", grammar)
         assert (refused.status_code, "Python code" in refused.text) == (400, True)

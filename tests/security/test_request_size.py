@@ -12,7 +12,7 @@ import pytest
 
 from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.openai.completions_schema import MAX_ARGUMENT_PARTS
-from frame.entrypoints.http.protocol.bodies import LEAST_BODY, SMALL_BODY, TOKEN_BYTES, prompt_limit, value_limit
+from frame.entrypoints.http.protocol.bodies import MIN_BODY, SMALL_BODY, TOKEN_BYTES, prompt_limit, value_limit
 from frame.entrypoints.http.request_starter import COUNTED_TOKENS, MAX_TOOL_BYTES
 from tests.entrypoints.inprocess import serving
 
@@ -25,9 +25,9 @@ async def test_prompts_are_counted_before_parameters_are_created(monkeypatch: py
     make = native._params
     monkeypatch.setattr(native, "_params", lambda *arguments: made.append(arguments) or make(*arguments))
     async with serving({"server": {"max_sequences_per_request": 64}}) as server:
-        answer = await server.post("/generate", {"text": [""] * 65, "sampling_params": [SAMPLING] * 65})
-        assert (answer.status, answer.json()["error"]["param"], made) == (400, "text", [])
-        assert "65 sequences" in answer.json()["error"]["message"]
+        reply = await server.post("/generate", {"text": [""] * 65, "sampling_params": [SAMPLING] * 65})
+        assert (reply.status, reply.json()["error"]["param"], made) == (400, "text", [])
+        assert "65 sequences" in reply.json()["error"]["message"]
         assert (await server.post("/generate", {"input_ids": [[5]] * 64, "sampling_params": SAMPLING})).status == 200
         assert len(made) == 1  # shared by all prompts
 
@@ -40,8 +40,8 @@ async def test_prompts_are_counted_before_parameters_are_created(monkeypatch: py
 ])  # fmt: skip
 async def test_sequences_of_one_request_are_bounded(body: dict[str, Any], param: str) -> None:
     async with serving({"server": {"max_sequences_per_request": 64}}) as server:
-        answer = await server.post("/v1/completions", {"max_tokens": 1, **body})
-        assert (answer.status, answer.json()["error"]["param"]) == (400, param), answer.body
+        reply = await server.post("/v1/completions", {"max_tokens": 1, **body})
+        assert (reply.status, reply.json()["error"]["param"]) == (400, param), reply.body
         assert (await server.post("/v1/completions", {"max_tokens": 1, "prompt": ["a"] * 32, "n": 2})).status == 200
 
 
@@ -63,7 +63,7 @@ async def test_one_key_cannot_fill_the_queue(tmp_path: Path) -> None:
 
 
 def test_limits_follow_the_context() -> None:
-    assert prompt_limit(512) == LEAST_BODY
+    assert prompt_limit(512) == MIN_BODY
     assert prompt_limit(2**20) == TOKEN_BYTES * 2**20
     assert value_limit(2**20) == 2**21  # twice the ids of a full context
 
@@ -72,7 +72,7 @@ async def test_bodies_without_prompts_have_a_small_limit() -> None:
     async with serving() as server:
         big = b'{"rid": "' + b"x" * SMALL_BODY + b'"}'
         assert (await server.request("POST", "/abort_request", big)).status == 413
-        assert (await server.request("POST", "/v1/completions", b'{"prompt": "' + b"x" * LEAST_BODY + b'"}')).status == 413
+        assert (await server.request("POST", "/v1/completions", b'{"prompt": "' + b"x" * MIN_BODY + b'"}')).status == 413
 
 
 async def test_long_texts_are_refused_by_every_route_that_tokenizes() -> None:
@@ -93,7 +93,7 @@ async def test_long_texts_are_refused_by_every_route_that_tokenizes() -> None:
     ]
     async with serving() as server:
         for path, body, param in cases:
-            answer = await server.post(path, body)
-            assert (answer.status, answer.json()["error"]["param"]) == (400, param), (path, answer.body[:300])
+            reply = await server.post(path, body)
+            assert (reply.status, reply.json()["error"]["param"]) == (400, param), (path, reply.body[:300])
         assert (await server.post("/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 1})).status == 400
         assert (await server.post("/tokenize", {"text": "hello world " * 20_000})).json()["count"] > 512

@@ -67,7 +67,7 @@ async def test_no_spelling_of_a_path_runs_more_than_the_key_allows(monkeypatch: 
 
         other = copy.copy(route)
         other.endpoint, other.body_model = endpoint, None
-        other.app = other._answer
+        other.app = other._reply
         return other
 
     sections = {"server": {"api_key": USER_KEY.decode(), "admin_key": ADMIN_KEY.decode()}}
@@ -84,12 +84,12 @@ async def test_no_spelling_of_a_path_runs_more_than_the_key_allows(monkeypatch: 
             for operation, (name, headers) in itertools.product(routes, KEYS.items()):
                 for spelling, method in itertools.product(spellings(operation.path), {*operation.methods, "GET", "HEAD"}):
                     ran.clear()
-                    answer = await server.request(method, spelling, b"", headers)
+                    reply = await server.request(method, spelling, b"", headers)
                     tried += 1
-                    where = f"{method} {spelling} with the key {name} ran {ran} and answered {answer.status}"
+                    where = f"{method} {spelling} with the key {name} ran {ran} and answered {reply.status}"
                     assert len(ran) <= 1 and all(one.access in allowed[name] for one in ran), where
-                    assert bool(ran) == (answer.status == 200), where
-                    assert ran or answer.status in (400, 401, 403, 404, 405), where
+                    assert bool(ran) == (reply.status == 200), where
+                    assert ran or reply.status in (400, 401, 403, 404, 405), where
                 ran.clear()
                 path = spellings(operation.path)[0]
                 await server.request(min(operation.methods), path, b"", headers)
@@ -102,9 +102,9 @@ async def test_line_feed_after_the_path_is_refused() -> None:
         for path in ("/page/cache.json", "/page/about.json", "/page/live.json", "/server_info", "/flush_cache", "/pause_generation"):
             for end in ("%0a", "%00", "%0d%0a", "%7f"):
                 for method, headers in itertools.product(("GET", "POST"), ([], [(b"authorization", b"Bearer user")])):
-                    answer = await server.request(method, path + end, b"{}", headers)
-                    assert answer.status == 400, path
-                    assert "control character" in answer.json()["error"]["message"]
+                    reply = await server.request(method, path + end, b"{}", headers)
+                    assert reply.status == 400, path
+                    assert "control character" in reply.json()["error"]["message"]
 
 
 async def test_bytes_on_a_socket() -> None:
@@ -115,8 +115,8 @@ async def test_bytes_on_a_socket() -> None:
             ("/page%2fcache.json", 400), ("/nowhere", 401), ("//page/cache.json", 401), ("/page/cache.json/", 401), ("/%zz", 400),
         ):  # fmt: skip
             async with listening(server.app) as connect:
-                answer = await talk(connect, f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
-            assert int(answer.split()[1]) == expected, path
+                reply = await talk(connect, f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+            assert int(reply.split()[1]) == expected, path
 
 
 @pytest.mark.parametrize("is_admin", [False, True])
@@ -167,8 +167,8 @@ async def test_trailing_slash_is_ignored() -> None:
         key = [(b"authorization", b"Bearer user"), (b"content-type", b"application/json")]
         for path in ("/v1/models/", "/v1/models/frame-tiny/", "/metrics/", "/health/"):
             assert (await server.request("GET", path, b"", key)).status == 200, path
-        answer = await server.request("POST", "/v1/completions/", b'{"model": "", "prompt": [5, 6], "max_tokens": 1}', key)
-        assert answer.status == 200
+        reply = await server.request("POST", "/v1/completions/", b'{"model": "", "prompt": [5, 6], "max_tokens": 1}', key)
+        assert reply.status == 200
         assert (await server.request("GET", "/v1/models//", b"", key)).status == 404
         assert (await server.request("GET", "/v1/models/")).status == 401
 

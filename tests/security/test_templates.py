@@ -91,7 +91,7 @@ LARGE = (
 
 @pytest.mark.parametrize("source", ENDLESS)
 def test_templates_without_output_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "LONGEST_TIME", 0.3)
+    monkeypatch.setattr(chat_template, "MAX_TIME", 0.3)
     began = time.thread_time()
     with pytest.raises(ChatTemplateError, match="took more than"):
         ChatTemplate(source).render(MESSAGES)
@@ -124,7 +124,7 @@ def test_output_and_time_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "LARGEST_TEXT", 100_000)
     with pytest.raises(ChatTemplateError, match="characters"):
         endless.render(MESSAGES)
-    monkeypatch.setattr(chat_template, "LONGEST_TIME", 0.0)
+    monkeypatch.setattr(chat_template, "MAX_TIME", 0.0)
     with pytest.raises(ChatTemplateError, match="took more than"):
         endless.render(MESSAGES)
 
@@ -141,16 +141,16 @@ CLIENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("body", CLIENTS)
 async def test_clients_bring_no_template(body: dict[str, Any]) -> None:
     async with serving() as server:
-        answer = await server.post("/v1/chat/completions", {**body, "max_tokens": 1})
-        assert answer.status in (200, 400)
-        assert b"1337" not in answer.body
-        if answer.status == 200:
-            answer = await server.post("/tokenize", {name: body[name] for name in ("messages", "tools") if name in body})
-            text = (await server.post("/detokenize", {"tokens": answer.json()["tokens"]})).json()["text"]
+        reply = await server.post("/v1/chat/completions", {**body, "max_tokens": 1})
+        assert reply.status in (200, 400)
+        assert b"1337" not in reply.body
+        if reply.status == 200:
+            reply = await server.post("/tokenize", {name: body[name] for name in ("messages", "tools") if name in body})
+            text = (await server.post("/detokenize", {"tokens": reply.json()["tokens"]})).json()["text"]
             assert "1337" not in text
 
 
 async def test_template_arguments_cannot_replace_the_template() -> None:
     async with serving() as server:
-        answer = await server.post("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}})
-        assert (answer.status, "chat_template_kwargs" in answer.json()["error"]["message"]) == (400, True)
+        reply = await server.post("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}})
+        assert (reply.status, "chat_template_kwargs" in reply.json()["error"]["message"]) == (400, True)

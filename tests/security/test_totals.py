@@ -44,8 +44,8 @@ async def test_keys_of_one_owner_read_totals(tmp_path: Path, names: list[str], m
 
 async def test_metrics_of_several_keys_are_on_the_admin_listener(tmp_path: Path) -> None:
     async with serving(keys(tmp_path, "alice-key", "bob-key", admin_port=1)) as server:
-        answer = await server.request("GET", "/metrics", b"", BOB)
-        assert (answer.status, answer.json()["error"]["code"]) == (403, "admin_only")
+        reply = await server.request("GET", "/metrics", b"", BOB)
+        assert (reply.status, reply.json()["error"]["code"]) == (403, "admin_only")
 
 
 async def test_no_response_has_a_path_of_the_server(tmp_path: Path) -> None:

@@ -65,11 +65,11 @@ async def modest(url: str, seconds: float, streams: int = STREAMS) -> Service:
                 "stream": True,
             }
             asked, first = time.perf_counter(), 0.0
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    got.wrong.append((await answer.aread()).decode()[:300])
+            async with client.stream("POST", "/v1/completions", json=body) as reply:
+                if reply.status_code != 200:
+                    got.wrong.append((await reply.aread()).decode()[:300])
                     continue
-                async for line in answer.aiter_lines():
+                async for line in reply.aiter_lines():
                     if line.startswith("data: {"):
                         first = first or time.perf_counter() - asked
                         got.wrong += [line] if "error" in line else []
@@ -156,8 +156,8 @@ def first_token(server: RunningServer, key: str, prompt: list[int]) -> tuple[flo
     """Seconds to the first token, and how many tokens of the prompt were cached."""
     body = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True}
     asked = time.perf_counter()
-    answer = ask(server, "POST", "/v1/completions", key, json=body).json()
-    return time.perf_counter() - asked, (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    reply = ask(server, "POST", "/v1/completions", key, json=body).json()
+    return time.perf_counter() - asked, (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
 
 
 def store_objects(server: RunningServer) -> dict[str, str]:
@@ -215,8 +215,8 @@ def test_prompts_of_another_tenant_cannot_be_detected(server: RunningServer) -> 
         repeated.append(first_token(server, MODEST, prompt))
         spied.append(first_token(server, HOSTILE, prompt))
         salt = {"prompt": [*prompt[:-1], 12 + number], "max_tokens": 1, "cache_salt": f"{number}"}
-        answer = ask(server, "POST", "/v1/completions", HOSTILE, json=salt).json()
-        assert not (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
+        reply = ask(server, "POST", "/v1/completions", HOSTILE, json=salt).json()
+        assert not (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
     assert {cached for _, cached in fresh + spied} == {0}
     assert min(cached for _, cached in repeated) > 1000
 

@@ -55,8 +55,8 @@ async def test_empty_prompts() -> None:
             ("/generate", {"input_ids": []}),
             ("/v1/chat/completions", {"messages": []}),
         ):
-            answer = await server.post(path, {**body, "max_tokens": 1} if path != "/generate" else body)
-            assert (answer.status, "is empty" in answer.json()["error"]["message"]) == (400, True)
+            reply = await server.post(path, {**body, "max_tokens": 1} if path != "/generate" else body)
+            assert (reply.status, "is empty" in reply.json()["error"]["message"]) == (400, True)
         begins = (await server.post("/tokenize", {"prompt": ""})).json()["count"]  # with the token that begins a text
         for path, body in (("/v1/completions", {"prompt": "", "max_tokens": 1}), ("/generate", {"text": ""})):
             assert (await server.post(path, body)).status == (200 if begins else 400)
@@ -143,9 +143,9 @@ async def test_paths_lead_nowhere() -> None:
     async with serving() as server:
         for path in ("/page/../../../../etc/passwd", "/page/..%2f..%2fetc%2fpasswd", "/page/app.py", "/page/%2e%2e/app.py",
                      "/v1/models/../../etc", "/v1/responses/../../x", "/page/..\\..\\x"):  # fmt: skip
-            answer = await server.request("GET", path)
-            assert answer.status == (400 if "%2f" in path else 404), path
-            assert b"root:" not in answer.body
+            reply = await server.request("GET", path)
+            assert reply.status == (400 if "%2f" in path else 404), path
+            assert b"root:" not in reply.body
 
 
 def test_formats_are_few() -> None:

@@ -2,8 +2,8 @@
 freed.
 
 Bodies are built from the request types of the application's routes, so new routes and fields are
-tested without a change here. A new required field without a value in `LEAST`, or a route that reads
-a body without a type, fails the test.
+tested without a change here. A new required field without a value in `MINIMUM`, or a route that
+reads a body without a type, fails the test.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.extensions.loading import CORE_ROUTES
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import ApiRoute
-from frame.entrypoints.http.protocol.bodies import MOST_LEVELS, MOST_PARTS, MOST_VALUES
+from frame.entrypoints.http.protocol.bodies import MAX_LEVELS, MAX_PARTS, MAX_VALUES
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
 from tests.entrypoints.published import ROUTES
 
-STALL, ANSWER = 0.05, 0.1  # seconds, on an idle machine
+STALL, REPLY = 0.05, 0.1  # seconds, on an idle machine
 NOMINAL = 0.004  # seconds that `yardstick` takes there
 MEMORY = 200 << 20
 TRIES = 6  # the best counts, because other programs run on the machine
@@ -49,7 +49,7 @@ CONTEXT = 8192
 SPARSE = 30  # of so many bodies one is sent, in short runs
 
 # required field -> a valid value
-LEAST: dict[str, Any] = {
+MINIMUM: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "model": "", "max_tokens": 1, "query": "hi",
     "documents": ["hi"], "tokens": [5], "input_file_id": "file-1", "endpoint": "/v1/completions", "metadata": {}, "items": [],
     "tools": [], "inputs": "hi", "text": "hi", "text_1": "hi", "text_2": "hi", "sampling_params": {"max_new_tokens": 1},
@@ -70,39 +70,39 @@ def yardstick() -> float:
 
 @cache
 def many_keys() -> dict[str, int]:
-    return {str(i): 1 for i in range(MOST_PARTS - 200)}
+    return {str(i): 1 for i in range(MAX_PARTS - 200)}
 
 
 @cache
 def wide_schema() -> dict[str, Any]:
-    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(MOST_PARTS // 3 - 200)}}
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(MAX_PARTS // 3 - 200)}}
 
 
-def values(field: str, most: int) -> Iterator[tuple[str, Any]]:
+def values(field: str, maximum: int) -> Iterator[tuple[str, Any]]:
     """(name, value) of the most expensive values of a field: as large, or of as many parts, as
     allowed.
     """
-    room = most - 1000
+    room = maximum - 1000
     yield "spaces", " " * room
     yield "words", "hello world " * (room // 12)
     yield "one letter", "x" * room
     yield "escapes", "\u0001" * (room // 6)
-    yield "empty texts", [""] * (MOST_VALUES - 10)
+    yield "empty texts", [""] * (MAX_VALUES - 10)
     yield "texts", ["hello world " * 300] * (room // 3610)
-    yield "ids", [2047] * (MOST_VALUES - 10)
+    yield "ids", [2047] * (MAX_VALUES - 10)
     yield "one id", 10**18
-    yield "lists of ids", [[5]] * (MOST_PARTS - 200)
+    yield "lists of ids", [[5]] * (MAX_PARTS - 200)
     yield "keys", many_keys()
     yield "texts by key", {str(i): "x" * (room // 200) for i in range(190)}
-    yield "empty objects", [{}] * (MOST_PARTS - 200)
-    yield "levels", json.loads("[" * (MOST_LEVELS - 8) + "]" * (MOST_LEVELS - 8))
+    yield "empty objects", [{}] * (MAX_PARTS - 200)
+    yield "levels", json.loads("[" * (MAX_LEVELS - 8) + "]" * (MAX_LEVELS - 8))
     deep: dict[str, Any] = {}
-    for _ in range(MOST_LEVELS // 2 - 8):
+    for _ in range(MAX_LEVELS // 2 - 8):
         deep = {"type": "object", "properties": {"a": deep}}
     yield "deep schema", deep
     yield "wide schema", wide_schema()
     yield "json_schema", {"type": "json_schema", "json_schema": {"name": "x", "schema": wide_schema()}}
-    yield "odd type", {"type": [[]] * (MOST_PARTS - 200)}
+    yield "odd type", {"type": [[]] * (MAX_PARTS - 200)}
     yield from MORE.get(field, list)()
 
 
@@ -111,12 +111,12 @@ def conversations() -> list[tuple[str, Any]]:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" + "[]," * 15_000 + "1]"}}
     return [
         ("messages", [{"role": "user", "content": ""}] * 4096),
-        ("too many messages", [{"role": "user", "content": ""}] * (MOST_PARTS // 3 - 100)),
-        ("parts", [{"role": "user", "content": [part] * (MOST_PARTS // 3 - 100)}]),
+        ("too many messages", [{"role": "user", "content": ""}] * (MAX_PARTS // 3 - 100)),
+        ("parts", [{"role": "user", "content": [part] * (MAX_PARTS // 3 - 100)}]),
         ("calls", [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]),
         ("long message", [{"role": "user", "content": "hello world " * 340_000}]),
         ("escaped message", [{"role": "user", "content": "\u0001" * 690_000}]),
-        ("odd role", [{"role": [[]] * (MOST_PARTS - 200), "content": ""}]),
+        ("odd role", [{"role": [[]] * (MAX_PARTS - 200), "content": ""}]),
     ]
 
 
@@ -153,49 +153,49 @@ MORE = {
 }
 
 
-def raw(most: int) -> Iterator[tuple[str, bytes]]:
+def raw(maximum: int) -> Iterator[tuple[str, bytes]]:
     """Bodies that fit no request type, or are not JSON."""
-    yield "spaces", b" " * most
-    yield "brackets", b"[" * most
-    yield "lists", b"[" + b"[]," * (most // 3 - 1)
-    yield "unknown lists", b'{"unknown_field":[' + b"[]," * (MOST_PARTS - 200) + b"1]}"
-    yield "unknown keys", b"{" + b",".join(b'"k%d":1' % i for i in range(MOST_PARTS - 200)) + b"}"
-    yield "one key", b'{"' + b"k" * (most - 10) + b'":1}'
-    yield "backslashes", b'"' + b"\\" * (most - 3) + b'"'
-    yield "not UTF-8", b'{"a":"' + b"\xff" * (most - 10) + b'"}'
-    yield "brackets in a text", b'{"a":"' + b"[{" * (most // 2 - 10) + b'"}'
+    yield "spaces", b" " * maximum
+    yield "brackets", b"[" * maximum
+    yield "lists", b"[" + b"[]," * (maximum // 3 - 1)
+    yield "unknown lists", b'{"unknown_field":[' + b"[]," * (MAX_PARTS - 200) + b"1]}"
+    yield "unknown keys", b"{" + b",".join(b'"k%d":1' % i for i in range(MAX_PARTS - 200)) + b"}"
+    yield "one key", b'{"' + b"k" * (maximum - 10) + b'":1}'
+    yield "backslashes", b'"' + b"\\" * (maximum - 3) + b'"'
+    yield "not UTF-8", b'{"a":"' + b"\xff" * (maximum - 10) + b'"}'
+    yield "brackets in a text", b'{"a":"' + b"[{" * (maximum // 2 - 10) + b'"}'
 
 
-def forms(most: int) -> Iterator[tuple[str, bytes]]:
+def forms(maximum: int) -> Iterator[tuple[str, bytes]]:
     """Uploads."""
-    yield "boundaries", b"--b\r\n" * (most // 5)
-    yield "empty parts", b"--b\r\n\r\n\r\n" * (most // 9)
+    yield "boundaries", b"--b\r\n" * (maximum // 5)
+    yield "empty parts", b"--b\r\n\r\n\r\n" * (maximum // 9)
     head = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    yield "headers", head + b"--b\r\n" + b"x: y\r\n" * (most // 6 - 100) + b"\r\n\r\n--b--"
+    yield "headers", head + b"--b\r\n" + b"x: y\r\n" * (maximum // 6 - 100) + b"\r\n\r\n--b--"
     file = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
-    yield "a file", head + file + b"{}\n" * (most // 3 - 100) + b"\r\n--b--"
-    yield "one line", b"x" * most
+    yield "a file", head + file + b"{}\n" * (maximum // 3 - 100) + b"\r\n--b--"
+    yield "one line", b"x" * maximum
 
 
-def bodies_of(operation: ApiRoute, most: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+def bodies_of(operation: ApiRoute, maximum: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """(name, function that encodes the body), since a short run sends few of them."""
-    for kind, body in raw(min(most, 8 << 20)):
+    for kind, body in raw(min(maximum, 8 << 20)):
         yield kind, partial(bytes, body)
     model = READ_BY_OTHERS.get(operation.path, operation.body_model)
     if model is None:
         return
     fields = model.model_fields
-    least = {name: LEAST[name] for name, field in fields.items() if field.is_required()}
+    minimum = {name: MINIMUM[name] for name, field in fields.items() if field.is_required()}
     for end, names in ALSO.items():
         if operation.path.endswith(end):
-            least |= {name: LEAST[name] for name in names}
-    least |= {name: 1 for name in ("max_tokens", "max_output_tokens") if name in fields}
+            minimum |= {name: MINIMUM[name] for name in names}
+    minimum |= {name: 1 for name in ("max_tokens", "max_output_tokens") if name in fields}
     for name, field in fields.items():
         takes = TypeAdapter(field.annotation)
-        for kind, value in values(name, most):
+        for kind, value in values(name, maximum):
             if not fits(kind, value, takes):
                 continue
-            others = {key: given for key, given in least.items() if not (name == "input_ids" and key == "text")}
+            others = {key: given for key, given in minimum.items() if not (name == "input_ids" and key == "text")}
             if name == "messages" and operation.path.endswith("tokenize"):
                 others.pop("text")
             yield f"{name}: {kind}", partial(msgspec.json.encode, {**others, name: value})
@@ -233,7 +233,7 @@ class Cost:
 
     @property
     def is_fine(self) -> bool:
-        return self.stall <= STALL * self.slowness and self.health <= ANSWER * self.slowness and self.memory <= MEMORY
+        return self.stall <= STALL * self.slowness and self.health <= REPLY * self.slowness and self.memory <= MEMORY
 
 
 async def cost_of(server: InProcess, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Cost:
@@ -260,9 +260,9 @@ async def cost_of(server: InProcess, path: str, body: bytes, headers: Sequence[t
     first = yardstick()
     beside = [asyncio.create_task(beat()), asyncio.create_task(ask())]
     await asyncio.sleep(0)
-    answer = await server.request("POST", path, body, headers)
-    assert answer.status < 500 or answer.status == 503, (path, answer.body[:300])
-    assert len(answer.body) < 64 << 20
+    reply = await server.request("POST", path, body, headers)
+    assert reply.status < 500 or reply.status == 503, (path, reply.body[:300])
+    assert len(reply.body) < 64 << 20
     done.set()
     await asyncio.gather(*beside)
     cost.slowness = max(1.0, first / NOMINAL, yardstick() / NOMINAL)
@@ -304,15 +304,15 @@ def test_every_route_has_worst_bodies() -> None:
 async def tried(server: InProcess, operation: ApiRoute, start: int, step: int) -> dict[str, Cost]:
     """The bodies that cost too much, by name."""
     wrong: dict[str, Cost] = {}
-    most = body_limits(server.services)[operation.body_kind]
-    headers, bodies = (JSON_TYPE,), bodies_of(operation, most)
+    maximum = body_limits(server.services)[operation.body_kind]
+    headers, bodies = (JSON_TYPE,), bodies_of(operation, maximum)
     if operation.body_kind == "file":
         headers = ((b"content-type", b"multipart/form-data; boundary=b"),)
-        bodies = ((kind, partial(bytes, body)) for kind, body in forms(most))
+        bodies = ((kind, partial(bytes, body)) for kind, body in forms(maximum))
     path = operation.path.replace("{name}", "none")
     for kind, encode in islice(bodies, start, None, step):
         body = encode()
-        assert len(body) <= most + 10, kind
+        assert len(body) <= maximum + 10, kind
         cost = await cost_of(server, path, body, headers)
         for _ in range(TRIES):
             if cost.is_fine:

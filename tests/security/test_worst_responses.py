@@ -38,7 +38,7 @@ AT_ONCE = 3  # equal requests
 S = Schema()
 
 
-class Answers:
+class Replies:
     """Takes the place of the engine: a request has all its output soon after it was prepared."""
 
     def __init__(self) -> None:
@@ -97,15 +97,15 @@ def yardstick() -> float:
 
 async def stall_of(work: Callable[[], Awaitable[None]]) -> float:
     """The longest CPU time of one pass of the event loop during the work, as on an idle machine."""
-    longest, done = 0.0, False
+    max_length, done = 0.0, False
 
     async def beat() -> None:
-        nonlocal longest
+        nonlocal max_length
         last = time.thread_time()
         while not done:
             await asyncio.sleep(0)
             now = time.thread_time()
-            longest, last = max(longest, now - last), now
+            max_length, last = max(max_length, now - last), now
 
     first = yardstick()
     beating = asyncio.create_task(beat())
@@ -113,7 +113,7 @@ async def stall_of(work: Callable[[], Awaitable[None]]) -> float:
     await work()
     done = True
     await beating
-    return longest / max(1.0, SLACK * first / NOMINAL, SLACK * yardstick() / NOMINAL)
+    return max_length / max(1.0, SLACK * first / NOMINAL, SLACK * yardstick() / NOMINAL)
 
 
 LOGPROBS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -159,7 +159,7 @@ def body_of(path: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": [5] * PROMPT, "max_tokens": TOKENS, **fields}
 
 
-async def stalls_of(server: InProcess, cases: dict[str, tuple[str, dict[str, Any]]], least: int) -> dict[str, float]:
+async def stalls_of(server: InProcess, cases: dict[str, tuple[str, dict[str, Any]]], minimum: int) -> dict[str, float]:
     """The cases whose responses, several at once, block the event loop for too long; in ms."""
     found: dict[str, float] = {}
     for name, (path, fields) in cases.items():
@@ -168,7 +168,7 @@ async def stalls_of(server: InProcess, cases: dict[str, tuple[str, dict[str, Any
         async def ask(path: str = path, body: dict[str, Any] = body) -> None:
             for response in await asyncio.gather(*(server.post(path, body) for _ in range(AT_ONCE))):
                 assert response.status == 200, (path, response.body[:300])
-                assert len(response.body) >= least, path
+                assert len(response.body) >= minimum, path
 
         for _ in range(TRIES):  # the best counts
             if (stall := await stall_of(ask)) <= STALL:
@@ -180,8 +180,8 @@ async def stalls_of(server: InProcess, cases: dict[str, tuple[str, dict[str, Any
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
-    fake = Answers()
+def replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replies]:
+    fake = Replies()
     monkeypatch.setattr(EngineClient, "prepare_request", lambda client, *given: fake.prepare(*given))
     monkeypatch.setattr(EngineClient, "start_sequence", lambda client, *given: None)
     monkeypatch.setattr(EngineClient, "abandon_request", lambda client, state: client.release_sequences(len(state.sequences)))
@@ -191,7 +191,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
     gc.unfreeze()
 
 
-async def test_log_probabilities(answers: Answers) -> None:
+async def test_log_probabilities(replies: Replies) -> None:
     async with serving({"model": {"max_context": 2 * PROMPT}, "cache": {"max_total_tokens": 4 * PROMPT}}) as server:
         assert await stalls_of(server, LOGPROBS, 500_000) == {}
         whole = (await server.post(*with_body("chat"))).json()
@@ -205,30 +205,30 @@ def with_body(name: str) -> tuple[str, dict[str, Any]]:
     return path, body_of(path, fields)
 
 
-async def test_responses_and_their_store(answers: Answers) -> None:
-    answers.tokens_at_once = 64
+async def test_responses_and_their_store(replies: Replies) -> None:
+    replies.tokens_at_once = 64
     body = {"input": "hi", "max_output_tokens": TOKENS, "top_logprobs": TOP, "include": ["message.output_text.logprobs"]}
     cases = {"response": ("/v1/responses", body)}
     async with serving({"model": {"max_context": 2 * PROMPT}, "cache": {"max_total_tokens": 4 * PROMPT}}) as server:
         assert await stalls_of(server, cases, 500_000) == {}
 
 
-async def test_vectors(answers: Answers) -> None:
-    answers.width = WIDTH
+async def test_vectors(replies: Replies) -> None:
+    replies.width = WIDTH
     async with serving({"model": {"task": "embed"}}) as server:
         assert await stalls_of(server, POOLED, 4 * INPUTS * WIDTH) == {}
         reply = (await server.post("/v1/embeddings", body_of(*POOLED["embeddings"]))).json()
         assert [len(each["embedding"]) for each in reply["data"]] == [WIDTH] * INPUTS
 
 
-async def test_grpc_replies(answers: Answers) -> None:
+async def test_grpc_replies(replies: Replies) -> None:
     params = {"logprobs": TOP, "prompt_logprobs": TOP, "max_tokens": TOKENS}
     requests = {
         "Generate": S["GenerateRequest"](token_ids={"ids": [5] * PROMPT}, sampling_params=params),
         "Embed": S["EmbedRequest"](token_ids=[{"ids": [5, 6]}] * INPUTS),
     }
     for name, request in requests.items():
-        answers.width = WIDTH if name == "Embed" else 0
+        replies.width = WIDTH if name == "Embed" else 0
         task = {"task": "embed"} if name == "Embed" else {}
         async with serving({"model": {"max_context": 2 * PROMPT, **task}, "cache": {"max_total_tokens": 4 * PROMPT}}) as server:
             grpc_server = GrpcServer(server.services, "127.0.0.1", 0, server.app.bodies)

@@ -51,7 +51,7 @@ class CapturableAttention(PlainAttention):
 
 
 def run(
-    most: int, algorithm: str, path: str = FOLDER, draft: str | None = None, *, overlap: bool = False, topk: int = 1
+    maximum: int, algorithm: str, path: str = FOLDER, draft: str | None = None, *, overlap: bool = False, topk: int = 1
 ) -> tuple[list[list[int]], Any]:
     """The output, and each draft with the tokens that it follows. most: rows of the largest graph;
     topk: branches of trees."""
@@ -66,10 +66,10 @@ def run(
     }
     prepared = prepare(FrameConfig.model_validate(config), classes=[CapturableAttention])
     runner = build_rank(prepared.resolved, prepared.registry)
-    if most:
+    if maximum:
         if draft is not None:
-            runner.capture_decode_graphs(most, is_dry=True)
-        runner.capture_decode_graphs(most)
+            runner.capture_decode_graphs(maximum, is_dry=True)
+        runner.capture_decode_graphs(maximum)
     loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
     found = record_drafts(loop)
     return loop.generate(PROMPTS, [msgspec.structs.replace(each, max_tokens=9) for each in PARAMS]), found
@@ -116,14 +116,14 @@ def test_captured_passes_select_keys(tmp_path: Path) -> None:
     assert len(captured[1]) > 12
 
 
-@pytest.mark.parametrize(("target", "most"), [("mtp", 20), ("draft_model", 20), ("mtp", 0), ("windows", 20)])
-def test_overlapping_steps_take_their_lengths_from_the_device(target: str, most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("target", "maximum"), [("mtp", 20), ("draft_model", 20), ("mtp", 0), ("windows", 20)])
+def test_overlapping_steps_take_their_lengths_from_the_device(target: str, maximum: int, tmp_path: Path) -> None:
     algorithm, path, draft = target, FOLDER, FOLDER if target == "draft_model" else None
     if target == "windows":
         windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}  # of the second layer
         path, draft = (str(make_checkpoint("Qwen2ForCausalLM", tmp_path / str(len(each)), **each)) for each in (windows, {}))
         algorithm = "draft_model"
-    outputs, found = run(most, algorithm, path, draft, overlap=True)
+    outputs, found = run(maximum, algorithm, path, draft, overlap=True)
     expected, alone = run(0, algorithm, path, draft) if target == "windows" else run_plain(algorithm, draft)
     assert outputs == expected
     drafts = {tuple(tokens): draft for tokens, draft in alone}

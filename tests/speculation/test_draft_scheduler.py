@@ -18,12 +18,12 @@ from tests.core.scheduling.scripted_grammar import Script as Grammar
 from tests.core.scheduling.small_rig import VOCAB, config, params, policy, prompt, rig
 
 
-def oracle(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
-    return continuation(tokens, setup.params, setup.seed, VOCAB, most)
+def oracle(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
+    return continuation(tokens, setup.params, setup.seed, VOCAB, maximum)
 
 
-def adversary(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
-    return [(token + 1) % VOCAB for token in oracle(setup, tokens, most)]
+def adversary(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
+    return [(token + 1) % VOCAB for token in oracle(setup, tokens, maximum)]
 
 
 def count_steps(used: SchedulerRig) -> int:
@@ -99,14 +99,14 @@ def test_request_with_a_constrained_draft_length() -> None:
     assert not drafter.slots - {0, 1}
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 9])
-def test_request_limits_its_drafts(most: int) -> None:
+@pytest.mark.parametrize("maximum", [0, 1, 2, 9])
+def test_request_limits_its_drafts(maximum: int) -> None:
     used = rig()
     asked: list[int] = []
     used.enable_drafts(lambda setup, tokens, room: (asked.append(room), oracle(setup, tokens, room))[1], 3)
-    used.add(prompt(9), params(max_tokens=30, num_speculative_tokens=most))
-    assert count_steps(used) == 1 + -(-29 // (1 + min(most, 3)))
-    assert max(asked, default=0) == min(most, 3)
+    used.add(prompt(9), params(max_tokens=30, num_speculative_tokens=maximum))
+    assert count_steps(used) == 1 + -(-29 // (1 + min(maximum, 3)))
+    assert max(asked, default=0) == min(maximum, 3)
 
 
 def test_requests_with_and_without_drafts_share_steps() -> None:
@@ -142,9 +142,9 @@ def test_slots_of_ended_requests_are_released() -> None:
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
-        (lambda setup, tokens, most: [VOCAB], "outside of the vocabulary"),
-        (lambda setup, tokens, most: [-1], "outside of the vocabulary"),
-        (lambda setup, tokens, most: [1 // 0], "division by zero"),
+        (lambda setup, tokens, maximum: [VOCAB], "outside of the vocabulary"),
+        (lambda setup, tokens, maximum: [-1], "outside of the vocabulary"),
+        (lambda setup, tokens, maximum: [1 // 0], "division by zero"),
     ],
 )
 def test_drafter_at_fault_is_not_used_any_more(script: Script, problem: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,7 +161,7 @@ def test_too_long_a_draft_is_a_fault(caplog: pytest.LogCaptureFixture) -> None:
     used = rig()
     drafter = used.enable_drafts(oracle, 2)
     proposals = drafter.propose_tokens
-    drafter.propose_tokens = lambda slots, most: proposals(slots, np.full_like(most, 9))  # type: ignore[method-assign]
+    drafter.propose_tokens = lambda slots, maximum: proposals(slots, np.full_like(maximum, 9))  # type: ignore[method-assign]
     used.add(prompt(5), params())
     used.run()
     assert "which may have" in caplog.text
@@ -193,18 +193,18 @@ def test_length_0_is_measured_without_the_drafter() -> None:
 WIDTHS = [3, 2, 4, 3, 1, 1, 1, 5, 3, 2, 4, 2, 3, 1, 3]  # of scripted grammars; tokens 4 to 6 and 13 are forced
 
 
-def known(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+def known(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
     """The output, with the grammar's limits, and tokens after the grammar's end."""
     grammar = Grammar(WIDTHS, VOCAB)
     for token in tokens[setup.prompt_len :]:
         grammar.accept_token(token)
-    right = [] if grammar.is_finished() else continuation(tokens, setup.params, setup.seed, VOCAB, most, grammar)
-    return [*right, *range(VOCAB)][:most]
+    right = [] if grammar.is_finished() else continuation(tokens, setup.params, setup.seed, VOCAB, maximum, grammar)
+    return [*right, *range(VOCAB)][:maximum]
 
 
-def partly_known(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+def partly_known(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
     """One token of the output, then others."""
-    return [*known(setup, tokens, most)[:1], *adversary(setup, tokens, most)[1:]]
+    return [*known(setup, tokens, maximum)[:1], *adversary(setup, tokens, maximum)[1:]]
 
 
 @pytest.mark.parametrize("jump_forward", [0, 2])

@@ -153,7 +153,7 @@ def test_masks_are_filled_while_the_engine_goes_on() -> None:
     table, requests, slots = rows_of([Batched(batch) for _ in range(5)])
     calls = GrammarCalls(VOCAB, 2)
     for _ in range(MIN_MEASURED):
-        calls.settle()
+        calls.resolve()
         accept_first(calls, requests)
     assert not batch.counts
     accept_first(calls, requests)
@@ -174,19 +174,19 @@ def test_a_batch_without_end_holds_its_requests_and_is_the_last(monkeypatch: pyt
     for each in (*requests, *others):
         get_grammar_state(each).num_measured = MIN_MEASURED
     accept_first(calls, requests)
-    calls.settle()
+    calls.resolve()
     assert calls.take_stopped() == requests
     for request in requests:
         calls.hold_request(request)
     accept_first(calls, others)
     mask = calls.fill_masks(others_table, others_slots)
-    assert (mask == masks_of(others)).all() and calls.take_settled() == [] and len(calls) == 3
+    assert (mask == masks_of(others)).all() and calls.take_resolved() == [] and len(calls) == 3
     assert [each.grammar.num_alone for each in others] == [1, 1]  # type: ignore[union-attr]
     go_on.set()
     deadline = time.monotonic() + 20.0
     found = []
     while len(found) < 3 and time.monotonic() < deadline:
-        found += calls.take_settled()
+        found += calls.take_resolved()
     assert sorted(request.rid for request, finish in found if finish is None) == ["0", "1", "2"]
     assert (calls.fill_masks(table, slots) == masks_of(requests)).all()
     calls.close()
@@ -281,7 +281,7 @@ def test_a_heavy_request_leaves_a_crowded_step_if_it_takes_most_of_the_time(
     get_grammar_state(requests[0]).seconds = seconds
     calls = GrammarCalls(VOCAB, 2)
     accept_first(calls, requests)
-    calls.settle()
+    calls.resolve()
     assert [get_grammar_state(request).is_slow for request in requests] == [is_slow] + [False] * 9
     calls.close()
 

@@ -75,15 +75,15 @@ def test_large_steps_need_longer_runs() -> None:
         assert made.scheduler.get_load()["jumped_tokens"] == jumped
 
 
-@pytest.mark.parametrize(("tokens", "longest"), [(0, 6), (300, 6), (4, 3), (2, 1)])
-def test_steps_with_runs_respect_the_token_limit(tokens: int, longest: int) -> None:
+@pytest.mark.parametrize(("tokens", "max_length"), [(0, 6), (300, 6), (4, 3), (2, 1)])
+def test_steps_with_runs_respect_the_token_limit(tokens: int, max_length: int) -> None:
     made = rig(jump_tokens=tokens)
     rid, lengths = ask(made, RUN), []
     while not made.scheduler.is_idle:
         before = made.scheduler.get_load()["jumped_tokens"]
         made.step()
         lengths.append(1 + made.scheduler.get_load()["jumped_tokens"] - before)
-    assert max(lengths) == longest and len(made.requests[rid].got) == 13
+    assert max(lengths) == max_length and len(made.requests[rid].got) == 13
 
 
 @pytest.mark.parametrize("overlap", [False, True])

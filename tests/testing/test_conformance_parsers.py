@@ -37,7 +37,7 @@ def test_without_xgrammar_known_texts_are_skipped(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SkipCheck, match="is not installed"):
         conformance_parsers.known_calls_are_read(lambda: Hermes(PARSER))
     with pytest.raises(SkipCheck, match="is not installed"):
-        conformance_parsers.known_answers_are_read(lambda: ThinkTags(PARSER))
+        conformance_parsers.known_replies_are_read(lambda: ThinkTags(PARSER))
 
 
 def test_texts_are_drawn_from_a_format() -> None:

@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from frame.core.interfaces.gemm_kernel import Product
+from frame.core.interfaces.gemm_kernel import Gemm
 from frame.core.interfaces.weight_format import LayerFormat, LayerKind, PackedWeight
-from frame.quantization.gemm.reference import ReferenceKernel, ReferenceProduct
+from frame.quantization.gemm.reference import ReferenceGemm, ReferenceKernel
 from frame.quantization.int8 import Int8, RoundedInt8Layer
 from frame.testing import conformance_gemm_kernel, conformance_weight_format
 from tests.testing.failures import failures
 
 
-class ForgetsTheBias(ReferenceProduct):
+class ForgetsTheBias(ReferenceGemm):
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return super().__call__(x)
 
 
 class Biasless(ReferenceKernel):
-    def prepare(self, weight: PackedWeight) -> Product:
+    def prepare(self, weight: PackedWeight) -> Gemm:
         return ForgetsTheBias(weight)
 
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from frame.core.loading.model_config import find_model
-from frame.text.text_bounds import SLICE, WHOLE, TextTooLongError, find_longest_token, split_groups
+from frame.text.text_bounds import SLICE, WHOLE, TextTooLongError, find_max_token_length, split_groups
 from frame.text.tokenizer import Tokenizer
 
 LONG = 4 * WHOLE
@@ -51,14 +51,14 @@ def word_piece() -> Tokenizer:
 def test_a_text_too_long_for_any_tokens_is_refused_unread() -> None:
     tokenizer, backend = tiny()
     with pytest.raises(TextTooLongError, match="more than 512 tokens"):
-        tokenizer.encode("a" * 33_000_000, most=512)
+        tokenizer.encode("a" * 33_000_000, maximum=512)
     assert backend.characters == 0
 
 
 def test_a_text_with_too_many_tokens_is_refused_when_they_are_counted() -> None:
     tokenizer, backend = tiny()
     with pytest.raises(TextTooLongError):
-        tokenizer.encode("hello world " * 500_000, most=800_000)
+        tokenizer.encode("hello world " * 500_000, maximum=800_000)
     assert backend.characters <= 4_000_000  # of six million
 
 
@@ -66,8 +66,8 @@ def test_a_text_with_too_many_tokens_is_refused_when_they_are_counted() -> None:
 def test_a_text_that_fits_is_never_refused(text: str) -> None:
     for tokenizer in (tiny()[0], word_piece()):
         ids = tokenizer.encode(text)
-        assert tokenizer.encode(text, most=len(ids)) == ids
-        assert tokenizer.encode_inputs([[text]], most=len(ids)) == [(ids, 0)]
+        assert tokenizer.encode(text, maximum=len(ids)) == ids
+        assert tokenizer.encode_inputs([[text]], maximum=len(ids)) == [(ids, 0)]
 
 
 def test_an_input_that_is_cut_is_not_tokenized_whole() -> None:
@@ -75,7 +75,7 @@ def test_an_input_that_is_cut_is_not_tokenized_whole() -> None:
     text = "hello world " * (LONG // 4)
     expected = tokenizer.encode(text)[:100]
     backend.characters = 0
-    assert tokenizer.encode_inputs([[text]], longest=100) == [(expected, 0)]
+    assert tokenizer.encode_inputs([[text]], max_length=100) == [(expected, 0)]
     assert backend.characters <= 2 * SLICE
 
 
@@ -107,18 +107,18 @@ UNBOUNDED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_tokenizers_without_a_bound(name: str) -> None:
-    assert find_longest_token(UNBOUNDED[name]) is None
+    assert find_max_token_length(UNBOUNDED[name]) is None
 
 
 def test_bounds() -> None:
-    assert find_longest_token(made()) == 6
-    assert find_longest_token(made(normalizer={"type": "NFC"})) == 24
-    assert find_longest_token(made(added_tokens=[{"content": "<|end of text|>", "lstrip": False, "rstrip": False}])) == 15
+    assert find_max_token_length(made()) == 6
+    assert find_max_token_length(made(normalizer={"type": "NFC"})) == 24
+    assert find_max_token_length(made(added_tokens=[{"content": "<|end of text|>", "lstrip": False, "rstrip": False}])) == 15
     marks = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     spaces = {"type": "Sequence", "normalizers": marks}
     vocab = {"▁hello": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
     model = {"type": "BPE", "vocab": vocab, "byte_fallback": True}
-    assert find_longest_token(made(model=model, normalizer=spaces, pre_tokenizer=None)) == 6
+    assert find_max_token_length(made(model=model, normalizer=spaces, pre_tokenizer=None)) == 6
     backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     backend.decoder = decoders.ByteFallback()
     backend.add_tokens([AddedToken("<a longer one>")])

@@ -136,8 +136,8 @@ class TritonBackend(AttentionBackend):
         bound. Otherwise the keys are read in place, which takes twice to three times as long."""
         keys = int(plan.key_lens.sum())
         size = keys * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * itemsize
-        most = self.capabilities.bound_prompt_bytes("mha", self._limits.memory, is_quantized=True)
-        return spec.sliding_window is None and plan.num_pairs >= max(1, keys) * DEQUANTIZED_QUERIES and size <= most
+        maximum = self.capabilities.bound_prompt_bytes("mha", self._limits.memory, is_quantized=True)
+        return spec.sliding_window is None and plan.num_pairs >= max(1, keys) * DEQUANTIZED_QUERIES and size <= maximum
 
     def _dequantize(
         self, spec: AttentionSpec, parts: tuple[torch.Tensor, ...], dtype: torch.dtype, batch: ForwardBatch

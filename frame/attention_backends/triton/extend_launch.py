@@ -166,7 +166,7 @@ class ExtendLauncher:
         self, variant: ExtendVariant, use_tma: Operands | None, batch: ForwardBatch, plan: StepPlan, key_starts: torch.Tensor | None
     ) -> ExtendStep:
         tile = choose_extend(
-            variant.group, plan.longest_query, variant.loaded_widths, variant.itemsize, self._limits.shared_memory, gathers=variant.gathers
+            variant.group, plan.max_query_len, variant.loaded_widths, variant.itemsize, self._limits.shared_memory, gathers=variant.gathers
         )
         heads = min(variant.group, tile.queries)
         tiles = plan.get_tiles(tile.queries // heads)

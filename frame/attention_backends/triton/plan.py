@@ -37,7 +37,7 @@ class StepPlan:
         self.key_lens = lengths[self.num_decodes :]
         self.num_pairs = int((self.query_lens * (2 * self.key_lens - self.query_lens + 1)).sum()) // 2
         self.has_prefixes = bool((self.key_lens > self.query_lens).any())
-        self.longest_query = int(self.query_lens.max(initial=0))
+        self.max_query_len = int(self.query_lens.max(initial=0))
         self._schedules: dict[SplitConfig, torch.Tensor] = {}
         self.launch_state: dict[Any, Any] = {}
         self._tiles: dict[int, torch.Tensor] = {}

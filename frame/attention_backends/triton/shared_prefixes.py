@@ -28,7 +28,7 @@ def group_prefixes(host: HostView, rows: int, page_size: int) -> np.ndarray | No
     index). Every row keeps at least one key of its own."""
     if rows < MIN_ROWS:
         return None
-    lens = host.seq_lens if host.least_lens is None else host.least_lens
+    lens = host.seq_lens if host.min_lens is None else host.min_lens
     pages = (lens[:rows].astype(np.int64) - 1) // page_size  # pages that a row can share
     found = np.zeros((FIELDS, rows), np.int32)
     free, taken = np.arange(rows), 0
@@ -55,10 +55,10 @@ def group_prefixes(host: HostView, rows: int, page_size: int) -> np.ndarray | No
 def _best_level(host: HostView, rows: np.ndarray, pages: np.ndarray, page_size: int) -> tuple[int, np.ndarray, np.ndarray] | None:
     """(common pages at least, rows sorted by group, start of each group among them) at the depth
     where groups save most."""
-    best, most = None, 0
-    longest = int(pages[rows].max(initial=0))
+    best, maximum = None, 0
+    max_length = int(pages[rows].max(initial=0))
     depth = -(-MIN_KEYS // page_size)
-    while depth <= longest:
+    while depth <= max_length:
         able = rows[pages[rows] >= depth]
         column = host.page_table[host.slots[able], depth - 1]
         order = np.argsort(column, kind="stable")
@@ -69,9 +69,9 @@ def _best_level(host: HostView, rows: np.ndarray, pages: np.ndarray, page_size: 
         if not large.any():
             break  # deeper groups are subsets of these
         saved = int((sizes[large] - 1).sum()) * depth
-        if saved > most:
+        if saved > maximum:
             kept = sizes[large]
-            most, best = saved, (depth, able[order[np.repeat(large, sizes)]], np.cumsum(kept) - kept)
+            maximum, best = saved, (depth, able[order[np.repeat(large, sizes)]], np.cumsum(kept) - kept)
         depth *= 2
     return best
 
@@ -115,7 +115,7 @@ class SharedPrefixes:
     def update_groups(self, host: HostView, rows: int, page_size: int) -> None:
         """Describe the first `rows` rows, by a copy on the current stream if they differ from those
         of the previous step."""
-        slots, seq_lens = host.slots[:rows], (host.seq_lens if host.least_lens is None else host.least_lens)[:rows]
+        slots, seq_lens = host.slots[:rows], (host.seq_lens if host.min_lens is None else host.min_lens)[:rows]
         # Detects a slot that now holds another request: between two steps of one request its length
         # grows by one (a padding row's stays 1), and its shared pages stay.
         goes_on = len(slots) == len(self._slots) and bool(

@@ -28,7 +28,7 @@ HEADER, ROW, ITEM = tl.constexpr(8), tl.constexpr(8), tl.constexpr(8)
 CLASSES = tl.constexpr(8)  # classes of pieces by length
 # What a row costs besides its keys (queries, result), in blocks of keys, where there are many rows
 ROW_COST = tl.constexpr(2)
-MOST_PARTS = tl.constexpr(64)  # of a row that is divided into shares, about; the merge reads four after four
+MAX_PARTS = tl.constexpr(64)  # of a row that is divided into shares, about; the merge reads four after four
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ def divide_evenly(
     stop = tl.cumsum(cost, 0)
     start, first_block = stop - cost, stop - blocks
     total = tl.sum(cost, 0)
-    least = tl.maximum(MIN_KEYS // BLOCK_KEYS, tl.cdiv(tl.max(blocks, 0), MOST_PARTS))
-    share = tl.maximum(tl.cdiv(total, SHARES), least + row_cost)
+    minimum = tl.maximum(MIN_KEYS // BLOCK_KEYS, tl.cdiv(tl.max(blocks, 0), MAX_PARTS))
+    share = tl.maximum(tl.cdiv(total, SHARES), minimum + row_cost)
     share_of_first = first_block // share
     count = tl.where(blocks > 0, (stop - 1) // share - share_of_first + 1, 0)
     first = tl.cumsum(count, 0) - count
@@ -146,7 +146,7 @@ def divide_evenly(
     return tl.sum(count, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity", "max_items", "pieces", "tiled_pieces", "most_pieces"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "max_items", "pieces", "tiled_pieces", "max_pieces"])
 def schedule_kernel(
     schedule,
     seq_lens,
@@ -157,7 +157,7 @@ def schedule_kernel(
     max_items,
     pieces,
     tiled_pieces,
-    most_pieces,  # pieces and tiles of shared prefixes together, at most
+    max_pieces,  # pieces and tiles of shared prefixes together, at most
     BLOCK_ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
@@ -205,7 +205,7 @@ def schedule_kernel(
         total += tl.sum(tl.where(leads, begin, 0), 0)
         num_tiles = tl.sum(leads.to(tl.int32), 0)
         if num_tiles > 0:
-            pieces = tl.minimum(tiled_pieces, most_pieces - num_tiles)
+            pieces = tl.minimum(tiled_pieces, max_pieces - num_tiles)
         split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
         count, length = split_keys(begin, split, BLOCK_KEYS)
         counts = tl.where(leads, count, 0)
@@ -266,8 +266,8 @@ def make_schedule(
 ) -> torch.Tensor:
     """The schedule of the first `rows` rows. seq_lens int32, request_slots int64, prefixes int32
     [5, capacity]."""
-    most = config.count_items(config.capacity)
-    size = HEADER.value + config.capacity * (ROW.value + config.blocks) + most * ITEM.value
+    maximum = config.count_items(config.capacity)
+    size = HEADER.value + config.capacity * (ROW.value + config.blocks) + maximum * ITEM.value
     schedule = torch.empty(size, dtype=torch.int32, device=seq_lens.device)
     schedule_kernel[(1,)](
         schedule,
@@ -276,7 +276,7 @@ def make_schedule(
         prefixes,
         rows,
         config.capacity,
-        most,
+        maximum,
         *config.count_pieces(rows),
         BLOCK_ROWS=max(16, triton.next_power_of_2(rows)),
         BLOCKS=config.blocks,

@@ -104,10 +104,10 @@ class DecodeSizes:
     merge_separately: bool = False  # merge in a separate kernel
 
 
-def choose_extend(group: int, longest: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, gathers: bool) -> Tile:
-    """Sizes for rows of at most `longest` queries. `gathers`: some keys are read from the cache,
+def choose_extend(group: int, max_length: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, gathers: bool) -> Tile:
+    """Sizes for rows of at most `max_length` queries. `gathers`: some keys are read from the cache,
     page by page."""
-    wanted = next_power_of_2(longest * group)
+    wanted = next_power_of_2(max_length * group)
     if gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 160 << 10:
         return Tile(128, 64, 8, 2, registers=128)  # half of the registers, so that two programs share a multiprocessor
     if columns[1] and not gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 176 << 10:
@@ -117,8 +117,8 @@ def choose_extend(group: int, longest: int, columns: tuple[int, int, int], items
 
 def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, cached_itemsize: int) -> DecodeSizes:
     """Sizes for `group` query heads per key head, with keys of these padded widths."""
-    most = get_max_queries(columns, itemsize)
-    queries = max(16, min(most, next_power_of_2(group)))
+    maximum = get_max_queries(columns, itemsize)
+    queries = max(16, min(maximum, next_power_of_2(group)))
     tile = choose_tile(queries, columns, itemsize, shared_memory)
     value = columns[2] or columns[0]
     if value > 256:
@@ -130,4 +130,4 @@ def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shar
     if queries == 16 and value <= 128 and itemsize == 2:  # registers of as many programs as shall share a multiprocessor
         programs = 4 if cached_itemsize == 1 else 3
         tile = replace(tile, registers=128 if cached_itemsize == 1 else 168)
-    return DecodeSizes(tile, tile_lanes=most, tile_keys=min(32, tile.keys), programs=programs, min_keys=64)
+    return DecodeSizes(tile, tile_lanes=maximum, tile_keys=min(32, tile.keys), programs=programs, min_keys=64)

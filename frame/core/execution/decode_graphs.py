@@ -56,12 +56,12 @@ _DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "key": np.int64(
 _FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0), "log_min_p": np.float32(-np.inf)}
 
 
-def graph_sizes(most: int) -> tuple[int, ...]:
-    """The batch sizes to capture, for batches of up to `most` rows. Small sizes are closer
+def graph_sizes(maximum: int) -> tuple[int, ...]:
+    """The batch sizes to capture, for batches of up to `maximum` rows. Small sizes are closer
     together, because padding costs a larger part of their time."""
     steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
-    steps += range(640, most, 128)
-    return (*(size for size in steps if size < most), most)
+    steps += range(640, maximum, 128)
+    return (*(size for size in steps if size < maximum), maximum)
 
 
 class InputBuffers:
@@ -71,20 +71,20 @@ class InputBuffers:
     Pinned buffers take turns, so that a copy in flight is not overwritten.
     """
 
-    def __init__(self, most: int, platform: Platform, padding: Mapping[str, np.generic]) -> None:
+    def __init__(self, maximum: int, platform: Platform, padding: Mapping[str, np.generic]) -> None:
         """`padding`: the value of each array in padding rows; its dtype is the array's dtype."""
         self._padding = padding
         self._turn = 0
         offsets, total = {}, 0
         for name, value in padding.items():
             offsets[name] = total
-            total += -(-value.nbytes * most // _ALIGNMENT) * _ALIGNMENT
+            total += -(-value.nbytes * maximum // _ALIGNMENT) * _ALIGNMENT
         self._pinned = [platform.allocate_pinned((total,), torch.uint8) for _ in range(_NUM_BUFFERS)]
         self._copied = [platform.create_event() for _ in range(_NUM_BUFFERS)] if platform.is_asynchronous else []
-        self._host = [_views(pinned.numpy(), offsets, padding, most) for pinned in self._pinned]
+        self._host = [_views(pinned.numpy(), offsets, padding, maximum) for pinned in self._pinned]
         self._target = torch.empty(total, dtype=torch.uint8, device=platform.device)
         self.tensors = {
-            name: self._target[offset : offset + padding[name].nbytes * most].view(_torch_dtype(padding[name].dtype))
+            name: self._target[offset : offset + padding[name].nbytes * maximum].view(_torch_dtype(padding[name].dtype))
             for name, offset in offsets.items()
         }
         for host in self._host:
@@ -146,7 +146,7 @@ class DecodeGraphs:
         self.platform = platform
         self.device = platform.device
         self.replayed = (0, HostView(*[np.empty(0, np.int32)] * 4))
-        most = sizes[-1]
+        maximum = sizes[-1]
         padding_slot = input_batch.table.padding_slot
         padding: dict[str, np.generic] = {
             "request_slots": np.int64(padding_slot),
@@ -160,16 +160,16 @@ class DecodeGraphs:
             **_DRAW,
             **_FILTERS,
         }
-        self._buffers = InputBuffers(most, platform, padding)
-        self._masked_rows = torch.full((most,), -1, dtype=torch.int64, device=self.device)  # -1: no row
-        self._masks = torch.full((most, -(-vocab_size // 32)), -1, dtype=torch.int32, device=self.device)
-        self._ones = np.ones(most, np.int32)
-        self._smallest = np.searchsorted(np.array(sizes), np.arange(most + 1))  # by number of rows: index of the size
+        self._buffers = InputBuffers(maximum, platform, padding)
+        self._masked_rows = torch.full((maximum,), -1, dtype=torch.int64, device=self.device)  # -1: no row
+        self._masks = torch.full((maximum, -(-vocab_size // 32)), -1, dtype=torch.int32, device=self.device)
+        self._ones = np.ones(maximum, np.int32)
+        self._smallest = np.searchsorted(np.array(sizes), np.arange(maximum + 1))  # by number of rows: index of the size
         self._sizes = sizes
         self.steps: list[CapturedSize] = []
 
     @property
-    def most(self) -> int:
+    def maximum(self) -> int:
         """The largest batch that has a graph."""
         return self._sizes[-1]
 
@@ -186,8 +186,8 @@ class DecodeGraphs:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
         is_dry: run each size only, and keep the states of the step."""
         pool = None if is_dry else self.platform.create_graph_pool()
-        counted = torch.arange(self.most + 1, dtype=torch.int64, device=self.device)
-        token_ids = torch.zeros(self.most, dtype=torch.int64, device=self.device)
+        counted = torch.arange(self.maximum + 1, dtype=torch.int64, device=self.device)
+        token_ids = torch.zeros(self.maximum, dtype=torch.int64, device=self.device)
         with paused_collection(collects_first=True):
             for size in reversed(self._sizes):
                 step = self._captured(self._batch(size, counted, token_ids), pool)
@@ -200,12 +200,12 @@ class DecodeGraphs:
         self,
         tokens: TokenRows,
         draws: Mapping[str, np.ndarray],
-        settle: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+        resolve: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
         *,
         is_masked: bool = False,
     ) -> DecodeOutputs:
-        """Run at most `most` rows of one token each, whose pages and ids are in the table. -> the
-        outputs of the sampling rows.
+        """Run at most `maximum` rows of one token each, whose pages and ids are in the table. ->
+        the outputs of the sampling rows.
 
         draws: temperature and key of each sampling row, and all filters if a row has one; empty if
         only the logits are used. settle: called with the inputs on the device, which it may change.
@@ -229,16 +229,16 @@ class DecodeGraphs:
         if (trees := tokens.trees) is not None:
             arrays |= {"positions": trees.positions, "tree_bits": trees.bits}
         padded = self._buffers.write(arrays, size)
-        lens, least = padded["seq_lens"], None
-        if settle is not None:
-            settle(self._buffers.tensors)
-            lens, least = lens + np.int32(tokens.unsettled), lens
-        host = HostView(padded["request_slots"], self._ones[:size], lens, step.batch.host.page_table, least)
+        lens, minimum = padded["seq_lens"], None
+        if resolve is not None:
+            resolve(self._buffers.tensors)
+            lens, minimum = lens + np.int32(tokens.pending), lens
+        host = HostView(padded["request_slots"], self._ones[:size], lens, step.batch.host.page_table, minimum)
         self.replayed = size, host
         for view in step.views:
             viewed = replace(host, page_table=view.host.page_table)
             if view.seq_lens is not step.batch.seq_lens:  # of encoder blocks, which have one length
-                viewed = replace(viewed, seq_lens=view.host.seq_lens, least_lens=None)
+                viewed = replace(viewed, seq_lens=view.host.seq_lens, min_lens=None)
             self._backend.replay_plan(view.plan, replace(view, host=viewed))
         self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
         step.captured.replay()
@@ -337,8 +337,8 @@ def _first_rows(outputs: DecodeOutputs, rows: int) -> DecodeOutputs:
 
 def bound_lengths(batch: ForwardBatch) -> ForwardBatch:
     """A batch for capture whose host view has the most tokens that a row may have in a replay."""
-    longest = np.full_like(batch.host.seq_lens, batch.page_table.shape[1] * batch.kv.page_size)
-    return replace(batch, host=replace(batch.host, seq_lens=longest))
+    max_length = np.full_like(batch.host.seq_lens, batch.page_table.shape[1] * batch.kv.page_size)
+    return replace(batch, host=replace(batch.host, seq_lens=max_length))
 
 
 def capture_step(platform: Platform, pool: Any, first: Callable[[], Outputs], run: Callable[[], Outputs]) -> tuple[Outputs, Captured]:
@@ -370,8 +370,8 @@ class _Recomputed:
                 target.copy_(source)
 
 
-def _views(buffer: np.ndarray, offsets: Mapping[str, int], padding: Mapping[str, np.generic], most: int) -> dict[str, np.ndarray]:
-    return {name: buffer[offset : offset + padding[name].nbytes * most].view(padding[name].dtype) for name, offset in offsets.items()}
+def _views(buffer: np.ndarray, offsets: Mapping[str, int], padding: Mapping[str, np.generic], maximum: int) -> dict[str, np.ndarray]:
+    return {name: buffer[offset : offset + padding[name].nbytes * maximum].view(padding[name].dtype) for name, offset in offsets.items()}
 
 
 def _torch_dtype(dtype: np.dtype) -> torch.dtype:

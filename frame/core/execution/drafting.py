@@ -25,13 +25,13 @@ class DraftGraphs(Protocol):
 
 
 class DeviceDrafts(Protocol):
-    """The passes of a device drafter. In a step: `add_taps`, `begin_step` after the target's
-    forward pass, then `draft` once its tokens are drawn and verified. In a decode graph
+    """The passes of a device drafter. In a step: `add_hidden_outputs`, `begin_step` after the
+    target's forward pass, then `draft` once its tokens are drawn and verified. In a decode graph
     `read_states` takes the place of `begin_step`."""
 
     model: DraftModel
 
-    def add_taps(self, batch: ForwardBatch) -> None:
+    def add_hidden_outputs(self, batch: ForwardBatch) -> None:
         """Ask the target for the hidden states that the model reads."""
         ...
 

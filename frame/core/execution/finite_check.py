@@ -91,12 +91,12 @@ def _noting(part: object, name: str, method: Callable[..., Any], note: Callable[
 @contextmanager
 def _watched_modules(model: Any, note: Callable[[object, str, Any, Any], None]) -> Iterator[None]:
     """Note the results of a model's modules, the inner ones first. The result of a module with the
-    product of a plugin is the product's."""
+    GEMM of a plugin is that of the GEMM."""
 
     def hook(name: str) -> Callable[..., None]:
         def noting(module: Any, inputs: Any, result: Any) -> None:
-            product = getattr(module, "product", None)
-            note(model if product is None or find_origin(product) is None else product, name, inputs, result)
+            gemm = getattr(module, "gemm", None)
+            note(model if gemm is None or find_origin(gemm) is None else gemm, name, inputs, result)
 
         return noting
 

@@ -267,7 +267,7 @@ def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.T
             host.query_lens[rows],
             host.seq_lens[rows],
             host.page_table,
-            None if host.least_lens is None else host.least_lens[rows],
+            None if host.min_lens is None else host.min_lens[rows],
         ),
         extensions=extensions,
     )

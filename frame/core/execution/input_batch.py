@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from frame.core.execution.pending_rows import PendingPlan, PendingRows, shorten_rows
 from frame.core.execution.staging import make_staging
-from frame.core.execution.unsettled_rows import UnsettledPlan, UnsettledRows, shorten_rows
 from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.kv_cache.group_inputs import GroupInputs
@@ -50,7 +50,7 @@ class TokenPlacement(Protocol):
     """Fixed device addresses for the token arrays of a step, as piecewise graphs need them."""
 
     @property
-    def most(self) -> int:
+    def maximum(self) -> int:
         """The largest number of tokens that has a place."""
         ...
 
@@ -76,7 +76,7 @@ class TokenRows:
     kv_slots: np.ndarray
     num_sampling: int
     places: Mapping[str, np.ndarray]  # `GroupInputs.find_places`; empty for a model with one cache group
-    unsettled: int = 0  # tokens by which lengths and positions may be greater
+    pending: int = 0  # tokens by which lengths and positions may be greater
     trees: TreeRows | None = None  # None: no row is a token of a tree
 
 
@@ -99,12 +99,12 @@ class StepPlans:
     verification: VerificationPlan | None = None  # None: no row has a draft
     rounds: tuple[SampleRound, ...] = ()  # of a step with drafts and logits processors, whose `processing` is None
     drafting: DraftingPlan | None = None  # None: there is no device drafter
-    unsettled: UnsettledPlan | None = None  # None: the host has all ids and lengths
+    pending: PendingPlan | None = None  # None: the host has all ids and lengths
 
     def later_inputs(self) -> dict[str, np.ndarray]:
-        """The arrays that the verification, the device drafter and `UnsettledRows` read on the
+        """The arrays that the verification, the device drafter and `PendingRows` read on the
         device, by name."""
-        plans = (self.verification, self.drafting, self.unsettled)
+        plans = (self.verification, self.drafting, self.pending)
         return {name: array for plan in plans if plan is not None for name, array in plan.arrays.items()}
 
     def extra_inputs(self) -> dict[str, np.ndarray]:
@@ -115,7 +115,7 @@ class StepPlans:
             arrays = {**arrays, **self.processing.arrays}
         if self.prompts is not None:
             arrays = {**arrays, "prompt_targets": self.prompts.targets}
-        if self.verification is not None or self.drafting is not None or self.unsettled is not None:
+        if self.verification is not None or self.drafting is not None or self.pending is not None:
             arrays = {**arrays, **self.later_inputs()}
         for each in self.rounds:
             arrays = {**arrays, **each.arrays}
@@ -154,7 +154,7 @@ class ReplayInputs:
     rows: TokenRows
     draws: Mapping[str, np.ndarray]
     is_masked: bool
-    settle: Callable[[Mapping[str, torch.Tensor]], None] | None
+    resolve: Callable[[Mapping[str, torch.Tensor]], None] | None
 
 
 StepInputs = ForwardInputs | ReplayInputs
@@ -185,7 +185,7 @@ class InputBatch:
         )  # None: the model has one cache group
         self.sampling = SamplingTable(limits.max_running_requests, by_row=sampler.by_row)
         self.choose_accepted: ChooseAccepted | None = None
-        self.unsettled = UnsettledRows(self.table, {} if self.groups is None else self.groups.windows)
+        self.pending = PendingRows(self.table, {} if self.groups is None else self.groups.windows)
         self.max_graph_rows = 0
         self.draws_masked = False
         self.placement: TokenPlacement | None = None
@@ -212,14 +212,14 @@ class InputBatch:
                 plans.verification.arrays["verify.chosen"] = chosen
             if plans.processing is not None:
                 rounds = plan_rounds(layout, layout.drafts, self.sampling, self.sampler.processors, sampling.slots, batch.grammar_mask)
-                if batch.num_unsettled is not None and self.table.tree_depth:
+                if batch.num_pending is not None and self.table.tree_depth:
                     rounds = rounds[: self.table.tree_depth + 1]
                 plans.processing, plans.rounds = None, rounds
-        if batch.num_unsettled is not None:
+        if batch.num_pending is not None:
             self._write_host_tables(batch)
-            plans.unsettled = self.unsettled.plan(batch, batch.num_unsettled, layout, self.sampling, self.choose_accepted)
+            plans.pending = self.pending.plan(batch, batch.num_pending, layout, self.sampling, self.choose_accepted)
         if batch.draft_order is not None:
-            more = 0 if plans.unsettled is None else plans.unsettled.width
+            more = 0 if plans.pending is None else plans.pending.width
             plans.drafting = plan_drafting(batch, batch.draft_order, layout, self.sampling, more)
         if self.max_graph_rows and plans.prompts is None and self._fits_decode_graph(batch, layout):
             return self._prepare_replay(batch, layout, plans)
@@ -262,8 +262,8 @@ class InputBatch:
         if decodes:
             # a step that may still be in flight samples these ids, so the host does not have them
             torch.index_select(table.last_token, 0, tensors["request_slots"][:decodes], out=tensors["token_ids"][:decodes])
-        self.unsettled.read_tokens(tensors, tensors["token_ids"][decodes:])
-        self.unsettled.settle_tokens(tensors, tensors)
+        self.pending.read_tokens(tensors, tensors["token_ids"][decodes:])
+        self.pending.resolve_tokens(tensors, tensors)
         if selects_tokens:
             extensions[SelectedTokens] = SelectedTokens(tensors["logits_indices"])
         fields: dict[str, Any] = {name: tensors.pop(name) for name in arrays if not name.startswith("group_")}
@@ -281,10 +281,10 @@ class InputBatch:
         return replace(forward, plan=self.backend.plan(forward)), tensors
 
     def _view_host(self, batch: ScheduledBatch, lens: np.ndarray) -> HostView:
-        """lens: the least lengths; on a CPU, where `settle_tokens` changed them, the true ones."""
-        if batch.num_unsettled is None or self.table.is_shared:
+        """lens: the least lengths; on a CPU, where `resolve_tokens` changed them, the true ones."""
+        if batch.num_pending is None or self.table.is_shared:
             return HostView(batch.slots, batch.num_scheduled, lens, self.table.host_pages)
-        return HostView(batch.slots, batch.num_scheduled, lens + batch.num_unsettled, self.table.host_pages, lens)
+        return HostView(batch.slots, batch.num_scheduled, lens + batch.num_pending, self.table.host_pages, lens)
 
     def move_grammar_mask(self, mask: np.ndarray) -> dict[str, torch.Tensor]:
         """A deferred grammar mask, int32 [sampling rows, ceil(vocab / 32)], as the tensors that the
@@ -304,7 +304,7 @@ class InputBatch:
             return False  # a state is read and written by one row of a step
         if batch.draft_order is not None and len(layout.sample_rows) < layout.num_tokens:
             return False  # the first pass of the drafter reads the drawn tokens only
-        if batch.num_unsettled is not None:  # `UnsettledPlan` has the ids of decodes and drafts, in the order of the batch
+        if batch.num_pending is not None:  # `PendingPlan` has the ids of decodes and drafts, in the order of the batch
             return not given if batch.num_drafts is None else bool(batch.num_drafts[batch.num_decodes :].all())
         if batch.num_drafts is not None and batch.num_drafts[batch.num_decodes :].all():
             return given <= GIVEN_TOKENS
@@ -321,32 +321,32 @@ class InputBatch:
             tensors, draws = self._stage(batch, plans.later_inputs()), self.sampling.draws(sampling)
         else:  # the sampler replaces the tokens that the graph draws
             tensors, draws = self._stage(batch, {**plans.extra_inputs(), "sampling_slots": sampling.slots}), {}
-        drafted = None if plans.unsettled is None else plans.unsettled.arrays.get("unsettled.sources")
-        rows, settle = self._token_rows(batch, layout, drafted), None
+        drafted = None if plans.pending is None else plans.pending.arrays.get("pending.sources")
+        rows, resolve = self._token_rows(batch, layout, drafted), None
         if layout.has_trees and plans.verification is not None:
             rows = replace(rows, trees=self._tree_rows(batch, layout, plans.verification.arrays["verify.bits"]))
-        if plans.unsettled is not None:
-            settle = partial(self._settle_rows, plans.unsettled, tensors)
-            rows = replace(rows, unsettled=plans.unsettled.width)
+        if plans.pending is not None:
+            resolve = partial(self._resolve_rows, plans.pending, tensors)
+            rows = replace(rows, pending=plans.pending.width)
         else:
-            self.unsettled.settle_samples(None, tensors)
-        return ReplayInputs(plans, tensors, rows, draws, is_masked, settle)
+            self.pending.resolve_samples(None, tensors)
+        return ReplayInputs(plans, tensors, rows, draws, is_masked, resolve)
 
-    def _settle_rows(self, plan: UnsettledPlan, tensors: dict[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> None:
+    def _resolve_rows(self, plan: PendingPlan, tensors: dict[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> None:
         """rows: the inputs of a decode graph."""
-        self.unsettled.settle_tokens(tensors, rows)
-        keys = self.unsettled.settle_samples(plan, tensors)
+        self.pending.resolve_tokens(tensors, rows)
+        keys = self.pending.resolve_samples(plan, tensors)
         if keys is not None:
             rows["key"][: len(keys)].copy_(keys)
 
     def _prepare_forward(self, batch: ScheduledBatch, layout: BatchLayout, plans: StepPlans) -> ForwardInputs:
         placement, tokens, used = self.placement, layout.num_tokens, len(layout.logits_indices)
-        if placement is not None and tokens > placement.most:
+        if placement is not None and tokens > placement.maximum:
             placement = None
         is_selected = placement is None and self.selects_tokens and 2 * used <= tokens
         forward, tensors = self.build_forward_batch(batch, layout, plans.extra_inputs(), placement, selects_tokens=is_selected)
         tensors.setdefault("sampling_slots", forward.request_slots)
-        self.unsettled.settle_samples(plans.unsettled, tensors)
+        self.pending.resolve_samples(plans.pending, tensors)
         all_sample = len(layout.sample_rows) == used == tokens  # every token samples, in order
         indices = None if is_selected or all_sample else forward.logits_indices
         return ForwardInputs(plans, tensors, forward, indices, placement is not None)
@@ -354,7 +354,7 @@ class InputBatch:
     def _stage(self, batch: ScheduledBatch, extra_inputs: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Writes the batch's pages on the device, and its given tokens into the table. -> the
         `extra_inputs` as tensors."""
-        given = len(batch.token_ids) if batch.num_unsettled is None else 0
+        given = len(batch.token_ids) if batch.num_pending is None else 0
         if given:
             extra_inputs = {**extra_inputs, "given_tokens": batch.token_ids.astype(np.int64)}
         has_moves = self.groups is not None and self.groups.has_moves(batch)
@@ -369,7 +369,7 @@ class InputBatch:
 
     def _token_rows(self, batch: ScheduledBatch, layout: BatchLayout, drafted: np.ndarray | None) -> TokenRows:
         """The step's tokens one by one. The ids of given tokens are where `_stage` writes them.
-        drafted: `UnsettledPlan` says where those of rows with drafts are."""
+        drafted: `PendingPlan` says where those of rows with drafts are."""
         slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, layout.sample_rows
         table, total = self.table, layout.num_tokens
         every, positions = self._token_slots(batch, layout, slots)

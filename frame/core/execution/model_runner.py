@@ -122,14 +122,14 @@ class TorchModelRunner(ModelRunner):
             self._enter_stream()
             is_stale = self._switch()
         if self.decode_graphs is not None and is_stale:
-            most = self.decode_graphs.most
+            maximum = self.decode_graphs.maximum
             self.decode_graphs, self.inputs.max_graph_rows = None, 0  # the new graphs take their memory
-            self.capture_decode_graphs(most)
+            self.capture_decode_graphs(maximum)
         for batch in idle_extends(self.inputs.table.padding_slot, self.context.limits):
             self.launch(batch).wait()
         _log.info("attention backends switched in %.1f s", time.perf_counter() - began)
 
-    def settle_backend(self) -> None:
+    def resolve_backend(self) -> None:
         """At the start: switch to the backend that prepares in the background, if no rank has to
         compile anything."""
         preparation = self._preparation
@@ -169,7 +169,7 @@ class TorchModelRunner(ModelRunner):
         problem = "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
         self._capture(partial(graphs.capture, is_dry=is_dry), problem)
         if not is_dry:
-            self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.most
+            self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.maximum
             self.inputs.draws_masked = vocab_size > 0
         if self.drafts is not None:
             problem = "the passes of the drafter cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
@@ -230,7 +230,7 @@ class TorchModelRunner(ModelRunner):
     def _replay(self, inputs: ReplayInputs) -> DecodeOutputs:
         if self.decode_graphs is None:
             raise RuntimeError("a decode step was prepared for a graph, but no graph is captured")
-        outputs = self.decode_graphs.replay(inputs.rows, inputs.draws, inputs.settle, is_masked=inputs.is_masked)
+        outputs = self.decode_graphs.replay(inputs.rows, inputs.draws, inputs.resolve, is_masked=inputs.is_masked)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
         return outputs
@@ -241,7 +241,7 @@ class TorchModelRunner(ModelRunner):
         needs them)."""
         plans, placed = inputs.plans, self.piecewise_graphs if inputs.is_placed else None
         if plans.drafting is not None and self.drafts is not None:
-            self.drafts.add_taps(inputs.batch)
+            self.drafts.add_hidden_outputs(inputs.batch)
         hidden = self.forward(inputs.batch) if placed is None else placed.run(inputs.batch)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
@@ -259,7 +259,7 @@ class TorchModelRunner(ModelRunner):
     def _decode(self, batch: ForwardBatch, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """The body of a decode graph."""
         if self.drafts is not None:
-            self.drafts.add_taps(batch)
+            self.drafts.add_hidden_outputs(batch)
         hidden = self.forward(batch)
         logits, states = self.model.compute_logits(hidden), None if self.drafts is None else self.drafts.read_states(batch, hidden)
         last_tokens = (self.inputs.table.last_token, slots)
@@ -314,7 +314,7 @@ class TorchModelRunner(ModelRunner):
             if self.inputs.groups is not None:
                 self.inputs.groups.store_drafted(counts)
             if self.drafts is not None:
-                self.inputs.unsettled.store_counts(inputs.tensors["verify.slots"], counts)
+                self.inputs.pending.store_counts(inputs.tensors["verify.slots"], counts)
         if plans.drafting is not None and self.drafts is not None:
             drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, inputs.tensors, order)
             if drafts is not None:

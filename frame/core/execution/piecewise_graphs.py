@@ -43,13 +43,13 @@ _PADDING: dict[str, np.generic] = {"token_ids": np.int64(0), "positions": np.int
 Intercept = Callable[..., torch.Tensor]
 
 
-def piece_sizes(most: int) -> tuple[int, ...]:
+def piece_sizes(maximum: int) -> tuple[int, ...]:
     """The numbers of tokens to capture. They are closer together where matrix products are bound by
     arithmetic, because padding costs time there."""
     steps = [8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
-    while steps[-1] < most:
+    while steps[-1] < maximum:
         steps += [steps[-1] * part // 4 for part in range(5, 9)]
-    return (*(size for size in steps if size < most), most)
+    return (*(size for size in steps if size < maximum), maximum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class PiecewiseGraphs:
         self._pieces: list[_Pieces] = []
 
     @property
-    def most(self) -> int:
+    def maximum(self) -> int:
         """The largest number of tokens that has graphs."""
         return self._sizes[-1]
 
@@ -130,12 +130,12 @@ class PiecewiseGraphs:
         if not is_dry:
             _log.info(
                 "graphs of steps with prompts: %d sizes up to %d tokens, %.1f s, %d MiB",
-                len(self._sizes), self.most, time.perf_counter() - began, (free - self._platform.measure_memory().free) >> 20,
+                len(self._sizes), self.maximum, time.perf_counter() - began, (free - self._platform.measure_memory().free) >> 20,
             )  # fmt: skip
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Copy ids, positions and KV slots of a step of at most `most` tokens to the addresses that
-        the pieces read. All int64 [tokens]."""
+        """Copy ids, positions and KV slots of a step of at most `maximum` tokens to the addresses
+        that the pieces read. All int64 [tokens]."""
         tokens = len(arrays["token_ids"])
         self._buffers.write(arrays, self._sizes[self._smallest[tokens]])
         return {name: self._buffers.tensors[name][:tokens] for name in arrays}
@@ -191,14 +191,14 @@ class PiecewiseGraphs:
         spec: Any = getattr(layer, "spec", layer)  # latent projections have a spec
         key = spec.num_heads, spec.v_head_dim, first.dtype
         if key not in self._outs:
-            self._outs[key] = torch.zeros(self.most, spec.num_heads, spec.v_head_dim, dtype=first.dtype, device=self._device)
+            self._outs[key] = torch.zeros(self.maximum, spec.num_heads, spec.v_head_dim, dtype=first.dtype, device=self._device)
         return self._outs[key][: len(first)]
 
     def _batch(self, size: int) -> ForwardBatch:
         """The input batch of the pieces of one size, as dummy prompts over the reserved page."""
         table, inputs = self._input_batch.table, self._buffers.tensors
-        longest = (table.max_pages - 1) * table.page_size
-        lens = np.full(-(-size // longest), longest, np.int32)
+        max_length = (table.max_pages - 1) * table.page_size
+        lens = np.full(-(-size // max_length), max_length, np.int32)
         lens[-1] -= lens.sum() - size
         slots = np.full(len(lens), table.padding_slot, np.int32)
         counts = torch.from_numpy(lens).to(self._device)

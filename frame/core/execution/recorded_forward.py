@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.row_operations import RowOperations
 
-_MOST_ROWS = 8  # for more, products take most of a step, and the kept tensors much memory
+_MAX_ROWS = 8  # for more, products take most of a step, and the kept tensors much memory
 _KEPT = 4  # recordings
-_MOST_OPERATORS = 8  # of PyTorch in a step; with more, little would be gained
+_MAX_OPERATORS = 8  # of PyTorch in a step; with more, little would be gained
 _INPUTS = ("token_ids", "positions", "kv_slots", "request_slots", "seq_lens")
 _ALLOCATIONS = (torch.ops.aten.new_empty, torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided)
 
@@ -40,7 +40,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Callable[[], object]] = []
         self.kept: list[Any] = []
-        self.count = 0  # of operators; more than `_MOST_OPERATORS` if one cannot be repeated
+        self.count = 0  # of operators; more than `_MAX_OPERATORS` if one cannot be repeated
         self._operations = operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +49,7 @@ class _Recorder(TorchDispatchMode):
         self.kept.append((args, kwargs, result))
         if func.is_view or func.overloadpacket in _ALLOCATIONS:
             return result
-        self.count += 1 if isinstance(result, torch.Tensor) else _MOST_OPERATORS + 1
+        self.count += 1 if isinstance(result, torch.Tensor) else _MAX_OPERATORS + 1
         self.steps += [self._operations.end_recording(), partial(_repeat, func, args, kwargs, result)]
         self._operations.begin_recording()
         return result
@@ -91,7 +91,7 @@ class RecordedForward:
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         rows = batch.num_rows
         is_repeated, self._last = rows == self._last, rows
-        if not self._is_useful or rows > _MOST_ROWS or batch.num_decodes != rows or batch.extensions or batch.views is not None:
+        if not self._is_useful or rows > _MAX_ROWS or batch.num_decodes != rows or batch.extensions or batch.views is not None:
             return self._plain(batch)
         recording = self._recordings.get(rows)
         if recording is not None:
@@ -109,7 +109,7 @@ class RecordedForward:
                 hidden = self._plain(batch)
         finally:
             recorder.steps.append(self._operations.end_recording())
-        if recorder.count > _MOST_OPERATORS:
+        if recorder.count > _MAX_OPERATORS:
             self._is_useful = False
             return hidden
         self._recordings[batch.num_rows] = _Recording(batch, hidden, recorder)

@@ -77,9 +77,9 @@ def idle_extends(padding_slot: int, limits: Limits) -> Iterator[ScheduledBatch]:
 def _list_sizes(limits: Limits, sizes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
     """The sizes within the limits, with fewer cached tokens where the context is shorter."""
     for rows, new, before in sizes:
-        most = limits.max_context - new
-        if rows <= limits.max_running_requests and rows * new <= limits.max_tokens_per_step and most >= min(before, 1):
-            yield rows, new, min(before, most)
+        maximum = limits.max_context - new
+        if rows <= limits.max_running_requests and rows * new <= limits.max_tokens_per_step and maximum >= min(before, 1):
+            yield rows, new, min(before, maximum)
 
 
 def _prompts(params: SamplingParams, rows: int, new: int, before: int) -> ScheduledBatch:

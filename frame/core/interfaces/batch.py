@@ -83,7 +83,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     # int32 [rows]: the most drafted tokens of the row that the step in flight may accept, which
     # `num_computed` counts as accepted. Then the ids of drafts and the parents of trees are on the
     # device, and the ids in `token_ids` have no meaning. None: all lengths and ids are known.
-    num_unsettled: np.ndarray | None = None
+    num_pending: np.ndarray | None = None
     grammar_mask: np.ndarray | None = None  # int32 [samples, ceil(vocab / 32)]; bit set = allowed
     has_deferred_grammar_mask: bool = False  # the mask depends on tokens in flight; `UnsampledStep.sample` brings it
     # Of an engine with attention groups: the batch of each group, None for one without rows. The
@@ -161,7 +161,7 @@ class HostView:
     query_lens: np.ndarray  # int32 [rows]
     seq_lens: np.ndarray  # int32 [rows]; cached tokens after this step; for backends with `device_lengths` upper bounds
     page_table: np.ndarray  # int32 [slots, max pages]; the whole table, read-only, row = request slot
-    least_lens: np.ndarray | None = None  # int32 [rows]; lower bounds of these tokens; None: `seq_lens` are exact
+    min_lens: np.ndarray | None = None  # int32 [rows]; lower bounds of these tokens; None: `seq_lens` are exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class SparseKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenStateTaps:
+class HiddenStateOutputs:
     """Extension for models with a residual stream: hidden states that a drafter reads.
 
     Tap i is the residual stream [tokens, hidden_size] that layer i gets; tap 0 is the embedding,

@@ -31,7 +31,7 @@ class Match:
     # Of each further cache group. `window`: int32 [num_tokens // page_size], 0 before the window.
     # `snapshot`: int32 [1], the page of the state after `num_tokens` tokens; [0] if there is none.
     groups: tuple[np.ndarray, ...] = ()
-    longest: int = 0  # with further groups: tokens that the `tokens` group alone could serve
+    max_length: int = 0  # with further groups: tokens that the `tokens` group alone could serve
 
 
 @dataclass(frozen=True, slots=True)

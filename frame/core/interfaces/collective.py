@@ -117,7 +117,7 @@ class Collective(ABC):
         where there is no such kernel for these tensors."""
         return None
 
-    def sum_product(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+    def reduce_matmul(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
         """The sum over the ranks of `multiply(x)` [rows, columns], which has x's dtype. `multiply`
         takes any number of rows, so that one part is sent while another is computed. None, on all
         ranks, where the collective does not do so for this size."""

@@ -53,12 +53,12 @@ class DraftModel(ABC):
     """
 
     reads_next: ClassVar[bool] = True
-    tapped_layers: frozenset[int] = frozenset()  # see `HiddenStateTaps`
+    tapped_layers: frozenset[int] = frozenset()  # see `HiddenStateOutputs`
     needs_passes: ClassVar[bool] = True  # False: all tokens of a draft come from the states of the first pass
 
-    def read_states(self, hidden: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def read_states(self, hidden: torch.Tensor, hidden_outputs: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The states of the first pass, [tokens, width]. hidden: what the target's `forward`
-        returns, [tokens, hidden_size]; taps: the `tapped_layers`."""
+        returns, [tokens, hidden_size]; hidden_outputs: the `tapped_layers`."""
         return hidden
 
     @abstractmethod

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.row_operations import RowOperations
 
 
-_MOST = 1 << 62  # stands for any number of rows
+_MAXIMUM = 1 << 62  # stands for any number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class GemmCapabilities:
         return list_device_obstacles(self, requirements)
 
 
-class Product(Protocol):
+class Gemm(Protocol):
     """The product with one weight.
 
     It may also have `multiply_gated(x, bias)`: SiLU(first half of the outputs) * second half, [...,
@@ -79,7 +79,7 @@ class Product(Protocol):
         ...
 
 
-class GroupedProduct(Protocol):
+class GroupedGemm(Protocol):
     """The products of rows, sorted by expert, with the weights of their experts.
 
     The product of `gate_up` may also have `mix(down, tokens, experts, parts)`: the result of whole
@@ -120,12 +120,12 @@ class GemmKernel(ABC):
         leading dimension of the weight means experts."""
 
     @abstractmethod
-    def prepare(self, weight: PackedWeight) -> Product:
+    def prepare(self, weight: PackedWeight) -> Gemm:
         """The product with a weight [outputs, inputs]. The caller keeps the weight's tensors only
         if the product does."""
 
     @abstractmethod
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         """The products with weights [experts, outputs, inputs]."""
 
     def count_bytes(self, weight: PackedWeight) -> int:
@@ -190,8 +190,8 @@ def choose_ranges(candidates: Sequence[R], codes: Codes) -> list[tuple[int, R]]:
     if not any(speed.rows == 0 for speed, _ in rated):
         return []
     found: list[tuple[int, R]] = []
-    for rows in sorted({speed.rows for speed, _ in rated}, key=lambda rows: rows or _MOST):
-        covering = [pair for pair in rated if (pair[0].rows or _MOST) >= (rows or _MOST)]
+    for rows in sorted({speed.rows for speed, _ in rated}, key=lambda rows: rows or _MAXIMUM):
+        covering = [pair for pair in rated if (pair[0].rows or _MAXIMUM) >= (rows or _MAXIMUM)]
         best = max(covering, key=lambda pair: pair[0].ratio)[1]
         if found and found[-1][1] is best:
             found.pop()

@@ -72,10 +72,10 @@ class ReasoningParser(ABC):
         may open or close the reasoning. `may_think` is False where the client switched reasoning
         off."""
 
-    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
-        """The format of a whole output, around the format of its `answer` (with `is_calls`: of its
+    def grammar(self, reply: Format, *, is_calls: bool) -> Format:
+        """The format of a whole output, around the format of its `reply` (with `is_calls`: of its
         tool calls)."""
-        return answer
+        return reply
 
     @abstractmethod
     def feed(self, text: str) -> ReasoningDelta: ...

@@ -16,7 +16,7 @@ import zmq
 
 from frame.core.ipc.inflight_file import INFLIGHT
 
-LONGEST_SOCKET = "frame-12345678/tokenizer-63-out"  # the longest socket path below the folder of temporary files
+MAX_SOCKET_LENGTH = "frame-12345678/tokenizer-63-out"  # the longest socket path below the folder of temporary files
 NAME = re.compile(r"frame-[a-z0-9_]{8}")  # as mkdtemp makes it
 FILES = (INFLIGHT, "ranks")  # starts of names beside the sockets; ranks: where those of one host meet
 STALE_AFTER = 60.0  # seconds without a change; a directory that is just being created has no lock yet
@@ -69,7 +69,7 @@ def _make_directory() -> Path:
     in $XDG_RUNTIME_DIR or /tmp."""
     bases = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]  # noqa: S108 - made with mkdtemp
     for base in filter(None, bases):
-        if len(os.fsencode(f"{base}/{LONGEST_SOCKET}")) <= zmq.IPC_PATH_MAX_LEN and Path(base).is_dir():
+        if len(os.fsencode(f"{base}/{MAX_SOCKET_LENGTH}")) <= zmq.IPC_PATH_MAX_LEN and Path(base).is_dir():
             made = Path(tempfile.mkdtemp(prefix="frame-", dir=base))
             with contextlib.suppress(OSError):  # a folder that may not be listed
                 _remove_stale(base, made.stat().st_mtime - STALE_AFTER)

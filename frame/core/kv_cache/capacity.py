@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 GIB = 1024**3
 RESERVED_PAGES = 1
 CPU_SHARE = 0.25  # most of the machine's memory for the cache, unless the user sets cache.max_total_tokens
-CPU_LEAST_TOKENS = 65_536
-LEAST_TOKENS = 256  # a start with a smaller cache is refused
+CPU_MIN_TOKENS = 65_536
+MIN_TOKENS = 256  # a start with a smaller cache is refused
 WINDOW_PART = 4  # a window group has room for one of so many tokens
-LEAST_STATES = 4
+MIN_STATES = 4
 TOKENS_PER_STATE = 4096  # of a model that stores no tokens
 GREATEST_FRACTION = 0.95  # most of cache.mem_fraction that an error proposes
 WORKSPACES = 768 * 1024**2  # bytes; libraries' workspaces and fragmentation of PyTorch's allocator
@@ -112,11 +112,11 @@ def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: f
         return max(1, max_total_tokens // geometry.page_size) + RESERVED_PAGES
     tokens = memory.count_available(fraction) // each
     if memory.is_shared:
-        wanted = max(limits.max_running_requests * limits.max_context, CPU_LEAST_TOKENS)
+        wanted = max(limits.max_running_requests * limits.max_context, CPU_MIN_TOKENS)
         tokens = min(tokens, wanted, int(memory.total * CPU_SHARE) // each)
-    least = min(limits.max_context, LEAST_TOKENS)
-    if tokens < max(least, geometry.page_size):
-        raise CapacityError(_sentence(memory, fraction, each, least, _remedy(memory, least * each)))
+    minimum = min(limits.max_context, MIN_TOKENS)
+    if tokens < max(minimum, geometry.page_size):
+        raise CapacityError(_sentence(memory, fraction, each, minimum, _remedy(memory, minimum * each)))
     return int(tokens) // geometry.page_size + RESERVED_PAGES
 
 
@@ -144,7 +144,7 @@ def plan_pools(geometry: KVGeometry, limits: Limits, num_tokens: int) -> tuple[P
             half = geometry.bytes_per_token // 2
             each = geometry.count_bytes(index)  # 0 in a pipeline stage without recurrent layers
             states = num_tokens * half // each if half and each else num_tokens // TOKENS_PER_STATE
-            pages = min(2 * limits.max_running_requests, max(LEAST_STATES, states))
+            pages = min(2 * limits.max_running_requests, max(MIN_STATES, states))
         pools.append(PagePool(group.kind, pages + RESERVED_PAGES, group.page_size, group.window))
     return tuple(pools)
 
@@ -160,7 +160,7 @@ def _plan_groups(geometry: KVGeometry, limits: Limits, memory: Memory, fraction:
         return num_tokens * geometry.bytes_per_token + sum(pages)
 
     available = memory.count_available(1.0 if max_total_tokens is not None else fraction)
-    wanted = max_total_tokens or max(limits.max_running_requests * limits.max_context, CPU_LEAST_TOKENS)
+    wanted = max_total_tokens or max(limits.max_running_requests * limits.max_context, CPU_MIN_TOKENS)
     if max_total_tokens is None and not memory.is_shared and geometry.bytes_per_token:
         wanted = available // geometry.bytes_per_token
     elif max_total_tokens is None and memory.is_shared:
@@ -169,10 +169,10 @@ def _plan_groups(geometry: KVGeometry, limits: Limits, memory: Memory, fraction:
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if count_bytes(middle * page_size) <= available else (low, middle - 1)
-    least = max(page_size, max_total_tokens or min(limits.max_context, LEAST_TOKENS)) // page_size
-    if low < least:
-        each = -(-count_bytes(least * page_size) // (least * page_size))
-        asked, share = (max_total_tokens, 1.0) if max_total_tokens is not None else (least * page_size, fraction)
+    minimum = max(page_size, max_total_tokens or min(limits.max_context, MIN_TOKENS)) // page_size
+    if low < minimum:
+        each = -(-count_bytes(minimum * page_size) // (minimum * page_size))
+        asked, share = (max_total_tokens, 1.0) if max_total_tokens is not None else (minimum * page_size, fraction)
         change = f"cache.max_total_tokens: {max(16, low * page_size)}" if max_total_tokens else _remedy(memory, each * asked)
         raise CapacityError(_sentence(memory, share, each, asked, change))
     return max(1, low) + RESERVED_PAGES

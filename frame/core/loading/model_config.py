@@ -36,11 +36,11 @@ _OTHER_SIZES = (
     "intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "kv_lora_rank", "q_lora_rank",
     "qk_rope_head_dim", "num_nextn_predict_layers",
 )  # fmt: skip
-_MOST = 2**31 - 1  # of any count
-_MOST_ENTRIES = 2**24  # of a vector, a vocabulary or a layer's heads; products of two fit into an address space
-_MOST_HEAD = 2**16  # entries of an attention head, whose rotary tables have as many for each position; labels
-_MOST_LAYERS = 1_000  # each is an object, built before weights are looked for
-_MOST_EXPERTS = 200_000  # of all layers; the same holds for them
+_MAXIMUM = 2**31 - 1  # of any count
+_MAX_ENTRIES = 2**24  # of a vector, a vocabulary or a layer's heads; products of two fit into an address space
+_MAX_HEAD = 2**16  # entries of an attention head, whose rotary tables have as many for each position; labels
+_MAX_LAYERS = 1_000  # each is an object, built before weights are looked for
+_MAX_EXPERTS = 200_000  # of all layers; the same holds for them
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
 _SCALED_ROPE = ("linear", "dynamic", "yarn")
@@ -130,15 +130,15 @@ class _Reader:
         check_fields(self.file, config)
         check_layer_list(self.file, config, self._num_layers())
         for name in _OTHER_SIZES:
-            self._count((name,), default=0, most=_MOST_ENTRIES)
-        heads = self._count(_HEADS, most=_MOST_ENTRIES)
-        hidden = self._count(_HIDDEN, least=1, most=_MOST_ENTRIES)
+            self._count((name,), default=0, maximum=_MAX_ENTRIES)
+        heads = self._count(_HEADS, maximum=_MAX_ENTRIES)
+        hidden = self._count(_HIDDEN, minimum=1, maximum=_MAX_ENTRIES)
         kind, latent, head_dim, v_head_dim = self._head_sizes(hidden, heads)
         return ModelConfig(
             architecture=self._architecture(),
             num_layers=self._num_layers(),
             hidden_size=hidden,
-            vocab_size=self._count(("vocab_size",), most=_MOST_ENTRIES),
+            vocab_size=self._count(("vocab_size",), maximum=_MAX_ENTRIES),
             num_heads=heads,
             num_kv_heads=heads if kind == "mla" else self._kv_heads(heads),
             head_dim=head_dim,
@@ -148,7 +148,7 @@ class _Reader:
             other_head_dims=self._other_head_dims(head_dim),
             max_context=self._max_context(),
             dtype=_dtype(config.get("dtype") or config.get("torch_dtype")),
-            num_experts=self._count(EXPERTS, default=0, most=_MOST_EXPERTS // self._num_layers()),
+            num_experts=self._count(EXPERTS, default=0, maximum=_MAX_EXPERTS // self._num_layers()),
             sliding_window=self._sliding_window(),
             quantization=self._quantization(),
             eos_token_ids=eos,
@@ -156,13 +156,14 @@ class _Reader:
             config=config,
         )
 
-    def _count(self, names: Iterable[str], default: int | None = None, least: int = 0, most: int = _MOST) -> int:
+    def _count(self, names: Iterable[str], default: int | None = None, minimum: int = 0, maximum: int = _MAXIMUM) -> int:
         for name in names:
             value = self.config.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise CheckpointError(f"{self.file}: {name} is {reprlib.repr(value)}; it must be a whole number from {least} to {most}.")
+            if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+                sent = reprlib.repr(value)
+                raise CheckpointError(f"{self.file}: {name} is {sent}; it must be a whole number from {minimum} to {maximum}.")
             return value
         if default is None:
             raise CheckpointError(f"{self.file} has no {' or '.join(names)}; it is not the config.json of a causal language model.")
@@ -171,7 +172,7 @@ class _Reader:
     def _num_layers(self) -> int:
         """The number of layers, or the length of the list of their kinds."""
         kinds = self.config.get("layers_block_type") or self.config.get("hybrid_override_pattern")
-        return self._count(_LAYERS, default=len(kinds) if isinstance(kinds, (list, str)) else None, least=1, most=_MOST_LAYERS)
+        return self._count(_LAYERS, default=len(kinds) if isinstance(kinds, (list, str)) else None, minimum=1, maximum=_MAX_LAYERS)
 
     def _architecture(self) -> str:
         names = self.config.get("architectures")
@@ -187,19 +188,19 @@ class _Reader:
         names = self.config.get("id2label")
         if isinstance(names, Mapping) and names:
             return tuple(str(names[key]) for key in sorted(names, key=lambda key: int(key) if str(key).isdigit() else 0))
-        return tuple(f"LABEL_{number}" for number in range(self._count(("num_labels",), default=2, most=_MOST_HEAD)))
+        return tuple(f"LABEL_{number}" for number in range(self._count(("num_labels",), default=2, maximum=_MAX_HEAD)))
 
     def _kv_heads(self, heads: int) -> int:
         if self.config.get("multi_query") is True and not self.config.get("new_decoder_architecture"):
             return 1
-        return self._count(KV_HEADS, default=heads, most=_MOST_ENTRIES)
+        return self._count(KV_HEADS, default=heads, maximum=_MAX_ENTRIES)
 
     def _head_sizes(self, hidden: int, heads: int) -> tuple[Literal["mha", "mla"], tuple[int, int] | None, int, int]:
         rank, rope = self.config.get("kv_lora_rank"), self.config.get("qk_rope_head_dim")
         if rank and rope:
             nope, value = self._count(("qk_nope_head_dim",)), self._count(("v_head_dim",))
             return "mla", (int(rank), int(rope)), nope + int(rope), value
-        size = self._count(HEAD_DIM, default=0, most=_MOST_HEAD)
+        size = self._count(HEAD_DIM, default=0, maximum=_MAX_HEAD)
         if not size:
             if not heads or hidden % heads:
                 raise CheckpointError(f"{self.file}: hidden size {hidden} is not a multiple of {heads} heads, and there is no head_dim.")
@@ -224,9 +225,9 @@ class _Reader:
         if not isinstance(rope, Mapping) or (rope.get("rope_type") or rope.get("type")) not in _SCALED_ROPE:
             return base
         original, factor = rope.get("original_max_position_embeddings") or base, rope.get("factor") or 1.0
-        if not all(isinstance(value, int | float) and 0 < value <= _MOST for value in (original, factor)):
+        if not all(isinstance(value, int | float) and 0 < value <= _MAXIMUM for value in (original, factor)):
             raise CheckpointError(
-                f"{self.file}: original_max_position_embeddings and factor of the scaled rope must be numbers from 0 to {_MOST}."
+                f"{self.file}: original_max_position_embeddings and factor of the scaled rope must be numbers from 0 to {_MAXIMUM}."
             )
         return max(base, int(original * factor))
 

@@ -52,11 +52,11 @@ def read_sentence_facts(folder: Path) -> SentenceTransformersConfig | None:
     sizes = _object(folder / "sentence_bert_config.json")
     more = _object(folder / "config_sentence_transformers.json")
     prompts = {name: text for name, text in (more.get("prompts") or {}).items() if isinstance(text, str)}
-    longest = sizes.get("max_seq_length")
+    max_length = sizes.get("max_seq_length")
     return SentenceTransformersConfig(
         mode=mode,
         normalize=normalize,
-        max_tokens=longest if isinstance(longest, int) and longest > 0 else None,
+        max_tokens=max_length if isinstance(max_length, int) and max_length > 0 else None,
         prompts=prompts,
         default_prompt=more.get("default_prompt_name") if more.get("default_prompt_name") in prompts else None,
     )

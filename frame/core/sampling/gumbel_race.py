@@ -74,7 +74,7 @@ def hash_words(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
     return x
 
 
-def _find_least(keys: np.ndarray, num_groups: int) -> np.ndarray:
+def _find_min(keys: np.ndarray, num_groups: int) -> np.ndarray:
     """The least E of each group (see `_Race`), float32 [n, num_groups]. keys: uint64 [n]."""
     index = ~(np.arange(num_groups, dtype=np.uint32) * np.uint32(2))
     share = (hash_words(keys[:, None], index) + 0.5) * -(2.0**-32)
@@ -82,7 +82,7 @@ def _find_least(keys: np.ndarray, num_groups: int) -> np.ndarray:
     return found
 
 
-def _find_noise(keys: np.ndarray, groups: np.ndarray, least: np.ndarray) -> np.ndarray:
+def _find_noise(keys: np.ndarray, groups: np.ndarray, minimum: np.ndarray) -> np.ndarray:
     """log2(E) of the tokens of groups, float32 [n, GROUP]. keys: uint64 [n]; groups: integers [n];
     least: float32 [n], of the groups."""
     number = groups.astype(np.uint32)
@@ -93,7 +93,7 @@ def _find_noise(keys: np.ndarray, groups: np.ndarray, least: np.ndarray) -> np.n
     noise *= np.float32(2.0**-23)
     np.log2(noise, out=noise)
     noise *= leaders[:, None] != _INSIDE
-    np.subtract(least[:, None], noise, out=noise)
+    np.subtract(minimum[:, None], noise, out=noise)
     np.log2(noise, out=noise)
     return noise
 
@@ -121,11 +121,11 @@ class _Race:
         self._starts = places * self._vocab
         self._best, self._temperature, self._limits = heights.max(axis=1), temperature, limits
         self._keys = keys.view(np.uint64)
-        self._least = _find_least(self._keys, heights.shape[1])
+        self._minimum = _find_min(self._keys, heights.shape[1])
         distances = (heights - self._best[:, None]) / temperature[:, None]
         if limits is not None:
             distances[distances < limits[:, None]] = -np.inf
-        self._bounds = distances - np.log2(self._least)  # no token of the group scores more
+        self._bounds = distances - np.log2(self._minimum)  # no token of the group scores more
 
     def run(self) -> np.ndarray:
         """The winner of each row, int64."""
@@ -163,7 +163,7 @@ class _Race:
 
     def _run_some(self, places: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         columns = groups[:, None] * GROUP + _INSIDE
-        noise = _find_noise(self._keys[places], groups, self._least[places, groups])
+        noise = _find_noise(self._keys[places], groups, self._minimum[places, groups])
         scores: np.ndarray = self._values.take(self._starts[places][:, None] + np.minimum(columns, self._vocab - 1))
         scores -= self._best[places][:, None]
         scores /= self._temperature[places][:, None]
@@ -182,40 +182,40 @@ def _draw_from_all(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.
     if limits is not None:
         scores.masked_fill_(scores < limits.unsqueeze(1), -torch.inf)
     groups = torch.arange(-(-logits.shape[1] // GROUP), device=logits.device)
-    noise = _find_noise_on_device(keys, groups, _find_least_on_device(keys, len(groups)))
+    noise = _find_noise_on_device(keys, groups, _find_min_on_device(keys, len(groups)))
     return scores.sub_(noise.flatten(1)[:, : logits.shape[1]]).argmax(dim=-1)
 
 
-def find_least(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
+def find_min(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
     """The least E of each group (see `_Race`), float32 [n, num_groups]. keys: int64 [n]."""
     if keys.device.type != "cpu":
-        return _find_least_on_device(keys, num_groups)
-    return torch.from_numpy(_find_least(keys.numpy().view(np.uint64), num_groups))
+        return _find_min_on_device(keys, num_groups)
+    return torch.from_numpy(_find_min(keys.numpy().view(np.uint64), num_groups))
 
 
-def find_noise(keys: torch.Tensor, groups: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+def find_noise(keys: torch.Tensor, groups: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
     """log2(E) of the tokens of groups, float32 [n, m, GROUP]. keys: int64 [n]; groups: int64 [n,
     m]; least: float32 [n, m], of the groups."""
     if keys.device.type != "cpu":
-        return _find_noise_on_device(keys, groups, least)
+        return _find_noise_on_device(keys, groups, minimum)
     repeated = keys.numpy().view(np.uint64).repeat(groups.shape[1])
-    noise = _find_noise(repeated, groups.flatten().numpy(), least.flatten().numpy())
+    noise = _find_noise(repeated, groups.flatten().numpy(), minimum.flatten().numpy())
     return torch.from_numpy(noise).view(*groups.shape, GROUP)
 
 
-def _find_least_on_device(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
+def _find_min_on_device(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
     words = _hash_on_device(keys, torch.arange(-1, -1 - 2 * num_groups, -2, device=keys.device))
     return torch.log1p((words.double() + 0.5) * -(2.0**-32)).mul_(-1.0 / math.log(2.0) / GROUP).float()
 
 
-def _find_noise_on_device(keys: torch.Tensor, groups: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+def _find_noise_on_device(keys: torch.Tensor, groups: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
     """See `find_noise`; groups: int64 [m] or [n, m]."""
     inside = torch.arange(GROUP, device=keys.device)
     tokens = groups.unsqueeze(-1) * GROUP + inside
     words = _hash_on_device(keys, torch.cat((tokens.flatten(-2), -2 - groups * 2), -1))  # of the tokens, then of the leaders
     leaders = (words[:, -groups.shape[-1] :] >> _LEADER_SHIFT).unsqueeze(2)
     own = ((words[:, : -groups.shape[-1]].unflatten(1, (-1, GROUP)) >> 9).float() + 0.5).mul_(2.0**-23).log2_()
-    return (least.unsqueeze(2) - own.masked_fill_(leaders == inside, 0.0)).log2_()
+    return (minimum.unsqueeze(2) - own.masked_fill_(leaders == inside, 0.0)).log2_()
 
 
 def _hash_on_device(keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ _ROW = np.dtype(
 )
 PARAMETERS = ("temperature", "key", "top_k", "top_p", "log_min_p")  # the last three are present together
 _GREEDY_BELOW = 1e-5  # lower temperatures count as 0: a division by them overflows
-_LEAST_TOP_P = 1e-6  # keeps only the likeliest token, as any smaller value does; values below 1e-38 are 0 on the device
+_MIN_TOP_P = 1e-6  # keeps only the likeliest token, as any smaller value does; values below 1e-38 are 0 on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ def _row(setup: SlotSetup) -> tuple[float, float, float, int, int, int, int]:
     params = setup.params
     return (
         params.temperature * math.log(2.0) if params.temperature >= _GREEDY_BELOW else 0.0,
-        max(params.top_p, _LEAST_TOP_P),
+        max(params.top_p, _MIN_TOP_P),
         math.log2(params.min_p) if params.min_p > 0.0 else -math.inf,
         max(params.top_k, 0),
         setup.seed & 0xFFFF_FFFF_FFFF_FFFF,

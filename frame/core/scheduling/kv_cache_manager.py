@@ -77,7 +77,7 @@ class KVCacheManager:
         self.cache.lock(match.handle)
         request.handle = match.handle
         if self.groups is not None:
-            request.match, request.branch = match, match.longest
+            request.match, request.branch = match, match.max_length
         return match.pages
 
     def unlock_prefix(self, request: Request) -> None:

@@ -202,8 +202,8 @@ class StepPlanner:
         slots = np.concatenate((plan.decode_slots, plan.draft_slots, np.array(ended, np.intp)))
         wanted = a.num_computed_tokens[slots] + self.speculation.num_ahead
         # of a chain, entries after the last output token are not read
-        most = a.max_num_tokens[slots] if self.speculation.tree is None else self._config.max_context
-        self._kv_manager.grow_rows_to(slots, np.minimum(wanted, most))
+        maximum = a.max_num_tokens[slots] if self.speculation.tree is None else self._config.max_context
+        self._kv_manager.grow_rows_to(slots, np.minimum(wanted, maximum))
 
     # prompts --------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class StepPlanner:
         if self._step - self._last_preemption > RESERVE_DECAY_STEPS:
             self._growth_reserve, self._last_preemption = max(self._growth_reserve // 2, self._config.growth_reserve // 2), self._step
         floor = 0 if max_uncached is None else plan.budget - max_uncached
-        most_tokens = self._min_served_tokens() if only_underserved else None
+        max_tokens = self._min_served_tokens() if only_underserved else None
         lookups = MAX_PREFIX_LOOKUPS
         prefills = InBatchPrefixSharing(
             self._running.prefilling.values() if self._kv_manager.cache.reuses else (), self._config.min_shared_tokens
@@ -289,7 +289,7 @@ class StepPlanner:
         for request in self._order_waiting(now):
             if plan.budget <= floor or not self._running.table.num_free:
                 return
-            if most_tokens is not None and self._usage.get_tokens(request.tenant) > most_tokens:
+            if max_tokens is not None and self._usage.get_tokens(request.tenant) > max_tokens:
                 return
             if self._should_wait_for_prefix(request, prefills):
                 continue

@@ -39,12 +39,12 @@ class InBatchPrefixSharing:
             return None, 0
         tokens = request.all_tokens()
         found = self._by_start.get(self._start(request, tokens), ())
-        best, longest = None, 0
+        best, max_length = None, 0
         for other in found[-MAX_COMPARED:]:
             common = _common(tokens, other.tokens)
-            if common > longest:
-                best, longest = other, common
-        return best, longest
+            if common > max_length:
+                best, max_length = other, common
+        return best, max_length
 
     def is_worth_waiting(self, shared: int, cached: int, length: int) -> bool:
         """Whether `shared` tokens, once computed, save at least half of the uncached work of a

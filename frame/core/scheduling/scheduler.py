@@ -151,7 +151,7 @@ class Scheduler:
             return None
         for request in self._deadlines.pop_expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))
-        self._settle_grammars()
+        self._resolve_grammars()
         self._resume_held_requests()
         plan = self._planner.plan_step(self._step, now)
         if not plan:
@@ -166,7 +166,7 @@ class Scheduler:
         """The grammar mask of a batch with `has_deferred_grammar_mask`, int32 [samples, words];
         None if no row has a grammar. All earlier steps must be committed."""
         record = self._running.get_oldest(batch.step)
-        mask, record.limits = self._fill_masks(_list_sampling_slots(batch.slots, batch.samples, batch.num_drafts), batch.num_unsettled)
+        mask, record.limits = self._fill_masks(_list_sampling_slots(batch.slots, batch.samples, batch.num_drafts), batch.num_pending)
         self._hold_slow_grammars()
         return mask
 
@@ -188,7 +188,7 @@ class Scheduler:
         rows are queued again and run alone once, so that only those at fault end. Nothing that the
         step computed is cached.
         """
-        self._settle_grammars()
+        self._resolve_grammars()
         running, record = self._running, self._running.get_oldest(batch.step)
         alive = running.table.arrays.epoch[record.slots] == record.epochs
         rows = set(record.slots[alive].tolist())
@@ -223,11 +223,11 @@ class Scheduler:
     def publish_inflight(self, path: Path, others: Sequence[Scheduler] = ()) -> None:
         """Record the running requests, and those of `others`, in an in-flight file from now on, or
         log that there is no room for one."""
-        most = self.config.max_running
+        maximum = self.config.max_running
         try:
-            entries = open_inflight(path, most * (1 + len(others)))
+            entries = open_inflight(path, maximum * (1 + len(others)))
             for number, scheduler in enumerate((self, *others)):
-                scheduler.set_inflight(entries[:, number * most : (number + 1) * most])
+                scheduler.set_inflight(entries[:, number * maximum : (number + 1) * maximum])
         except OSError as error:
             path.unlink(missing_ok=True)
             log.warning("no in-flight file is kept (%s): if the engine crashes, all its requests are suspected", error)
@@ -316,15 +316,15 @@ class Scheduler:
         # What a grammar allows depends on its last token, which a step in flight may be sampling:
         # the mask is deferred then.
         waits = bool(running.in_flight) and bool((a.special[sampling_slots] & GRAMMAR).any())
-        unsettled = None
+        pending = None
         if self.config.overlaps_drafts:
-            unsettled = self.speculation.bound_accepted(running.count_drafts_in_flight(slots))
-            unsettled[len(slots) - len(plan.chunks) :] = 0  # what a chunk begins after is known
-            unsettled = unsettled if plan.has_device_drafts or unsettled.any() else None
+            pending = self.speculation.bound_accepted(running.count_drafts_in_flight(slots))
+            pending[len(slots) - len(plan.chunks) :] = 0  # what a chunk begins after is known
+            pending = pending if plan.has_device_drafts or pending.any() else None
         has_order = self.speculation.needs_order(has_prompts=bool(plan.chunks))
         order = self._order_drafts(plan, slots) if has_order else None
         self.speculation.note_order(slots[samples], order)
-        mask, limits = (None, None) if waits else self._fill_masks(sampling_slots, unsettled)
+        mask, limits = (None, None) if waits else self._fill_masks(sampling_slots, pending)
         groups = running.kv_manager.groups
         loads, saves = groups.take_states() if groups is not None else (None, None)
         batch = ScheduledBatch(
@@ -346,7 +346,7 @@ class Scheduler:
             num_drafts=num_drafts,
             draft_parents=None if drafts is None else drafts.parents,
             draft_order=order,
-            num_unsettled=unsettled,
+            num_pending=pending,
             grammar_mask=mask,
             has_deferred_grammar_mask=waits,
         )
@@ -363,17 +363,17 @@ class Scheduler:
                 next_tokens[row] = request.tokens[start + count]
         return DraftOrder(self.speculation.next_length, limits.astype(np.int32), next_tokens)
 
-    def _fill_masks(self, slots: np.ndarray, unsettled: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _fill_masks(self, slots: np.ndarray, pending: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The masks of a step's samples, and `StepRecord.limits`. slots: those of the samples."""
         table = self._running.table
         if not table.num_grammars:
             return None, None
-        limits = None if unsettled is None else self.speculation.mask_device_drafts(slots)
+        limits = None if pending is None else self.speculation.mask_device_drafts(slots)
         return self._grammars.fill_masks(table, slots), limits
 
-    def _settle_grammars(self) -> None:
+    def _resolve_grammars(self) -> None:
         """Wait for the masks that the last commit has begun."""
-        self._grammars.settle()
+        self._grammars.resolve()
         self._hold_slow_grammars()
 
     def _hold_slow_grammars(self) -> None:
@@ -386,7 +386,7 @@ class Scheduler:
 
     def _resume_held_requests(self) -> None:
         """Queue or end the requests whose slow grammar call is done."""
-        for request, finish in self._grammars.take_settled():
+        for request, finish in self._grammars.take_resolved():
             self._queue.push_front(request)
             if finish is not None:
                 self._end(request, finish)

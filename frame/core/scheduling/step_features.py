@@ -24,7 +24,7 @@ from frame.core.scheduling.running import StepRecord
 class StepGrammars(Protocol):
     """Grammars of running requests: accepts sampled tokens and fills token masks. After each step
     `take_stopped` returns the requests that must leave the device because of a slow call, and
-    `take_settled` those whose slow call has ended."""
+    `take_resolved` those whose slow call has ended."""
 
     @property
     def num_jumped(self) -> int:
@@ -40,9 +40,9 @@ class StepGrammars(Protocol):
     def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
         """Accept sampled tokens, of which only a request's last may end it. Returns for each
         request how it ends. None: it continues. num_rows: rows of the step, with and without a
-        grammar. The next masks may be unfinished until `settle`."""
+        grammar. The next masks may be unfinished until `resolve`."""
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Wait for the masks that `accept_tokens` has begun. Every other method does so first."""
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
@@ -65,7 +65,7 @@ class StepGrammars(Protocol):
     def hold_request(self, request: Request) -> None:
         """Hold a request that has left the device."""
 
-    def take_settled(self) -> list[tuple[Request, Finish | None]]:
+    def take_resolved(self) -> list[tuple[Request, Finish | None]]:
         """Remove and return the held requests whose call has ended, each with how it ends. None: it
         continues."""
 

@@ -176,10 +176,10 @@ for _each in (offline, serve, startup, attention, moe, compare):
     command.add_command(_each)
 
 
-def _check_lengths(wanted: Mapping[str, Workload | Shape], longest: int) -> None:
+def _check_lengths(wanted: Mapping[str, Workload | Shape], max_length: int) -> None:
     for name, workload in wanted.items():
-        if workload.longest > longest:
+        if workload.max_length > max_length:
             raise ConfigError(
-                f"The workload {name} has requests of up to {workload.longest} tokens, and the engine takes {longest};"
+                f"The workload {name} has requests of up to {workload.max_length} tokens, and the engine takes {max_length};"
                 " give a larger --max-model-len, or shorter ones with --input-len, --output-len or --shared-prefix."
             )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.offline.engine import Engine
 
 Messages = list[dict[str, Any]]
-Answer = Callable[[Messages], Generator[str]]
+ReplyText = Callable[[Messages], Generator[str]]
 
 # Control characters are shown: a terminal acts on them, and some write its clipboard (OSC 52).
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(range(127, 160), 0xFFFD)
@@ -52,7 +52,7 @@ def command(
         talk(_engine(engine, parameters), system, message)
 
 
-def talk(answer: Answer, system: str | None, only: str | None) -> None:
+def talk(reply: ReplyText, system: str | None, only: str | None) -> None:
     """Converse until the user exits. `only`: a single message to send instead."""
     start: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -72,7 +72,7 @@ def talk(answer: Answer, system: str | None, only: str | None) -> None:
         if line:
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                messages = [*asked, {"role": "assistant", "content": _say(answer(asked))}]
+                messages = [*asked, {"role": "assistant", "content": _say(reply(asked))}]
             except click.ClickException as error:
                 if not is_terminal or only is not None:
                     raise
@@ -101,15 +101,15 @@ def _say(pieces: Generator[str]) -> str:
     return "".join(parts)
 
 
-def _engine(engine: Engine, parameters: dict[str, Any]) -> Answer:
-    def answer(messages: Messages) -> Generator[str]:
+def _engine(engine: Engine, parameters: dict[str, Any]) -> ReplyText:
+    def reply(messages: Messages) -> Generator[str]:
         try:
             for delta in engine.stream(messages, parameters):
                 yield delta.text
         except (ValueError, RuntimeError) as error:  # the request is invalid, or the engine ended
             raise click.ClickException(str(error)) from None
 
-    return answer
+    return reply
 
 
 def unreachable(base_url: str, error: Exception) -> str:
@@ -125,21 +125,21 @@ def ask_server(method: str, base_url: str, path: str, key: str | None, body: Any
 
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.request(method, base_url.rstrip("/") + path, json=body, headers=headers, timeout=timeout)
+        reply = httpx.request(method, base_url.rstrip("/") + path, json=body, headers=headers, timeout=timeout)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise click.ClickException(unreachable(base_url, error)) from None
-    if answer.status_code != 200:
-        raise click.ClickException(f"{base_url}{path} answered {answer.status_code}: {complaint_of(answer.text)}")
-    return answer.json()
+    if reply.status_code != 200:
+        raise click.ClickException(f"{base_url}{path} answered {reply.status_code}: {complaint_of(reply.text)}")
+    return reply.json()
 
 
-def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> Answer:
+def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> ReplyText:
     import httpx
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     client = httpx.Client(base_url=base_url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)  # noqa: S113 - generation has no time limit
 
-    def answer(messages: Messages) -> Generator[str]:
+    def reply(messages: Messages) -> Generator[str]:
         body = {"model": "", "messages": messages, "stream": True, **parameters}
         try:
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -152,7 +152,7 @@ def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> A
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise click.ClickException(unreachable(base_url, error)) from None
 
-    return answer
+    return reply
 
 
 def _pieces(event: dict[str, Any]) -> Iterator[str]:

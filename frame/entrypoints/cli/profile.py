@@ -16,7 +16,7 @@ from frame.entrypoints.cli.options import OUTPUT_FILE, config_command, join_opti
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.bench.workload import SHAPES
 
-_LONGEST_WAIT = 120.0  # seconds to wait for a server's steps
+_MAX_WAIT = 120.0  # seconds to wait for a server's steps
 _WIDTH = 150  # columns of tables that are not printed to a terminal
 _TIMES = {
     "steps": "steps",
@@ -66,9 +66,9 @@ def offline(
     with tempfile.TemporaryDirectory() as folder:
         execution = loaded.config.execution.model_copy(update={"profile_dir": folder})
         with Engine(config=loaded.config.model_copy(update={"execution": execution})) as engine:
-            longest = engine.info["max_context"]
-            if shape.longest > longest:
-                raise ConfigError(f"The workload {workload} needs --max-model-len {shape.longest}; the engine takes {longest} tokens.")
+            max_length = engine.info["max_context"]
+            if shape.max_length > max_length:
+                raise ConfigError(f"The workload {workload} needs --max-model-len {shape.max_length}; the engine takes {max_length}.")
             if skip >= shape.output[1]:
                 raise ConfigError(f"--skip {skip} is not below the {shape.output[1]} output tokens of the workload's longest answer.")
             vocabulary = engine.info["vocab_size"]
@@ -76,7 +76,7 @@ def offline(
             recorded = _run(engine, shape.jobs(vocabulary, 1), (steps, skip))
             if trace is not None:
                 trace.write_bytes(recorded.read_bytes())
-            _answer(recorded, out, top, {"engine": engine.info, "workload": workload})
+            _reply(recorded, out, top, {"engine": engine.info, "workload": workload})
 
 
 def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path:
@@ -103,36 +103,36 @@ def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path
 @click.option("--base-url", default="http://127.0.0.1:30000", help="URL of the server or its admin listener.")
 @click.option("--key", envvar="FRAME_ADMIN_KEY", help="Admin key of the server.")
 @click.option("--steps", type=click.IntRange(1, 2000), default=50, help="Number of steps to record.")
-@click.option("--seconds", type=click.FloatRange(0, _LONGEST_WAIT), default=5.0, help="Seconds to wait for these steps.")
+@click.option("--seconds", type=click.FloatRange(0, _MAX_WAIT), default=5.0, help="Seconds to wait for these steps.")
 @result_options
 def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path | None, top: int) -> None:
     import time
 
     from frame.entrypoints.cli.chat import ask_server
 
-    found = ask_server("POST", base_url, "/start_profile", key, {"num_steps": steps}, _LONGEST_WAIT)
+    found = ask_server("POST", base_url, "/start_profile", key, {"num_steps": steps}, _MAX_WAIT)
     time.sleep(seconds)
-    ask_server("POST", base_url, "/stop_profile", key, {}, _LONGEST_WAIT)
+    ask_server("POST", base_url, "/stop_profile", key, {}, _MAX_WAIT)
     path = Path(str(found["path"]))
     if not path.exists():
         raise click.ClickException(
             f"the trace is {path} on the server's machine; copy it to this machine and pass it to `frame profile read`"
         )
-    _answer(path, out, top, {"server": base_url})
+    _reply(path, out, top, {"server": base_url})
 
 
 @click.command(help="Summarise a recorded trace. TRACE: a .json or .json.gz file that frame wrote.")
 @click.argument("trace", type=click.Path(path_type=Path))
 @result_options
 def read(trace: Path, out: Path | None, top: int) -> None:
-    _answer(trace, out, top, {})
+    _reply(trace, out, top, {})
 
 
 for _each in (offline, server, read):
     command.add_command(_each)
 
 
-def _answer(path: Path, out: Path | None, top: int, about: Mapping[str, Any]) -> None:
+def _reply(path: Path, out: Path | None, top: int, about: Mapping[str, Any]) -> None:
     from frame.entrypoints.tools.bench.report import report
     from frame.entrypoints.tools.bench.step_times import step_times
     from frame.entrypoints.tools.bench.trace import read_trace

@@ -15,10 +15,10 @@ import yaml
 
 from frame.core.errors import ConfigError
 
-_MOST_DEPTH = 16
-_MOST_VALUES = 10_000
-_MOST_DIGITS = 400
-_MOST_BYTES = 256 * 1024
+_MAX_DEPTH = 16
+_MAX_VALUES = 10_000
+_MAX_DIGITS = 400
+_MAX_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class _Loader(yaml.SafeLoader):
 def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     """An integer. `010` is 10; YAML 1.1 would read it as octal."""
     text = node.value
-    if len(text) > _MOST_DIGITS:
-        raise ConfigError(f"the number has {len(text.lower().removeprefix('0x'))} digits; the maximum is {_MOST_DIGITS}.")
+    if len(text) > _MAX_DIGITS:
+        raise ConfigError(f"the number has {len(text.lower().removeprefix('0x'))} digits; the maximum is {_MAX_DIGITS}.")
     return int(text, 16) if text.lower().startswith("0x") else int(text)
 
 
@@ -72,8 +72,8 @@ def read_yaml(path: str | Path) -> Located:
 def parse_yaml(text: str, name: str) -> Located:
     """Parse YAML text. `name` stands for the file in places and errors."""
     loader: _Loader | None = None
-    if len(text.encode(errors="replace")) > _MOST_BYTES:
-        raise ConfigError(f"{name}: larger than {_MOST_BYTES} bytes, the maximum for a configuration.")
+    if len(text.encode(errors="replace")) > _MAX_BYTES:
+        raise ConfigError(f"{name}: larger than {_MAX_BYTES} bytes, the maximum for a configuration.")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -84,7 +84,7 @@ def parse_yaml(text: str, name: str) -> Located:
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:  # raised by the YAML parser
-        raise ConfigError(f"{name}: nested more than {_MOST_DEPTH} deep.") from None
+        raise ConfigError(f"{name}: nested more than {_MAX_DEPTH} deep.") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -109,10 +109,10 @@ class _Reader:
     def read(self, node: yaml.Node, depth: int) -> Located:
         place = self._place(node)
         self._count += 1
-        if self._count > _MOST_VALUES:
-            raise ConfigError(f"{place}: more than {_MOST_VALUES} values, including repetitions through aliases (*name).")
-        if depth > _MOST_DEPTH:
-            raise ConfigError(f"{place}: nested more than {_MOST_DEPTH} deep.")
+        if self._count > _MAX_VALUES:
+            raise ConfigError(f"{place}: more than {_MAX_VALUES} values, including repetitions through aliases (*name).")
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{place}: nested more than {_MAX_DEPTH} deep.")
         if isinstance(node, yaml.MappingNode):
             return Located(self._mapping(node, depth), place)
         if isinstance(node, yaml.SequenceNode):

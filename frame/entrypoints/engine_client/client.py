@@ -93,8 +93,8 @@ class EngineClient:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if count > self.limits.max_outstanding:
-            most, remedy = self.limits.max_outstanding, "send fewer at once, or serve with a larger --max-queued-requests"
-            raise InvalidRequestError(f"the request asks for {count} sequences, and this server holds {most}; {remedy}")
+            maximum, remedy = self.limits.max_outstanding, "send fewer at once, or serve with a larger --max-queued-requests"
+            raise InvalidRequestError(f"the request asks for {count} sequences, and this server holds {maximum}; {remedy}")
         if self._outstanding.count + count > self.limits.max_outstanding:
             self.stats.rejected += count
             allowed = "all that scheduler.max_queued_requests allows"

@@ -110,26 +110,26 @@ def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingPa
         remedy = "shorten the prompt, or serve with a larger --max-model-len"
         sentence = f"the prompt has {len(prompt)} tokens and must leave room for one more; {remedy}"
         raise ContextLengthError(limits.max_context, sentence, "prompt")
-    most = min(limits.max_context, limits.capacity + 1)
-    room = most - len(prompt)
+    maximum = min(limits.max_context, limits.capacity + 1)
+    room = maximum - len(prompt)
     if (params.max_tokens or 1) > room:
         remedy = f"lower max_tokens to {room}" if room > 0 else "enlarge cache.max_total_tokens"
         sentence = f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens or 1}; {remedy}, or shorten the prompt"
-        raise ContextLengthError(most, sentence, "max_tokens")
+        raise ContextLengthError(maximum, sentence, "max_tokens")
     _check_ids(limits, prompt)
 
 
 def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:
     if len(prompt) <= SHORT_PROMPT:  # an array would cost more than it saves
-        least, most = min(prompt), max(prompt)
+        minimum, maximum = min(prompt), max(prompt)
     else:
         try:
             ids = as_array(prompt)
         except OverflowError:
-            least = most = -1
+            minimum = maximum = -1
         else:
-            least, most = int(ids.min()), int(ids.max())
-    is_valid = least >= 0 and most < limits.vocab_size
+            minimum, maximum = int(ids.min()), int(ids.max())
+    is_valid = minimum >= 0 and maximum < limits.vocab_size
     if not is_valid:
         raise InvalidRequestError(f"the prompt holds a token id outside the vocabulary (0 to {limits.vocab_size - 1})", "prompt")
 

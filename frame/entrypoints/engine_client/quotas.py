@@ -82,15 +82,15 @@ class TenantQuotas:
     def acquire_requests(self, tenant: str, count: int, requested: int = 1) -> None:
         """Count `count` more requests, of `requested` in all for one client request. Raises
         QuotaExceededError."""
-        held, most = self._num_requests[tenant], self._max_requests
-        if tenant and most is not None and held + count > most:
-            if requested > most:
+        held, maximum = self._num_requests[tenant], self._max_requests
+        if tenant and maximum is not None and held + count > maximum:
+            if requested > maximum:
                 raise QuotaExceededError(
-                    f"the request asks for {requested} sequences, and a key may have {most} at once; ask for fewer", True
+                    f"the request asks for {requested} sequences, and a key may have {maximum} at once; ask for fewer", True
                 )
             others = held + count - requested
             raise QuotaExceededError(
-                f"{others} requests of this key are running or waiting, and it may have {most}, each sequence counted; try again later"
+                f"{others} requests of this key are running or waiting, and it may have {maximum}, each sequence counted; try again later"
             )
         self._num_requests[tenant] += count
 

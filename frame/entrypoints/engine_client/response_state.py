@@ -173,14 +173,14 @@ class RequestState:
         return changed
 
     async def wait_until_complete(
-        self, most_logprobs: float = math.inf, read: Callable[[SequenceState], None] | None = None
+        self, max_logprobs: float = math.inf, read: Callable[[SequenceState], None] | None = None
     ) -> None:
         """Return when every sequence has ended, the client has disconnected, or more than
-        `most_logprobs` log-probabilities are held. The output stays in the sequences for one
+        `max_logprobs` log-probabilities are held. The output stays in the sequences for one
         `take_output`; `read` is called for each that has new output, and may take it."""
         held: dict[int, int] = {}  # by index of the sequence
         total = 0
-        while self.num_unfinished and not self.is_disconnected and total <= most_logprobs:
+        while self.num_unfinished and not self.is_disconnected and total <= max_logprobs:
             for sequence in await self.wait():
                 if read is not None:
                     read(sequence)

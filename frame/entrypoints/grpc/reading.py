@@ -33,8 +33,8 @@ class MessageReader:
     seconds for a message. `num_keys`: the clients that share the server."""
 
     def __init__(self, bodies: Bodies, max_bytes: int, timeout: float, num_keys: int) -> None:
-        self.max_sessions = max(2 * MIN_READS, bodies.most * 3 // (4 * max_bytes))  # calls that read messages all the time
-        count = max(MIN_READS, bodies.most // (4 * max_bytes))
+        self.max_sessions = max(2 * MIN_READS, bodies.maximum * 3 // (4 * max_bytes))  # calls that read messages all the time
+        count = max(MIN_READS, bodies.maximum // (4 * max_bytes))
         self._bodies = bodies
         self._timeout = timeout
         self._reads = FairSemaphore(count)
@@ -57,13 +57,13 @@ class MessageReader:
 
     async def decode(self, data: bytes, tenant: str, kind: Any) -> tuple[Any, int]:
         """(the message, the bytes of the pool that it holds). Raises ApiError."""
-        size, most = len(data), self._bodies.most_values
+        size, maximum = len(data), self._bodies.max_values
         self._bodies.take(size, tenant)
         try:
             if size <= INLINE_BYTES:
-                return _decode(kind, data, most), size
+                return _decode(kind, data, maximum), size
             async with self._decoding.hold_slot(tenant):  # one at a time, so that others run between them
-                return await asyncio.to_thread(_decode, kind, data, most), size
+                return await asyncio.to_thread(_decode, kind, data, maximum), size
         except BaseException:
             self._bodies.give_back(size, tenant)
             raise
@@ -101,8 +101,8 @@ class OpenReader:
         return _decode(kind, data, MAX_OPEN_BYTES)
 
 
-def _decode(kind: Any, data: bytes, most_values: int) -> Any:
-    check_parts(kind, data, most_values)
+def _decode(kind: Any, data: bytes, max_values: int) -> Any:
+    check_parts(kind, data, max_values)
     try:
         return kind.FromString(data)
     except DecodeError:

@@ -100,7 +100,7 @@ class Service:
         try:
             with self._services.quotas.open_lease(caller.tenant) as lease:
                 own = copy(caller)
-                own.lease, own.answer = lease, None
+                own.lease, own.reply = lease, None
                 await run_call(self._services, own, "Generate", self._put_replies(request, own, put))
         except QuotaExceededError as error:
             await put(self._error_reply(request.id, too_many(error)))

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.protocol.bodies import MOST_PARTS
+from frame.entrypoints.http.protocol.bodies import MAX_PARTS
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types
 _MAX_VARINT = 10  # bytes
@@ -27,12 +27,12 @@ _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 Fields = dict[int, Any]  # tag of a field with a length -> `Fields` of a message, or the width of an element (0: variable)
 
 
-def check_parts(kind: Any, data: bytes, most_values: int) -> None:
-    """Raise ApiError 400 for a message of class `kind` with more than `MOST_PARTS` fields, those of
-    its messages included, or more than `most_values` elements of packed lists. Takes up to 20
+def check_parts(kind: Any, data: bytes, max_values: int) -> None:
+    """Raise ApiError 400 for a message of class `kind` with more than `MAX_PARTS` fields, those of
+    its messages included, or more than `max_values` elements of packed lists. Takes up to 20
     ms."""
     try:
-        _Counter(data, most_values).count(_fields_of(kind.DESCRIPTOR), 0, len(data))
+        _Counter(data, max_values).count(_fields_of(kind.DESCRIPTOR), 0, len(data))
     except (IndexError, ValueError):
         raise malformed(kind) from None
 
@@ -45,11 +45,11 @@ class _Counter:
     """Counts what is left of both bounds. Raises IndexError or ValueError for bytes that are no
     message."""
 
-    def __init__(self, data: bytes, most_values: int) -> None:
+    def __init__(self, data: bytes, max_values: int) -> None:
         self._data = data
-        self._most_values = most_values
-        self._parts = MOST_PARTS
-        self._values = most_values
+        self._max_values = max_values
+        self._parts = MAX_PARTS
+        self._values = max_values
 
     def count(self, fields: Fields, at: int, end: int) -> None:
         """Count the fields from `at` to `end`."""
@@ -57,7 +57,7 @@ class _Counter:
         while at < end:
             self._parts -= 1
             if self._parts < 0:
-                raise ApiError(400, f"the message holds more than {MOST_PARTS} fields and list entries; send less at once")
+                raise ApiError(400, f"the message holds more than {MAX_PARTS} fields and list entries; send less at once")
             tag, at = data[at], at + 1
             if tag > 127:
                 tag, at = self._read_varint(at - 1)
@@ -86,7 +86,7 @@ class _Counter:
     def _count_values(self, at: int, size: int, width: int) -> None:
         self._values -= size // width if width else int(np.count_nonzero(np.frombuffer(self._data, np.uint8, size, at) < 128))
         if self._values < 0:
-            raise ApiError(400, f"the message holds more than {self._most_values} values; send less at once")
+            raise ApiError(400, f"the message holds more than {self._max_values} values; send less at once")
 
     def _read_varint(self, at: int) -> tuple[int, int]:
         """(the number that begins at `at`, where it ends)."""

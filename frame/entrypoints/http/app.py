@@ -154,7 +154,7 @@ class Dispatcher:
             if found is not None and any(route.access is Access.ADMIN for route in found.endpoints.values()):
                 scope["response_headers"] = ()  # operators' routes are for no page
             elif is_preflight(scope["method"], scope["headers"]) and self._cors.allows(scope["headers"]):
-                await _answer_preflight(self._cors, scope, ANY_METHOD if found is None else found.methods())
+                await _reply_to_preflight(self._cors, scope, ANY_METHOD if found is None else found.methods())
                 return
         if found is None:
             path = scope["path"][:MAX_PATH_CHARS]
@@ -179,8 +179,8 @@ def _first_segment(path: str) -> str:
 
 def body_limits(services: Services) -> dict[str, int]:
     """Bytes that a body may have, by what it holds."""
-    most = services.resolved.user.server.max_body_bytes
-    return {"file": most, "small": min(most, SMALL_BODY), "prompts": min(most, prompt_limit(services.resolved.max_context))}
+    maximum = services.resolved.user.server.max_body_bytes
+    return {"file": maximum, "small": min(maximum, SMALL_BODY), "prompts": min(maximum, prompt_limit(services.resolved.max_context))}
 
 
 async def _refuse(scope: Scope, error: ApiError) -> None:
@@ -195,7 +195,7 @@ async def _refuse(scope: Scope, error: ApiError) -> None:
         await app.hooks.record_response(context, NO_ROUTE, context.status or CLIENT_GONE)
 
 
-async def _answer_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) -> None:
+async def _reply_to_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) -> None:
     """Answer a browser's preflight, which brings no key, with the path's methods only."""
     scope["response_headers"] = cors.preflight_headers(scope["headers"], methods)
     receive, send = scope["asgi_channel"]

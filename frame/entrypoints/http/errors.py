@@ -29,7 +29,7 @@ TYPES = {
 
 
 QUOTED = 100  # characters of a text that a sentence quotes
-LONGEST_SENTENCE = 4096  # characters
+MAX_SENTENCE_LENGTH = 4096  # characters
 
 _PATH = re.compile(r"(?<![\w/#])(?!/v\d/)(?:[A-Za-z]:)?(?:[/\\][\w.+@~-]+)+[/\\]([\w.+@~-]+)")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
@@ -80,7 +80,7 @@ class ApiError(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None,
         headers: Headers = (),
     ) -> None:  # fmt: skip
-        message = message if len(message) <= LONGEST_SENTENCE else f"{message[:LONGEST_SENTENCE]}…"
+        message = message if len(message) <= MAX_SENTENCE_LENGTH else f"{message[:MAX_SENTENCE_LENGTH]}…"
         message = public(message) if status >= 500 else message
         super().__init__(message)
         self.status = status

@@ -42,8 +42,21 @@ class RequestContext:
     """`started`: the headers of the response were sent, so an error can only be an event of the
     stream."""
 
-    __slots__ = ("_bodies", "_has_rest", "_held", "_watcher", "answer", "errors", "ignored", "max_body", "receive", "scope", "send",
-                 "started", "status")  # fmt: skip
+    __slots__ = (
+        "_bodies",
+        "_has_rest",
+        "_held",
+        "_watcher",
+        "errors",
+        "ignored",
+        "max_body",
+        "receive",
+        "reply",
+        "scope",
+        "send",
+        "started",
+        "status",
+    )  # fmt: skip
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, max_body: int, errors: ErrorShape = OPENAI, bodies: Bodies | None = None
@@ -54,10 +67,10 @@ class RequestContext:
         self.max_body = max_body
         self.errors = errors
         self.started = False
-        self.answer: RequestState | None = None  # the state of its generation
+        self.reply: RequestState | None = None  # the state of its generation
         self.status = 0  # of the response, once it has started
         self.ignored: tuple[str, ...] = ()  # fields of the body without effect, which the response names
-        self._bodies = bodies or Bodies(most=2 * max_body, pause=BODY_PAUSE)
+        self._bodies = bodies or Bodies(maximum=2 * max_body, pause=BODY_PAUSE)
         self._has_rest = False  # a part of the body was asked for and may still come
         self._held = 0  # bytes of the body that count in `_bodies`
         self._watcher: asyncio.Task[None] | None = None
@@ -164,8 +177,8 @@ class RequestContext:
             if not is_required:
                 return None
             raise ApiError(400, "the body is empty; send a JSON object")
-        most = self._bodies.most_values
-        problem = await run_unless_small(data, problem_of, most)
+        maximum = self._bodies.max_values
+        problem = await run_unless_small(data, problem_of, maximum)
         if problem is not None:
             raise ApiError(400, problem)
         try:

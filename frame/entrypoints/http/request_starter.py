@@ -76,7 +76,7 @@ Prompt = str | list[int] | Chat | Pair
 class Caller(Protocol):
     """The sender of a request, over any protocol."""
 
-    answer: RequestState | None  # set by `start_request`
+    reply: RequestState | None  # set by `start_request`
 
     @property
     def tenant(self) -> str: ...
@@ -101,7 +101,7 @@ async def start_request(
     *,
     add_special_tokens: bool = True,
     tasks: Sequence[Task] = ("generate",),
-    longest: int | None = None,
+    max_length: int | None = None,
     prefix: str = "",
     refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None,
     encoder_inputs: Sequence[bytes] = (),
@@ -111,7 +111,7 @@ async def start_request(
 
     `options.timeout`, or the header x-request-timeout, is its time limit. `tasks`: those that the
     route serves; with tasks other than generate, each prompt yields a vector, and texts of more
-    than `longest` tokens are truncated. A request without a name gets one that begins with
+    than `max_length` tokens are truncated. A request without a name gets one that begins with
     `prefix`. `refine` completes the parameters of a prompt once its tokens are known.
     `encoder_inputs`: one a prompt, for encoder-decoder models.
     """
@@ -138,8 +138,8 @@ async def start_request(
         rid = f"{prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{prefix}{secrets.token_hex(16)}"
     try:
         limits = services.client.limits
-        most = countable_tokens(services) if options.truncates else limits.max_context
-        ids, second_text_starts = await _encode_all(services, prompts, add_special_tokens, longest, most)
+        maximum = countable_tokens(services) if options.truncates else limits.max_context
+        ids, second_text_starts = await _encode_all(services, prompts, add_special_tokens, max_length, maximum)
         ids = [options.truncated(prompt, limits.max_context - (own.max_tokens or 1)) for prompt, own in zip(ids, params, strict=True)]
         await paced_map(lambda pair: check_prompt(limits, *pair), zip(ids, params, strict=True))
         checked = {id(own): own for own in params}
@@ -148,34 +148,34 @@ async def start_request(
             params = await paced_map(lambda pair: refine(*pair), zip(ids, params, strict=True))
         await paced_map(partial(check_params, limits), (own for own in _unique(params) if id(own) not in checked))
         space = _namespace(services, call, salt)
-        answer = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
-        for sequence in answer.sequences if encoder_inputs else ():
+        reply = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
+        for sequence in reply.sequences if encoder_inputs else ():
             sequence.recovery.encoder_input = encoder_inputs[sequence.prompt_index]
-        await _start(services, answer, priority, space, deadline)
+        await _start(services, reply, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must release the sequences
         services.client.release_sequences(count)
         raise as_sent(as_api_error(error), options.sent_name) from None
-    answer.created = arrived
-    answer.sent_name = options.sent_name
-    call.answer = answer
-    call.on_disconnect(answer.mark_disconnected)
-    return answer
+    reply.created = arrived
+    reply.sent_name = options.sent_name
+    call.reply = reply
+    call.on_disconnect(reply.mark_disconnected)
+    return reply
 
 
-async def _start(services: Services, answer: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
+async def _start(services: Services, reply: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
     """Start all sequences of a prepared request, or none."""
     try:
-        await paced_map(lambda sequence: services.client.start_sequence(sequence, priority, namespace, deadline), answer.sequences)
+        await paced_map(lambda sequence: services.client.start_sequence(sequence, priority, namespace, deadline), reply.sequences)
     except BaseException:
-        services.client.cancel_request(answer)
+        services.client.cancel_request(reply)
         raise
 
 
 def check_sequence_count(services: Services, count: int, param: str = "n") -> None:
     """Raise ApiError 400 for more sequences than one request may have."""
-    most = services.resolved.user.server.max_sequences_per_request
-    if count > most:
-        sentence = f"the request asks for {count} sequences (prompts x n), and it may have {most} (server.max_sequences_per_request)"
+    maximum = services.resolved.user.server.max_sequences_per_request
+    if count > maximum:
+        sentence = f"the request asks for {count} sequences (prompts x n), and it may have {maximum} (server.max_sequences_per_request)"
         raise ApiError(400, f"{sentence}; send several requests", param)
 
 
@@ -236,32 +236,32 @@ def _check_time_limit(name: str, given: float) -> float:
 
 
 async def _encode_all(
-    services: Services, prompts: Sequence[Prompt], add_special_tokens: bool, longest: int | None, most: int
+    services: Services, prompts: Sequence[Prompt], add_special_tokens: bool, max_length: int | None, maximum: int
 ) -> tuple[list[list[int]], list[int]]:
     """Token ids of each prompt, and the index of each pair's second text."""
     inputs = [[prompt] if isinstance(prompt, str) else [*prompt] for prompt in prompts if isinstance(prompt, str | Pair)]
     if len(inputs) < len(prompts) or (len(inputs) == 1 and services.resolved.task == "generate"):
-        return [one if isinstance(one, list) else await encode_prompt(services, one, add_special_tokens, most) for one in prompts], []
+        return [one if isinstance(one, list) else await encode_prompt(services, one, add_special_tokens, maximum) for one in prompts], []
     special = add_special_tokens or services.resolved.task != "generate"
-    bound = None if longest is not None else most  # a text that is truncated may have any length
-    encoded = await _within(services, most, services.need_text_input().encode_inputs(inputs, longest, bound, special))
+    bound = None if max_length is not None else maximum  # a text that is truncated may have any length
+    encoded = await _within(services, maximum, services.need_text_input().encode_inputs(inputs, max_length, bound, special))
     return [ids for ids, _ in encoded], [second_text_start for _, second_text_start in encoded if services.resolved.task != "generate"]
 
 
 async def encode_prompt(
-    services: Services, prompt: str | Chat | Pair, add_special_tokens: bool = True, most: int | None = None
+    services: Services, prompt: str | Chat | Pair, add_special_tokens: bool = True, maximum: int | None = None
 ) -> list[int]:
-    """The token ids of a text or a conversation. Raises ApiError for more than `most` tokens (None:
-    those of the context), before all of it is tokenized."""
-    text_input, most = services.need_text_input(), services.client.limits.max_context if most is None else most
+    """The token ids of a text or a conversation. Raises ApiError for more than `maximum` tokens
+    (None: those of the context), before all of it is tokenized."""
+    text_input, maximum = services.need_text_input(), services.client.limits.max_context if maximum is None else maximum
     if isinstance(prompt, Chat):
         _check_sizes([prompt])
-        work = text_input.encode_chat(prompt.messages, prompt.tools, prompt.arguments, most)
+        work = text_input.encode_chat(prompt.messages, prompt.tools, prompt.arguments, maximum)
     elif isinstance(prompt, str):
-        work = text_input.encode(prompt, add_special_tokens, most)
+        work = text_input.encode(prompt, add_special_tokens, maximum)
     else:
         raise TypeError(f"{type(prompt).__name__} is no text to be encoded alone")
-    return await _within(services, most, work)
+    return await _within(services, maximum, work)
 
 
 def countable_tokens(services: Services) -> int:
@@ -269,12 +269,12 @@ def countable_tokens(services: Services) -> int:
     return max(services.client.limits.max_context, COUNTED_TOKENS)
 
 
-async def _within(services: Services, most: int, work: Awaitable[T]) -> T:
+async def _within(services: Services, maximum: int, work: Awaitable[T]) -> T:
     try:
         return await work
     except TextTooLongError:
         sentence = "the text is longer; shorten it" if services.resolved.task == "generate" else f"the input is longer; {CUT}"
-        raise as_api_error(ContextLengthError(most, sentence, "prompt")) from None
+        raise as_api_error(ContextLengthError(maximum, sentence, "prompt")) from None
     except ChatTemplateError as error:
         raise as_api_error(error) from None
 
@@ -288,23 +288,23 @@ async def _with_bad_words(services: Services, params: Sequence[SamplingParams]) 
     return [made.get(id(own), own) for own in params]
 
 
-async def wait_complete(answer: RequestState, read: Callable[[SequenceState], None] | None = None) -> list[SequenceState]:
+async def wait_complete(reply: RequestState, read: Callable[[SequenceState], None] | None = None) -> list[SequenceState]:
     """Wait for all sequences of a request; `read` may take new output before. Raises ApiError for a
     failure, DisconnectedError."""
-    await answer.wait_until_complete(MAX_LOGPROBS_HELD, read)
-    if answer.is_disconnected:
+    await reply.wait_until_complete(MAX_LOGPROBS_HELD, read)
+    if reply.is_disconnected:
         raise DisconnectedError
-    if answer.num_unfinished:
+    if reply.num_unfinished:
         sentence = f"the response has more than {MAX_LOGPROBS_HELD} log-probabilities; ask for fewer of them, fewer tokens or a smaller n"
         raise ApiError(400, f"{sentence}, or stream it", "logprobs")
-    raise_failed(answer.sequences)
-    return answer.sequences
+    raise_failed(reply.sequences)
+    return reply.sequences
 
 
 async def stream_response(
     context: RequestContext,
     services: Services,
-    answer: RequestState,
+    reply: RequestState,
     write: Callable[[SequenceState], Event],
     close: Callable[[], bytes],
     media_type: bytes = EVENT_STREAM,
@@ -314,24 +314,24 @@ async def stream_response(
     A failure before the first token is an ordinary error response; a later one is an event of
     its sequence. A client that reads too slowly gets an error event, and its request ends.
     """
-    pump = EventPump(context, answer, write, services.formatting)
-    limit_unread_tokens(services, answer, pump.give_up)
-    changed = await answer.wait()
-    if answer.is_disconnected:
+    pump = EventPump(context, reply, write, services.formatting)
+    limit_unread_tokens(services, reply, pump.give_up)
+    changed = await reply.wait()
+    if reply.is_disconnected:
         raise DisconnectedError
     raise_failed(changed)
     await context.start_events(media_type)
     await pump.run(changed)
-    if answer.is_disconnected:
+    if reply.is_disconnected:
         raise DisconnectedError
     await context.end(close())
 
 
-def limit_unread_tokens(services: Services, answer: RequestState, give_up: Callable[[ApiError], None]) -> None:
+def limit_unread_tokens(services: Services, reply: RequestState, give_up: Callable[[ApiError], None]) -> None:
     """Call `give_up` when more tokens of a stream wait for its reader than the server allows."""
-    most = services.resolved.user.server.max_unread_tokens
-    sentence = f"the answer was not read: more than {most} of its tokens wait (server.max_unread_tokens); read it as it comes"
-    answer.set_backpressure_limit(most, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
+    maximum = services.resolved.user.server.max_unread_tokens
+    sentence = f"the answer was not read: more than {maximum} of its tokens wait (server.max_unread_tokens); read it as it comes"
+    reply.set_backpressure_limit(maximum, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
 
 
 async def paced_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -357,8 +357,8 @@ def _check_sizes(prompts: Sequence[Prompt], **names: str | None) -> None:
             raise ApiError(400, f"{field_name} has {len(value)} characters; it may have {MAX_NAME_CHARS}", field_name)
     for prompt in prompts:
         if isinstance(prompt, Chat):
-            for part, found, most in (("messages", prompt.messages, MAX_MESSAGES), ("tools", prompt.tools or (), MAX_TOOLS)):
-                if len(found) > most:
-                    raise ApiError(400, f"{part} has {len(found)} entries; it may have {most}", part)
+            for part, found, maximum in (("messages", prompt.messages, MAX_MESSAGES), ("tools", prompt.tools or (), MAX_TOOLS)):
+                if len(found) > maximum:
+                    raise ApiError(400, f"{part} has {len(found)} entries; it may have {maximum}", part)
             if len(msgspec.json.encode((prompt.tools, prompt.arguments))) > MAX_TOOL_BYTES:
                 raise ApiError(400, f"tools and chat_template_kwargs have more than {MAX_TOOL_BYTES} bytes; shorten them", "tools")

@@ -38,10 +38,10 @@ def need_task(resolved: Resolved, *tasks: str) -> None:
 class Vectors:
     """`run` computes encoded sequences; `tokenizer` returns the tokenizer."""
 
-    def __init__(self, resolved: Resolved, tokenizer: Callable[[], Tokenizer], longest: int, run: Run) -> None:
+    def __init__(self, resolved: Resolved, tokenizer: Callable[[], Tokenizer], max_length: int, run: Run) -> None:
         self._resolved = resolved
         self._tokenizer = tokenizer
-        self._longest = longest
+        self._max_length = max_length
         self._run = run
         self._score_prompt = read_score_prompt(resolved.user.text.score_prompt)
 
@@ -65,7 +65,7 @@ class Vectors:
     def score(self, first: Sequence[str], second: Sequence[str], instruction: str | None, truncate: bool) -> np.ndarray:
         """Relevance of pairs, float32 [pairs]; the cosine for an embedding model."""
         need_task(self._resolved, "embed", "classify")
-        tokenizer, longest = self._tokenizer(), self._longest if truncate else None
+        tokenizer, max_length = self._tokenizer(), self._max_length if truncate else None
         try:
             pairs = paired(first, second)
             form = form_of(self._resolved, self._score_prompt, tokenizer.has_chat_template)
@@ -78,12 +78,12 @@ class Vectors:
         if form == "chat":
             encoded = [(tokenizer.encode_chat(conversation(*pair, instruction), None, dict(TEMPLATE_ARGUMENTS)), 0) for pair in pairs]
         elif form == "text" and self._score_prompt is not None:
-            encoded = tokenizer.encode_inputs([[filled(self._score_prompt, *pair, instruction)] for pair in pairs], longest)
+            encoded = tokenizer.encode_inputs([[filled(self._score_prompt, *pair, instruction)] for pair in pairs], max_length)
         else:
-            encoded = tokenizer.encode_inputs(pairs, longest)
+            encoded = tokenizer.encode_inputs(pairs, max_length)
         return relevance(self._run(encoded))
 
     def _encode(self, texts: Sequence[Any], truncate: bool, lead: str = "") -> list[Encoded]:
         if not all(isinstance(text, str) for text in texts):
             return [(list(text), 0) for text in texts]
-        return self._tokenizer().encode_inputs([[lead + text] for text in texts], self._longest if truncate else None)
+        return self._tokenizer().encode_inputs([[lead + text] for text in texts], self._max_length if truncate else None)

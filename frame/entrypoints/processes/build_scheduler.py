@@ -95,7 +95,7 @@ def build_scheduler(
     scheduler = assemble_scheduler(config, cache, allocator, policy, on_finish=on_finish)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
-        scheduler.speculation.enable(drafter, resolved.most_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
+        scheduler.speculation.enable(drafter, resolved.max_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
     return scheduler
 
 

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_MOST_GROUPS = 8  # groups with pages of their own, besides `tokens`
+_MAX_GROUPS = 8  # groups with pages of their own, besides `tokens`
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +119,17 @@ class Parts:
 def limits_of(resolved: Resolved) -> Limits:
     """The maximum sizes of a step: a full prefill chunk plus one decode token and one draft of each
     running request."""
-    most = resolved.chunked_prefill_size + resolved.max_running_requests * (1 + resolved.most_drafted)
+    maximum = resolved.chunked_prefill_size + resolved.max_running_requests * (1 + resolved.max_drafted)
     is_padded = resolved.plan.num_groups > 1  # with prompts in the padding slot, which keep the groups in step
     return Limits(
-        max_running_requests=resolved.max_running_requests + is_padded * (-(-most // resolved.max_context) + 1),
-        max_tokens_per_step=most + is_padded,
+        max_running_requests=resolved.max_running_requests + is_padded * (-(-maximum // resolved.max_context) + 1),
+        max_tokens_per_step=maximum + is_padded,
         max_context=resolved.max_context,
         page_size=resolved.page_size,
-        max_drafted=resolved.most_drafted,
+        max_drafted=resolved.max_drafted,
         verifies_trees=resolved.tree is not None,
         max_single_rows=max(
-            resolved.cuda_graph_max_bs, most if resolved.model.encoder_length else 0, resolved.tree.width if resolved.tree else 0
+            resolved.cuda_graph_max_bs, maximum if resolved.model.encoder_length else 0, resolved.tree.width if resolved.tree else 0
         ),
     )
 
@@ -243,9 +243,9 @@ def build_runner(
     memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
     pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     ranks = (context.ep_group, *([] if pipeline is None else [pipeline.hidden]))
-    pages = _least_of_ranks(pages, ranks, device)
+    pages = _min_of_ranks(pages, ranks, device)
     pools = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
-    pools = tuple(replace(each, num_pages=_least_of_ranks(each.num_pages, ranks, device)) for each in pools)
+    pools = tuple(replace(each, num_pages=_min_of_ranks(each.num_pages, ranks, device)) for each in pools)
     operations = choose_operations(device)
     pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device, operations.move_rows)
     phases["cache"] = time.perf_counter() - clock
@@ -262,7 +262,7 @@ def build_runner(
     else:
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()
-    runner.settle_backend()
+    runner.resolve_backend()
     phases["attention"] = time.perf_counter() - clock
     clock = time.perf_counter()
     with blaming("in a warm-up step"):
@@ -319,11 +319,11 @@ def _check_tree(resolved: Resolved, geometry: KVGeometry) -> None:
     """Raise ConfigurationError if drafts are trees, which the model cannot verify."""
     if resolved.tree is None:
         return
-    problem, most = "", resolved.tree.num_extended
+    problem, maximum = "", resolved.tree.num_extended
     if any(group.kind != "tokens" for group in geometry.groups):
         problem = "layers with states or an indexer verify chains alone"
-    elif resolved.max_context <= most:
-        problem = f"trees read {most} tokens after the last one, and model.max_context is {resolved.max_context}"
+    elif resolved.max_context <= maximum:
+        problem = f"trees read {maximum} tokens after the last one, and model.max_context is {resolved.max_context}"
     if problem:
         raise ConfigurationError(f"the option eagle_topk of {resolved.choice('drafter').name} is above 1, and {problem}; set it to 1")
 
@@ -370,8 +370,8 @@ def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: Build
 def _set_drafter(runner: TorchModelRunner, drafter: _Drafter, resolved: Resolved) -> None:
     """Draft with this model after each step that asks for drafts."""
     passes = DraftPasses(drafter.model, drafter.attention, runner.inputs, runner.agree_tokens)
-    drafts = DraftRunner(passes, resolved.most_drafted, resolved.tree, is_alone=runner.context.tp.size == 1)
-    runner.set_drafts(drafts, resolved.most_drafted, 0 if resolved.tree is None else resolved.tree.depth)
+    drafts = DraftRunner(passes, resolved.max_drafted, resolved.tree, is_alone=runner.context.tp.size == 1)
+    runner.set_drafts(drafts, resolved.max_drafted, 0 if resolved.tree is None else resolved.tree.depth)
 
 
 def prepare_drafter(
@@ -405,8 +405,8 @@ def _capture_graphs(runner: TorchModelRunner, resolved: Resolved, phases: dict[s
     clock = time.perf_counter()
     if _wants_pieces(runner, resolved):
         try:
-            most = min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step)
-            runner.capture_piecewise_graphs(most, is_dry=is_dry)
+            maximum = min(resolved.prompt_graph_max_tokens, runner.context.limits.max_tokens_per_step)
+            runner.capture_piecewise_graphs(maximum, is_dry=is_dry)
         except ConfigurationError as error:
             if resolved.user.execution.prompt_graph_max_tokens:
                 raise
@@ -429,7 +429,7 @@ def _wants_pieces(runner: TorchModelRunner, resolved: Resolved) -> bool:
     return bool(resolved.prompt_graph_max_tokens) and not obstacle and (groups is None or bool(asked))
 
 
-def _least_of_ranks(pages: int, groups: Sequence[Collective], device: torch.device) -> int:
+def _min_of_ranks(pages: int, groups: Sequence[Collective], device: torch.device) -> int:
     """The minimum page count over the ranks of these groups: rank 0's scheduler assigns the pages
     of all."""
     for group in groups:
@@ -442,6 +442,6 @@ def _list_groups(geometry: KVGeometry, stages: Collective, device: torch.device)
     """The groups with pages of their own, besides `tokens`, of all stages, in the order of the
     model's layers. 0 stands for a group of states, other numbers for a window."""
     own = [group.window or 0 for group in geometry.groups[1 : geometry.num_pools]]
-    padded = torch.tensor(own + [-1] * (_MOST_GROUPS - len(own)), device=device)
+    padded = torch.tensor(own + [-1] * (_MAX_GROUPS - len(own)), device=device)
     every = dict.fromkeys(window for window in stages.all_gather(padded, dim=0).tolist() if window >= 0)
     return [("window", window) if window else ("snapshot", None) for window in every]

@@ -288,12 +288,12 @@ def _limit_memory(num_bytes: int | None) -> None:
     """Limit this process to `num_bytes` more memory than it has now. None: lift the limit."""
     if not sys.platform.startswith("linux"):
         return
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = most
+    _, maximum = resource.getrlimit(resource.RLIMIT_AS)
+    limit = maximum
     if num_bytes is not None:
         limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
-        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+        limit = limit if maximum == resource.RLIM_INFINITY else min(limit, maximum)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, maximum))
 
 
 if __name__ == "__main__":

@@ -73,12 +73,12 @@ class MemoryPlan:
         """
         pairs = [("weights", self.weights / GIB, weights / GIB, "GiB"), ("the KV cache", self.tokens, tokens, "tokens")]
         if not self.is_shared:
-            least, most = self.others - self.reserved + memory.reserved, memory.total - memory.free
+            minimum, maximum = self.others - self.reserved + memory.reserved, memory.total - memory.free
             fixed = self.used - self.activations - self.workspaces
-            if least > self.used:
-                pairs.append(("all memory", self.used / GIB, least / GIB, "GiB"))
-            elif most < fixed:
-                pairs.append(("memory besides activations and workspaces", fixed / GIB, most / GIB, "GiB"))
+            if minimum > self.used:
+                pairs.append(("all memory", self.used / GIB, minimum / GIB, "GiB"))
+            elif maximum < fixed:
+                pairs.append(("memory besides activations and workspaces", fixed / GIB, maximum / GIB, "GiB"))
         return [
             f"the memory plan predicts {planned:,.6g} {unit} for {name}; it is {real:,.6g}"
             for name, planned, real, unit in pairs

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.gemm_kernel import GroupedProduct, Product
+    from frame.core.interfaces.gemm_kernel import Gemm, GroupedGemm
     from frame.core.interfaces.moe import DispatchOutput
     from frame.core.interfaces.weight_format import PackedWeight
 
@@ -69,10 +69,10 @@ class PlannedKernel(GemmKernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None
 
-    def prepare(self, weight: PackedWeight) -> Product:
+    def prepare(self, weight: PackedWeight) -> Gemm:
         raise NotImplementedError
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         raise NotImplementedError
 
 

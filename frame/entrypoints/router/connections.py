@@ -21,11 +21,11 @@ import httpcore
 import httpx
 from h11._receivebuffer import ReceiveBuffer  # no public name
 
-from frame.entrypoints.http.protocol.connections import LARGEST_HEAD, MOST_HEADERS
+from frame.entrypoints.http.protocol.connections import LARGEST_HEAD, MAX_HEADERS
 
 CONNECT = 3.0  # seconds to reach a replica
 IDLE = 30.0  # seconds that a connection to a replica is kept: less than a server keeps it
-MOST_KEPT = 256  # idle connections
+MAX_KEPT = 256  # idle connections
 MAX_INFORMATIONAL = 16  # 1xx responses to one request
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 
@@ -58,7 +58,7 @@ class _Transport(httpx.AsyncHTTPTransport):
 
 class _Pool(httpcore.AsyncConnectionPool):
     def __init__(self, context: ssl.SSLContext) -> None:
-        super().__init__(context, max_connections=None, max_keepalive_connections=MOST_KEPT, keepalive_expiry=IDLE)
+        super().__init__(context, max_connections=None, max_keepalive_connections=MAX_KEPT, keepalive_expiry=IDLE)
         self._context = context
 
     def _assign_requests_to_connections(self) -> list[httpcore.AsyncConnectionInterface]:
@@ -68,7 +68,7 @@ class _Pool(httpcore.AsyncConnectionPool):
         for connection in self._connections:
             if connection.is_idle():
                 num_idle += 1
-                if num_idle > MOST_KEPT or connection.has_expired():
+                if num_idle > MAX_KEPT or connection.has_expired():
                     closing.append(connection)
                     continue
             if not connection.is_closed():
@@ -157,7 +157,7 @@ class _HeadBuffer(ReceiveBuffer):
         self._num_bytes += size
         if self._num_blocks > MAX_INFORMATIONAL + 2:  # and a head and trailers
             raise InformationalError(f"more than {MAX_INFORMATIONAL} informational (1xx) responses to one request")
-        if data.count(b"\r\n", 0, end) > MOST_HEADERS:  # counts no CR LF of the last header, and that of the status line
-            raise ResponseHeadError(f"more than {MOST_HEADERS} headers")
+        if data.count(b"\r\n", 0, end) > MAX_HEADERS:  # counts no CR LF of the last header, and that of the status line
+            raise ResponseHeadError(f"more than {MAX_HEADERS} headers")
         head = self._extract(size)
         return head[:end].split(b"\r\n") if end else []

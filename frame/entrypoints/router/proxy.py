@@ -37,11 +37,11 @@ _HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
      b"content-length", b"expect", b"date")
 )  # fmt: skip
-LONGEST_REFUSAL = 1 << 20  # bytes of an answer that is read before it is passed on
+MAX_REFUSAL_LENGTH = 1 << 20  # bytes of an answer that is read before it is passed on
 REFUSAL_TIME = 5.0  # seconds in which a replica sends the body of a refusal
 BROADCAST_TIME = 40.0  # seconds in which each replica answers a request for all; its engine has 30
 STATUSES = range(200, 600)
-MOST_LOST = 2  # replicas that may be lost while they have the same request
+MAX_LOST = 2  # replicas that may be lost while they have the same request
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # what no header may hold
 _REFUSED = (429, 503)  # the replica took nothing
 
@@ -70,7 +70,7 @@ class RoutedRequest:
 
 
 @dataclass(frozen=True)
-class ShortAnswer:
+class ShortReply:
     """A whole answer of a replica."""
 
     status: int
@@ -144,7 +144,7 @@ class Proxy:
             request.tried.add(backend.number)
             with counted(backend):
                 try:
-                    answer = await self._open(request, backend)
+                    reply = await self._open(request, backend)
                 except LostError as error:
                     reason = f"replica {backend.url} is lost: {error}"
                     num_lost += error.was_sent
@@ -152,21 +152,21 @@ class Proxy:
                         self.metrics.count("lost")
                         log.warning("the request was sent to %s, which is lost: it is not repeated", backend.url)
                         raise ApiError(502, f"{reason}; it may have taken request {request.request_id}, which is not repeated") from None
-                    if num_lost == MOST_LOST:  # the request may be the cause
+                    if num_lost == MAX_LOST:  # the request may be the cause
                         self.metrics.count("lost")
                         raise ApiError(502, f"{reason}, the second one with request {request.request_id}, which is not repeated") from None
                     self.metrics.count("retried")
                     continue
                 try:
-                    if answer.status_code in _REFUSED or (answer.status_code == 404 and is_stored(request.path)):  # ask another
+                    if reply.status_code in _REFUSED or (reply.status_code == 404 and is_stored(request.path)):  # ask another
                         with contextlib.suppress(LostError, httpx.HTTPError, OSError):  # the refusal breaks off
                             async with asyncio.timeout(REFUSAL_TIME):
-                                last = await self._wait(request, backend, _read_short(answer))
+                                last = await self._wait(request, backend, _read_short(reply))
                         continue
-                    await self._pass_on(request, backend, answer)
+                    await self._pass_on(request, backend, reply)
                     return
                 finally:
-                    await answer.aclose()
+                    await reply.aclose()
         if last is None:
             raise ApiError(503, f"{reason}; try again later", retry_after=RETRY_AFTER)
         self.metrics.count("refused" if last.status in _REFUSED else "answered")
@@ -186,7 +186,7 @@ class Proxy:
             request.method, backend.url, headers=request.headers, content=request.body or None, extensions=exact
         )
         try:
-            answer = await self._wait(request, backend, self._client.send(forwarded, stream=True))
+            reply = await self._wait(request, backend, self._client.send(forwarded, stream=True))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             self.backends.mark_lost(backend, f"{type(error).__name__} {error}")
             raise LostError("it does not accept connections", was_sent=False) from None
@@ -199,25 +199,25 @@ class Proxy:
                 raise self._refuse_head(request, backend, str(error)) from None
             reason = f"it sent {error}" if isinstance(error, InformationalError) else type(error).__name__
             raise LostError(reason, was_sent=True) from None
-        if answer.status_code not in STATUSES or any(_CONTROL.search(value) for _, value in answer.headers.raw):
-            await answer.aclose()
-            what = f"status {answer.status_code}" if answer.status_code not in STATUSES else "a header with control characters"
+        if reply.status_code not in STATUSES or any(_CONTROL.search(value) for _, value in reply.headers.raw):
+            await reply.aclose()
+            what = f"status {reply.status_code}" if reply.status_code not in STATUSES else "a header with control characters"
             raise self._refuse_head(request, backend, what)
-        return answer
+        return reply
 
     def _refuse_head(self, request: RoutedRequest, backend: Backend, what: str) -> ApiError:
         self.metrics.count("broken")
         return ApiError(502, f"replica {backend.url} sent {what} to request {request.request_id}, which is not repeated")
 
-    async def _pass_on(self, request: RoutedRequest, backend: Backend, answer: httpx.Response) -> None:
+    async def _pass_on(self, request: RoutedRequest, backend: Backend, reply: httpx.Response) -> None:
         """The answer to the client, as its bytes come."""
-        head = _kept(answer.headers.raw)
-        has_length = "content-length" in answer.headers and "transfer-encoding" not in answer.headers
-        has_length = has_length and answer.status_code not in (204, 304)  # without a body, whatever the length says
+        head = _kept(reply.headers.raw)
+        has_length = "content-length" in reply.headers and "transfer-encoding" not in reply.headers
+        has_length = has_length and reply.status_code not in (204, 304)  # without a body, whatever the length says
         if has_length:
-            head.append((b"content-length", answer.headers["content-length"].encode()))
-        await request.send({"type": "http.response.start", "status": answer.status_code, "headers": head})
-        chunks, last = answer.aiter_raw().__aiter__(), b""  # last: the last two bytes sent
+            head.append((b"content-length", reply.headers["content-length"].encode()))
+        await request.send({"type": "http.response.start", "status": reply.status_code, "headers": head})
+        chunks, last = reply.aiter_raw().__aiter__(), b""  # last: the last two bytes sent
         while True:
             try:
                 chunk = await self._wait(request, backend, _next(chunks))
@@ -225,7 +225,7 @@ class Proxy:
                 self.metrics.count("broken")
                 await self.backends.check(backend, is_suspect=True)
                 log.warning("the response breaks off: replica %s is lost: %s", backend.url, error)
-                if has_length or not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                if has_length or not reply.headers.get("content-type", "").startswith("text/event-stream"):
                     raise ResponseCutError from None
                 event = (b"" if last in (b"", b"\n\n") else b"\n\n") + _error_event(request, backend)  # not a part of a half event
                 await request.send({"type": "http.response.body", "body": event, "more_body": False})
@@ -262,7 +262,7 @@ class Proxy:
         for result in results:
             if isinstance(result, BaseException) and result not in failed:
                 raise result
-        found = [result for result in results if isinstance(result, ShortAnswer)]
+        found = [result for result in results if isinstance(result, ShortReply)]
         is_abort = request.path == "/abort_request"
         told = next((each for each in found if (each.status < 300) == is_abort), None)
         if failed and told is None:
@@ -272,14 +272,14 @@ class Proxy:
         self.metrics.count("answered")
         await (told or found[0]).send(request.send)
 
-    async def _ask(self, request: RoutedRequest, backend: Backend) -> ShortAnswer:
+    async def _ask(self, request: RoutedRequest, backend: Backend) -> ShortReply:
         """One replica's answer to a request for all. Raises ApiError that names the replica,
         DisconnectedError."""
         with counted(backend):
             try:
                 async with asyncio.timeout(BROADCAST_TIME):
-                    answer = await self._open(request, backend)
-                    return await self._wait(request, backend, _read_short(answer))
+                    reply = await self._open(request, backend)
+                    return await self._wait(request, backend, _read_short(reply))
             except TimeoutError:
                 raise ApiError(504, f"replica {backend.url} did not answer within {BROADCAST_TIME:g} s") from None
             except (LostError, httpx.HTTPError, OSError) as error:
@@ -302,17 +302,17 @@ def _error_event(request: RoutedRequest, backend: Backend) -> bytes:
     return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
 
 
-async def _read_short(answer: httpx.Response) -> ShortAnswer:
+async def _read_short(reply: httpx.Response) -> ShortReply:
     """An answer, or its beginning where it does not end; compressed as it came."""
     body = b""
     try:
-        async for part in answer.aiter_raw():
+        async for part in reply.aiter_raw():
             body += part
-            if len(body) >= LONGEST_REFUSAL:
+            if len(body) >= MAX_REFUSAL_LENGTH:
                 break
     finally:
-        await answer.aclose()
-    return ShortAnswer(answer.status_code, _kept(answer.headers.raw), body)
+        await reply.aclose()
+    return ShortReply(reply.status_code, _kept(reply.headers.raw), body)
 
 
 async def _wait_gone(receive: Any) -> None:

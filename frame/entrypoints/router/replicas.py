@@ -71,8 +71,8 @@ class Backends:
         tried yet, so one failed check is enough."""
         reason = ""
         try:
-            async with asyncio.timeout(max(1.0, self._interval)), self._client.stream("GET", f"{backend.url}/health") as answer:
-                reason = "" if answer.status_code == 200 else f"/health answers {answer.status_code}"  # its body may not end
+            async with asyncio.timeout(max(1.0, self._interval)), self._client.stream("GET", f"{backend.url}/health") as reply:
+                reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"  # its body may not end
         except (httpx.HTTPError, OSError) as error:  # TimeoutError is an OSError
             reason = f"{type(error).__name__} {error}".strip()
         if not reason:

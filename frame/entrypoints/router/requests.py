@@ -8,8 +8,8 @@ import hashlib
 import msgspec
 
 BLOCK = 256  # bytes of a prompt that are compared together
-MOST_BYTES = 64 * 1024  # of a prompt
-LONGEST_READ = 8 << 20  # bytes of a body that is looked through; a longer one holds the event loop for 0.1 s
+MAX_BYTES = 64 * 1024  # of a prompt
+MAX_READ_LENGTH = 8 << 20  # bytes of a body that is looked through; a longer one holds the event loop for 0.1 s
 _BEFORE = ("model", "lora_path", "cache_salt", "system", "instructions", "tools")  # fields that precede the prompt in the template
 _PROMPTS = ("messages", "prompt", "input_ids", "text", "input", "inputs", "texts", "query", "content")
 # Values stay as they came: to decode 64 MiB of JSON would hold the event loop for seconds.
@@ -52,19 +52,19 @@ def is_pinned(path: str) -> bool:
 
 def hash_prompt(body: bytes) -> list[int]:
     """A hash of each prefix of whole blocks of the prompt in a JSON body; empty without one."""
-    if len(body) > LONGEST_READ:
+    if len(body) > MAX_READ_LENGTH:
         return []
     try:
         found = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []  # the replica refuses the body
-    before, prompts = ([memoryview(getattr(found, name))[:MOST_BYTES] for name in names] for names in (_BEFORE, _PROMPTS))
+    before, prompts = ([memoryview(getattr(found, name))[:MAX_BYTES] for name in names] for names in (_BEFORE, _PROMPTS))
     prompt = next((value for value in prompts if value and value != b"null"), None)
     if prompt is None:
         return []
     if prompt[:2] == b"[[":  # the first of several
         prompt = prompt[1:]
-    text = b",".join([*before, prompt])[:MOST_BYTES]
+    text = b",".join([*before, prompt])[:MAX_BYTES]
     digest, hashes = hashlib.blake2b(digest_size=8), []
     for start in range(0, len(text) - BLOCK + 1, BLOCK):
         digest.update(text[start : start + BLOCK])

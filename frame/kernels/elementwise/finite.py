@@ -20,20 +20,20 @@ _ROWS = 64 if INTERPRETED else 8  # rows per program
 _COLUMNS = 1024  # columns per program
 
 
-def replace_non_finite_rows(x: torch.Tensor, most: float) -> torch.Tensor:
+def replace_non_finite_rows(x: torch.Tensor, maximum: float) -> torch.Tensor:
     """x [rows, size] (rows may be strided) -> contiguous [rows, size]. Values that are not finite,
-    or above `most` in magnitude, become `most`."""
+    or above `maximum` in magnitude, become `maximum`."""
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:
         grid = ceil_div(rows, _ROWS), ceil_div(size, _COLUMNS), 1
-        _prepared(size, x.stride(0), x.dtype, x.device, most)(grid, (x, out), (rows,))
+        _prepared(size, x.stride(0), x.dtype, x.device, maximum)(grid, (x, out), (rows,))
     return out
 
 
 @lru_cache(maxsize=64)
-def _prepared(size: int, stride: int, dtype: torch.dtype, device: torch.device, most: float) -> PreparedLaunch:
-    constants = {"SIZE": size, "STRIDE": stride, "MOST": most, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+def _prepared(size: int, stride: int, dtype: torch.dtype, device: torch.device, maximum: float) -> PreparedLaunch:
+    constants = {"SIZE": size, "STRIDE": stride, "MOST": maximum, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
     return PreparedLaunch(_replace_non_finite_kernel, (dtype, dtype, 0), constants, device, 4)
 
 
@@ -44,7 +44,7 @@ def _replace_non_finite_kernel(
     rows,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
-    MOST: tl.constexpr,
+    MAXIMUM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
@@ -57,5 +57,5 @@ def _replace_non_finite_kernel(
     row = row.to(tl.int64)
     wait_for_previous(PDL)
     values = tl.load(x + row * STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
-    values = tl.where(tl.abs(values) <= MOST, values, MOST)  # the comparison is false for NaN
+    values = tl.where(tl.abs(values) <= MAXIMUM, values, MAXIMUM)  # the comparison is false for NaN
     tl.store(out + row * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)

@@ -107,13 +107,13 @@ def rotate_(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inter
 
 @lru_cache(maxsize=256)
 def _prepared_rotation(
-    heads: int, rotated: int, interleaved: bool, most: int, types: tuple[torch.dtype, torch.dtype], strides: tuple[int, int],
+    heads: int, rotated: int, interleaved: bool, maximum: int, types: tuple[torch.dtype, torch.dtype], strides: tuple[int, int],
     device: torch.device,
 ) -> tuple[PreparedLaunch, int, int]:  # fmt: skip
     """The launch, the tokens per program, and the programs that share a token's heads."""
     half, together = next_power_of_2(rotated // 2), min(2 * _HEADS, next_power_of_2(heads))
     elements = together * half * 2
-    block = most if INTERPRETED else max(1, min(most, _ELEMENTS // elements))
+    block = maximum if INTERPRETED else max(1, min(maximum, _ELEMENTS // elements))
     constants = {
         "HEADS": heads, "ROTATED": rotated, "INTERLEAVED": interleaved, "BLOCK_HALF": half, "BLOCK_HEADS": together, "TOKENS": block
     }  # fmt: skip

@@ -23,11 +23,11 @@ from frame.kernels.cuda_source import CudaLaunch, TensorMap
 from frame.kernels.launch import ceil_div
 
 UNIT, TILE, BLOCK = 64, 16, 128  # inputs of a unit, outputs of a tile and of a block
-MOST_FEW_ROWS = 16  # of the kernel for few rows
-MOST_ROWS = 2048  # above which the product of the dequantized weight is faster
+MAX_FEW_ROWS = 16  # of the kernel for few rows
+MAX_ROWS = 2048  # above which the product of the dequantized weight is faster
 _ARCHITECTURE = "90a"
-_MOST_ROWS_OF_TILE, _ROW_STEP = 256, 32
-_MOST_ROW_TILES = MOST_ROWS // _MOST_ROWS_OF_TILE
+_MAX_ROWS_OF_TILE, _ROW_STEP = 256, 32
+_MAX_ROW_TILES = MAX_ROWS // _MAX_ROWS_OF_TILE
 _OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}  # what a code in the mantissa adds to it
 # the kinds of a kernel's parameters, in their order
 _PARAMETERS: dict[str, list[Any]] = {
@@ -39,7 +39,7 @@ _PARAMETERS: dict[str, list[Any]] = {
 _DIVISIONS = (1, 1), (1, 2), (2, 1), (2, 3), (3, 1), (4, 3), (8, 3)
 _TILE_THREADS = 384
 # of the kernel for few rows: tiles of a pass, of the only pass, and of all passes
-_MOST_TILES, _MOST_TILES_OF_ONE_PASS, _MOST_SUMS = 9, 6, 18
+_MAX_TILES, _MAX_TILES_OF_ONE_PASS, _MAX_SUMS = 9, 6, 18
 _MEMORY = 227 << 10  # bytes of shared memory of a multiprocessor
 
 
@@ -88,7 +88,7 @@ def pack_weight(weight: PackedWeight) -> BlockedWeight:
 def count_bytes(outputs: int, inputs: int, group: int) -> int:
     """The bytes of a weight in the kernels' layout, and of what its products keep beside."""
     blocks, groups = ceil_div(outputs, BLOCK), inputs // (group or inputs)
-    return blocks * (BLOCK * inputs // 2 + groups * BLOCK * 4 + _MOST_ROW_TILES * 4)
+    return blocks * (BLOCK * inputs // 2 + groups * BLOCK * 4 + _MAX_ROW_TILES * 4)
 
 
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -129,8 +129,8 @@ def choose_rows_plan(outputs: int, rows: int, is_gated: bool, processors: int) -
 
     sizes = [
         (passes, tiles)
-        for passes, most in ((1, _MOST_TILES_OF_ONE_PASS), (2, _MOST_TILES), (3, _MOST_SUMS // 3))
-        for tiles in range(1, most // halves + 1)
+        for passes, maximum in ((1, _MAX_TILES_OF_ONE_PASS), (2, _MAX_TILES), (3, _MAX_SUMS // 3))
+        for tiles in range(1, maximum // halves + 1)
     ]
     passes, tiles = min(sizes, key=count_tiles)
     tiles *= halves
@@ -167,23 +167,23 @@ def choose_tiles_plan(rows: int, outputs: int, inputs: int, processors: int, clu
         """Nanoseconds of a block with so many units and of its sums, less what all plans take."""
         return length * (115 + 2.25 * tile_rows) + sums
 
-    most_rows = choose_tile_rows(rows)
-    length = count_tiles(rows, outputs, most_rows) * units / processors
-    found = [(estimate(most_rows, length, 2100 + 48 * most_rows), TilesPlan(most_rows))]
+    max_rows = choose_tile_rows(rows)
+    length = count_tiles(rows, outputs, max_rows) * units / processors
+    found = [(estimate(max_rows, length, 2100 + 48 * max_rows), TilesPlan(max_rows))]
     # clusters with tiles of 32 rows were not measured
-    for tile_rows in sorted({most_rows, choose_tile_rows(rows, _MOST_ROWS_OF_TILE // 2)} - {_ROW_STEP}):
+    for tile_rows in sorted({max_rows, choose_tile_rows(rows, _MAX_ROWS_OF_TILE // 2)} - {_ROW_STEP}):
         tiles = count_tiles(rows, outputs, tile_rows)
         for cluster, each in _DIVISIONS:
-            most = processors if cluster == 1 else clusters.get(cluster, 0)
-            if cluster <= units and ceil_div(tiles, each) <= most:  # each block has work, also if the last cluster has one tile
+            maximum = processors if cluster == 1 else clusters.get(cluster, 0)
+            if cluster <= units and ceil_div(tiles, each) <= maximum:  # each block has work, also if the last cluster has one tile
                 sums = 2800 if each % cluster else 3 * tile_rows
                 found.append((estimate(tile_rows, ceil_div(each * units, cluster), sums), TilesPlan(tile_rows, cluster, each)))
     return min(found, key=lambda entry: entry[0])[1]
 
 
-def choose_tile_rows(rows: int, most: int = _MOST_ROWS_OF_TILE) -> int:
+def choose_tile_rows(rows: int, maximum: int = _MAX_ROWS_OF_TILE) -> int:
     """The rows of a tile of the kernel for many rows."""
-    return ceil_div(ceil_div(rows, ceil_div(rows, most)), _ROW_STEP) * _ROW_STEP
+    return ceil_div(ceil_div(rows, ceil_div(rows, maximum)), _ROW_STEP) * _ROW_STEP
 
 
 def count_tiles(rows: int, outputs: int, tile_rows: int) -> int:
@@ -191,21 +191,21 @@ def count_tiles(rows: int, outputs: int, tile_rows: int) -> int:
     return ceil_div(rows, tile_rows) * ceil_div(outputs, BLOCK)
 
 
-class BlockedProducts:
+class BlockedGemms:
     """The kernels for one weight. `partial` sums of the kernel for many rows are as large as a tile
     or two for each block."""
 
     def __init__(self, weight: BlockedWeight) -> None:
         self.weight, device = weight, weight.codes.device
         self._processors = nvidia.count_multiprocessors(device)
-        self._counter = torch.zeros(ceil_div(weight.outputs, BLOCK) * _MOST_ROW_TILES, dtype=torch.int32, device=device)
+        self._counter = torch.zeros(ceil_div(weight.outputs, BLOCK) * _MAX_ROW_TILES, dtype=torch.int32, device=device)
         self._traits = ("HALF", int(weight.scales.dtype == torch.float16)), ("GROUP", weight.group)
         self._launches: dict[tuple[str, tuple[tuple[str, int], ...], int], CudaLaunch] = {}
         self._plans: dict[int, TilesPlan] = {}
-        for rows in range(_ROW_STEP, _MOST_ROWS_OF_TILE + 1, _ROW_STEP):
+        for rows in range(_ROW_STEP, _MAX_ROWS_OF_TILE + 1, _ROW_STEP):
             for cluster in (0, 1):
                 self._start("tiles", self._list_tile_constants(TilesPlan(rows, cluster), False))
-        for rows in (1, MOST_FEW_ROWS):
+        for rows in (1, MAX_FEW_ROWS):
             self._start("rows", self._list_row_constants(rows, False, False)[1])
 
     @property
@@ -213,7 +213,7 @@ class BlockedProducts:
         return [self.weight.codes, self.weight.scales, self._counter]
 
     def multiply_few(self, x: torch.Tensor, bias: torch.Tensor | None, is_gated: bool = False) -> torch.Tensor:
-        """x [rows, inputs], up to MOST_FEW_ROWS -> [rows, outputs]; gated: SiLU of the first half
+        """x [rows, inputs], up to MAX_FEW_ROWS -> [rows, outputs]; gated: SiLU of the first half
         of the outputs times the second."""
         weight, rows = self.weight, len(x)
         plan, constants = self._list_row_constants(rows, is_gated, bias is not None)
@@ -226,7 +226,7 @@ class BlockedProducts:
         return out
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [rows, inputs], up to MOST_ROWS -> [rows, outputs]."""
+        """x [rows, inputs], up to MAX_ROWS -> [rows, outputs]."""
         weight, rows = self.weight, len(x)
         plan = self._plan_tiles(rows)
         launch = self.prepare_tiles(plan, bias is not None)
@@ -287,11 +287,11 @@ class BlockedProducts:
 _clusters: dict[int, dict[int, int]] = {}  # by device
 
 
-def _count_clusters(device: int, products: BlockedProducts) -> dict[int, int]:
+def _count_clusters(device: int, gemms: BlockedGemms) -> dict[int, int]:
     """How many clusters of each size a device runs at a time."""
     if device not in _clusters:
         sizes = {cluster for cluster, _ in _DIVISIONS} - {1}
-        _clusters[device] = {size: products.prepare_tiles(TilesPlan(_MOST_ROWS_OF_TILE, size), False).count_clusters() for size in sizes}
+        _clusters[device] = {size: gemms.prepare_tiles(TilesPlan(_MAX_ROWS_OF_TILE, size), False).count_clusters() for size in sizes}
     return _clusters[device]
 
 

@@ -195,7 +195,7 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
     if INTERPRETED:
         return Plan(32, 64, 1, split=2 if inputs >= 256 else 1)
     step = 128 if columns or inputs % 256 else 256
-    tiles, most = -(-outputs // 64), _max_split(rows, inputs, step)
+    tiles, maximum = -(-outputs // 64), _max_split(rows, inputs, step)
     if tiles >= 256:  # enough tiles to fill the device without split-K
         if rows <= 16:
             return Plan(64, step, 8 if step == 128 else 4, prefetch=512 if step == 128 else 0)
@@ -203,14 +203,14 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
             return Plan(128, step, 4, prefetch=256)
         return Plan(64, 256, 4) if rows <= 32 and step == 256 else Plan(64, 128, 6)
     if rows > 32 and not columns:
-        return Plan(64, step, 4, split=min(most, max(1, 128 // tiles)))
-    split = min(most, 8 if tiles <= 32 else 4 if tiles <= 128 else 2)
+        return Plan(64, step, 4, split=min(maximum, max(1, 128 // tiles)))
+    split = min(maximum, 8 if tiles <= 32 else 4 if tiles <= 128 else 2)
     if step == 128:
         return Plan(64, step, 8 if rows <= 16 and tiles <= 64 else 6, split)
     if rows <= 16 and 96 < tiles <= 128:
-        return Plan(64, step, 4, min(most, 2))
+        return Plan(64, step, 4, min(maximum, 2))
     if rows <= 16 and 64 < tiles <= 96 and inputs >= 8192:
-        return Plan(64, step, 4, min(most, 3))
+        return Plan(64, step, 4, min(maximum, 3))
     return Plan(64, step, 4 if tiles <= 64 else 3, split)
 
 

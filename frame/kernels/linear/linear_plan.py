@@ -23,7 +23,7 @@ _LONG = 4096
 _VOCABULARY = 1 << 16  # outputs
 PROCESSORS = 132
 _SLICES = 128  # slices of outputs: nearly the number of multiprocessors, and a divisor of most output sizes
-_MOST_ROUNDS = 4
+_MAX_ROUNDS = 4
 # bytes in flight per multiprocessor; the rest of shared memory is left to small kernels that
 # overlap by PDL
 _UNDER_WAY = 200 << 10
@@ -161,7 +161,7 @@ def _slice(rows: int, outputs: int, parts: int, size: int) -> Plan | None:
 def _share(outputs: int) -> int | None:
     """Outputs per slice: 16 to 64, or at least 32 in two to four waves, or up to 136 if at most
     three power-of-two boxes of 8 rows or more make it up."""
-    for rounds in range(-(-outputs // 64), _MOST_ROUNDS + 1):
+    for rounds in range(-(-outputs // 64), _MAX_ROUNDS + 1):
         if outputs % (8 * rounds) == 0 and outputs // rounds >= (16 if rounds == 1 else 32):
             return outputs // rounds
     return outputs if 64 < outputs <= 136 and outputs % 8 == 0 and outputs.bit_count() <= 3 else None

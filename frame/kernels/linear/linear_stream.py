@@ -28,7 +28,7 @@ from frame.kernels.gluon_pipeline import allocate_barriers, view
 from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
 from frame.kernels.linear.linear_plan import PROCESSORS, Plan
 
-_LEAST_ROWS, _LEAST_OUTPUTS = 8, 64  # the smallest MMA: rows, outputs
+_MIN_ROWS, _MIN_OUTPUTS = 8, 64  # the smallest MMA: rows, outputs
 _BOX_BYTES = 128  # of one row of a TMA box
 _LAYOUTS = {size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2) for size in (1, 2)}
 # registers per thread; fewer registers let more small kernels run beside this one
@@ -239,7 +239,7 @@ def stream_linear(
     outputs = weight.shape[0] // parts
     slices = outputs // plan.outputs
     dtype = dtype or x.dtype
-    shape = _Shape(next_power_of_2(max(rows, _LEAST_ROWS)), parts, bias is not None, x.dtype, dtype)
+    shape = _Shape(next_power_of_2(max(rows, _MIN_ROWS)), parts, bias is not None, x.dtype, dtype)
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     tensors = (*_boxes(x, weight, shape.rows, plan), *(scales or (out, out)), out if bias is None else bias, out)
     programs = ceil_div(slices, ceil_div(slices, PROCESSORS))
@@ -281,7 +281,7 @@ def _prepared(shape: _Shape, plan: Plan, device: torch.device) -> PreparedLaunch
     boxes = _boxes(x, x.new_empty((plan.outputs, columns)), shape.rows, plan)
     scale = torch.float32 if x.itemsize == 1 else shape.result
     example = (*boxes, scale, scale, shape.result, shape.result, 0, 0, 0, 0)
-    tile = next_power_of_2(max(plan.outputs, _LEAST_OUTPUTS))
+    tile = next_power_of_2(max(plan.outputs, _MIN_OUTPUTS))
     sums = shape.rows * tile * shape.parts // (32 * plan.warps)
     chunks = 32 * plan.chunks // columns
     constants = {"ROWS": shape.rows, "SLICE": plan.outputs, "TILE": tile, "CHUNKS": chunks, "PARTS": shape.parts}

@@ -348,9 +348,9 @@ def choose_plan(rows: int, weight: PackedWeight, processors: int) -> Plan:
     bn = 64 if rows <= 16 else 128
     tiles = -(-weight.outputs // bn)
     wanted = (4 if bn == 64 else 1.5) * processors  # programs: many small tiles hide the latency of loads
-    most = max(1, min(weight.columns // step // 2, weight.columns // (16 * rows), 8))
+    maximum = max(1, min(weight.columns // step // 2, weight.columns // (16 * rows), 8))
     split = 1
-    while split * 2 <= most and split * tiles < wanted:
+    while split * 2 <= maximum and split * tiles < wanted:
         split *= 2
     return Plan(bm, bn, step, 3, split)
 

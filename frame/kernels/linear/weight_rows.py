@@ -26,9 +26,9 @@ from frame.kernels.moe.grouped_gemm import Activation
 
 _CHUNK = 128  # inputs of which four neighbouring threads load the codes of 32 each
 _COLUMNS = 8  # of an MMA
-_MOST_SETS = 1  # of columns; measured on an H200, two are slower than the kernel for more rows
+_MAX_SETS = 1  # of columns; measured on an H200, two are slower than the kernel for more rows
 _FEW_OUTPUTS, _MANY_OUTPUTS = 2560, 10240  # up to which more warps share a block, from which a program takes two
-MOST_PAIRS = 64  # of tokens and experts
+MAX_PAIRS = 64  # of tokens and experts
 
 
 @triton.jit
@@ -342,7 +342,7 @@ class RowsPlan:
     blocks: int = 1
 
 
-def count_most_rows(weight: PackedWeight, dtype: torch.dtype) -> int:
+def count_max_rows(weight: PackedWeight, dtype: torch.dtype) -> int:
     """The most rows of `dtype` that the kernel multiplies by this weight; 0: none."""
     scheme, scales = weight.scheme, weight.scales
     if dtype != torch.bfloat16 and not INTERPRETED:
@@ -351,7 +351,7 @@ def count_most_rows(weight: PackedWeight, dtype: torch.dtype) -> int:
         return 0
     if scheme.group[0] != 1 or not scheme.group[1] or scheme.group[1] % 32:
         return 0
-    return min(16, _MOST_SETS * _COLUMNS // _count_groups(weight))
+    return min(16, _MAX_SETS * _COLUMNS // _count_groups(weight))
 
 
 def choose_rows_plan(weight: PackedWeight, pairs: int = 0) -> RowsPlan:
@@ -371,7 +371,7 @@ def choose_rows_plan(weight: PackedWeight, pairs: int = 0) -> RowsPlan:
 def multiply_rows(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, plan: RowsPlan, activation: Activation | None = None
 ) -> torch.Tensor:
-    """x [rows, inputs], inputs contiguous, up to `count_most_rows` -> [rows, outputs], with the
+    """x [rows, inputs], inputs contiguous, up to `count_max_rows` -> [rows, outputs], with the
     activation, which halves gated outputs."""
     out = torch.empty(len(x), _count_outputs(weight, activation), dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, None, None, out, plan, activation, 0)

@@ -62,7 +62,7 @@ class Gates(NamedTuple):
     log_decay: torch.Tensor  # float32 [heads]
     bias: torch.Tensor  # float32, of the width of `decay`
     skip: torch.Tensor | None = None  # float32 [heads]
-    least: float = 0.0
+    minimum: float = 0.0
 
 
 class StatePages(NamedTuple):

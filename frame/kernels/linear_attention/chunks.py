@@ -20,7 +20,7 @@ from frame.kernels.linear_attention import CHUNK, Gates, MixLayout, StatePages
 from frame.kernels.linear_attention.gates import activate
 
 _SUB = 16  # tokens of a block of the triangular system, and of one reference of the decays of key entries
-_LEAST = 16  # sizes of a tensor-core product
+_MINIMUM = 16  # sizes of a tensor-core product
 _SPILLED = 128  # sizes from which IEEE products of float32 spill registers, and compile for minutes
 _PROGRAMS = 128  # programs that keep a GPU busy
 
@@ -43,13 +43,13 @@ def extend_rows(
     total, strength = (mixed.new_empty((tokens, *width), dtype=torch.float32) for width in (widths, (heads,)))
     attention = mixed.new_empty((tokens, heads, CHUNK))
     solved, read = (mixed.new_empty((tokens, heads, size) if delta else (1,)) for size in (layout.value, layout.key))
-    block_k, block_v = (max(_LEAST, next_power_of_2(size)) for size in (layout.key, layout.value))
+    block_k, block_v = (max(_MINIMUM, next_power_of_2(size)) for size in (layout.key, layout.value))
     is_wide = mixed.dtype is torch.float32
     constants = {**layout.constants, "TOKENS": CHUNK, "BLOCK_K": block_k}
     exact = "ieee" if max(block_k, block_v) < _SPILLED else "tf32x3"  # of float32
     precision = {"PRECISION": exact if is_wide else "tf32"}
     _accumulate[chunks](
-        *gates[:4], starts, row_of, begins, total, strength, gates.decay.stride(0), gates.beta.stride(0), gates.least,
+        *gates[:4], starts, row_of, begins, total, strength, gates.decay.stride(0), gates.beta.stride(0), gates.minimum,
         HEADS=heads, KEYS=layout.key, BY_KEY=layout.by_key, DELTA=delta, TOKENS=CHUNK, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
     _prepare[chunks](
@@ -58,7 +58,7 @@ def extend_rows(
         num_warps=8 if layout.by_key else 4, num_stages=1,
     )  # fmt: skip
     block_v = min(block_v, 64)
-    while block_v > _LEAST and len(pages.sources) * heads * ceil_div(layout.value, block_v) < _PROGRAMS:
+    while block_v > _MINIMUM and len(pages.sources) * heads * ceil_div(layout.value, block_v) < _PROGRAMS:
         block_v //= 2
     _extend[(len(pages.sources), heads, ceil_div(layout.value, block_v))](
         mixed, total, strength, attention, solved, read, gates.log_decay if gates.skip is None else gates.skip,
@@ -81,7 +81,7 @@ def _accumulate(
     strength,
     decay_stride,
     beta_stride,
-    least,
+    minimum,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     BY_KEY: tl.constexpr,
@@ -101,13 +101,13 @@ def _accumulate(
         has = inside[:, None] & (keys < KEYS)
         bias = tl.load(biases + head * KEYS + keys, mask=keys < KEYS, other=0.0)
         decay = tl.load(decays + tokens[:, None] * decay_stride + head * KEYS + keys, mask=has, other=0.0).to(tl.float32)
-        decay, gate = activate(decay, beta[:, None], log_decay, bias, least, DELTA)
+        decay, gate = activate(decay, beta[:, None], log_decay, bias, minimum, DELTA)
         places = (tokens[:, None] * HEADS + head) * KEYS + keys
         tl.store(total + places, tl.cumsum(tl.where(has, decay, 0.0), 0), mask=has)
         tl.store(strength + tokens * HEADS + head, tl.sigmoid(beta), mask=inside)
     else:
         decay = tl.load(decays + tokens * decay_stride + head, mask=inside, other=0.0).to(tl.float32)
-        decay, gate = activate(decay, beta, log_decay, tl.load(biases + head), least, DELTA)
+        decay, gate = activate(decay, beta, log_decay, tl.load(biases + head), minimum, DELTA)
         tl.store(total + tokens * HEADS + head, tl.cumsum(tl.where(inside, decay, 0.0), 0), mask=inside)
         tl.store(strength + tokens * HEADS + head, gate, mask=inside)
 

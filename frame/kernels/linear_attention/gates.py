@@ -16,12 +16,12 @@ def softplus(x):
 
 
 @triton.jit
-def activate(decay, beta, log_decay, bias, least, DELTA: tl.constexpr):
+def activate(decay, beta, log_decay, bias, minimum, DELTA: tl.constexpr):
     """(log decay, write strength) of loaded values in float32. Without the delta rule `beta` is
     ignored."""
     step = softplus(decay + bias)
     if DELTA:
         return -tl.exp(log_decay) * step, tl.sigmoid(beta)
     else:
-        step = tl.maximum(step, least)
+        step = tl.maximum(step, minimum)
         return -tl.exp(log_decay) * step, step

@@ -43,7 +43,7 @@ def scan_rows(
     starts, lens = (pages.sources, pages.sources) if rows is None else rows
     _scan[(count, heads, ceil_div(values, block_v))](
         mixed, *gates[:4], gates.log_decay if gates.skip is None else gates.skip, states, *pages, starts, lens, out,
-        gates.decay.stride(0), gates.beta.stride(0), gates.least,
+        gates.decay.stride(0), gates.beta.stride(0), gates.minimum,
         BLOCK_K=block_k, BLOCK_V=block_v, HAS_SKIP=gates.skip is not None, SINGLE=rows is None,
         **layout.constants, **launch_options(mixed.device, 4),
     )  # fmt: skip
@@ -65,7 +65,7 @@ def _scan(
     out,
     decay_stride,
     beta_stride,
-    least,
+    minimum,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -113,11 +113,11 @@ def _scan(
         beta = tl.load(betas + at * beta_stride + head).to(tl.float32)
         if BY_KEY:
             decay = tl.load(decays + at * decay_stride + head * KEYS + keys, mask=has_key, other=0.0).to(tl.float32)
-            decay, strength = activate(decay, beta, log_decay, bias, least, DELTA)
+            decay, strength = activate(decay, beta, log_decay, bias, minimum, DELTA)
             state *= tl.exp(decay)[:, None]
         else:
             decay = tl.load(decays + at * decay_stride + head).to(tl.float32)
-            decay, strength = activate(decay, beta, log_decay, bias, least, DELTA)
+            decay, strength = activate(decay, beta, log_decay, bias, minimum, DELTA)
             state *= tl.exp(decay)
         new = own
         if DELTA:

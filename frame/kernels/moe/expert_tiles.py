@@ -67,7 +67,7 @@ VECTORS = (  # (tokens at most, tile of gate and up, tile of down)
 )
 # of all experts: how many the other tokens select, about twice the share of pairs whose expert is
 # already read
-MOST_SHARED = 0.32
+MAX_SHARED = 0.32
 TILES = (  # (rows per expert on average, at most; tiles)
     (8.0, Tiles(Tile(16, 64, 256, 4, 3, swap=True, tma=True), Tile(16, 64, 128, 4, 3, swap=True, tma=True))),
     (24.0, Tiles(Tile(32, 128, 128, 4, 3, swap=True, tma=True), Tile(32, 64, 128, 4, 3, swap=True, tma=True))),
@@ -93,7 +93,7 @@ ROUNDED_ROWS = 64  # `bm` up to which the first product quantizes its own result
 def choose_vectors(tokens: int, top: int, experts: int) -> tuple[Vector, Vector] | None:
     """Tiles of the `vector` kernels for a few tokens that hardly share experts, where each pair
     reads its expert separately; otherwise None."""
-    if (tokens - 1) * top > MOST_SHARED * experts:
+    if (tokens - 1) * top > MAX_SHARED * experts:
         return None
     return next(((first, second) for limit, first, second in VECTORS if tokens <= limit), None)
 
@@ -105,14 +105,14 @@ def choose_tiles(pairs: int, experts: int, *, float8: bool = False, prefill_fp8:
     return next(tiles for limit, tiles in table if pairs / experts <= limit)
 
 
-def list_token_thresholds(top: int, experts: int, chunks: tuple[int, ...], most: int) -> list[int]:
-    """Token counts, up to `most`, that together use every kernel variant: each limit of the tables,
-    and one token more. Used to compile all variants at start-up."""
+def list_token_thresholds(top: int, experts: int, chunks: tuple[int, ...], maximum: int) -> list[int]:
+    """Token counts, up to `maximum`, that together use every kernel variant: each limit of the
+    tables, and one token more. Used to compile all variants at start-up."""
     limits = [limit for limit, *_ in VECTORS]
-    limits.append(1 + int(MOST_SHARED * experts) // top)
+    limits.append(1 + int(MAX_SHARED * experts) // top)
     limits += [int(rows * experts) // top for table in (TILES, FLOAT8_TILES) for rows, _ in table[:-1]]
     limits += [chunk // top for chunk in chunks]
-    return sorted({min(most, count) for limit in limits for count in (limit, limit + 1) if limit > 0})
+    return sorted({min(maximum, count) for limit in limits for count in (limit, limit + 1) if limit > 0})
 
 
 def _power(size: int) -> int:

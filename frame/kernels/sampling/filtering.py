@@ -39,7 +39,7 @@ _FEW = 256  # candidates up to which a smaller kernel variant is used
 TILE = 8192  # columns per step where a whole row is searched
 LOWEST = tl.constexpr(-115.0)  # exponents of 2 below which a weight counts as 0
 UNIT = tl.constexpr(float(2**40))  # fixed-point weight of the maximum logit
-_MOST_BLOCKS, _ROWS_PER_SPAN = 8, 16  # blocks per gathering program: more when the rows keep the device busy
+_MAX_BLOCKS, _ROWS_PER_SPAN = 8, 16  # blocks per gathering program: more when the rows keep the device busy
 _STEPS = 10  # bisection steps for the candidate bound
 # low bits of a float32 that are 0 in values of the dtype
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -114,7 +114,7 @@ def bound_kernel(
         heights = tl.maximum(tl.load(places, mask=there, other=MINUS_INFINITY), tl.load(places + 1, mask=there, other=MINUS_INFINITY))
         # at most this many groups have their maximum at the bound or above, which means about twice
         # as many columns if they are spread evenly
-        most = 0.75 * num_groups
+        maximum = 0.75 * num_groups
         weights, goal = tl.full([GROUPS], 1.0, tl.float32), k.to(tl.float32)
         if k == 0:
             weights = tl.exp2((heights - top) * scale)
@@ -124,7 +124,7 @@ def bound_kernel(
             middle = 0.5 * (low + high)
             is_from = heights >= middle
             is_enough = tl.sum(tl.where(is_from, weights, 0.0), 0) >= goal
-            is_enough |= (k == 0) & (tl.sum(is_from.to(tl.float32), 0) >= most)
+            is_enough |= (k == 0) & (tl.sum(is_from.to(tl.float32), 0) >= maximum)
             low = tl.where(is_enough, middle, low)
             high = tl.where(is_enough, high, middle)
         bound = low
@@ -222,9 +222,9 @@ def choose_token(
     if k > 0:
         low = search_threshold(orders, there.to(tl.int32), low, high, k)
         above = orders > low
-        least = tl.max(tl.where(orders == low, weights, 0), 0)
+        minimum = tl.max(tl.where(orders == low, weights, 0), 0)
         rest = k - tl.sum(above.to(tl.int32), 0)
-        whole = (tl.sum(tl.where(above, weights, 0), 0) + rest * least).to(tl.float64)
+        whole = (tl.sum(tl.where(above, weights, 0), 0) + rest * minimum).to(tl.float64)
     goal = tl.where(p < 1.0, p.to(tl.float64) * whole, 0.0)
     token = -1
     if (count >= k) & (tl.sum(weights, 0).to(tl.float64) >= goal):
@@ -322,11 +322,11 @@ def search_row_threshold(
         quarter = tl.maximum((high - low) >> 2, 1)
         first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
         if is_by_value & (quarter > 64):
-            least = from_sortable(low.to(tl.int32), LOW_BITS)
-            step = 0.25 * (from_sortable((high - 1).to(tl.int32), LOW_BITS) - least)
-            first = clamp_order(least + step, low + 1, high - 3, LOW_BITS)
-            second = clamp_order(least + 2 * step, first + 1, high - 2, LOW_BITS)
-            third = clamp_order(least + 3 * step, second + 1, high - 1, LOW_BITS)
+            minimum = from_sortable(low.to(tl.int32), LOW_BITS)
+            step = 0.25 * (from_sortable((high - 1).to(tl.int32), LOW_BITS) - minimum)
+            first = clamp_order(minimum + step, low + 1, high - 3, LOW_BITS)
+            second = clamp_order(minimum + 2 * step, first + 1, high - 2, LOW_BITS)
+            third = clamp_order(minimum + 3 * step, second + 1, high - 1, LOW_BITS)
         is_by_value = not is_by_value
         sum1, sum2, sum3 = sum_from_thresholds(
             logits, row, stride, vocab, top, scale, COUNT,
@@ -381,8 +381,8 @@ def search_kernel(
             if p < 1.0:
                 above, at = from_sortable((low + 1).to(tl.int32), LOW_BITS), from_sortable(low.to(tl.int32), LOW_BITS)
                 number, number_at, _c = sum_from_thresholds(logits, row, stride, vocab, top, scale, True, above, at, at, TILE)
-                weight, least, _c = sum_from_thresholds(logits, row, stride, vocab, top, scale, False, above, at, at, TILE)
-                each = (least - weight) / tl.maximum(number_at - number, 1.0)
+                weight, minimum, _c = sum_from_thresholds(logits, row, stride, vocab, top, scale, False, above, at, at, TILE)
+                each = (minimum - weight) / tl.maximum(number_at - number, 1.0)
                 whole = (weight + (k - number) * each).to(tl.float64)
         if p < 1.0:
             goal = tl.maximum(p.to(tl.float64) * whole, 1e-30)  # never 0: an empty set would satisfy 0
@@ -444,7 +444,7 @@ def find_candidates(logits: torch.Tensor, filters: Filters, best: torch.Tensor, 
     )  # fmt: skip
     values = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
     columns = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
-    span = min(_MOST_BLOCKS, 1 + rows // _ROWS_PER_SPAN)
+    span = min(_MAX_BLOCKS, 1 + rows // _ROWS_PER_SPAN)
     gather_kernel[(ceil_div(stats.num_blocks, span), rows)](
         logits, logits.stride(0), stats.block_max, bounds, counts, values, columns,
         vocab, stats.num_blocks, span, BLOCK, CANDIDATES, **launch,

@@ -30,7 +30,7 @@ def hash_words(key, index):
 
 
 @triton.jit
-def least_of_group(key, group):
+def min_of_group(key, group):
     """The least E of a group's tokens, float32."""
     x = (hash_words(key, -1 - 2 * group).to(tl.float32) + 0.5) * (2.0**-32)
     x = tl.minimum(x, 1.0 - 2.0**-24)  # float32 rounds the last values to 1
@@ -45,7 +45,7 @@ def leader_of_group(key, group):
 
 
 @triton.jit
-def noise_of_tokens(key, columns, least, leader):
+def noise_of_tokens(key, columns, minimum, leader):
     """log2(E) = -G / ln 2 of tokens, float32. columns: int32. least, leader: of their groups."""
     own = -tl.log2(((hash_words(key, columns) >> 9).to(tl.float32) + 0.5) * (2.0**-23))
-    return tl.log2(least + tl.where(columns == leader, 0.0, own))
+    return tl.log2(minimum + tl.where(columns == leader, 0.0, own))

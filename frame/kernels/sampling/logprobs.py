@@ -19,7 +19,7 @@ from frame.kernels.sampling.filtering import Filters, find_candidates, from_sort
 from frame.kernels.sampling.sampling import NO_COLUMN, compute_block_stats, load_inverse_temperature, load_logits
 
 TILE = 4096  # columns per step where a whole row is ranked
-LEAST = tl.constexpr(-(2**31))
+MINIMUM = tl.constexpr(-(2**31))
 _WARPS = 4
 
 
@@ -27,7 +27,7 @@ _WARPS = 4
 def find_next(orders, columns, order, column):
     """(order, column) of the greatest value after the given one; among equals, the first column."""
     behind = (orders < order) | ((orders == order) & (columns > column))
-    highest = tl.max(tl.where(behind, orders, LEAST), 0)
+    highest = tl.max(tl.where(behind, orders, MINIMUM), 0)
     return highest, tl.min(tl.where(behind & (orders == highest), columns, NO_COLUMN), 0)
 
 
@@ -72,17 +72,17 @@ def rank_kernel(
         is_gathered = (tl.load(bounds + row) < float("inf")) & (count <= CANDIDATES) & (count >= num_top)
         places = tl.arange(0, CANDIDATES)
         there = places < tl.where(is_gathered, count, 0)
-        orders = tl.where(there, to_sortable(tl.load(values_in + row * CANDIDATES + places), 0), LEAST)
+        orders = tl.where(there, to_sortable(tl.load(values_in + row * CANDIDATES + places), 0), MINIMUM)
         columns = tl.where(there, tl.load(columns_in + row * CANDIDATES + places), NO_COLUMN)
         for rank in range(num_top):
             if is_gathered:
                 order, column = find_next(orders, columns, order, column)
             else:
-                highest, first = LEAST + 0 * rank, NO_COLUMN + 0 * rank
+                highest, first = MINIMUM + 0 * rank, NO_COLUMN + 0 * rank
                 for start in range(0, vocab, TILE):
                     inside = start + tl.arange(0, TILE)
                     ranked = to_sortable(load_logits(logits, row, stride, inside, vocab), 0)
-                    ranked = tl.where(inside < vocab, ranked, LEAST)
+                    ranked = tl.where(inside < vocab, ranked, MINIMUM)
                     candidate, place = find_next(ranked, inside, order, column)
                     first = tl.where(candidate > highest, place, first)
                     highest = tl.maximum(candidate, highest)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from frame import kernels
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
-from frame.kernels.sampling.gumbel_noise import RACE_GROUP, leader_of_group, least_of_group, noise_of_tokens
+from frame.kernels.sampling.gumbel_noise import RACE_GROUP, leader_of_group, min_of_group, noise_of_tokens
 
 BLOCK = 2048  # columns per block
 NO_COLUMN = tl.constexpr(2**31 - 1)
@@ -101,7 +101,7 @@ def race_tokens(values, columns, is_in, top, scale, key, GROUP: tl.constexpr):
     """(greatest score, its first column) of tokens in any order. is_in: whether a token may be
     drawn."""
     groups = columns // GROUP
-    noise = noise_of_tokens(key, columns, least_of_group(key, groups), leader_of_group(key, groups))
+    noise = noise_of_tokens(key, columns, min_of_group(key, groups), leader_of_group(key, groups))
     scores = tl.where(is_in, (values - top) * scale - noise, MINUS_INFINITY)
     score = tl.max(scores, 0)
     return score, tl.min(tl.where(scores == score, columns, NO_COLUMN), 0)
@@ -117,7 +117,7 @@ def list_columns(groups, GROUP: tl.constexpr):
 def race_groups(values, groups, is_in, top, scale, key, GROUP: tl.constexpr):
     """`race_tokens` of whole groups: values and is_in are [n, GROUP], groups is [n]."""
     columns = list_columns(groups, GROUP)
-    noise = noise_of_tokens(key, columns, least_of_group(key, groups)[:, None], leader_of_group(key, groups)[:, None])
+    noise = noise_of_tokens(key, columns, min_of_group(key, groups)[:, None], leader_of_group(key, groups)[:, None])
     scores = tl.where(is_in, (values - top) * scale - noise, MINUS_INFINITY)
     score = tl.max(tl.max(scores, 1), 0)
     return score, tl.min(tl.min(tl.where(scores == score, columns, NO_COLUMN), 1), 0)
@@ -140,7 +140,7 @@ def race_row(
     groups = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     heights = tl.load(group_max + row * num_groups + groups, mask=groups < num_groups, other=MINUS_INFINITY)
     # a little more than any token of the group scores, because rounding differs between the sums
-    bounds = (heights - top) * scale - tl.log2(least_of_group(key, groups)) + 1e-4
+    bounds = (heights - top) * scale - tl.log2(min_of_group(key, groups)) + 1e-4
     score, token = LOWEST_SCORE + 0.0 * top, NO_COLUMN + 0 * row
     while tl.max(tl.max(bounds, 0), 0) > score:
         best = tl.max(bounds, 0)

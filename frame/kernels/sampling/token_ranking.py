@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from frame.kernels.launch import launch_dependents, launch_options, next_power_of_2, wait_for_previous
-from frame.kernels.sampling.gumbel_noise import RACE_GROUP, leader_of_group, least_of_group, noise_of_tokens
+from frame.kernels.sampling.gumbel_noise import RACE_GROUP, leader_of_group, min_of_group, noise_of_tokens
 from frame.kernels.sampling.sampling import (
     LOWEST_SCORE,
     MINUS_INFINITY,
@@ -68,7 +68,7 @@ def _rank_kernel(
     groups = tl.arange(0, GROUPS)
     bounds = tl.load(group_max + branch * num_groups + groups, mask=groups < num_groups, other=MINUS_INFINITY) * scale
     if is_drawn:
-        bounds -= tl.log2(least_of_group(key, groups))
+        bounds -= tl.log2(min_of_group(key, groups))
     bounds = tl.where(bounds == bounds, tl.maximum(bounds, LOWEST_SCORE), float("inf"))
     bounds = tl.where(groups * GROUP < vocab, bounds, MINUS_INFINITY)
     lanes = tl.arange(0, SEARCHED)
@@ -82,7 +82,7 @@ def _rank_kernel(
     is_in = (chosen >= 0)[:, None] & (columns < vocab)
     values = tl.load(logits + branch.to(tl.int64) * stride + columns, mask=is_in, other=MINUS_INFINITY).to(tl.float32) - top
     if is_drawn:
-        noise = noise_of_tokens(key, columns, least_of_group(key, chosen)[:, None], leader_of_group(key, chosen)[:, None])
+        noise = noise_of_tokens(key, columns, min_of_group(key, chosen)[:, None], leader_of_group(key, chosen)[:, None])
         raced = tl.where(is_in, values * scale - noise, MINUS_INFINITY)
         first = tl.max(tl.max(raced, 1), 0)
         scores = (raced - first - tl.log2(tl.sum(tl.sum(tl.exp2(raced - first), 1), 0))) * _LN_2

@@ -40,7 +40,7 @@ def _branch_kernel(
 
 @triton.jit
 def _node_kernel(
-    values, ids, numbers, out, count, branches, most,
+    values, ids, numbers, out, count, branches, maximum,
     WIDTH: tl.constexpr, CELLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows. CELLS: count rounded up to a power of two."""
@@ -51,13 +51,13 @@ def _node_kernel(
     branch = cells // WIDTH - 1
     parents = tl.load(numbers + row * branches + branch, mask=(branch >= 0) & (branch < branches), other=-1)
     nodes = tl.full([CELLS], 0, tl.int32)
-    for node in range(most):
+    for node in range(maximum):
         _, cell = tl.max(left, 0, return_indices=True)
         parent = tl.sum(tl.where(cells == cell, parents, 0), 0)
         before = tl.sum(tl.where(cells == parent, nodes, 0), 0)
-        place = out + row * 2 * most + node
+        place = out + row * 2 * maximum + node
         tl.store(place, tl.load(ids + row * count + cell))
-        tl.store(place + most, before.to(tl.int64))
+        tl.store(place + maximum, before.to(tl.int64))
         left, nodes = tl.where(cells == cell, MINUS_INFINITY, left), tl.where(cells == cell, node + 1, nodes)
 
 
@@ -73,11 +73,11 @@ def find_branches(values: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor, s
     return tuple(found)
 
 
-def find_nodes(values: torch.Tensor, ids: torch.Tensor, numbers: torch.Tensor, width: int, most: int) -> torch.Tensor:
+def find_nodes(values: torch.Tensor, ids: torch.Tensor, numbers: torch.Tensor, width: int, maximum: int) -> torch.Tensor:
     """`choose_nodes`."""
     (rows, count), branches = ids.shape, numbers.shape[1]
-    out = torch.empty(rows, 2, most, dtype=torch.int64, device=ids.device)
+    out = torch.empty(rows, 2, maximum, dtype=torch.int64, device=ids.device)
     _node_kernel[(rows,)](
-        values, ids, numbers, out, count, branches, most, width, next_power_of_2(count), **launch_options(ids.device, 1)
+        values, ids, numbers, out, count, branches, maximum, width, next_power_of_2(count), **launch_options(ids.device, 1)
     )
     return out

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from frame.core.interfaces.batch import HiddenStateTaps, SelectedTokens, StageInput
+from frame.core.interfaces.batch import HiddenStateOutputs, SelectedTokens, StageInput
 from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.attention import Attention, AttentionOptions
 from frame.models.layers.embedding import Head, VocabEmbedding
@@ -280,31 +280,31 @@ class Decoder(CausalLM, nn.Module):
         x: torch.Tensor | RankSum = self.embed(batch.token_ids) if given is None else given.hidden
         residual: torch.Tensor | None = None
         *body, last = zip(self.layers, self.rotaries, strict=True)
-        taps, first = batch.get(HiddenStateTaps), self.first_layer
+        hidden_outputs, first = batch.get(HiddenStateOutputs), self.first_layer
         for index, (layer, rotary) in enumerate(body, first):
-            x = self._add_tap(taps, index, x, residual)
+            x = self._add_hidden_output(hidden_outputs, index, x, residual)
             x, residual = layer(x, residual, rows[rotary], batch)
         selected = batch.get(SelectedTokens) if self.is_last else None
-        x = self._add_tap(taps, first + len(body), x, residual)
+        x = self._add_hidden_output(hidden_outputs, first + len(body), x, residual)
         x, residual = last[0](x, residual, rows[last[1]], batch, None if selected is None else selected.indices)
         if self.norm is None:
             x = add_up(x)
             return (x if x.dim() == 2 else x.sum(1)) + residual
         hidden = self.norm.add_residual(x, residual)[0] if len(x) else add_up(x)
-        if taps is not None:
-            taps.add_state(first + len(self.layers), hidden)
+        if hidden_outputs is not None:
+            hidden_outputs.add_state(first + len(self.layers), hidden)
         return hidden
 
     @staticmethod
-    def _add_tap(
-        taps: HiddenStateTaps | None, layer: int, x: torch.Tensor | RankSum, residual: torch.Tensor | None
+    def _add_hidden_output(
+        hidden_outputs: HiddenStateOutputs | None, layer: int, x: torch.Tensor | RankSum, residual: torch.Tensor | None
     ) -> torch.Tensor | RankSum:
         """Add the stream before the layer, if it is tapped. -> `x`, summed over the ranks if it was
         added."""
-        if taps is None or layer not in taps.layers:
+        if hidden_outputs is None or layer not in hidden_outputs.layers:
             return x
         x = add_up(x)
-        taps.add_state(layer, x, residual)
+        hidden_outputs.add_state(layer, x, residual)
         return x
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -11,14 +11,14 @@ from torch import nn
 
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.models.layers.weights.gemms import build_gemm
 from frame.models.layers.weights.layer_weight import LayerWeight, describe_layer, register_tensors, replace_values
-from frame.models.layers.weights.plain_product import PlainProduct
-from frame.models.layers.weights.products import build_product
+from frame.models.layers.weights.plain_gemm import PlainGemm
 from frame.models.layers.weights.stored_weight import ROWS_ON_CPU, StoredWeight, WeightSizes
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.gemm_kernel import Product
+    from frame.core.interfaces.gemm_kernel import Gemm
     from frame.core.interfaces.model import LazyTensor
     from frame.core.interfaces.weight_format import LayerFormat
 
@@ -78,7 +78,7 @@ class Head(nn.Module):
         self.vocab_size = vocab_size
         self._context = context
         self.weights: LayerWeight | None = None
-        self.product: Product | None = None
+        self.gemm: Gemm | None = None
         if tied is not None:
             self.weight = tied.weight
             self._layout = None if context.weight_format is None else describe_layer(context, name, "head")
@@ -98,7 +98,7 @@ class Head(nn.Module):
     def untie(self) -> None:
         """Replace the embedding's weight by one of the head's own, which is to be loaded."""
         device, hidden_size = self.weight.device, self.weight.shape[1]
-        self.product = None
+        self.gemm = None
         self._buffers.clear()
         del self.weight
         with device:
@@ -109,25 +109,25 @@ class Head(nn.Module):
     def finish(self) -> None:
         """Decode the loaded weights and select their product."""
         if self.weights is not None:
-            self.product = self.weights.finish()
+            self.gemm = self.weights.finish()
         elif self._layout is None or not self._layout.rounds:
-            self.product = self._share_weight()
+            self.gemm = self._share_weight()
         else:
             weight = self._round(self._layout)
-            made = build_product(self._context.gemm_kernels, [weight], self.name)
+            made = build_gemm(self._context.gemm_kernels, [weight], self.name)
             for key in weight.tensors:
                 setattr(self, key, None)
-            if self.product is None or not replace_values(self.product.tensors, made.tensors):
-                self.product = made
-            register_tensors(self, "packed", self.product.tensors)
+            if self.gemm is None or not replace_values(self.gemm.tensors, made.tensors):
+                self.gemm = made
+            register_tensors(self, "packed", self.gemm.tensors)
 
-    def _share_weight(self) -> Product:
+    def _share_weight(self) -> Gemm:
         """The product with the embedding's weight, by a kernel that makes no copy of it."""
         weight = PackedWeight(WeightScheme("plain"), self.weight.shape[1], self.weight.data)
         for choice in self._context.gemm_kernels:
             if choice.kernel.in_place and choice.multiplies("plain") and choice.kernel.find_obstacle(weight) is None:
                 return choice.kernel.prepare(weight)
-        return PlainProduct(self.weight)
+        return PlainGemm(self.weight)
 
     def _round(self, layout: LayerFormat) -> PackedWeight:
         """The embedding's weight, quantized in parts to need little memory besides."""
@@ -137,7 +137,7 @@ class Head(nn.Module):
         return layout.decode({name: torch.cat([part[name] for part in parts]) for name in layout.list_tensors(inputs, (rows,))}, inputs)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.product(hidden)  # type: ignore[misc]
+        logits = self.gemm(hidden)  # type: ignore[misc]
         if self.tp.size == 1:
             return logits
         return self.tp.all_gather(logits)[..., : self.vocab_size]

@@ -21,7 +21,7 @@ from frame.models.layers.weights.layer_weight import LayerWeight
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.collective import Collective
-    from frame.core.interfaces.gemm_kernel import Product
+    from frame.core.interfaces.gemm_kernel import Gemm
     from frame.core.interfaces.weight_format import LayerKind
 
 
@@ -44,7 +44,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.weights = LayerWeight(self, context, names, inputs, [span.size for span in outputs], kind)
-        self.product: Product | None = None
+        self.gemm: Gemm | None = None
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = ShardedParameter(torch.empty(sum(span.size for span in outputs), dtype=context.dtype), ShardRule(output=0))
@@ -58,20 +58,20 @@ class Linear(nn.Module):
 
     def finish(self) -> None:
         """Decode the loaded weights and select their product."""
-        self.product = self.weights.finish()
+        self.gemm = self.weights.finish()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, self.bias)  # type: ignore[misc]
+        return self.gemm(x, self.bias)  # type: ignore[misc]
 
     def apply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """SiLU(first half of the outputs) * second half, fused; None where the product has no fused
         form for these rows."""
-        gated = getattr(self.product, "multiply_gated", None)
+        gated = getattr(self.gemm, "multiply_gated", None)
         return None if gated is None else gated(x, self.bias)  # type: ignore[no-any-return]
 
     def release(self) -> None:
         """Free the weights; a later load and `finish` make them again."""
-        self.product = self.weights.product = None
+        self.gemm = self.weights.gemm = None
         for parameter in self.parameters(recurse=False):
             if isinstance(parameter, ShardedParameter):
                 parameter.release()
@@ -163,7 +163,7 @@ class RowLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:  # type: ignore[override]
         if self.sends_parts and self.tp.size > 1 and x.dim() == 2 and not torch.compiler.is_compiling():
-            total = self.tp.sum_product(self._multiply, x, self.columns)
+            total = self.tp.reduce_matmul(self._multiply, x, self.columns)
             if total is not None:
                 return total
         out = self._multiply(x)
@@ -173,7 +173,7 @@ class RowLinear(Linear):
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand."""
-        return self.product(x, self.bias if self.tp.rank == 0 else None)  # type: ignore[misc]
+        return self.gemm(x, self.bias if self.tp.rank == 0 else None)  # type: ignore[misc]
 
 
 class HeadLinear(Linear):

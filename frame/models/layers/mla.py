@@ -281,7 +281,7 @@ class LatentExpansion(nn.Module):
     def finish(self) -> None:
         """Derive the two weights and free the stored one. Does nothing if nothing was loaded
         since."""
-        if self.stored.product is None:  # freed, and nothing was loaded since
+        if self.stored.gemm is None:  # freed, and nothing was loaded since
             return
         device = next(self.stored.parameters()).device
         identity = torch.eye(self.sizes.kv_lora_rank, dtype=self.dtype, device=device)

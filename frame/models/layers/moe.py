@@ -109,9 +109,9 @@ class ExpertRoutes(nn.Module):
     def __init__(self, placement: ExpertPlacement, num_experts: int, device: torch.device, counts_tokens: bool) -> None:
         super().__init__()
         self._counts_tokens = counts_tokens
-        most = len(placement.logical) - num_experts + 1
+        maximum = len(placement.logical) - num_experts + 1
         # not on the meta device, on which the model is built
-        self.register_buffer("places", torch.zeros(num_experts, most, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("places", torch.zeros(num_experts, maximum, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("replicas", torch.ones(num_experts, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
         self.set_placement(placement)

@@ -134,7 +134,7 @@ class P2p(Nccl):
             return None
         return self._kernels.sum_add_norm(tensor, residual, weight, eps, self._peers)
 
-    def sum_product(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+    def reduce_matmul(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
         size = len(x) * columns * x.itemsize
         if self._copies is None or size <= self._one_shot or self.context.platform.is_capturing:
             return None

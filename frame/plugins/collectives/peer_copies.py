@@ -40,12 +40,12 @@ class PeerCopies:
 
         A part is sent while the iterator computes the next one.
         """
-        current, most = self._platform.get_current_stream(), self._slot // out.itemsize
+        current, maximum = self._platform.get_current_stream(), self._slot // out.itemsize
         pieces: list[torch.Tensor] = []
         sent: list[DeviceEvent] = []
         for part in parts:
             self._stream.wait_stream(current)
-            pieces += part.view(-1).split(most)
+            pieces += part.view(-1).split(maximum)
             sent += [self._send(pieces[number], number) for number in range(len(sent), min(len(pieces), SLOTS - 1))]
         results = out.view(-1).split([len(piece) for piece in pieces])
         for number, (piece, result) in enumerate(zip(pieces, results, strict=True)):

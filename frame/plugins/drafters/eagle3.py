@@ -84,8 +84,8 @@ class Eagle3Head(DraftModel, nn.Module):
         self._target = (target,)  # in a tuple, so that its parameters are not those of this module
         self._vocab_size = model_config.vocab_size
 
-    def read_states(self, hidden: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return torch.cat([taps[layer] for layer in self._layers], -1)
+    def read_states(self, hidden: torch.Tensor, hidden_outputs: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([hidden_outputs[layer] for layer in self._layers], -1)
 
     def forward(self, batch: ForwardBatch, states: torch.Tensor) -> torch.Tensor:
         if states.shape[-1] > self._target[0].model_config.hidden_size:  # the first pass, which steps without drafts leave out

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import SlotSetup
     from frame.plugins.drafters import NgramOptions
 
-_LONGEST, _SHORTEST = 4, 2  # tokens of an n-gram, without options
-_LEAST_BITS, _MOST_BITS = 10, 15  # of the number of entries of a table
+_MAX_LENGTH, _SHORTEST = 4, 2  # tokens of an n-gram, without options
+_MIN_BITS, _MAX_BITS = 10, 15  # of the number of entries of a table
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -30,10 +30,10 @@ class NgramDrafter(Drafter):
     tokens before it is used, since n-grams may share an entry."""
 
     def __init__(self, context: DrafterContext, options: NgramOptions | None = None) -> None:
-        longest = _LONGEST if options is None else options.prompt_lookup_max
+        max_length = _MAX_LENGTH if options is None else options.prompt_lookup_max
         shortest = _SHORTEST if options is None else options.prompt_lookup_min
-        bits = min(max((2 * context.max_context).bit_length(), _LEAST_BITS), _MOST_BITS)
-        self._orders = tuple(range(longest, shortest - 1, -1))
+        bits = min(max((2 * context.max_context).bit_length(), _MIN_BITS), _MAX_BITS)
+        self._orders = tuple(range(max_length, shortest - 1, -1))
         self._shift = np.uint64(64 - bits)
         self._tokens = np.zeros((context.max_slots, context.max_context), np.int32)
         self._lens = np.zeros(context.max_slots, np.int64)

@@ -78,13 +78,13 @@ class SuffixDrafter(Drafter):
             words = _hash_suffixes(last, tenants)
             entries = words & self._mask
             is_match = (self._tags[entries] == _tags_of(words)) & (lens[:, None] >= ORDERS)
-            longest = is_match.argmax(axis=1)
+            max_length = is_match.argmax(axis=1)
             if column == 0:
-                limits = np.minimum(limits, ORDERS[longest])
-            is_drafted = is_match[every, longest] & (counts == column) & (column < limits)
+                limits = np.minimum(limits, ORDERS[max_length])
+            is_drafted = is_match[every, max_length] & (counts == column) & (column < limits)
             if not is_drafted.any():
                 break
-            tokens = self._tokens[entries[every, longest]]
+            tokens = self._tokens[entries[every, max_length]]
             drafts[:, column] = tokens
             counts += is_drafted
             last, lens = _append(last, tokens), np.minimum(lens + 1, _DEPTH)

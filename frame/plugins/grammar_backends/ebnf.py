@@ -47,13 +47,13 @@ class Part:
     text: str = ""  # of "text"; of "rule": its name
     ranges: tuple[tuple[int, int], ...] = ()  # of "class"; code points, both ends included
     parts: tuple[Part, ...] = ()
-    least: int = 0
-    most: int | None = None
+    minimum: int = 0
+    maximum: int | None = None
 
     @property
     def run(self) -> tuple[tuple[int, int], ...]:
         """The ranges of a `[…]+` or `[…]*`; empty for other parts."""
-        is_run = self.kind == "repeat" and self.most is None and self.least < 2 and self.parts[0].kind == "class"
+        is_run = self.kind == "repeat" and self.maximum is None and self.minimum < 2 and self.parts[0].kind == "class"
         return self.parts[0].ranges if is_run else ()
 
 
@@ -88,9 +88,9 @@ def to_lark(rules: Rules) -> str:
             return numbers[part.text]
         if part.kind == "repeat":
             if part.run and part.run in runs:
-                return f"/{_class(part.run)}+/{'' if part.least else '?'}"
-            sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((part.least, part.most))
-            return f"({written(part.parts[0])})" + (sign or f"{{{part.least},{'' if part.most is None else part.most}}}")
+                return f"/{_class(part.run)}+/{'' if part.minimum else '?'}"
+            sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((part.minimum, part.maximum))
+            return f"({written(part.parts[0])})" + (sign or f"{{{part.minimum},{'' if part.maximum is None else part.maximum}}}")
         inner = [written(each) for each in part.parts]
         return f"({' | '.join(inner)})" if part.kind == "choice" else f"({' '.join(inner)})" if inner else '""'
 
@@ -128,7 +128,7 @@ def _followed_by_themselves(rules: Rules, runs: set[tuple[tuple[int, int], ...]]
         inner = [begins(each) for each in part.parts]
         if part.kind == "repeat":
             own = {part.run} if part.run in runs else set()
-            return own | inner[0][0], part.least == 0 or inner[0][1]
+            return own | inner[0][0], part.minimum == 0 or inner[0][1]
         if part.kind == "choice":
             return set().union(*(each for each, _ in inner)), any(is_nullable for _, is_nullable in inner)
         starts: set[object] = set()
@@ -147,7 +147,7 @@ def _followed_by_themselves(rules: Rules, runs: set[tuple[tuple[int, int], ...]]
         elif part.kind == "repeat":
             if part.run in runs and part.run in follows:
                 found.add(part.run)
-            visit(part.parts[0], follows if part.run or part.most == 1 else follows | begins(part.parts[0])[0])
+            visit(part.parts[0], follows if part.run or part.maximum == 1 else follows | begins(part.parts[0])[0])
         elif part.kind == "sequence":
             for each in reversed(part.parts):
                 visit(each, follows)
@@ -251,11 +251,11 @@ class _Reader:
         return Part("rule", name)
 
     def _repeated(self, part: Part) -> Part:
-        for sign, least, most in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
+        for sign, minimum, maximum in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
             if self._take(sign):
                 if self._source[self.at : self.at + 1] in ("*", "+", "?", "{"):
                     raise UnsupportedSyntaxError(f"a repeat of a repeat at {self.at}")
-                return Part("repeat", parts=(part,), least=least, most=most)
+                return Part("repeat", parts=(part,), minimum=minimum, maximum=maximum)
         if self._source[self.at : self.at + 1] in ("{", ".", "="):
             raise UnsupportedSyntaxError(f"{self._source[self.at]!r} at {self.at}")
         return part

@@ -52,7 +52,7 @@ NO_ROLLBACK = 1 << 30  # tokens: an error
 # characters. Strings near their `maxLength` need the short ones, expressions the letters.
 _TEXT, _LETTERS, _WORD = r"[^\"\\\x00-\x1F\x7F]", "[a-z]", "[a-zA-Z0-9_-]"
 _LENGTHS = ((_TEXT, (4, 7, 10, 14, 30)), (_LETTERS, (10, 20)), (_WORD, (10, 20)))
-SLICES = [r"[\x20\x0A\x0D\x09]+", f"{_TEXT}+", *(f"{what}{{1,{most}}}" for what, lengths in _LENGTHS for most in lengths)]
+SLICES = [r"[\x20\x0A\x0D\x09]+", f"{_TEXT}+", *(f"{what}{{1,{maximum}}}" for what, lengths in _LENGTHS for maximum in lengths)]
 _LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
 # ECMAScript and xgrammar define the shorthands over ASCII, the library over Unicode. It also gives
 # `\\<` and `\\>` a meaning of its own.
@@ -169,7 +169,7 @@ class LLCompiled:
         self._parse = parse
         self._matchers = [parse()]
         self.cost = read_cost(self.matcher.deep_copy())
-        self._most = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
+        self._maximum = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
         self._num_copies = [0]  # of each matcher, with requests
         self.stop_token_ids = stop_token_ids
         self._matcher_bytes = 64 * len(source) + BYTES_PER_COST * self.cost + MATCHER_BYTES
@@ -186,7 +186,7 @@ class LLCompiled:
     def start(self) -> LLGrammar:
         with self._lock:
             number = self._num_copies.index(min(self._num_copies))
-            if self._num_copies[number] and len(self._matchers) < self._most:
+            if self._num_copies[number] and len(self._matchers) < self._maximum:
                 number = len(self._matchers)
                 self._matchers.append(self._parse())
                 self._num_copies.append(0)

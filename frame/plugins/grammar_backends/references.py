@@ -20,7 +20,7 @@ SCHEMAS = frozenset(
 )  # fmt: skip
 ANCHORS = ("$anchor", "$dynamicAnchor")
 UNFOLLOWED = ("$dynamicRef", "$recursiveRef")
-LONGEST = 100  # characters of a reference in an error
+MAX_LENGTH = 100  # characters of a reference in an error
 LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 
 
@@ -61,13 +61,13 @@ class _Document:
     def _check_count(self, schema: dict[str, Any]) -> None:
         """Refuse a `minProperties` above the number of different keys that are certain. Grammars
         count keys and do not compare them, and keys without a name in `properties` may repeat."""
-        least, required = schema.get("minProperties"), schema.get("required")
-        if isinstance(least, bool) or not isinstance(least, int | float):
+        minimum, required = schema.get("minProperties"), schema.get("required")
+        if isinstance(minimum, bool) or not isinstance(minimum, int | float):
             return
         is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         certain = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
-        if not is_closed and least > max(certain, 1):
-            reason = f"{self._name} has minProperties {least} for an object whose keys may repeat, which a grammar cannot enforce"
+        if not is_closed and minimum > max(certain, 1):
+            reason = f"{self._name} has minProperties {minimum} for an object whose keys may repeat, which a grammar cannot enforce"
             remedy = "name that many keys in properties and required, or leave minProperties out"
             raise ValueError(f"{reason}; {remedy}")
 
@@ -75,7 +75,8 @@ class _Document:
         by_name = schema.get("patternProperties")
         for pattern in (schema.get("pattern"), *(by_name if isinstance(by_name, dict) else ())):
             if isinstance(pattern, str) and LOOK_AROUND.search(pattern):
-                raise ValueError(f"{self._name} has look-around in the pattern {pattern[:LONGEST]!r}, which is not supported; leave it out")
+                short = repr(pattern[:MAX_LENGTH])
+                raise ValueError(f"{self._name} has look-around in the pattern {short}, which is not supported; leave it out")
 
     def _follow(self, reference: Any, base: str, pointers_only: bool) -> None:
         if pointers_only and isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
@@ -107,7 +108,7 @@ class _Document:
             self._collect(part, base)
 
     def _refused(self, reference: Any, reason: str) -> ValueError:
-        shown = reference[:LONGEST] if isinstance(reference, str) else reference
+        shown = reference[:MAX_LENGTH] if isinstance(reference, str) else reference
         remedy = "move its target into the schema's $defs and refer to it as '#/$defs/NAME'"
         return ValueError(f"{self._name} has the $ref {shown!r}, {reason}; {remedy}")
 

@@ -46,6 +46,6 @@ def _check_depth(kind: str, source: str, limit: int) -> None:
             depth -= char in "}]"
 
 
-def one_sentence(kind: str, reason: str, longest: int = 200) -> str:
+def one_sentence(kind: str, reason: str, max_length: int = 200) -> str:
     """The library's own message about a grammar, on one line."""
-    return f"{kind} does not compile: {' '.join(reason.split())[:longest]}"
+    return f"{kind} does not compile: {' '.join(reason.split())[:max_length]}"

@@ -76,8 +76,8 @@ class Triton(MoERunner):
 
     def _compile(self, tokens: DispatchOutput, layer: _Layer) -> None:
         """Run every variant of the kernels once, so that no later step waits for a compilation."""
-        top, experts, most = tokens.ids.shape[1], len(layer.first.values), self.context.limits.max_tokens_per_step
-        for count in list_token_thresholds(top, experts, CHUNKS, most):
+        top, experts, maximum = tokens.ids.shape[1], len(layer.first.values), self.context.limits.max_tokens_per_step
+        for count in list_token_thresholds(top, experts, CHUNKS, maximum):
             ids = torch.arange(count * top, device=tokens.ids.device).remainder_(experts).view(count, top)
             self._run(tokens.x.new_zeros(count, tokens.x.shape[1]), Pairs(ids, tokens.weights.new_zeros(count, top)), layer)
 

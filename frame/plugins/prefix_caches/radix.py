@@ -71,12 +71,12 @@ class RadixCache(PrefixCache):
         served = np.ones(len(pages) + 1, np.bool_)
         for group in self._groups:
             group.mark_served(path, num_tokens, served)
-        end, longest = int(np.flatnonzero(served)[-1]), min(len(pages), (num_tokens - 1) // self._page_size) * self._page_size
+        end, max_length = int(np.flatnonzero(served)[-1]), min(len(pages), (num_tokens - 1) // self._page_size) * self._page_size
         if not end:
-            return Match(0, _NO_PAGES, None, longest=longest)
+            return Match(0, _NO_PAGES, None, max_length=max_length)
         node = next(node for node in path if node.end >= end)
         groups = tuple(group.read(path, end) for group in self._groups)
-        return Match(end * self._page_size, pages[:end], Handle(node, end), groups, longest)
+        return Match(end * self._page_size, pages[:end], Handle(node, end), groups, max_length)
 
     def read(self, handle: Handle) -> Match:
         path = self._path(handle.node)
@@ -163,8 +163,8 @@ class RadixCache(PrefixCache):
     def evict(self, num_pages: int) -> np.ndarray:
         freed: list[np.ndarray] = []
         while num_pages > 0 and (found := self._next_victim()) is not None:
-            node, most = found
-            keep = max(0, len(node.pages) - min(num_pages, most))
+            node, maximum = found
+            keep = max(0, len(node.pages) - min(num_pages, maximum))
             num_pages -= len(node.pages) - keep
             freed += [group.cut(node, keep) for group in self._groups]
             if keep:
@@ -243,8 +243,8 @@ class RadixCache(PrefixCache):
             for node in run:
                 self._check_node(node, offered)
             pages = np.concatenate([node.pages for node in run])
-            if (most := int(pages.max())) >= len(seen):
-                seen = np.concatenate((seen, np.zeros(max(most + 1 - len(seen), len(seen)), np.bool_)))
+            if (maximum := int(pages.max())) >= len(seen):
+                seen = np.concatenate((seen, np.zeros(max(maximum + 1 - len(seen), len(seen)), np.bool_)))
             seen[pages] = True
             unlocked = sum(len(node.pages) for node in run if node.refs == 0)
             evictable, locked, num_nodes = evictable + unlocked, locked + len(pages) - unlocked, num_nodes + len(run)

@@ -220,8 +220,8 @@ class SnapshotGroup(Group):
     def mark_served(self, path: Sequence[GroupedNode], num_tokens: int, served: np.ndarray) -> None:
         has_state = np.zeros(len(served), np.bool_)
         # the last token of a sequence is always computed, from the state before it
-        most = min(len(served) - 1, (num_tokens - 1) // self._page_size)
-        has_state[[end for node in path for end in self._part(node) if end <= most]] = True
+        maximum = min(len(served) - 1, (num_tokens - 1) // self._page_size)
+        has_state[[end for node in path for end in self._part(node) if end <= maximum]] = True
         served[1:] &= has_state[1:]
 
     def read(self, path: Sequence[GroupedNode], end: int) -> np.ndarray:
@@ -261,8 +261,8 @@ class SnapshotGroup(Group):
             self._order[page] = (upper, end)
 
     def cut(self, node: GroupedNode, keep: int) -> np.ndarray:
-        part, most = self._part(node), node.end - len(node.pages) + keep
-        gone = [end for end in part if end > most]
+        part, maximum = self._part(node), node.end - len(node.pages) + keep
+        gone = [end for end in part if end > maximum]
         pages = [part.pop(end) for end in gone]
         for page in pages:
             del self._order[page]

@@ -95,12 +95,12 @@ def outline_tree(
     ]
 
 
-def _ends(nodes: dict[Any, Node], most: int) -> list[Node]:
-    """All nodes, or, of more than `most`, the oldest and the newest ones: old nodes are still there
-    because they are used."""
-    if len(nodes) <= most:
+def _ends(nodes: dict[Any, Node], maximum: int) -> list[Node]:
+    """All nodes, or, of more than `maximum`, the oldest and the newest ones: old nodes are still
+    there because they are used."""
+    if len(nodes) <= maximum:
         return list(nodes.values())
-    return [*islice(nodes.values(), most // 2), *islice(reversed(nodes.values()), most - most // 2)]
+    return [*islice(nodes.values(), maximum // 2), *islice(reversed(nodes.values()), maximum - maximum // 2)]
 
 
 def _latest(nodes: Iterable[Node], limit: int, parent: int) -> list[tuple[int, int, Node, int]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 START, MESSAGE = "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
-LONGEST_HEADER = 256
+MAX_HEADER_LENGTH = 256
 
 _CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
 
@@ -46,10 +46,10 @@ class GptOss(ReasoningParser):
         if start and MESSAGE in header and not any(end in header for end in ENDS):
             self._open(header.partition(MESSAGE)[0])
 
-    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
+    def grammar(self, reply: Format, *, is_calls: bool) -> Format:
         is_open = self._is_thinking and not self._is_header  # the prompt ends within the reasoning
         if not (self._is_header or is_open or is_calls):
-            return answer  # the prompt ends within the final message
+            return reply  # the prompt ends within the final message
         thinking: Format = {
             "type": "sequence",
             "elements": [
@@ -59,7 +59,7 @@ class GptOss(ReasoningParser):
         }
         header: list[Format] = [] if is_calls else [{"type": "const_string", "value": FINAL}]
         optional: list[Format] = [{"type": "optional", "content": thinking}] if self._may_think else []
-        return {"type": "sequence", "elements": [*([thinking] if is_open else optional), *header, answer]}
+        return {"type": "sequence", "elements": [*([thinking] if is_open else optional), *header, reply]}
 
     def feed(self, text: str) -> ReasoningDelta:
         self._held += text
@@ -76,12 +76,12 @@ class GptOss(ReasoningParser):
         return self._taken()
 
     def _header(self) -> bool:
-        at = self._held.find(MESSAGE, 0, LONGEST_HEADER)
+        at = self._held.find(MESSAGE, 0, MAX_HEADER_LENGTH)
         if at >= 0:
             header, self._held = self._held[:at], self._held[at + len(MESSAGE) :]
             self._open(header)
             return True
-        if len(self._held) < LONGEST_HEADER:
+        if len(self._held) < MAX_HEADER_LENGTH:
             return False
         self._open("")
         return True

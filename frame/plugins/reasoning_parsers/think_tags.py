@@ -15,7 +15,7 @@ from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-_START, _THINKING, _GAP, _ANSWER = range(4)
+_START, _THINKING, _GAP, _REPLY = range(4)
 
 
 class ThinkTags(ReasoningParser):
@@ -41,17 +41,17 @@ class ThinkTags(ReasoningParser):
         elif end.endswith(self._options.close):
             self._state = _GAP
 
-    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
+    def grammar(self, reply: Format, *, is_calls: bool) -> Format:
         is_open = self._state == _THINKING or (self._state == _START and self._starts_open)
-        if self._state in (_GAP, _ANSWER) or not (is_open or self._opens_itself):
-            return answer
+        if self._state in (_GAP, _REPLY) or not (is_open or self._opens_itself):
+            return reply
         begin = "" if is_open else self._options.open
         thinking: Format = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": self._options.close}
         gap: Format = {"type": "regex", "pattern": r"\n{0,2}"}
         if is_open:
-            return {"type": "sequence", "elements": [thinking, gap, answer]}
+            return {"type": "sequence", "elements": [thinking, gap, reply]}
         optional: Format = {"type": "optional", "content": {"type": "sequence", "elements": [thinking, gap]}}
-        return {"type": "sequence", "elements": [optional, answer]}
+        return {"type": "sequence", "elements": [optional, reply]}
 
     def feed(self, text: str) -> ReasoningDelta:
         self._held += text
@@ -63,8 +63,8 @@ class ThinkTags(ReasoningParser):
         if self._state == _GAP:
             self._held = self._held.lstrip()
             if self._held:
-                self._state = _ANSWER
-        if self._state == _ANSWER:
+                self._state = _REPLY
+        if self._state == _REPLY:
             content, self._held = self._held, ""
         return ReasoningDelta(reasoning, content)
 
@@ -82,7 +82,7 @@ class ThinkTags(ReasoningParser):
         if text.startswith(tag):
             self._state, self._held = _THINKING, text[len(tag) :]
         else:
-            self._state = _THINKING if self._starts_open else _ANSWER
+            self._state = _THINKING if self._starts_open else _REPLY
 
     def _think(self) -> str:
         tag = self._options.close

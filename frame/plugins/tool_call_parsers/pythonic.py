@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 DEEPEST = 64
-LONGEST_HEAD = 256
+MAX_HEAD_LENGTH = 256
 
 _HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
 _HEAD_BEGINS = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
@@ -66,9 +66,9 @@ class Pythonic(Machine):
         return self.set_state(self._head)
 
     def _head(self) -> bool:
-        found = _HEAD.match(self.held, 0, LONGEST_HEAD)
+        found = _HEAD.match(self.held, 0, MAX_HEAD_LENGTH)
         if found is None:
-            if len(self.held) < LONGEST_HEAD and _HEAD_BEGINS.fullmatch(self.held):
+            if len(self.held) < MAX_HEAD_LENGTH and _HEAD_BEGINS.fullmatch(self.held):
                 return False
             return self.set_state(self._text)
         if found["name"] not in self.names:

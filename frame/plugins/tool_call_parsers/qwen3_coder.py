@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-LONGEST_NAME = 256
+MAX_NAME_LENGTH = 256
 
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 
@@ -59,13 +59,13 @@ class Qwen3Coder(Machine):
 
     def _header(self) -> bool:
         """State: `held` is whitespace, one of the tags, and the start of `<function=NAME>`."""
-        found = _HEADER.match(self.held, 0, LONGEST_NAME)
+        found = _HEADER.match(self.held, 0, MAX_NAME_LENGTH)
         if found is not None:
             self._name, self._has_arguments = found["name"], False
             self.take_held(found.end())
             self.start_call(self._name, "{")
             return self.set_state(self._parameters)
-        if len(self.held) < LONGEST_NAME and _HEADER_BEGINS.fullmatch(self.held):
+        if len(self.held) < MAX_NAME_LENGTH and _HEADER_BEGINS.fullmatch(self.held):
             return False
         self.emit_content(self.take_held(self.held.index("<") + 1))
         return self.set_state(self.start)
@@ -77,9 +77,9 @@ class Qwen3Coder(Machine):
         if mark != PARAMETER:
             self.emit_arguments("}")
             return self.set_state(self._after)
-        end = self.held.find(">", 0, LONGEST_NAME)
+        end = self.held.find(">", 0, MAX_NAME_LENGTH)
         if end < 0:
-            if len(self.held) >= LONGEST_NAME:
+            if len(self.held) >= MAX_NAME_LENGTH:
                 self.take_held(len(mark))
                 return True
             return False

@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "*.safetensors")  # without an index file, the first pattern that matches
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
-LONGEST_NAME = 255  # characters of a shard's name: no file system has longer ones
+MAX_NAME_LENGTH = 255  # characters of a shard's name: no file system has longer ones
 _HEADER = 8  # bytes of the header's length
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -142,9 +142,9 @@ def _read_index(index: Path) -> tuple[list[str], list[str]]:
         raise CheckpointError(f"{index} is not an index of weights ({error}): download it again.") from error
     shards = sorted(set(entries.values()))
     for shard in shards:
-        if Path(shard).name != shard or len(shard) > LONGEST_NAME:
+        if Path(shard).name != shard or len(shard) > MAX_NAME_LENGTH:
             raise CheckpointError(
-                f"{index} names a file outside of its folder ({shard:.{LONGEST_NAME}}), which is not read: download the checkpoint again."
+                f"{index} names a file outside of its folder ({shard:.{MAX_NAME_LENGTH}}), which is not read: download it again."
             )
     return list(entries), shards
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
 from frame.quantization.gemm.each_expert import EachExpert
 
@@ -28,10 +28,10 @@ class Int4CpuKernel(GemmKernel):
             return f"its inputs are no multiple of the group, or its outputs of {_OUTPUTS}"
         return "it takes no order" if weight.order is not None else None
 
-    def prepare(self, weight: PackedWeight) -> Product:
+    def prepare(self, weight: PackedWeight) -> Gemm:
         return Int4Product(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         return EachExpert([Int4Product(weight.expert(index)) for index in range(len(weight.codes))])
 
     def count_bytes(self, weight: PackedWeight) -> int:

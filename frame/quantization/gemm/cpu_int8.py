@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.quantization.gemm.each_expert import EachExpert
 
@@ -17,7 +17,7 @@ _KERNEL_ROWS = 8
 _SMALLEST = 1e-30
 _MULTIPLE = 32  # the int8 kernel reads past the end of rows of other lengths
 _DIGIT = 128  # of inputs as numbers of two digits, each an int8
-_MOST = 127 * _DIGIT  # the largest magnitude of a row
+_MAXIMUM = 127 * _DIGIT  # the largest magnitude of a row
 # Rows up to which both digits of the inputs cost less than dequantizing the weight on a CPU with
 # AMX. 3072 x 1024, ms at 1, 8, 32, 128 rows with weights in memory: two digits 1.5, 1.7, 2.9, 6.4;
 # one digit 1.4, 1.4, 2.1, 2.7; bfloat16 3.3, 3.5, 4.1, 5.3; dequantized 5.6, 5.1, 7.4, 6.2. Without
@@ -42,10 +42,10 @@ class Int8CpuKernel(GemmKernel):
             return "it takes no zero points or order"
         return None
 
-    def prepare(self, weight: PackedWeight) -> Product:
+    def prepare(self, weight: PackedWeight) -> Gemm:
         return PackedInt8Product(weight) if self._packs() else Int8Product(weight, self.context.dtype)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.codes))])
 
     def count_bytes(self, weight: PackedWeight) -> int:
@@ -85,7 +85,7 @@ class PackedInt8Product:
             step = _find_step(flat, 127)
             out = self._multiply((flat / step).round_().to(torch.int8)).mul_(step).to(x.dtype)
         elif self._codes is None or len(flat) <= _DIGIT_ROWS:
-            step = _find_step(flat, _MOST)
+            step = _find_step(flat, _MAXIMUM)
             numbers = flat / step
             high = (numbers * (1 / _DIGIT)).round_()
             digits = torch.cat((high, torch.add(numbers, high, alpha=-_DIGIT).round_())).to(torch.int8)
@@ -114,9 +114,9 @@ def _has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())  # noqa: SLF001
 
 
-def _find_step(x: torch.Tensor, most: int) -> torch.Tensor:
-    """float32 [rows, 1], by which a row is divided so that its largest magnitude is `most`."""
-    return x.abs().amax(1, keepdim=True).float().clamp_min_(_SMALLEST).mul_(1 / most)
+def _find_step(x: torch.Tensor, maximum: int) -> torch.Tensor:
+    """float32 [rows, 1], by which a row is divided so that its largest magnitude is `maximum`."""
+    return x.abs().amax(1, keepdim=True).float().clamp_min_(_SMALLEST).mul_(1 / maximum)
 
 
 class Int8Product:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.kernels import cuda_source, nvidia
 from frame.kernels.linear import blocked_int4
@@ -24,10 +24,10 @@ class CudaInt4Kernel(GemmKernel):
                 return obstacle
         return blocked_int4.find_obstacle(weight, self.context.dtype)
 
-    def prepare(self, weight: PackedWeight) -> Product:
+    def prepare(self, weight: PackedWeight) -> Gemm:
         return CudaInt4Product(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         raise NotImplementedError("it multiplies no experts")
 
     def count_bytes(self, weight: PackedWeight) -> int:
@@ -39,7 +39,7 @@ class CudaInt4Product:
     """x times one weight."""
 
     def __init__(self, weight: PackedWeight) -> None:
-        self._kernels, self._order = blocked_int4.BlockedProducts(blocked_int4.pack_weight(weight)), weight.order
+        self._kernels, self._order = blocked_int4.BlockedGemms(blocked_int4.pack_weight(weight)), weight.order
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ class CudaInt4Product:
 
     def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         flat = self._flatten(x)
-        if not 0 < len(flat) <= blocked_int4.MOST_FEW_ROWS or self._kernels.weight.outputs % (2 * blocked_int4.TILE):
+        if not 0 < len(flat) <= blocked_int4.MAX_FEW_ROWS or self._kernels.weight.outputs % (2 * blocked_int4.TILE):
             return None
         return _restore(self._kernels.multiply_few(flat, bias, is_gated=True), x)
 
@@ -56,9 +56,9 @@ class CudaInt4Product:
         rows = len(flat)
         if not rows:
             return x.new_empty(*x.shape[:-1], self._kernels.weight.outputs)
-        if rows <= blocked_int4.MOST_FEW_ROWS:
+        if rows <= blocked_int4.MAX_FEW_ROWS:
             out = self._kernels.multiply_few(flat, bias)
-        elif rows <= blocked_int4.MOST_ROWS:
+        elif rows <= blocked_int4.MAX_ROWS:
             out = self._kernels.multiply(flat, bias)
         else:
             out = F.linear(flat, self._kernels.dequantize(), bias)

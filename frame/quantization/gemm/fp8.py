@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.quantization.gemm.rounded_matmul import RoundedMatmul, find_obstacle
 
@@ -19,14 +19,14 @@ class Fp8Kernel(GemmKernel):
             return "it takes no zero points, order or outer scales"
         return find_obstacle(weight.codes, weight.scheme.group)
 
-    def prepare(self, weight: PackedWeight) -> Product:
-        return RoundedProduct(weight)
+    def prepare(self, weight: PackedWeight) -> Gemm:
+        return RoundedGemm(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         raise NotImplementedError("experts are multiplied by the MoE runner")
 
 
-class RoundedProduct:
+class RoundedGemm:
     """x times one weight, while its tensors keep their sizes and addresses."""
 
     def __init__(self, weight: PackedWeight) -> None:

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
 from frame.models.layers.weights.expert_activation import activate
-from frame.quantization.gemm.weight_only import WeightOnlyGroupedProduct, WeightOnlyProduct
+from frame.quantization.gemm.weight_only import WeightOnlyGemm, WeightOnlyGroupedGemm
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -55,12 +55,12 @@ class HummingKernel(GemmKernel):
             return f"scales are not in the model's dtype, {dtype}"
         return None
 
-    def prepare(self, weight: PackedWeight) -> Product:
-        return HummingProduct(weight, WeightOnlyProduct(weight) if self._keeps_codes else None)
+    def prepare(self, weight: PackedWeight) -> Gemm:
+        return HummingGemm(weight, WeightOnlyGemm(weight) if self._keeps_codes else None)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
-        few = WeightOnlyGroupedProduct(weight, self.context.limits.max_tokens_per_step) if self._keeps_codes else None
-        return HummingGroupedProduct(weight, few)
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+        few = WeightOnlyGroupedGemm(weight, self.context.limits.max_tokens_per_step) if self._keeps_codes else None
+        return HummingGroupedGemm(weight, few)
 
     def count_bytes(self, weight: PackedWeight) -> int:
         outputs, inputs = (-(-size // _TILE) * _TILE for size in (weight.outputs, weight.inputs))
@@ -70,11 +70,11 @@ class HummingKernel(GemmKernel):
         return found + (super().count_bytes(weight) if self._keeps_codes else 0)
 
 
-class HummingProduct:
+class HummingGemm:
     """x times one weight, whose tensors are in the library's layout. `few` multiplies few rows, by
     the codes in canonical form."""
 
-    def __init__(self, weight: PackedWeight, few: WeightOnlyProduct | None = None) -> None:
+    def __init__(self, weight: PackedWeight, few: WeightOnlyGemm | None = None) -> None:
         from humming.forward import humming_forward
         from humming.schema import HummingWeightSchema
         from humming.transform import prepare_and_transform_humming_tensors
@@ -117,10 +117,10 @@ class HummingProduct:
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
-class HummingGroupedProduct(HummingProduct):
+class HummingGroupedGemm(HummingGemm):
     """Rows times the weights of their experts."""
 
-    def __init__(self, weight: PackedWeight, few: WeightOnlyGroupedProduct | None = None) -> None:
+    def __init__(self, weight: PackedWeight, few: WeightOnlyGroupedGemm | None = None) -> None:
         super().__init__(weight)
         self._few_pairs = few
         self._experts = len(weight.codes)
@@ -137,9 +137,9 @@ class HummingGroupedProduct(HummingProduct):
         )
         return out
 
-    def mix(self, down: GroupedProduct, tokens: DispatchOutput, experts: nn.Module, parts: bool) -> torch.Tensor | None:
+    def mix(self, down: GroupedGemm, tokens: DispatchOutput, experts: nn.Module, parts: bool) -> torch.Tensor | None:
         """The whole experts; the products read tokens where they are."""
-        if not isinstance(down, HummingGroupedProduct) or not kernels.can_use_triton(tokens.x.device):
+        if not isinstance(down, HummingGroupedGemm) or not kernels.can_use_triton(tokens.x.device):
             return None
         few, few_down = self._few_pairs, down._few_pairs  # noqa: SLF001 - own class
         if few is not None and few_down is not None and tokens.ids.numel() <= _FEW_PAIRS:
@@ -175,8 +175,8 @@ class HummingGroupedProduct(HummingProduct):
             from humming.tune import get_heuristics_config
 
             found = get_heuristics_config(self._config, gemm_type="indexed", device=self._locks.device)
-            self._blocks = [(most, config["block_shape"][0]) for _, most, config in found]
-        return next(block for most, block in self._blocks if pairs <= most)
+            self._blocks = [(maximum, config["block_shape"][0]) for _, maximum, config in found]
+        return next(block for maximum, block in self._blocks if pairs <= maximum)
 
 
 def _name_tensors(weight: PackedWeight) -> dict[str, torch.Tensor]:

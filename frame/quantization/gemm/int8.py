@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
-from frame.quantization.gemm.fp8 import RoundedProduct
+from frame.quantization.gemm.fp8 import RoundedGemm
 from frame.quantization.gemm.rounded_matmul import find_obstacle
 
 
@@ -24,9 +24,9 @@ class Int8Kernel(GemmKernel):
             return "it takes one scale per output"
         return find_obstacle(weight.codes, (1, 0))
 
-    def prepare(self, weight: PackedWeight) -> Product:
+    def prepare(self, weight: PackedWeight) -> Gemm:
         assert weight.scales is not None
-        return RoundedProduct(replace(weight, scheme=WeightScheme("int8"), scales=weight.scales.float()))
+        return RoundedGemm(replace(weight, scheme=WeightScheme("int8"), scales=weight.scales.float()))
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         raise NotImplementedError("find_obstacle refuses experts")

@@ -11,7 +11,7 @@ from torch import nn
 
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.kernels import nvidia
-from frame.kernels.linear.weight_rows import MOST_PAIRS, choose_rows_plan, count_most_rows, multiply_pair_rows
+from frame.kernels.linear.weight_rows import MAX_PAIRS, choose_rows_plan, count_max_rows, multiply_pair_rows
 from frame.kernels.moe.align import CHUNKS, align_tokens
 from frame.kernels.moe.grouped_gemm import Activation, Pairs, combine_pairs
 from frame.kernels.moe.quantized_experts import FEW_PAIRS, PLAN_ROWS, choose_expert_plan, multiply_pairs
@@ -20,10 +20,10 @@ from frame.models.layers.weights.expert_activation import find_activation
 
 class Mixture:
     """Experts whose weights are `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden,
-    inner]. `most`: tokens of a step; 0: no variant is compiled ahead."""
+    inner]. `maximum`: tokens of a step; 0: no variant is compiled ahead."""
 
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight, most: int) -> None:
-        self._gate_up, self._down, self._most = gate_up, down, most
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight, maximum: int) -> None:
+        self._gate_up, self._down, self._maximum = gate_up, down, maximum
         self._compiled: set[int] = set()  # numbers of experts of a token
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: nn.Module) -> torch.Tensor | None:
@@ -34,7 +34,7 @@ class Mixture:
             return None
         biases = getattr(experts, "gate_up_bias", None), getattr(experts, "down_bias", None)
         top = ids.shape[1]
-        if self._most and top not in self._compiled and x.device.type == "cuda" and not nvidia.is_capturing():
+        if self._maximum and top not in self._compiled and x.device.type == "cuda" and not nvidia.is_capturing():
             self._compiled.add(top)
             for count in self._list_thresholds(top):
                 spread = torch.arange(count * top, device=ids.device).remainder_(len(self._gate_up.codes)).view(count, top)
@@ -45,7 +45,7 @@ class Mixture:
         self, x: torch.Tensor, pairs: Pairs, biases: tuple[torch.Tensor | None, torch.Tensor | None], activation: Activation
     ) -> torch.Tensor:
         layers = (self._gate_up, activation.is_gated), (self._down, False)
-        if pairs.count <= MOST_PAIRS and all(count_most_rows(weight, x.dtype) for weight, _ in layers):
+        if pairs.count <= MAX_PAIRS and all(count_max_rows(weight, x.dtype) for weight, _ in layers):
             return self._run_few(x, pairs, biases, activation)
         plans = [choose_expert_plan(pairs.count, weight, gated) for weight, gated in layers]
         order = align_tokens(pairs.ids, len(self._gate_up.codes), plans[0].rows)
@@ -62,8 +62,8 @@ class Mixture:
     def _list_thresholds(self, top: int) -> list[int]:
         """Numbers of tokens that together use every variant of the kernels."""
         experts = len(self._gate_up.codes)
-        limits = [pairs // top for pairs in (FEW_PAIRS, MOST_PAIRS, *CHUNKS, *(rows * experts for rows in PLAN_ROWS))]
-        return sorted({min(self._most, max(1, count)) for limit in limits for count in (limit, limit + 1)})
+        limits = [pairs // top for pairs in (FEW_PAIRS, MAX_PAIRS, *CHUNKS, *(rows * experts for rows in PLAN_ROWS))]
+        return sorted({min(self._maximum, max(1, count)) for limit in limits for count in (limit, limit + 1)})
 
 
 def sum_pairs(rows: torch.Tensor, tokens: int, parts: bool) -> torch.Tensor:

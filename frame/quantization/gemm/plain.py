@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.models.layers.packed import can_pack, pack_weight
-from frame.models.layers.weights.plain_product import PackedProduct, PlainGroupedProduct, PlainProduct
+from frame.models.layers.weights.plain_gemm import PackedGemm, PlainGemm, PlainGroupedGemm
 
 
 class PlainKernel(GemmKernel):
@@ -14,10 +14,10 @@ class PlainKernel(GemmKernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None if weight.scheme.codes == "plain" else "the weight is quantized"
 
-    def prepare(self, weight: PackedWeight) -> Product:
+    def prepare(self, weight: PackedWeight) -> Gemm:
         if can_pack(weight.codes):
-            return PackedProduct(pack_weight(weight.codes))
-        return PlainProduct(weight.codes)
+            return PackedGemm(pack_weight(weight.codes))
+        return PlainGemm(weight.codes)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
-        return PlainGroupedProduct(weight.codes)
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+        return PlainGroupedGemm(weight.codes)

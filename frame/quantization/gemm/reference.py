@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
-from frame.models.layers.weights.plain_product import multiply_grouped
+from frame.models.layers.weights.plain_gemm import multiply_grouped
 
 
 class ReferenceKernel(GemmKernel):
@@ -20,14 +20,14 @@ class ReferenceKernel(GemmKernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None
 
-    def prepare(self, weight: PackedWeight) -> Product:
-        return ReferenceProduct(weight)
+    def prepare(self, weight: PackedWeight) -> Gemm:
+        return ReferenceGemm(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
-        return ReferenceGroupedProduct(weight)
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+        return ReferenceGroupedGemm(weight)
 
 
-class ReferenceProduct:
+class ReferenceGemm:
     """x times the dequantized weight."""
 
     def __init__(self, weight: PackedWeight) -> None:
@@ -38,7 +38,7 @@ class ReferenceProduct:
         return F.linear(x, self.weight.dequantize(x.dtype), bias)
 
 
-class ReferenceGroupedProduct:
+class ReferenceGroupedGemm:
     """Rows sorted by expert times the dequantized weights."""
 
     def __init__(self, weight: PackedWeight) -> None:

@@ -61,7 +61,7 @@ class RoundedMatmul:
         self.scales = F.pad(scales, (0, -scales.shape[1] % 4)) if columns else scales.flatten()
         self._one = torch.ones((), device=device)
         self._pdl = kernels.supports_pdl(device)
-        self._has_large_product = device.type == "cuda" and (
+        self._has_large_gemm = device.type == "cuda" and (
             # cuBLAS has block-scaled products for 9.0 only
             not columns or get_compute_capability(device) == (9, 0)
         )
@@ -115,7 +115,7 @@ class RoundedMatmul:
             rounded, by_row = self._quantize(x, self._pdl)
             products = torch._int_mm(rounded, weight.t())  # noqa: SLF001
             return self._rescale(products, by_row, self.scales, self._pdl, x.dtype)
-        if not self._has_large_product:
+        if not self._has_large_gemm:
             scales = self.scales.unsqueeze(-1)
             if self._block[1]:
                 scales = self.scales.repeat_interleave(BLOCK, 0)[: len(weight)].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.models.layers.packed import can_pack, pack_weight
-from frame.models.layers.weights.plain_product import PackedProduct, PlainGroupedProduct, PlainProduct
+from frame.models.layers.weights.plain_gemm import PackedGemm, PlainGemm, PlainGroupedGemm
 
 
 class UnpackedKernel(GemmKernel):
@@ -19,12 +19,12 @@ class UnpackedKernel(GemmKernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None
 
-    def prepare(self, weight: PackedWeight) -> Product:
+    def prepare(self, weight: PackedWeight) -> Gemm:
         dense = weight.dequantize(self.context.dtype)
-        return PackedProduct(pack_weight(dense)) if can_pack(dense) else PlainProduct(dense)
+        return PackedGemm(pack_weight(dense)) if can_pack(dense) else PlainGemm(dense)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
-        return PlainGroupedProduct(weight.dequantize(self.context.dtype))
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+        return PlainGroupedGemm(weight.dequantize(self.context.dtype))
 
     def count_bytes(self, weight: PackedWeight) -> int:
         return weight.codes.shape[:-1].numel() * weight.inputs * self.context.dtype.itemsize

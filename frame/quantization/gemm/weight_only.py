@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.moe import DispatchOutput
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.kernels.nvidia import count_multiprocessors
@@ -38,14 +38,14 @@ class WeightOnlyKernel(GemmKernel):
             return "the device does not convert e4m3"
         return find_obstacle(weight)
 
-    def prepare(self, weight: PackedWeight) -> Product:
-        return WeightOnlyProduct(weight)
+    def prepare(self, weight: PackedWeight) -> Gemm:
+        return WeightOnlyGemm(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
-        return WeightOnlyGroupedProduct(weight, self.context.limits.max_tokens_per_step)
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+        return WeightOnlyGroupedGemm(weight, self.context.limits.max_tokens_per_step)
 
 
-class WeightOnlyProduct:
+class WeightOnlyGemm:
     """x times one weight, while its tensors keep their sizes and addresses."""
 
     def __init__(self, weight: PackedWeight) -> None:
@@ -58,7 +58,7 @@ class WeightOnlyProduct:
 
     def takes_few(self, x: torch.Tensor) -> bool:
         """Whether the kernel for few rows multiplies x."""
-        return 0 < x.numel() <= x.shape[-1] * self._few.count_most_rows(self.weight, x.dtype)
+        return 0 < x.numel() <= x.shape[-1] * self._few.count_max_rows(self.weight, x.dtype)
 
     def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         if not self.takes_few(x):
@@ -84,13 +84,13 @@ class WeightOnlyProduct:
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
-class WeightOnlyGroupedProduct:
-    """Rows sorted by expert times the weights of their experts. `most`: tokens of a step."""
+class WeightOnlyGroupedGemm:
+    """Rows sorted by expert times the weights of their experts. `maximum`: tokens of a step."""
 
-    def __init__(self, weight: PackedWeight, most: int = 0) -> None:
+    def __init__(self, weight: PackedWeight, maximum: int = 0) -> None:
         from frame.kernels.linear import weight_only
 
-        self.weight, self._most = weight, most
+        self.weight, self._maximum = weight, maximum
         self._mixture: Mixture | None = None
         self.tensors = list(weight.tensors.values())
         self._module, self._processors = weight_only, _count_processors(weight.codes.device)
@@ -105,14 +105,14 @@ class WeightOnlyGroupedProduct:
         ordered = x.gather(1, self.weight.order.long().index_select(0, owners))
         return self._module.multiply(ordered, self.weight, None, plan, self._counter, ends)
 
-    def mix(self, down: GroupedProduct, tokens: DispatchOutput, experts: nn.Module, parts: bool) -> torch.Tensor | None:
+    def mix(self, down: GroupedGemm, tokens: DispatchOutput, experts: nn.Module, parts: bool) -> torch.Tensor | None:
         """The whole experts; the kernels read tokens where they are."""
-        if not isinstance(down, WeightOnlyGroupedProduct) or self.weight.order is not None or down.weight.order is not None:
+        if not isinstance(down, WeightOnlyGroupedGemm) or self.weight.order is not None or down.weight.order is not None:
             return None
         from frame.quantization.gemm.mixture import Mixture, sum_pairs
 
         if self._mixture is None:
-            self._mixture = Mixture(self.weight, down.weight, self._most)
+            self._mixture = Mixture(self.weight, down.weight, self._maximum)
         rows = self._mixture(tokens.x, tokens.ids, tokens.weights, experts)
         return None if rows is None else sum_pairs(rows, len(tokens.ids), parts)
 

@@ -254,8 +254,8 @@ class Player:
     def plan(self, batch: ForwardBatch) -> object:
         if self.backend.capabilities.device_lengths:  # bounds within the pages of each row
             host, size = batch.host, self.case.page_size
-            least = np.maximum(host.query_lens, host.seq_lens - 3).astype(np.int32)
-            host = replace(host, seq_lens=(-(-host.seq_lens // size) * size).astype(np.int32), least_lens=least)
+            minimum = np.maximum(host.query_lens, host.seq_lens - 3).astype(np.int32)
+            host = replace(host, seq_lens=(-(-host.seq_lens // size) * size).astype(np.int32), min_lens=minimum)
             batch = replace(batch, host=host)
         host = batch.host
         given = {"host.slots": host.slots, "host.query_lens": host.query_lens, "host.seq_lens": host.seq_lens}

@@ -54,8 +54,8 @@ def _drafts_of_the_device(subject: Subject) -> None:
     assert issubclass(subject.target, DeviceDrafter), "it derives no `DeviceDrafter`"
     drafter: DeviceDrafter = subject.target(DrafterContext(vocab_size=37, max_slots=6, max_context=64, num_steps=STEPS), subject.options)
 
-    def propose(slots: list[int], most: int = STEPS) -> list[list[int]]:
-        found = drafter.propose_tokens(np.array(slots, np.int64), np.full(len(slots), most, np.int32))
+    def propose(slots: list[int], maximum: int = STEPS) -> list[list[int]]:
+        found = drafter.propose_tokens(np.array(slots, np.int64), np.full(len(slots), maximum, np.int32))
         ends = np.cumsum(found.counts)
         return [found.token_ids[end - count : end].tolist() for end, count in zip(ends, found.counts, strict=True)]
 

@@ -57,7 +57,7 @@ class Vocabulary:
         seen, waiting = {node}, [node]
         while waiting:
             each = waiting.pop()
-            if is_run(each) and (each.most is None or each.most >= MIN_RUN):
+            if is_run(each) and (each.maximum is None or each.maximum >= MIN_RUN):
                 self._learn(each.parts[0])
             waiting += [part for part in each.parts if part not in seen]
             seen.update(each.parts)
@@ -92,7 +92,7 @@ class Masks:
         if found is None:
             check_width(node)
             states.language.forget()
-            state = states.language.clamp(node, self.vocabulary.tree.longest)
+            state = states.language.clamp(node, self.vocabulary.tree.max_length)
             found = self._cache.get(state)
             if found is None:
                 found = self._make(states, state)
@@ -109,7 +109,7 @@ class Masks:
         repeat, after = state.parts if state.kind == "cat" else (state, states.language.empty)
         costs = self._costs_of(states, repeat, after)
         if costs is not None:
-            found = costs.mask(repeat.most or 0)
+            found = costs.mask(repeat.maximum or 0)
         else:
             also = [*self.vocabulary.stops] if state.is_nullable else []
             with states.lock:
@@ -121,7 +121,7 @@ class Masks:
     def _costs_of(self, states: States, repeat: Node, after: Node) -> Costs | None:
         """For a state that may repeat something a limited number of times: how many repetitions
         each token takes. Computed once for all such limits. None: not such a state."""
-        if not is_run(repeat) or repeat.least or repeat.most is None:
+        if not is_run(repeat) or repeat.minimum or repeat.maximum is None:
             return None
         (part,), known = repeat.parts, self.vocabulary.repetitions
         alone = known.alone[known.row(states.language, part)]

@@ -24,15 +24,15 @@ def character(language: Language, ranges: Ranges) -> Node:
     return language.alt([characters(language, plain), escape])
 
 
-def integers(language: Language, least: int | None, most: int | None) -> Node:
-    """Integers from `least` to `most`, both included; None: no bound. 0 has no sign."""
+def integers(language: Language, minimum: int | None, maximum: int | None) -> Node:
+    """Integers from `minimum` to `maximum`, both included; None: no bound. 0 has no sign."""
     minus = language.one_byte(1 << ord("-"))
     found = []
-    if most is None or most >= 0:
-        found.append(_naturals(language, max(0, least or 0), most))
-    if least is None or least < 0:
-        nearest = 1 if most is None or most >= 0 else -most
-        found.append(language.cat(minus, _naturals(language, nearest, None if least is None else -least)))
+    if maximum is None or maximum >= 0:
+        found.append(_naturals(language, max(0, minimum or 0), maximum))
+    if minimum is None or minimum < 0:
+        nearest = 1 if maximum is None or maximum >= 0 else -maximum
+        found.append(language.cat(minus, _naturals(language, nearest, None if minimum is None else -minimum)))
     return language.alt(found)
 
 
@@ -56,16 +56,16 @@ def _hex(language: Language, value: int) -> Node:
     return language.one_byte(sum({1 << ord(digit) for digit in (f"{value:x}", f"{value:X}")}))
 
 
-def _naturals(language: Language, least: int, most: int | None) -> Node:
-    if most is not None and least > most:
+def _naturals(language: Language, minimum: int, maximum: int | None) -> Node:
+    if maximum is not None and minimum > maximum:
         return language.none
     found = []
-    digits = len(str(least))
-    for length in range(digits, len(str(most)) + 1 if most is not None else digits + 1):
-        low = str(max(least, 10 ** (length - 1) if length > 1 else 0))
-        high = str(10**length - 1 if most is None else min(most, 10**length - 1))
+    digits = len(str(minimum))
+    for length in range(digits, len(str(maximum)) + 1 if maximum is not None else digits + 1):
+        low = str(max(minimum, 10 ** (length - 1) if length > 1 else 0))
+        high = str(10**length - 1 if maximum is None else min(maximum, 10**length - 1))
         found.append(_between(language, low, high))
-    if most is None:
+    if maximum is None:
         first = language.one_byte(DIGITS & ~(1 << ord("0")))
         found.append(language.cat(first, language.repeat(language.one_byte(DIGITS), digits, None)))
     return language.alt(found)

@@ -96,9 +96,9 @@ class Costs:
     def num_bytes(self) -> int:
         return self.costs.nbytes + (0 if self.tokens is None else self.tokens.nbytes)
 
-    def mask(self, most: int) -> Mask:
-        """The mask of the tokens that take at most `most` repetitions."""
-        allowed = self.costs <= min(most, NOT_AT_ALL - 1)
+    def mask(self, maximum: int) -> Mask:
+        """The mask of the tokens that take at most `maximum` repetitions."""
+        allowed = self.costs <= min(maximum, NOT_AT_ALL - 1)
         if self.tokens is None:
             return Mask.of(np.packbits(allowed, bitorder="little").view(np.int32))
         tokens = self.tokens[allowed]

@@ -21,8 +21,8 @@ class Node:
     kind: str  # "none": no text, "empty": the empty text, "bytes", "cat", "alt", "repeat"
     members: int = 0  # of "bytes": bit b is set for byte b
     parts: tuple[Node, ...] = ()  # of "cat": two; of "alt": two or more, in any order; of "repeat": one
-    least: int = 0
-    most: int | None = None  # of "repeat"; None: no bound
+    minimum: int = 0
+    maximum: int | None = None  # of "repeat"; None: no bound
     is_nullable: bool = False  # whether the empty text matches
     first: int = 0  # the first bytes of its texts; bit b is set for byte b
     size: int = 1  # number of nested parts; LARGE for a repetition
@@ -81,15 +81,15 @@ class Language:
         parts = tuple(sorted(flat, key=id))
         return self._node("alt", parts, is_nullable=any(part.is_nullable for part in parts))
 
-    def repeat(self, part: Node, least: int, most: int | None) -> Node:
+    def repeat(self, part: Node, minimum: int, maximum: int | None) -> Node:
         if part is self.none:
-            return self.none if least else self.empty
-        if part is self.empty or most == 0:
+            return self.none if minimum else self.empty
+        if part is self.empty or maximum == 0:
             return self.empty
-        if least == most == 1:
+        if minimum == maximum == 1:
             return part
-        least = 0 if part.is_nullable else least
-        return self._node("repeat", (part,), least=least, most=most, is_nullable=least == 0)
+        minimum = 0 if part.is_nullable else minimum
+        return self._node("repeat", (part,), minimum=minimum, maximum=maximum, is_nullable=minimum == 0)
 
     def derive(self, node: Node, byte: int) -> Node:
         """Return the derivative by a byte."""
@@ -110,7 +110,7 @@ class Language:
             if node.kind == "cat" and (repeat := node.parts[0]).kind == "repeat":
                 count = end - at - len((text[at:] if at else text).lstrip(self._passed(repeat.parts[0], node.parts[1])))
                 if count > 1:
-                    count = count if repeat.most is None else min(count, repeat.most)
+                    count = count if repeat.maximum is None else min(count, repeat.maximum)
                     node, at = self._after(node, count), at + count
                     continue
             byte = text[at]
@@ -124,13 +124,13 @@ class Language:
             found = self._forms[node] = form_of(node)
         return found
 
-    def clamp(self, node: Node, longest: int) -> Node:
-        """Return a node that accepts the same prefixes of up to `longest` bytes. Counts beyond the
-        reach of such a prefix are reduced to `longest + 1`."""
-        key = node, longest
+    def clamp(self, node: Node, max_length: int) -> Node:
+        """Return a node that accepts the same prefixes of up to `max_length` bytes. Counts beyond
+        the reach of such a prefix are reduced to `longest + 1`."""
+        key = node, max_length
         found = self._clamped.get(key)
         if found is None:
-            found = self._clamp(node, longest)
+            found = self._clamp(node, max_length)
             self._clamped[key] = found
         return found
 
@@ -156,12 +156,12 @@ class Language:
     def _after(self, node: Node, count: int) -> Node:
         """The state of a sequence that begins with a repetition, `count` repetitions later."""
         repeat, after = node.parts
-        if not repeat.least and repeat.most is None:
+        if not repeat.minimum and repeat.maximum is None:
             return node
         found = self._further.get((node, count))
         if found is None:
-            most = None if repeat.most is None else repeat.most - count
-            found = self.cat(self.repeat(repeat.parts[0], max(0, repeat.least - count), most), after)
+            maximum = None if repeat.maximum is None else repeat.maximum - count
+            found = self.cat(self.repeat(repeat.parts[0], max(0, repeat.minimum - count), maximum), after)
             self._further[node, count] = found
         return found
 
@@ -171,11 +171,11 @@ class Language:
         parts: tuple[Node, ...] = (),
         *,
         members: int = 0,
-        least: int = 0,
-        most: int | None = None,
+        minimum: int = 0,
+        maximum: int | None = None,
         is_nullable: bool = False,
     ) -> Node:
-        key = (kind, members, parts, least, most)
+        key = (kind, members, parts, minimum, maximum)
         found = self._nodes.get(key)
         if found is None:
             first = members
@@ -184,7 +184,7 @@ class Language:
                 if kind == "cat" and not part.is_nullable:
                     break
             size = LARGE if kind == "repeat" else min(LARGE, 1 + sum(part.size for part in parts))
-            found = self._nodes.setdefault(key, Node(kind, members, parts, least, most, is_nullable, first, size))
+            found = self._nodes.setdefault(key, Node(kind, members, parts, minimum, maximum, is_nullable, first, size))
         return found
 
     def _derive(self, node: Node, byte: int) -> Node:
@@ -200,26 +200,26 @@ class Language:
             return self.alt([self.derive(part, byte) for part in node.parts if part.first >> byte & 1])
         if node.kind == "repeat":
             part = node.parts[0]
-            rest = self.repeat(part, max(0, node.least - 1), None if node.most is None else node.most - 1)
+            rest = self.repeat(part, max(0, node.minimum - 1), None if node.maximum is None else node.maximum - 1)
             return self.cat(self.derive(part, byte), rest)
         return self.none
 
-    def _clamp(self, node: Node, longest: int) -> Node:
+    def _clamp(self, node: Node, max_length: int) -> Node:
         if node.kind == "cat":
             spine = []
-            while node.kind == "cat" and (node, longest) not in self._clamped:
+            while node.kind == "cat" and (node, max_length) not in self._clamped:
                 spine.append(node)
                 node = node.parts[1]
-            found = self.clamp(node, longest)
+            found = self.clamp(node, max_length)
             for each in reversed(spine):  # a loop, since recursion would be too deep for a long text
-                found = self._clamped[each, longest] = self.cat(self.clamp(each.parts[0], longest), found)
+                found = self._clamped[each, max_length] = self.cat(self.clamp(each.parts[0], max_length), found)
             return found
         if node.kind == "alt":
-            return self.alt([self.clamp(part, longest) for part in node.parts])
+            return self.alt([self.clamp(part, max_length) for part in node.parts])
         if node.kind == "repeat":
-            far = longest + 1
-            most = None if node.most is None else min(node.most, far)
-            return self.repeat(self.clamp(node.parts[0], longest), min(node.least, far), most)
+            far = max_length + 1
+            maximum = None if node.maximum is None else min(node.maximum, far)
+            return self.repeat(self.clamp(node.parts[0], max_length), min(node.minimum, far), maximum)
         return node
 
 
@@ -247,7 +247,7 @@ def form_of(node: Node) -> Form:
     """A key of an expression, equal for equal expressions of all languages."""
     parts = tuple(form_of(part) for part in node.parts)
     parts = tuple(sorted(parts, key=repr)) if node.kind == "alt" else parts
-    return node.kind, node.members, parts, node.least, node.most
+    return node.kind, node.members, parts, node.minimum, node.maximum
 
 
 def rebuild(language: Language, node: Node) -> Node:
@@ -258,7 +258,7 @@ def rebuild(language: Language, node: Node) -> Node:
     if node.kind == "alt":
         return language.alt(parts)
     if node.kind == "repeat":
-        return language.repeat(parts[0], node.least, node.most)
+        return language.repeat(parts[0], node.minimum, node.maximum)
     if node.kind == "bytes":
         return language.one_byte(node.members)
     return language.empty if node.kind == "empty" else language.none

@@ -33,7 +33,7 @@ def read_rules(language: Language, rules: Rules) -> Node | None:
         if part.kind == "choice":
             return language.alt(known)
         if part.kind == "repeat":
-            return language.repeat(known[0], part.least, part.most)
+            return language.repeat(known[0], part.minimum, part.maximum)
         node = language.empty
         for each in reversed(known):
             node = language.cat(each, node)

@@ -136,21 +136,21 @@ class _Reader:
         if char not in ("*", "+", "?", "{"):
             return node
         self.at += 1
-        least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char) or self._counts()
+        minimum, maximum = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char) or self._counts()
         self._take("?")  # lazy quantifiers match the same texts
         if self._pattern[self.at : self.at + 1] in ("*", "+", "?", "{"):
             raise UnsupportedSyntaxError(f"a quantifier of a quantifier at {self.at}")
-        return self._language.repeat(node, least, most)
+        return self._language.repeat(node, minimum, maximum)
 
     def _counts(self) -> tuple[int, int | None]:
-        least = self._number()
-        most: int | None = least
+        minimum = self._number()
+        maximum: int | None = minimum
         if self._take(","):
-            most = None if self._pattern[self.at : self.at + 1] == "}" else self._number()
+            maximum = None if self._pattern[self.at : self.at + 1] == "}" else self._number()
         self._expect("}")
-        if most is not None and most < least:
+        if maximum is not None and maximum < minimum:
             raise UnsupportedSyntaxError("counts in the wrong order")
-        return least, most
+        return minimum, maximum
 
     def _number(self) -> int:
         start = self.at

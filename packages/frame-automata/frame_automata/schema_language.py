@@ -40,10 +40,10 @@ KEYWORDS = {
 NEGATED_SHORTHAND = re.compile(r"\[\^[^\]]*\\[dws]")  # dialects differ on its complement: ASCII or Unicode
 
 
-def read_schema(language: Language, schema: Any, most_whitespace: int) -> Node:
-    """Return the texts of a schema, with up to `most_whitespace` whitespace characters between
+def read_schema(language: Language, schema: Any, max_whitespace: int) -> Node:
+    """Return the texts of a schema, with up to `max_whitespace` whitespace characters between
     parts and none around the whole. Raises UnsupportedSyntaxError."""
-    node = _Reader(language, schema, most_whitespace).value(schema)
+    node = _Reader(language, schema, max_whitespace).value(schema)
     if language.num_nodes > MAX_NODES:
         raise UnsupportedSyntaxError("a large schema")
     if node is language.none:
@@ -54,10 +54,10 @@ def read_schema(language: Language, schema: Any, most_whitespace: int) -> Node:
 class _Reader:
     """Reads one schema. No method's result has whitespace around it."""
 
-    def __init__(self, language: Language, root: Any, most_whitespace: int) -> None:
+    def __init__(self, language: Language, root: Any, max_whitespace: int) -> None:
         self._language = language
         self._root = root
-        self._blank = language.repeat(language.one_byte(WHITESPACE), 0, most_whitespace)
+        self._blank = language.repeat(language.one_byte(WHITESPACE), 0, max_whitespace)
         self._open: list[str] = []  # references being followed
         self._count = 0
 
@@ -121,22 +121,22 @@ class _Reader:
 
     def _array(self, schema: Mapping[str, Any]) -> Node:
         fixed, rest = schema.get("prefixItems", []), schema.get("items")
-        least, most = self._bounds(schema, "minItems", "maxItems")
-        if not isinstance(fixed, list) or (rest is None and (most is None or most > len(fixed))):
+        minimum, maximum = self._bounds(schema, "minItems", "maxItems")
+        if not isinstance(fixed, list) or (rest is None and (maximum is None or maximum > len(fixed))):
             raise UnsupportedSyntaxError("an array of anything")
         item = self._language.none if rest is False or rest is None else self._sequence(self.value(rest), self._blank)
-        most_more = None if most is None else max(0, most - max(1, len(fixed)))
+        max_more = None if maximum is None else max(0, maximum - max(1, len(fixed)))
         comma = self._sequence(self._text(","), self._blank)
-        more = self._language.repeat(self._sequence(comma, item), max(0, least - max(1, len(fixed))), most_more)
+        more = self._language.repeat(self._sequence(comma, item), max(0, minimum - max(1, len(fixed))), max_more)
         first = self._sequence(item, more)
         for i in reversed(range(len(fixed))):
-            if most is not None and i >= most:
+            if maximum is not None and i >= maximum:
                 continue
             first = self._sequence(self.value(fixed[i]), self._blank, more)
-            more = self._optional(self._sequence(comma, first), i >= least)
-        if most == 0:
+            more = self._optional(self._sequence(comma, first), i >= minimum)
+        if maximum == 0:
             first = self._language.none
-        return self._sequence(self._text("["), self._blank, self._optional(first, least == 0), self._text("]"))
+        return self._sequence(self._text("["), self._blank, self._optional(first, minimum == 0), self._text("]"))
 
     def _any_of(self, schemas: Any) -> Node:
         if not isinstance(schemas, list) or not schemas:
@@ -174,12 +174,12 @@ class _Reader:
 
     def _string(self, schema: Mapping[str, Any]) -> Node:
         quote = self._text('"')
-        least, most = self._bounds(schema, "minLength", "maxLength")
+        minimum, maximum = self._bounds(schema, "minLength", "maxLength")
         pattern = schema.get("pattern")
         if pattern is None:
-            any_text = self._language.repeat(json_texts.character(self._language, json_texts.ANY), least, most)
+            any_text = self._language.repeat(json_texts.character(self._language, json_texts.ANY), minimum, maximum)
             return self._sequence(quote, any_text, quote)
-        if not isinstance(pattern, str) or least or most is not None or NEGATED_SHORTHAND.search(pattern):
+        if not isinstance(pattern, str) or minimum or maximum is not None or NEGATED_SHORTHAND.search(pattern):
             raise UnsupportedSyntaxError("a pattern with a length")
         return self._sequence(quote, self._pattern(pattern), quote)
 
@@ -191,16 +191,16 @@ class _Reader:
         return self._sequence(before, read(self._language, pattern, json_texts.character), anything if is_open else self._language.empty)
 
     def _integer(self, schema: Mapping[str, Any]) -> Node:
-        least, most = None, None
+        minimum, maximum = None, None
         for key, rounded, step in (("minimum", math.ceil, 0), ("exclusiveMinimum", math.floor, 1)):
             if key in schema:
                 bound = rounded(_number(schema[key])) + step
-                least = bound if least is None else max(least, bound)
+                minimum = bound if minimum is None else max(minimum, bound)
         for key, rounded, step in (("maximum", math.floor, 0), ("exclusiveMaximum", math.ceil, -1)):
             if key in schema:
                 bound = rounded(_number(schema[key])) + step
-                most = bound if most is None else min(most, bound)
-        return json_texts.integers(self._language, least, most)
+                maximum = bound if maximum is None else min(maximum, bound)
+        return json_texts.integers(self._language, minimum, maximum)
 
     def _number(self, schema: Mapping[str, Any]) -> Node:
         bounds = {key: schema[key] for key in KEYWORDS["number"] if key in schema}
@@ -208,14 +208,14 @@ class _Reader:
             raise UnsupportedSyntaxError("bounds of a number")
         return json_texts.numbers(self._language, is_signed=not bounds)
 
-    def _bounds(self, schema: Mapping[str, Any], least_key: str, most_key: str) -> tuple[int, int | None]:
-        least, most = schema.get(least_key, 0), schema.get(most_key)
-        for bound in (least, 0 if most is None else most):
+    def _bounds(self, schema: Mapping[str, Any], min_key: str, max_key: str) -> tuple[int, int | None]:
+        minimum, maximum = schema.get(min_key, 0), schema.get(max_key)
+        for bound in (minimum, 0 if maximum is None else maximum):
             if not isinstance(bound, int) or isinstance(bound, bool) or not 0 <= bound <= LARGEST:
                 raise UnsupportedSyntaxError(f"{bound!r} as a length")
-        if most is not None and most < least:
+        if maximum is not None and maximum < minimum:
             raise UnsupportedSyntaxError("a length that none has")
-        return least, most
+        return minimum, maximum
 
     def _text(self, text: str) -> Node:
         return literal(self._language, text)

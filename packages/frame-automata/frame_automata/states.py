@@ -59,7 +59,7 @@ class States:
         repetitions = self._repetitions if repetitions is None else repetitions
         if len(self._nodes) > MAX_STATES or repetitions is not self._repetitions:
             self._begin(repetitions)
-        self._most_work = self.language.num_derived + MAX_WORK
+        self._max_work = self.language.num_derived + MAX_WORK
         return self._number(node)
 
     def step(self, pairs: np.ndarray) -> np.ndarray:
@@ -74,11 +74,11 @@ class States:
 
     def covers(self, nodes: np.ndarray, states: np.ndarray) -> np.ndarray:
         """See `Automaton`."""
-        return self._needs.take(self._row.take(states) + nodes) <= self._most.take(states)
+        return self._needs.take(self._row.take(states) + nodes) <= self._maximum.take(states)
 
     def covers_one(self, node: int, state: int) -> bool:
         """See `Automaton`."""
-        return bool(self._needs.item(self._row.item(state) + node) <= self._most.item(state))
+        return bool(self._needs.item(self._row.item(state) + node) <= self._maximum.item(state))
 
     def follow(self, node: Node, text: bytes) -> Node:
         """`Language.follow`, using the computed part of the table."""
@@ -113,7 +113,7 @@ class States:
         self._table = np.full(64 * 256, -1, np.intp)
         self._table[:256] = 0
         self._row: np.ndarray = np.zeros(64, np.intp)  # offset of a state's row of `needs`
-        self._most: np.ndarray = np.zeros(64, np.uint16)
+        self._maximum: np.ndarray = np.zeros(64, np.uint16)
 
     def _number(self, node: Node) -> int:
         number = self._numbers.setdefault(node, len(self._nodes))
@@ -121,17 +121,17 @@ class States:
             self._nodes.append(node)
             if 256 * number == len(self._table):
                 self._table = np.concatenate((self._table, np.full_like(self._table, -1)))
-                self._row, self._most = (np.concatenate((each, np.zeros_like(each))) for each in (self._row, self._most))
+                self._row, self._maximum = (np.concatenate((each, np.zeros_like(each))) for each in (self._row, self._maximum))
             repeat = node.parts[0] if node.kind == "cat" else node
             if is_run(repeat):
                 self._row[number] = self._repetitions.row(self.language, repeat.parts[0]) * self._repetitions.needs.shape[1]
-                self._most[number] = NEVER - 1 if repeat.most is None else min(repeat.most, NEVER - 1)
+                self._maximum[number] = NEVER - 1 if repeat.maximum is None else min(repeat.maximum, NEVER - 1)
         return number
 
     def _work_out(self, number: int) -> None:
         row = np.zeros(256, np.intp)
         for members in classes(self._nodes[number]):
-            if self.language.num_derived > self._most_work:
+            if self.language.num_derived > self._max_work:
                 raise TooMuchWorkError("the grammar needs more work for a token than its backend allows; simplify it")
             target = self._number(self.language.derive(self._nodes[number], (members & -members).bit_length() - 1))
             row[np.unpackbits(np.frombuffer(members.to_bytes(32, "little"), np.uint8), bitorder="little").view(np.bool_)] = target

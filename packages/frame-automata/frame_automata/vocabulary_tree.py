@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-LONGEST = 250  # bytes; longer tokens are never allowed
+MAX_LENGTH = 250  # bytes; longer tokens are never allowed
 NEVER = 1 << 14  # more than any token's repetitions
 NOT_AT_ALL = 255  # a cost above that of any token
 FEW, MANY = 4, 24  # nodes are visited one by one from `FEW` down, until they become `MANY`
@@ -45,9 +45,9 @@ class VocabularyTree:
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.texts = texts
         self.words = -(-len(texts) // 32)
-        tokens = np.array(sorted((i for i, text in enumerate(texts) if 0 < len(text) <= LONGEST), key=texts.__getitem__), np.intp)
+        tokens = np.array(sorted((i for i, text in enumerate(texts) if 0 < len(text) <= MAX_LENGTH), key=texts.__getitem__), np.intp)
         lengths = np.array([len(texts[i]) for i in tokens.tolist()], np.intp)
-        self.longest = int(lengths.max(initial=0))
+        self.max_length = int(lengths.max(initial=0))
         flat = np.frombuffer(b"".join(texts[i] for i in tokens.tolist()), np.uint8)
         starts = np.cumsum(lengths) - lengths
         places = np.arange(len(tokens))
@@ -57,7 +57,7 @@ class VocabularyTree:
         node_of = np.zeros(len(texts), np.intp)  # 0: none
         levels = [(np.zeros(1, np.intp), np.zeros(1, np.intp), np.zeros(1, np.intp), np.array([len(tokens)]))]
         self._levels = [0, 1]  # first node of each level, and the end
-        for depth in range(self.longest):
+        for depth in range(self.max_length):
             goes_on = lengths > depth
             tokens, lengths, starts, places, above = (each[goes_on] for each in (tokens, lengths, starts, places, above))
             byte = flat[starts + depth].astype(np.intp)
@@ -139,7 +139,7 @@ class VocabularyTree:
         `table`: see `repetitions`."""
         states, found = np.zeros(len(self._byte), np.intp), np.full(len(self._byte), NEVER, np.uint16)
         states[0], found[0] = 1, 0
-        for depth in range(self.longest):
+        for depth in range(self.max_length):
             first, middle, last = self._levels[depth : depth + 3]
             counts = self._num_children[first:middle]
             above = states[first:middle].repeat(counts)
@@ -155,7 +155,7 @@ class VocabularyTree:
         count = len(table)
         found = np.zeros((len(self._byte), count), np.uint16)
         begun = (np.arange(count) == 1).astype(np.uint16)
-        for depth in reversed(range(self.longest)):
+        for depth in reversed(range(self.max_length)):
             first, middle, last = self._levels[depth : depth + 3]
             after = table[:, self._byte[middle:last]].T  # [nodes, states]
             needs = np.take_along_axis(found[middle:last], after, 1)

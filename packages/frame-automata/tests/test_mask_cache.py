@@ -39,8 +39,8 @@ def test_masks_by_costs(share: float) -> None:
     costs = np.where(rng.random(640) < share, rng.integers(0, 251, 640), NOT_AT_ALL).astype(np.uint8)
     kept = Costs.of(costs)
     assert (kept.tokens is None) == (share > 0.5) and kept.num_bytes <= 640
-    for most in (0, 1, 100, 250, 5000):
+    for maximum in (0, 1, 100, 250, 5000):
         mask = np.full(20, -1, np.int32)
-        kept.mask(most).write(mask)
+        kept.mask(maximum).write(mask)
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-        assert (bits == ((costs <= most) & (costs != NOT_AT_ALL))).all()
+        assert (bits == ((costs <= maximum) & (costs != NOT_AT_ALL))).all()

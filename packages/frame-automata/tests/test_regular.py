@@ -92,9 +92,9 @@ def vocabulary(rng: random.Random) -> Vocabulary:
     def tokenize(data: bytes) -> list[int]:
         found = []
         while data:
-            longest = max(end for end in range(1, len(data) + 1) if data[:end] in by_text)
-            found.append(by_text[data[:longest]])
-            data = data[longest:]
+            max_length = max(end for end in range(1, len(data) + 1) if data[:end] in by_text)
+            found.append(by_text[data[:max_length]])
+            data = data[max_length:]
         return found
 
     return Vocabulary(texts, frozenset([0]), tokenize)

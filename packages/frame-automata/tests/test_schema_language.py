@@ -124,8 +124,8 @@ def test_unsupported_schemas_are_refused(schema: Any) -> None:
 def test_integers_of_a_range() -> None:
     rng = random.Random(0)
     for _ in range(40):
-        least, most = sorted((rng.randint(-300, 300), rng.randint(-300, 300)))
-        bounds = [(least, most), (least, None), (None, most)][rng.randint(0, 2)]
+        minimum, maximum = sorted((rng.randint(-300, 300), rng.randint(-300, 300)))
+        bounds = [(minimum, maximum), (minimum, None), (None, maximum)][rng.randint(0, 2)]
         language = Language()
         node = json_texts.integers(language, *bounds)
         for value in range(-1100, 1100, 1 + rng.randint(0, 6)):

@@ -32,7 +32,7 @@ _BLOCK = {
 }  # fmt: skip
 _NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)$")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_exps$")
-MOST_VALUES = 1 << 20  # of an array of the file's head; vocabularies have 300,000
+MAX_VALUES = 1 << 20  # of an array of the file's head; vocabularies have 300,000
 _UNUSED = ("rope_freqs.weight",)
 
 
@@ -52,7 +52,7 @@ class Place:
 
 
 class WholeReader(GGUFReader):
-    """Refuses a count that goes past the end of the file or `MOST_VALUES`, and arrays of arrays:
+    """Refuses a count that goes past the end of the file or `MAX_VALUES`, and arrays of arrays:
     the library reads value by value, and makes objects of several hundred bytes."""
 
     def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
@@ -64,8 +64,8 @@ class WholeReader(GGUFReader):
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == GGUFValueType.ARRAY:
             kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-            if kind == GGUFValueType.ARRAY or count > MOST_VALUES:
-                raise ValueError(f"byte {orig_offs} begins an array of arrays, or of more than {MOST_VALUES} values")
+            if kind == GGUFValueType.ARRAY or count > MAX_VALUES:
+                raise ValueError(f"byte {orig_offs} begins an array of arrays, or of more than {MAX_VALUES} values")
         return super()._get_field_parts(orig_offs, raw_type)
 
 

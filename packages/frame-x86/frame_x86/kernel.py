@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct
+from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import unpack_nibbles
 from frame_x86.library import load_library, request_tiles
 from frame_x86.operations import X86Operations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _KINDS = {"plain": 0, "int8": 1, "int4": 2}
 _OUTPUTS, _INPUTS = 32, 32  # sizes are multiples of them
-_MOST_INPUTS = 1 << 17  # of which an int32 holds the sum
-_MOST_GROUP = 1 << 13  # inputs of an int4 scale, of which an int32 holds the sum with both digits
+_MAX_INPUTS = 1 << 17  # of which an int32 holds the sum
+_MAX_GROUP = 1 << 13  # inputs of an int4 scale, of which an int32 holds the sum with both digits
 _TILE_ROWS, _FEW_ROWS = 128, 64  # of plain weights; for more, PyTorch's product is as fast
 _PANEL = 16  # outputs
 
@@ -49,8 +49,8 @@ class X86Kernel(GemmKernel):
             return "this CPU has no AVX-512 with VNNI and BF16"
         if weight.codes.device.type not in ("cpu", "meta") or self.context.dtype != torch.bfloat16:
             return "it takes bfloat16 activations on a CPU"
-        if weight.outputs % _OUTPUTS or weight.columns % _INPUTS or weight.columns > _MOST_INPUTS:
-            return f"it takes multiples of {_OUTPUTS} outputs, and of {_INPUTS} inputs up to {_MOST_INPUTS}"
+        if weight.outputs % _OUTPUTS or weight.columns % _INPUTS or weight.columns > _MAX_INPUTS:
+            return f"it takes multiples of {_OUTPUTS} outputs, and of {_INPUTS} inputs up to {_MAX_INPUTS}"
         if weight.order is not None or weight.outer is not None:
             return "it takes no order and no second scale"
         if weight.scheme.codes == "plain":
@@ -65,7 +65,7 @@ class X86Kernel(GemmKernel):
     @abstractmethod
     def prepare(self, weight: PackedWeight) -> X86Product: ...
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.codes))])
 
     def count_bytes(self, weight: PackedWeight) -> int:
@@ -96,8 +96,8 @@ class Avx512Kernel(X86Kernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if (obstacle := super().find_obstacle(weight)) is not None:
             return obstacle
-        if weight.scheme.codes == "int4" and (weight.scheme.group[1] or weight.columns) > _MOST_GROUP:
-            return f"it takes groups of up to {_MOST_GROUP} inputs"
+        if weight.scheme.codes == "int4" and (weight.scheme.group[1] or weight.columns) > _MAX_GROUP:
+            return f"it takes groups of up to {_MAX_GROUP} inputs"
         return "it multiplies rounded inputs slower than the kernel without this package" if weight.rounds_inputs else None
 
     def prepare(self, weight: PackedWeight) -> X86Product:
@@ -130,18 +130,18 @@ def pack_panels(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None
 class X86Product:
     """The product with one weight, by `multiply` of the library. It keeps the `tensors`: codes,
     scales and zero points in the order that the function takes. Of plain weights the function takes
-    up to `most_plain` rows, and PyTorch multiplies more."""
+    up to `max_plain` rows, and PyTorch multiplies more."""
 
     def __init__(
         self,
         multiply: Callable[..., None],
         weight: PackedWeight,
         tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-        most_plain: int = 0,
+        max_plain: int = 0,
     ) -> None:
         codes, scales, zeros = tensors
         self._multiply = multiply
-        self._most_plain = most_plain if weight.scheme.codes == "plain" else None
+        self._max_plain = max_plain if weight.scheme.codes == "plain" else None
         self.outputs, self._inputs = weight.outputs, weight.columns
         self.codes = codes.contiguous()
         self._scales = None if scales is None else scales.float().contiguous()
@@ -161,7 +161,7 @@ class X86Product:
         return self._run(x, self.outputs // 2, 1)
 
     def _takes(self, x: torch.Tensor) -> bool:
-        return self._most_plain is None or x.numel() <= self._most_plain * self._inputs
+        return self._max_plain is None or x.numel() <= self._max_plain * self._inputs
 
     def _run(self, x: torch.Tensor, outputs: int, gated: int) -> torch.Tensor:
         flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

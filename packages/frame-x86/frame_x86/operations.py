@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
 
-_LANES, _MOST_DIM = 16, 256
+_LANES, _MAX_DIM = 16, 256
 
 
 class X86Operations:
@@ -36,7 +36,7 @@ class X86Operations:
         return size % _LANES == 0
 
     def can_rotate(self, heads: QKVLayout) -> bool:
-        if heads.interleaved or heads.gated or heads.dim > _MOST_DIM:
+        if heads.interleaved or heads.gated or heads.dim > _MAX_DIM:
             return False
         return heads.dim % _LANES == 0 and heads.rotated % (2 * _LANES) == 0
 

@@ -70,14 +70,14 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "plugin", "least"),
+    ("kind", "name", "plugin", "minimum"),
     [
         pytest.param("gemm_kernel", "amx", AmxKernel, 12, marks=NO_TILES),
         ("gemm_kernel", "avx512", Avx512Kernel, 12),
         ("attention_backend", "avx512", Avx512Attention, 8),
     ],
 )
-def test_conformance(kind: str, name: str, plugin: type, least: int) -> None:
+def test_conformance(kind: str, name: str, plugin: type, minimum: int) -> None:
     registry = load_registry(installed=False)
     part = registry.kind(kind, "frame_x86")
     {"gemm_kernel": frame_x86.register_gemm_kernels, "attention_backend": frame_x86.register_attention_backends}[kind](part)
@@ -90,7 +90,7 @@ def test_conformance(kind: str, name: str, plugin: type, least: int) -> None:
             done += 1
         except conformance.SkipCheck:
             continue
-    assert done >= least
+    assert done >= minimum
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -101,15 +101,15 @@ def test_products(scheme: WeightScheme, threads: int, kernel: type[X86Kernel], o
     """Rows up to and beyond tiles and each way's limit; rows apart in memory; panels that are read
     two and eight at once."""
     weight = make_weight(scheme, outputs, 576, dtype=torch.bfloat16)
-    product, expected = make_kernel(kernel).prepare(weight), weight.dequantize(torch.float32).double().t()
+    gemm, expected = make_kernel(kernel).prepare(weight), weight.dequantize(torch.float32).double().t()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 1000 if outputs == 96 else 129):
             x = torch.randn(rows, 580, generator=torch.Generator().manual_seed(rows)).bfloat16()[:, 2:578]
             wanted = x.double() @ expected
-            close(product(x), wanted)
-            gated = product.multiply_gated(x)
+            close(gemm(x), wanted)
+            gated = gemm.multiply_gated(x)
             if gated is not None:
                 gate, up = wanted.chunk(2, -1)
                 close(gated, F.silu(gate) * up)
@@ -126,25 +126,25 @@ def test_products(scheme: WeightScheme, threads: int, kernel: type[X86Kernel], o
 def test_one_row(scheme: WeightScheme, kernel: type[X86Kernel]) -> None:
     """Of int4, 128 inputs whose two halves have one group or two."""
     weight = make_weight(scheme, 128, 384, dtype=torch.bfloat16)
-    product, x = make_kernel(kernel).prepare(weight), (torch.randn(1, 384) + 1).bfloat16()
+    gemm, x = make_kernel(kernel).prepare(weight), (torch.randn(1, 384) + 1).bfloat16()
     wanted = x.double() @ weight.dequantize(torch.float32).double().t()
-    close(product(x), wanted)
+    close(gemm(x), wanted)
     gate, up = wanted.chunk(2, -1)
-    gated = product.multiply_gated(x)
+    gated = gemm.multiply_gated(x)
     assert gated is not None
     close(gated, F.silu(gate) * up)
     x[0, 5] = torch.nan
-    assert product(x).isnan().all()
+    assert gemm(x).isnan().all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:3], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nan_stays_in_its_row(scheme: WeightScheme, kernel: type[X86Kernel]) -> None:
-    product = make_kernel(kernel).prepare(make_weight(scheme, 64, 128, dtype=torch.bfloat16))
+    gemm = make_kernel(kernel).prepare(make_weight(scheme, 64, 128, dtype=torch.bfloat16))
     for rows in (4, 20):
         x = torch.randn(rows, 128).bfloat16()
         x[1, 5], x[2, 7] = torch.nan, torch.inf
-        finite = torch.isfinite(product(x)).all(1).tolist()
+        finite = torch.isfinite(gemm(x)).all(1).tolist()
         assert finite == [row not in (1, 2) for row in range(rows)]
 
 
@@ -190,8 +190,8 @@ def test_tied_head_shares_the_weight(kernel_class: type[X86Kernel]) -> None:
     head = Head(context, "head", 64, 32, tied=embedding)
     embedding.weight.data.copy_(torch.randn(64, 32))
     head.finish()
-    assert isinstance(head.product, X86Product)
-    assert head.product.codes.data_ptr() == embedding.weight.data_ptr()
+    assert isinstance(head.gemm, X86Product)
+    assert head.gemm.codes.data_ptr() == embedding.weight.data_ptr()
     x = torch.randn(3, 32).bfloat16()
     close(head(x), x.double() @ embedding.weight.double().t())
 
@@ -265,7 +265,7 @@ def test_recorded_calls(kernel_class: type[X86Kernel]) -> None:
     tensors."""
     found, heads, rows = operations(), QKVLayout(2, 1, 64, 64), Rows.of([5])
     kernel, pages = make_kernel(kernel_class), lay_out(rows, 4, np.random.default_rng(0))
-    product = kernel.prepare(make_weight(WeightScheme("int8"), 256, 128, dtype=torch.bfloat16))
+    gemm = kernel.prepare(make_weight(WeightScheme("int8"), 256, 128, dtype=torch.bfloat16))
     caches = [torch.randn(pages.num_pages, 4, 1, 64).bfloat16() for _ in range(2)]
     batch = forward_batch(rows, pages, PlainKVCache(4, caches), "cpu")
     attention, spec = Avx512Attention(kernel.context), AttentionSpec(0, 2, 1, 64, 64, 0.1)
@@ -274,7 +274,7 @@ def test_recorded_calls(kernel_class: type[X86Kernel]) -> None:
 
     def compute() -> tuple[torch.Tensor, ...]:
         normed, _ = found.add_rms_norm(x, residual, weight, 1e-6)
-        qkv = product(normed)
+        qkv = gemm(normed)
         q = found.norm_rope_store(qkv, batch.positions, table, heads, None, KVCacheTarget(batch.kv_slots, *caches))
         k, v = qkv[:, 128:].unflatten(1, (2, 1, 64)).unbind(1)
         return normed, qkv, q, attention.run(spec, q, k, v, batch)

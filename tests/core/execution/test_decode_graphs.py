@@ -53,11 +53,11 @@ CPU = torch.device("cpu")
 PROMPTS = [[(7 * row + place) % VOCAB for place in range(1 + row * 3)] for row in range(ROWS)]
 
 
-@pytest.mark.parametrize("most", [1, 3, 8, 31, 64, 200, 256, 1000])
-def test_sizes_hold_every_batch_and_waste_little(most):
-    sizes = graph_sizes(most)
-    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most and sizes[0] == 1
-    for rows in range(5, most + 1):
+@pytest.mark.parametrize("maximum", [1, 3, 8, 31, 64, 200, 256, 1000])
+def test_sizes_hold_every_batch_and_waste_little(maximum):
+    sizes = graph_sizes(maximum)
+    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == maximum and sizes[0] == 1
+    for rows in range(5, maximum + 1):
         assert next(size for size in sizes if size >= rows) - rows < max(8, rows / 3 + 1)
 
 
@@ -124,9 +124,9 @@ def watch(loop):
     """(rows, rows that are sampled, rows of prompts) of each replayed step, as they come."""
     steps, replay, first = [], loop.runner.decode_graphs.replay, loop.runner.inputs.table.first_given
 
-    def watched(tokens, draws, settle, **more):
+    def watched(tokens, draws, resolve, **more):
         steps.append((len(tokens.slots), tokens.num_sampling, int((tokens.sources >= first).sum())))
-        return replay(tokens, draws, settle, **more)
+        return replay(tokens, draws, resolve, **more)
 
     loop.runner.decode_graphs.replay = watched
     return steps
@@ -257,7 +257,7 @@ def test_selected_keys_depend_on_the_lengths_of_the_replay(architecture, tmp_pat
     folder = make_checkpoint(architecture, tmp_path)
     prompts = [[(7 * row + place) % 300 + 6 for place in range(length)] for row, length in enumerate((3, 9, 40, 70))]
     outputs = []
-    for most in (0, 4):
+    for maximum in (0, 4):
         config = {
             "model": {"path": str(folder), "dtype": "float32"},
             "cache": {"max_total_tokens": 512},
@@ -267,10 +267,10 @@ def test_selected_keys_depend_on_the_lengths_of_the_replay(architecture, tmp_pat
         }
         prepared = prepare(FrameConfig.model_validate(config), classes=[CapturableAttention])
         runner = build_rank(prepared.resolved, prepared.registry)
-        if most:
-            runner.capture_decode_graphs(most)
+        if maximum:
+            runner.capture_decode_graphs(maximum)
         loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
-        steps = watch(loop) if most else []
+        steps = watch(loop) if maximum else []
         outputs.append(loop.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
     assert outputs[0] == outputs[1]
     assert len(steps) >= 11

@@ -268,7 +268,7 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     sampler = Sampler(Processors((), 8), TORCH)
     runner = TorchModelRunner(FakeModel(model_config, context), model_config, context, pool, sampler, Capacity(300, 4, 12))
     both.prepare([])
-    runner.settle_backend()
+    runner.resolve_backend()
     assert not runner.can_switch_backend
     runner.capture_decode_graphs(4)
     runner.allow_compilation()

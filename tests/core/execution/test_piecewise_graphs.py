@@ -32,9 +32,9 @@ def cases(tmp_path_factory):
     return case
 
 
-def captured_loop(case, most, **settings):
+def captured_loop(case, maximum, **settings):
     loop = make_loop(case.folder, TOKENS, **settings)
-    loop.runner.capture_piecewise_graphs(most)
+    loop.runner.capture_piecewise_graphs(maximum)
     loop.steps = watch(loop.runner.piecewise_graphs)
     return loop
 
@@ -50,11 +50,11 @@ def watch(graphs):
     return steps
 
 
-@pytest.mark.parametrize("most", [1, 8, 100, 256, 300, 2048])
-def test_sizes_hold_every_step_and_waste_little(most):
-    sizes = piece_sizes(most)
-    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most
-    for tokens in range(9, most + 1):
+@pytest.mark.parametrize("maximum", [1, 8, 100, 256, 300, 2048])
+def test_sizes_hold_every_step_and_waste_little(maximum):
+    sizes = piece_sizes(maximum)
+    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == maximum
+    for tokens in range(9, maximum + 1):
         assert next(size for size in sizes if size >= tokens) <= max(tokens + 31, tokens * 4 / 3)
 
 

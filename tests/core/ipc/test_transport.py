@@ -278,15 +278,15 @@ def test_a_profile_is_answered_once_all_ranks_have_started(ranks: tuple[BatchSen
     follower = threading.Thread(target=follow, args=(other, receiver), daemon=True)
     follower.start()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(leader.profile, ProfileRequest())
+        reply = pool.submit(leader.profile, ProfileRequest())
         with pytest.raises(TimeoutError):
-            answer.result(0.2)
+            reply.result(0.2)
         other.may.set()
         if error:
             with pytest.raises(ProfileError, match="rank 1: the disk is full"):
-                answer.result(10)
+                reply.result(10)
         else:
-            assert answer.result(10) == "trace"
+            assert reply.result(10) == "trace"
             assert other.requests == [ProfileRequest()]
     leader.launch(make_batch(0)).wait()
     sender._send_all(b"")

@@ -16,17 +16,17 @@ from frame.core.kv_cache.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.prefix_caches.radix import RadixCache
 
 
-class Answers(EvictionPolicy):
+class Replies(EvictionPolicy):
     """Gives the key of a function."""
 
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
+    def __init__(self, reply: Callable[[Any], Any]) -> None:
         super().__init__(EvictionContext(1, 64))
-        self.answer = answer
+        self.reply = reply
         self.calls = 0
 
     def key(self, node: Any) -> tuple[float, ...]:
         self.calls += 1
-        found: tuple[float, ...] = self.answer(node)
+        found: tuple[float, ...] = self.reply(node)
         return found
 
 
@@ -57,29 +57,29 @@ def fill(policy: EvictionPolicy) -> RadixCache:
     return cache
 
 
-@pytest.mark.parametrize("answer", FAULTS.values(), ids=FAULTS)
-def test_a_fault_is_logged_once_and_all_pages_stay_evictable(answer: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
-    policy = Answers(answer)
+@pytest.mark.parametrize("reply", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_logged_once_and_all_pages_stay_evictable(reply: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
+    policy = Replies(reply)
     with caplog.at_level(logging.ERROR):
         cache = fill(GuardedEvictionPolicy(policy))
         calls = policy.calls
         evicted = [int(page) for _ in range(5) for page in cache.evict(1)]
     (record,) = caplog.records
-    assert "test_eviction_guard.Answers, asked for a key, " in record.getMessage()
+    assert "test_eviction_guard.Replies, asked for a key, " in record.getMessage()
     assert "least recently used prefixes are evicted first" in record.getMessage()
     assert policy.calls == calls, "a policy that failed is not called again"
-    assert evicted == ([2, 1, 3, 4, 5] if answer is fails_later else [1, 2, 3, 4, 5])
+    assert evicted == ([2, 1, 3, 4, 5] if reply is fails_later else [1, 2, 3, 4, 5])
     cache.check_integrity()
 
 
 def test_a_working_policy_keeps_its_order(caplog: pytest.LogCaptureFixture) -> None:
-    cache = fill(GuardedEvictionPolicy(Answers(lambda node: (np.int64(-node.last_access), 0.5, True))))
+    cache = fill(GuardedEvictionPolicy(Replies(lambda node: (np.int64(-node.last_access), 0.5, True))))
     assert [int(page) for _ in range(5) for page in cache.evict(1)] == [5, 4, 3, 2, 1]
     assert caplog.records == []
 
 
 def test_keys_before_and_after_a_fault_compare() -> None:
-    policy = Answers(lambda node: (100.0,) if node.last_access < 3 else raises(node))
+    policy = Replies(lambda node: (100.0,) if node.last_access < 3 else raises(node))
     guarded = GuardedEvictionPolicy(policy)
     keys = [guarded.key(SimpleNamespace(last_access=number, created=0, hits=0, priority=0)) for number in range(1, 6)]
     assert keys == sorted(keys)

@@ -24,10 +24,10 @@ def hash_word(key: int, index: int) -> int:
 def noise_of(key: int, column: int) -> float:
     """log2(E) of a token."""
     group = column // GROUP
-    least = -math.log1p(-(hash_word(key, -1 - 2 * group) + 0.5) / 2**32) / math.log(2.0) / GROUP
+    minimum = -math.log1p(-(hash_word(key, -1 - 2 * group) + 0.5) / 2**32) / math.log(2.0) / GROUP
     is_leader = hash_word(key, -2 - 2 * group) >> 26 == column % GROUP
     own = 0.0 if is_leader else -math.log2(((hash_word(key, column) >> 9) + 0.5) / 2**23)
-    return math.log2(least + own)
+    return math.log2(minimum + own)
 
 
 def winners(weights: torch.Tensor | np.ndarray, key: int, within: float = 3e-5) -> list[int]:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frame.attention_backends import FLEX_ATTENTION, TORCH_NATIVE
-from frame.core.execution.unsettled_trees import trace_trees
+from frame.core.execution.pending_trees import trace_trees
 from frame.core.interfaces.batch import ScheduledBatch, TreeMask
 from frame.core.interfaces.drafter import Drafts
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
@@ -79,13 +79,13 @@ def test_the_longest_path_of_drawn_tokens_is_output(trees: list[Tree], data: st.
     assert found.order is not None and found.counts[0] == 1 and found.last[0] == 7 and found.order[0] == 0
     first = 1
     for row, tree in enumerate(trees, 1):
-        longest = 0
+        max_length = 0
         for node in range(len(tree) + 1):
             path = path_of(tree, node)
             if all(drawn[first + one] == tree[other - 1][1] for one, other in pairwise(path)):
-                longest = max(longest, len(path))
+                max_length = max(max_length, len(path))
         count = int(found.counts[row])
-        assert count == longest
+        assert count == max_length
         order = [int(sample) - first for sample in found.order[first : first + len(tree) + 1]]
         assert order[:count] == path_of(tree, order[count - 1])
         assert order[count:] == list(range(count, len(tree) + 1))

@@ -45,10 +45,10 @@ def test_the_hash_is_that_of_the_definition() -> None:
 def test_the_noise_of_groups_on_devices_is_that_of_the_cpu() -> None:
     keys = torch.from_numpy(draw_keys(np.arange(5), np.arange(5)))
     groups = torch.randint(2375, (5, 7), generator=torch.Generator().manual_seed(0))
-    least = gumbel_race.find_least(keys, 2375)
-    torch.testing.assert_close(gumbel_race._find_least_on_device(keys, 2375), least)
-    least = least.gather(1, groups)
-    torch.testing.assert_close(gumbel_race._find_noise_on_device(keys, groups, least), gumbel_race.find_noise(keys, groups, least))
+    minimum = gumbel_race.find_min(keys, 2375)
+    torch.testing.assert_close(gumbel_race._find_min_on_device(keys, 2375), minimum)
+    minimum = minimum.gather(1, groups)
+    torch.testing.assert_close(gumbel_race._find_noise_on_device(keys, groups, minimum), gumbel_race.find_noise(keys, groups, minimum))
 
 
 @pytest.mark.parametrize(("vocab", "spread"), [(1, 1.0), (100, 1.0), (2048, 2.0), (5003, 0.1), (20_000, 4.0)])

@@ -50,17 +50,17 @@ def kept(logits, params):
     order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
     alive = set(order)
     if params.top_k > 0:
-        least = scaled[order[min(params.top_k, len(order)) - 1]]
-        alive = {i for i in alive if scaled[i] >= least}
+        minimum = scaled[order[min(params.top_k, len(order)) - 1]]
+        alive = {i for i in alive if scaled[i] >= minimum}
         order = order[: params.top_k]
     weights = {i: math.exp(scaled[i] - scaled[order[0]]) for i in order}
     if params.top_p < 1.0:
-        whole, before, least = sum(weights.values()), 0.0, None
+        whole, before, minimum = sum(weights.values()), 0.0, None
         for i in order:
             if before >= params.top_p * whole:
                 break
-            before, least = before + weights[i], scaled[i]
-        alive = {i for i in alive if scaled[i] >= least}
+            before, minimum = before + weights[i], scaled[i]
+        alive = {i for i in alive if scaled[i] >= minimum}
     if params.min_p > 0.0:
         alive = {i for i in alive if math.exp(scaled[i] - scaled[order[0]]) >= params.min_p}
     probabilities = np.array([math.exp(scaled[i] - scaled[order[0]]) if i in alive else 0.0 for i in range(len(scaled))])

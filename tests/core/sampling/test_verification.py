@@ -71,9 +71,9 @@ def test_output_does_not_depend_on_drafts(expected, captured, quality):
     params, (tokens, logprobs, steps) = expected
     whole = {tuple(prompt): prompt + output for prompt, output in zip(PROMPTS, tokens, strict=True)}
 
-    def script(setup, given, most):
-        draft = whole[tuple(setup.token_ids[: setup.prompt_len].tolist())][len(given) : len(given) + most]
-        right = {"right": most, "wrong": 0, "mixed": len(given) % 3}[quality]
+    def script(setup, given, maximum):
+        draft = whole[tuple(setup.token_ids[: setup.prompt_len].tolist())][len(given) : len(given) + maximum]
+        right = {"right": maximum, "wrong": 0, "mixed": len(given) % 3}[quality]
         return [token if i < right else (token + 1 + i) % VOCAB for i, token in enumerate(draft)]
 
     drafted = run(captured, params, ScriptedDrafter(script), overlap=quality == "mixed")

@@ -33,12 +33,12 @@ def prompt(length: int, start: int) -> list[int]:
     return [(start + 7 * i) % VOCAB for i in range(length)]
 
 
-def steps_to_first_token(found: SchedulerRig, rid: str, most: int = 1000) -> int:
-    for step in range(1, most):
+def steps_to_first_token(found: SchedulerRig, rid: str, maximum: int = 1000) -> int:
+    for step in range(1, maximum):
         found.step()
         if found.requests[rid].got:
             return step
-    raise AssertionError(f"{rid} got no token in {most} steps")
+    raise AssertionError(f"{rid} got no token in {maximum} steps")
 
 
 def short_beside_long(share: float, long: int, count: int, **changes: Any) -> list[int]:

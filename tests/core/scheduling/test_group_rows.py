@@ -44,14 +44,14 @@ def finish(rig: SchedulerRig) -> None:
 def test_a_sequence_holds_its_window_and_no_more() -> None:
     rig = make(WINDOW)
     rig.add(prompt(20), params(max_tokens=60))
-    most = 0
+    maximum = 0
     while not rig.scheduler.is_idle:
         rig.step()
         groups = rig.scheduler._running.kv_manager.groups
         assert groups is not None
         if rig.scheduler.get_load()["running"]:
-            most = max(most, len(groups.private_pages(0)) + len(groups.shared_pages(0)))
-    assert 3 <= most <= (10 + 20) // 4 + 2
+            maximum = max(maximum, len(groups.private_pages(0)) + len(groups.shared_pages(0)))
+    assert 3 <= maximum <= (10 + 20) // 4 + 2
     rig.check()
 
 
@@ -129,8 +129,8 @@ def run_random_requests(seed: int) -> int:
     pages, budget = 5 + rng.choice([64, 128, 512]) // size, rng.choice([3, 16, 64])
     further = []
     if seed % 3 != 1:
-        least = -(-2 * window // size) + 4 + budget // size + (64 // size + 1 if seed % 3 else 0)
-        further.append(PagePool("window", 1 + min(pages, least * rng.choice([1, 2, 4])), size, window))
+        minimum = -(-2 * window // size) + 4 + budget // size + (64 // size + 1 if seed % 3 else 0)
+        further.append(PagePool("window", 1 + min(pages, minimum * rng.choice([1, 2, 4])), size, window))
     if seed % 3:
         further.append(PagePool("snapshot", 1 + rng.choice([1, 2, 4, 12]), 0))
     rig = make(

@@ -21,11 +21,11 @@ from tests.core.scheduling.small_rig import config, params, prompt
 class Faulty(SchedulingPolicy):
     """Orders by the given function."""
 
-    def __init__(self, answer: Callable[[Sequence[Request]], Any]) -> None:
-        self._answer = answer
+    def __init__(self, reply: Callable[[Sequence[Request]], Any]) -> None:
+        self._reply = reply
 
     def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        found: Iterable[Request] = self._answer(waiting)
+        found: Iterable[Request] = self._reply(waiting)
         return found
 
 

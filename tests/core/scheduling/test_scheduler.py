@@ -164,12 +164,12 @@ def test_policies_see_at_most_a_window_of_the_queue() -> None:
             assert all(request.match is not None for request in waiting)
             return super().sort_waiting(waiting, view)
 
-    for recorder, most in ((Recorder(), POLICY_WINDOW), (Matching(), POLICY_MATCH_WINDOW)):
+    for recorder, maximum in ((Recorder(), POLICY_WINDOW), (Matching(), POLICY_MATCH_WINDOW)):
         made = SchedulerRig(config(max_running=2, max_queued=1000), recorder)
         for i in range(300):
             made.add(prompt(3, i), params(max_tokens=1))
         made.run()
-        assert max(recorder.windows) == most
+        assert max(recorder.windows) == maximum
 
 
 def test_state_does_not_grow_with_served_requests() -> None:

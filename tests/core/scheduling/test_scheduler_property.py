@@ -39,18 +39,18 @@ def is_invalid(tokens: list[int]) -> bool:
     return len(tokens) > 8 and tokens[-1] == 7 and tokens[-2] % 4 == 0
 
 
-def right_draft(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+def right_draft(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
     """What the fake runner will draw."""
-    return continuation(tokens, setup.params, setup.seed, VOCAB, most)
+    return continuation(tokens, setup.params, setup.seed, VOCAB, maximum)
 
 
-def wrong_draft(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
-    return [(token + 1) % VOCAB for token in right_draft(setup, tokens, most)]
+def wrong_draft(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
+    return [(token + 1) % VOCAB for token in right_draft(setup, tokens, maximum)]
 
 
-def mixed_draft(setup: SlotSetup, tokens: Sequence[int], most: int) -> list[int]:
+def mixed_draft(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
     """Of varying length, right up to a varying place."""
-    draft = right_draft(setup, tokens, most)[: len(tokens) % (most + 1)]
+    draft = right_draft(setup, tokens, maximum)[: len(tokens) % (maximum + 1)]
     return [token if i < tokens[-1] % 4 else (token + 1) % VOCAB for i, token in enumerate(draft)]
 
 

@@ -32,12 +32,12 @@ def add(found: SchedulerRig, tenant: str, length: int, start: int, tokens: int, 
     return found.add(prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True), namespace=f"{tenant}:{salt}")
 
 
-def steps_until(found: SchedulerRig, rid: str, most: int = 60, count: int = 1) -> int:
-    for step in range(1, most):
+def steps_until(found: SchedulerRig, rid: str, maximum: int = 60, count: int = 1) -> int:
+    for step in range(1, maximum):
         found.step()
         if len(found.requests[rid].got) >= count:
             return step
-    raise AssertionError(f"{rid} has {len(found.requests[rid].got)} tokens after {most} steps")
+    raise AssertionError(f"{rid} has {len(found.requests[rid].got)} tokens after {maximum} steps")
 
 
 @pytest.mark.parametrize(("policy", "overlap"), [("fcfs", False), *((name, True) for name in POLICIES)])

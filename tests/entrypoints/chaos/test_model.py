@@ -36,7 +36,7 @@ BODIES: tuple[dict[str, Any], ...] = (
 STRUCK_AT = 8  # characters; the shortest answer has 22
 
 
-def answers(server: RunningServer, victim: str = "", how: signal.Signals = signal.SIGKILL) -> list[dict[str, Any]]:
+def replies(server: RunningServer, victim: str = "", how: signal.Signals = signal.SIGKILL) -> list[dict[str, Any]]:
     """What the bodies yield, one after another; in the middle of each `victim` is struck."""
     found = []
     for body in BODIES:
@@ -85,12 +85,12 @@ def tiny(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_every_kind_of_answer_survives(tiny: RunningServer, how: signal.Signals) -> None:
-    calm = answers(tiny)
+    calm = replies(tiny)
     assert set(json.loads(calm[-1]["text"])) == {"name", "age"} and calm[-2]["text"].count("DEADBEEF") == 8
     for victim in processes(tiny):
         family = psutil.Process(tiny.process.pid).children(recursive=True)
         before = restarts(tiny)
-        assert answers(tiny, victim, how) == calm, victim
+        assert replies(tiny, victim, how) == calm, victim
         assert restarts(tiny) == before + len(BODIES)
         wait_until(tiny.ready)
         assert tiny.post("/check_integrity", {}).status_code == 200

@@ -50,7 +50,7 @@ class Weather:
         for number, (reply, expected) in enumerate(zip(replies, self.calm, strict=True)):
             assert reply == expected, (number, self.storm.bodies[number])
         wait_until(lambda: restarts(self.server) > before)  # a tokenizer may die when it has nothing to do
-        settle(self.server)
+        resolve(self.server)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def weather(stormy: RunningServer) -> Weather:
     return Weather(stormy)
 
 
-def settle(server: RunningServer) -> None:
+def resolve(server: RunningServer) -> None:
     """All processes are there, and no page, lock, slot or process is left over."""
     wait_until(server.ready, 60)
     wait_until(lambda: server.get("/server_info")["outstanding"] == 0)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.entrypoints.chaos.storm import processes, restarts
-from tests.entrypoints.chaos.test_processes import settle
+from tests.entrypoints.chaos.test_processes import resolve
 from tests.entrypoints.serving import RunningServer, wait_until
 
 FLAGS = (
@@ -52,7 +52,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(server: RunningServer, n
         if server.process.poll() is None:
             main.rlimit(psutil.RLIMIT_NOFILE, files)
     assert server.process.poll() is None, "".join(server.lines)
-    settle(server)
+    resolve(server)
     assert text_of(server) == expected
 
 
@@ -65,7 +65,7 @@ def test_a_folder_that_a_cleaner_removed_is_made_again(server: RunningServer) ->
         before = restarts(server)
         processes(server)[name].kill()
         wait_until(lambda before=before: restarts(server) > before)
-        settle(server)
+        resolve(server)
         assert text_of(server) == expected
         assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -141,7 +141,7 @@ def test_the_main_process_outlives_kills_and_shortages(server: RunningServer, ki
     expected = text_of(server)
     shortage = Shortage(server, kills)
     shortage.run(kills, seconds)
-    settle(server)
+    resolve(server)
     assert text_of(server) == expected
     assert shortage.kills >= kills // 2
     assert shortage.refusals > 0

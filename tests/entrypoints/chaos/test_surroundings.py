@@ -65,8 +65,8 @@ def test_clients_that_do_not_read(fake_server: RunningServer) -> None:
     read."""
     body: dict[str, Any] = body_of(5, 6, 7, max_tokens=450, stream=True, logprobs=5)
     slow = [connect(fake_server, body) for _ in range(16)]
-    answer = fake_server.post("/v1/completions", {**body, "stream": False})
-    expected = answer.json()["choices"][0]["text"]
+    reply = fake_server.post("/v1/completions", {**body, "stream": False})
+    expected = reply.json()["choices"][0]["text"]
     wait_until(lambda: fake_server.get("/server_info")["running"] == 0)
     for connection in slow:
         with connection:

@@ -42,11 +42,11 @@ def test_chat_sends_no_command_to_the_model(capsys: pytest.CaptureFixture[str], 
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     sent: list[str] = []
 
-    def answer(messages: list[dict[str, Any]]) -> Iterator[str]:
+    def reply(messages: list[dict[str, Any]]) -> Iterator[str]:
         sent.append(messages[-1]["content"])
         yield "yes"
 
-    chat.talk(answer, None, None)  # type: ignore[arg-type]
+    chat.talk(reply, None, None)  # type: ignore[arg-type]
     assert sent == ["/etc/hosts", "/why is this"]
     assert capsys.readouterr().err == f"{chat.COMMANDS}\nunknown command /foo; {chat.COMMANDS}\n"
 
@@ -81,11 +81,11 @@ def test_a_server_that_does_not_answer_is_one_sentence(command: list[str]) -> No
 def test_control_characters_of_an_answer_are_shown_on_a_terminal(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answer(messages: list[dict[str, Any]]) -> Iterator[str]:
+    def reply(messages: list[dict[str, Any]]) -> Iterator[str]:
         yield "\x1b]52;c;eA==\x07\x9b\n\tc"
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    chat.talk(answer, None, "hi")
+    chat.talk(reply, None, "hi")
     shown = "\u241b]52;c;eA==\u2407\ufffd\n\tc\n" if is_terminal else "\x1b]52;c;eA==\x07\x9b\n\tc\n"
     assert capsys.readouterr().out == shown
     assert chat.complaint_of('{"error": {"message": "no\\u001b[2J"}}') == "no\u241b[2J"
@@ -94,7 +94,7 @@ def test_control_characters_of_an_answer_are_shown_on_a_terminal(
 def test_a_refused_message_does_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[list[str]] = []
 
-    def answer(messages: list[dict[str, Any]]) -> Iterator[str]:
+    def reply(messages: list[dict[str, Any]]) -> Iterator[str]:
         asked.append([message["content"] for message in messages])
         if messages[-1]["content"] == "bad":
             raise click.ClickException("no")
@@ -103,7 +103,7 @@ def test_a_refused_message_does_not_end_a_conversation(monkeypatch: pytest.Monke
     lines = iter(["good", "bad", "more", "/exit"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    chat.talk(answer, None, None)
+    chat.talk(reply, None, None)
     assert asked == [["good"], ["good", "yes", "bad"], ["good", "yes", "more"]]
     assert "no" in capsys.readouterr().err
 

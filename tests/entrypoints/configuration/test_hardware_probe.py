@@ -27,11 +27,11 @@ class FakeNvml:
         def call(*arguments: Any) -> int:
             if name == self.fails:
                 return 999
-            return self.answer(name, *arguments)
+            return self.reply(name, *arguments)
 
         return call
 
-    def answer(self, name: str, *arguments: Any) -> int:
+    def reply(self, name: str, *arguments: Any) -> int:
         if name in {"nvmlInit_v2", "nvmlShutdown"}:
             self.is_open = name == "nvmlInit_v2"
         elif name == "nvmlDeviceGetCount_v2":

@@ -80,14 +80,14 @@ def rids(link: Link) -> list[str]:
 
 async def test_a_step_updates_every_request_once() -> None:
     client, link = make()
-    answer = submit(client, SamplingParams(n=2), SamplingParams())
+    reply = submit(client, SamplingParams(n=2), SamplingParams())
     assert rids(link) == ["r-0", "r-1", "r-2"]
     link.inbox = [
         StepText(rids=["r-0", "r-2", "unknown"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], num_cached_tokens={0: 2}),
         StepText(rids=["r-0"], texts=["c"], token_ids=[[4]], logprobs={0: TokenLogprobs([4], [-1.0], [[]])}),
     ]
     client.receive_messages()
-    changed = await asyncio.wait_for(answer.wait(), 1)
+    changed = await asyncio.wait_for(reply.wait(), 1)
     assert [(s.index, s.prompt_index) for s in changed] == [(0, 0), (2, 1)]
     first = changed[0]
     assert first.take_output() == ("ac", [1, 4], [TokenLogprobs([4], [-1.0], [[]])])
@@ -95,7 +95,7 @@ async def test_a_step_updates_every_request_once() -> None:
     ends = {i: Finish("length") for i in range(3)}
     link.inbox = [StepText(rids=["r-0", "r-1", "r-2"], texts=["", "", ""], token_ids=[[], [], []], finishes=ends)]
     client.receive_messages()
-    await asyncio.wait_for(answer.wait_until_complete(), 1)
+    await asyncio.wait_for(reply.wait_until_complete(), 1)
     assert client.num_outstanding == 0
     assert client.stats.finished == {"length": 3}
     assert client.stats.generated_tokens == 3
@@ -103,26 +103,26 @@ async def test_a_step_updates_every_request_once() -> None:
 
 async def test_sequences_are_limited_and_given_back() -> None:
     client, link = make()
-    answer = submit(client, SamplingParams(n=3))
+    reply = submit(client, SamplingParams(n=3))
     client.reserve_sequences(1)
     with pytest.raises(QueueFullError, match="max_queued_requests"):
         client.reserve_sequences(1)
     with pytest.raises(InvalidRequestError, match="send fewer"):  # a retry would not help
         client.reserve_sequences(LIMITS.max_outstanding + 1)
     client.release_sequences(1)
-    client.abandon_request(answer)
+    client.abandon_request(reply)
     assert client.num_outstanding == 0
     assert link.sent[-1] == Abort(rids=["r-0", "r-1", "r-2"])
-    client.abandon_request(answer)  # a second call does nothing
+    client.abandon_request(reply)  # a second call does nothing
     assert sum(isinstance(m, Abort) for m in link.sent) == 1
     assert client.stats.rejected == 1
 
 
 async def test_unread_output_is_limited() -> None:
     client, link = make()
-    answer = submit(client, SamplingParams(n=2, logprobs=1))
+    reply = submit(client, SamplingParams(n=2, logprobs=1))
     given_up: list[str] = []
-    answer.set_backpressure_limit(20, lambda: given_up.append("r"))
+    reply.set_backpressure_limit(20, lambda: given_up.append("r"))
 
     def step(count: int = 1) -> None:
         link.inbox = [StepTokens(rids=["r-0", "r-1"], token_ids=[[7] * count, [8] * count])]
@@ -130,7 +130,7 @@ async def test_unread_output_is_limited() -> None:
 
     for _ in range(50):  # output that is read at once never counts
         step(3)
-        answer.take_changed()
+        reply.take_changed()
     step()
     for _ in range(5):
         step()
@@ -143,10 +143,10 @@ async def test_unread_output_is_limited() -> None:
 
 async def test_a_stop_string_aborts_in_the_engine() -> None:
     client, link = make()
-    answer = submit(client, SamplingParams(stop=("x",)))
+    reply = submit(client, SamplingParams(stop=("x",)))
     link.inbox = [StepText(rids=["r"], texts=["a"], token_ids=[[1]], finishes={0: Finish("stop", "x")}, stopped=[0])]
     client.receive_messages()
-    await asyncio.wait_for(answer.wait_until_complete(), 1)
+    await asyncio.wait_for(reply.wait_until_complete(), 1)
     assert link.sent[-1] == Abort(rids=["r"], reason="stop")
 
 
@@ -156,10 +156,10 @@ async def test_text_is_made_here_or_in_another_process_or_not_at_all() -> None:
     step = StepTokens(rids=["r"], token_ids=[ids], finishes={0: Finish("length")})
     for more, expected in (({"detokenizer": Detokenizer(tokenizer)}, "hello"), ({}, "")):
         client, link = make(**more)
-        answer = submit(client, SamplingParams())
+        reply = submit(client, SamplingParams())
         link.inbox = [step]
         client.receive_messages()
-        assert answer.sequences[0].take_output()[:2] == (expected, ids)
+        assert reply.sequences[0].take_output()[:2] == (expected, ids)
         assert not any(isinstance(m, StartDetokenize) for m in link.sent)
     client, link = make(remote_text=True)
     submit(client, SamplingParams())
@@ -180,8 +180,8 @@ async def test_an_error_in_a_step_ends_its_requests_only(monkeypatch: pytest.Mon
     monkeypatch.setattr(detokenizer, "process_step", fails_on_the_first)
     link.inbox = [tokens_of(generated(link)[0], 5, finish=Finish("length")), tokens_of(generated(link)[1], 6, finish=Finish("length"))]
     client.receive_messages()
-    for answer in (first, second):
-        await asyncio.wait_for(answer.wait_until_complete(), 1)
+    for reply in (first, second):
+        await asyncio.wait_for(reply.wait_until_complete(), 1)
     lost, fine = first.sequences[0].finish, second.sequences[0].finish
     assert lost is not None and lost.reason == "error" and "the server's log" in (lost.error or "")
     assert fine == Finish("length")
@@ -206,14 +206,14 @@ async def test_an_error_in_one_handler_does_not_stop_others(monkeypatch: pytest.
 
 async def test_the_client_ends_requests_that_the_engine_did_not_end_in_time() -> None:
     client, link = make()
-    answer = submit(client, SamplingParams())
+    reply = submit(client, SamplingParams())
     client.expire_requests()
-    answer.sequences[0].recovery.expires_at = time.monotonic() - EXPIRY_GRACE / 2
+    reply.sequences[0].recovery.expires_at = time.monotonic() - EXPIRY_GRACE / 2
     client.expire_requests()
-    assert answer.num_unfinished == 1  # the engine has some more time to end it
-    answer.sequences[0].recovery.expires_at -= EXPIRY_GRACE
+    assert reply.num_unfinished == 1  # the engine has some more time to end it
+    reply.sequences[0].recovery.expires_at -= EXPIRY_GRACE
     client.expire_requests()
-    finish = answer.sequences[0].finish
+    finish = reply.sequences[0].finish
     assert finish is not None and finish.code == "deadline_exceeded" and (finish.error or "").startswith("deadline exceeded: ")
     assert link.sent[-1] == Abort(rids=["r"])
     assert client.num_outstanding == 0
@@ -221,12 +221,12 @@ async def test_the_client_ends_requests_that_the_engine_did_not_end_in_time() ->
 
 async def test_a_fatal_error_ends_everything() -> None:
     client, link = make()
-    answer, control = submit(client, SamplingParams()), asyncio.ensure_future(client.send_command("ping"))
+    reply, control = submit(client, SamplingParams()), asyncio.ensure_future(client.send_command("ping"))
     await asyncio.sleep(0)
     link.inbox = [Fatal(process="engine", error="no memory")]
     client.receive_messages()
-    await asyncio.wait_for(answer.wait_until_complete(), 1)
-    assert answer.sequences[0].finish == Finish("error", None, "engine failed: no memory")
+    await asyncio.wait_for(reply.wait_until_complete(), 1)
+    assert reply.sequences[0].finish == Finish("error", None, "engine failed: no memory")
     with pytest.raises(EngineDeadError):
         await control
     with pytest.raises(EngineDeadError, match="no memory"):

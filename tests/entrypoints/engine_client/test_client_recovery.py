@@ -38,14 +38,14 @@ from tests.entrypoints.submitting import submit_request
 
 async def test_requests_continue_after_an_engine_crash() -> None:
     client, link = make()
-    answer = submit(client, SamplingParams(max_tokens=9, temperature=1.0, prompt_logprobs=1))
+    reply = submit(client, SamplingParams(max_tokens=9, temperature=1.0, prompt_logprobs=1))
     first = generated(link)[0]
     assert first.params.seed is not None  # a recovered request draws the same tokens
     scored = TokenLogprobs([1, 2, 3], [None, -1.0, -2.0], [[], [], []])
     link.inbox = [StepTokens(rids=["r"], token_ids=[[7, 8]], prompt_logprobs={0: scored})]
     client.receive_messages()
-    answer.take_changed()
-    assert answer.sequences[0].take_output()[1] == [7, 8]  # sent to the user already
+    reply.take_changed()
+    assert reply.sequences[0].take_output()[1] == [7, 8]  # sent to the user already
     client.begin_recovery("it crashed", {})
     assert client.unavailable_reason == "it crashed"
     late = tokens_of(first, 99)
@@ -65,8 +65,8 @@ async def test_requests_continue_after_an_engine_crash() -> None:
     assert 0 < (new.deadline or 0) <= 10.0  # less the time that it waited
     link.inbox = [late, tokens_of(again, 9, finish=Finish("length")), tokens_of(new, finish=Finish("length"))]
     client.receive_messages()
-    assert answer.sequences[0].take_output()[1] == [9]
-    assert (answer.sequences[0].rid, answer.sequences[0].num_tokens, waiting.num_unfinished) == ("r", 3, 0)
+    assert reply.sequences[0].take_output()[1] == [9]
+    assert (reply.sequences[0].rid, reply.sequences[0].num_tokens, waiting.num_unfinished) == ("r", 3, 0)
     assert (client.num_outstanding, client.stats.recovered) == (0, 1)
 
 
@@ -75,14 +75,14 @@ async def test_text_continues_in_the_middle_of_a_character() -> None:
     ids = tokenizer.encode("né\u4e2d\U0001f600!", add_special_tokens=False)
     for cut in range(len(ids)):
         client, link = make(detokenizer=Detokenizer(tokenizer))
-        answer = submit(client, SamplingParams())
+        reply = submit(client, SamplingParams())
         link.inbox = [tokens_of(generated(link)[0], *ids[:cut])]
         client.receive_messages()
         client.begin_recovery("it crashed", {})
         client.resume_requests()
         link.inbox = [tokens_of(generated(link)[-1], *ids[cut:], finish=Finish("length"))]
         client.receive_messages()
-        assert answer.sequences[0].take_output()[0] == "né\u4e2d\U0001f600!"
+        assert reply.sequences[0].take_output()[0] == "né\u4e2d\U0001f600!"
 
 
 async def test_a_detokenizer_failure_on_recovery_ends_that_request_only() -> None:
@@ -116,15 +116,15 @@ async def test_requests_end_while_the_engine_restarts() -> None:
     limits = ClientLimits(max_outstanding=8, max_context=32, vocab_size=100, capacity=64, request_timeout=0.0)
     link = Link()
     client = EngineClient(link, limits)
-    answers = {rid: submit(client, SamplingParams(), rid=rid) for rid in ("told", "left", "named", "late")}
+    replies = {rid: submit(client, SamplingParams(), rid=rid) for rid in ("told", "left", "named", "late")}
     client.abort_requests(["told"])  # the engine crashes before it takes effect
     client.begin_recovery("it crashed", {})
-    assert answers["told"].sequences[0].finish == Finish("abort")
-    client.abandon_request(answers["left"])
+    assert replies["told"].sequences[0].finish == Finish("abort")
+    client.abandon_request(replies["left"])
     client.abort_requests(["named"])
-    assert answers["named"].sequences[0].finish == Finish("abort")
+    assert replies["named"].sequences[0].finish == Finish("abort")
     client.expire_requests()
-    assert "deadline exceeded" in (answers["late"].sequences[0].finish.error or "")  # type: ignore[union-attr]
+    assert "deadline exceeded" in (replies["late"].sequences[0].finish.error or "")  # type: ignore[union-attr]
     assert client.num_outstanding == 0
     client.resume_requests()
     assert len(generated(link)) == 4
@@ -133,7 +133,7 @@ async def test_requests_end_while_the_engine_restarts() -> None:
 
 async def test_a_restarted_detokenizer_gets_the_tokens_so_far() -> None:
     client, link = make(remote_text=True)
-    answer = submit(client, SamplingParams())
+    reply = submit(client, SamplingParams())
     link.inbox = [StepText(rids=["r"], texts=["ab"], token_ids=[[7, 8]])]
     client.receive_messages()
     client.begin_recovery("it crashed")
@@ -144,7 +144,7 @@ async def test_a_restarted_detokenizer_gets_the_tokens_so_far() -> None:
     start, again = link.sent[-2:]
     assert isinstance(start, StartDetokenize) and isinstance(again, Generate)
     assert (start.rid, start.token_ids, again.token_ids) == (again.rid, [7, 8], [1, 2, 3, 7, 8])
-    assert answer.sequences[0].take_output() == ("ab", [7, 8], [])
+    assert reply.sequences[0].take_output() == ("ab", [7, 8], [])
 
 
 async def test_a_restarted_engine_stays_paused_and_pending_commands_fail() -> None:
@@ -167,13 +167,13 @@ async def test_a_restarted_engine_stays_paused_and_pending_commands_fail() -> No
 
 async def test_a_request_that_crashes_the_engine_is_refused() -> None:
     client, link = make()
-    answer, other = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
+    reply, other = submit(client, SamplingParams(), rid="a"), submit(client, SamplingParams(), rid="b")
     for _ in range(2):
         client.begin_recovery("it crashed", {hash_request(message.rid): 0 for message in generated(link)[-2:]})
         client.resume_requests()
     assert len(generated(link)) == 5  # both twice, then the first alone
     client.begin_recovery("it crashed", {hash_request(generated(link)[-1].rid): 0})
-    finish = answer.sequences[0].finish
+    finish = reply.sequences[0].finish
     assert finish is not None and "crashed the engine 3 times" in (finish.error or "")
     client.resume_requests()
     assert (generated(link)[-1].token_ids, other.num_unfinished) == ([1, 2, 3], 1)

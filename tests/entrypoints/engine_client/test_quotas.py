@@ -113,10 +113,10 @@ def test_places_are_kept_for_each_tenant(total: int, tenants: int) -> None:
         for name in names:
             while name != quiet and places.take_places(name):
                 held[name] += 1
-        least = total // (2 * tenants) if tenants > 1 else total
-        assert least <= total - sum(held.values())
-        assert all(places.take_places(quiet) for _ in range(least))
-        held[quiet] = least
+        minimum = total // (2 * tenants) if tenants > 1 else total
+        assert minimum <= total - sum(held.values())
+        assert all(places.take_places(quiet) for _ in range(minimum))
+        held[quiet] = minimum
         assert max(held.values()) <= (total if tenants == 1 else max(1, total // 2))
         for name, count in held.items():
             places.release_places(name, count)

@@ -16,7 +16,7 @@ from frame.entrypoints.engine_client.limits import EngineDeadError, InvalidReque
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.engine_client.stats import Outstanding
-from frame.parallel.replica_choice import BLOCK, MOST_PREFIXES, ReplicaChooser, sum_loads
+from frame.parallel.replica_choice import BLOCK, MAX_PREFIXES, ReplicaChooser, sum_loads
 from tests.entrypoints.engine_client.test_client import LIMITS, Link, rids
 
 DRAW = random.Random(3)
@@ -62,9 +62,9 @@ def test_a_replica_that_is_away_gets_nothing() -> None:
 
 def test_the_memory_of_prefixes_is_bounded() -> None:
     chooser = ReplicaChooser()
-    for number in range(MOST_PREFIXES // 32 + 50):
+    for number in range(MAX_PREFIXES // 32 + 50):
         chooser.choose_replica([number] * 32 * BLOCK, "", {0: 0, 1: 0})
-    assert len(chooser._replicas) == MOST_PREFIXES
+    assert len(chooser._replicas) == MAX_PREFIXES
 
 
 def make(count: int = 2) -> tuple[ReplicaClient, list[Link]]:

@@ -18,7 +18,7 @@ from frame.entrypoints.grpc.schema import SERVICE
 from frame.entrypoints.grpc.server import GrpcServer
 from frame.entrypoints.grpc.wire import check_parts
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.protocol.bodies import LEAST_BODY, MOST_PARTS, MOST_VALUES
+from frame.entrypoints.http.protocol.bodies import MAX_PARTS, MAX_VALUES, MIN_BODY
 from tests.entrypoints.grpc.raw_calls import (
     CONTINUATION,
     END_HEADERS,
@@ -65,22 +65,22 @@ async def count_tokens(address: str, key: str) -> int:
 async def test_messages_are_bounded_as_bodies_are(tmp_path: Path) -> None:
     async with two_keys(tmp_path) as (server, address), grpc.aio.insecure_channel(address) as channel:
         call = Client(channel, "one").call
-        code, details = await refused(call("Tokenize", {"text": "x" * (LEAST_BODY + 1)}))
+        code, details = await refused(call("Tokenize", {"text": "x" * (MIN_BODY + 1)}))
         assert code == Code.RESOURCE_EXHAUSTED and "larger than max" in details
         for name, request in (
-            ("Tokenize", {"chat": {"messages": [{}] * (MOST_PARTS + 1)}}),
-            ("Embed", {"texts": [""] * (MOST_PARTS + 1)}),
-            ("Abort", {"ids": [""] * (MOST_PARTS + 1)}),
+            ("Tokenize", {"chat": {"messages": [{}] * (MAX_PARTS + 1)}}),
+            ("Embed", {"texts": [""] * (MAX_PARTS + 1)}),
+            ("Abort", {"ids": [""] * (MAX_PARTS + 1)}),
         ):
             code, details = await refused(call(name, request))
-            assert code == Code.INVALID_ARGUMENT and f"more than {MOST_PARTS} fields" in details
-        code, details = await refused(call("Detokenize", {"token_ids": [5] * (MOST_VALUES + 1)}))
-        assert code == Code.INVALID_ARGUMENT and f"more than {MOST_VALUES} values" in details
-        server.app.bodies.held = server.app.bodies.most - 100  # HTTP's bodies hold the rest of the pool
+            assert code == Code.INVALID_ARGUMENT and f"more than {MAX_PARTS} fields" in details
+        code, details = await refused(call("Detokenize", {"token_ids": [5] * (MAX_VALUES + 1)}))
+        assert code == Code.INVALID_ARGUMENT and f"more than {MAX_VALUES} values" in details
+        server.app.bodies.held = server.app.bodies.maximum - 100  # HTTP's bodies hold the rest of the pool
         code, details = await refused(call("Tokenize", {"text": "x" * 200}))
         assert code == Code.UNAVAILABLE and "as many bytes" in details
         assert (await call("Tokenize", {"text": "hi"})).token_ids
-        assert server.app.bodies.held == server.app.bodies.most - 100
+        assert server.app.bodies.held == server.app.bodies.maximum - 100
 
 
 def test_fields_are_counted_on_the_bytes() -> None:
@@ -107,7 +107,7 @@ def test_fields_are_counted_on_the_bytes() -> None:
 
 async def test_messages_that_do_not_end_take_no_place_of_others(tmp_path: Path) -> None:
     """Few are read at once, for a limited time; a key's others wait, those of other keys do not."""
-    async with two_keys(tmp_path, client_timeout=1.0, max_body_bytes=LEAST_BODY) as (server, address):
+    async with two_keys(tmp_path, client_timeout=1.0, max_body_bytes=MIN_BODY) as (server, address):
         slow = await RawConnection.open(address)
         for _ in range(12):
             slow.call(f"/{SERVICE}/Tokenize", PART, "one")
@@ -122,7 +122,7 @@ async def test_messages_that_do_not_end_take_no_place_of_others(tmp_path: Path) 
 
 async def test_sessions_have_a_limit_for_each_key(tmp_path: Path) -> None:
     """Each may receive a message at any time. Reflection is one."""
-    async with two_keys(tmp_path, max_body_bytes=LEAST_BODY) as (_, address):
+    async with two_keys(tmp_path, max_body_bytes=MIN_BODY) as (_, address):
         held = await RawConnection.open(address)
         paths = (f"/{SERVICE}/GenerateStream", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         for number in range(20):

@@ -343,8 +343,8 @@ async def test_a_keys_share_is_one_over_http_and_grpc() -> None:
             while server.services.client.num_outstanding < 2:  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0.01)
         body = {"input_ids": IDS["ids"], "sampling_params": {"max_new_tokens": 5, "n": 2}}
-        answer = await server.post("/generate", body, x_api_key="secret")
-        assert (answer.status, answer.json()["error"]["code"]) == (429, "too_many_requests_of_key")
+        reply = await server.post("/generate", body, x_api_key="secret")
+        assert (reply.status, reply.json()["error"]["code"]) == (429, "too_many_requests_of_key")
         with pytest.raises(grpc.aio.AioRpcError, match="2 requests of this key are running or waiting, and it may have 3") as refused:
             await client.call("Generate", {"token_ids": IDS, "sampling_params": params(n=2)}).read()
         assert refused.value.code() == Code.RESOURCE_EXHAUSTED

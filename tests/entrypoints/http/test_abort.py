@@ -13,7 +13,7 @@ import pytest
 from tests.entrypoints.inprocess import InProcess, Response, serving
 
 HI = [{"role": "user", "content": "hi"}]
-ANSWERS = {
+REPLIES = {
     "/v1/chat/completions": {"messages": HI},
     "/v1/completions": {"prompt": "hi"},
     "/v1/messages": {"model": "frame-tiny", "messages": HI, "max_tokens": 200},
@@ -46,11 +46,11 @@ async def abort(server: InProcess, key: str, **body: Any) -> Response:
     return await server.post("/abort_request", body, authorization=key)
 
 
-@pytest.mark.parametrize("path", ANSWERS)
+@pytest.mark.parametrize("path", REPLIES)
 @pytest.mark.parametrize("name", ["rid", "request_id"])
 async def test_the_name_that_the_client_gave_is_the_responses_id(tmp_path: Path, path: str, name: str) -> None:
     async with two_tenants(tmp_path) as server:
-        task = await started(server, path, {**ANSWERS[path], name: "job"}, authorization=ONE)
+        task = await started(server, path, {**REPLIES[path], name: "job"}, authorization=ONE)
         assert (await abort(server, ONE, rid="job")).json() == {"success": True, "aborted": 1}
         found = (await task).json()
         if path != "/v1/messages":  # where an aborted message is an error
@@ -71,15 +71,15 @@ async def test_a_response_is_ended_by_its_id(tmp_path: Path) -> None:
 async def test_a_stream_says_the_name_that_ends_it() -> None:
     async with serving() as server:
         for path, prefix in (("/v1/chat/completions", "chatcmpl-"), ("/v1/completions", "cmpl-"), ("/v1/messages", "msg_")):
-            found = (await server.post(path, {**ANSWERS[path], "max_tokens": 1})).json()
+            found = (await server.post(path, {**REPLIES[path], "max_tokens": 1})).json()
             assert found["id"].startswith(prefix)
 
 
 async def test_unknown_names_are_404(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as server:
         for key in (ONE, OPERATOR):
-            answer = await abort(server, key, rid="unknown")
-            assert (answer.status, answer.json()["error"]["code"]) == (404, "request_not_found")
+            reply = await abort(server, key, rid="unknown")
+            assert (reply.status, reply.json()["error"]["code"]) == (404, "request_not_found")
             assert (await abort(server, key, abort_all=True)).json()["aborted"] == 0
             assert (await abort(server, key)).status == 400
         assert (await server.post("/abort_request", {"rid": "unknown"})).status == 401

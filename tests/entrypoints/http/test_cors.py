@@ -39,35 +39,35 @@ async def preflight(server: InProcess, path: str, method: str = "POST", origin: 
     return await ask(server, "OPTIONS", path, origin=origin, **wanted)
 
 
-def shared(answer: Response) -> dict[str, str]:
-    return {name: value for name, value in answer.headers.items() if name.startswith("access-control-")}
+def shared(reply: Response) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name.startswith("access-control-")}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/chat/completions/", "/v1/models", "/v1/responses/resp_1", "/nowhere"])
 async def test_a_preflight_needs_no_key(path: str) -> None:
     async with serving({"server": {**KEYED, "cors_origins": [PAGE]}}) as server:
-        answer = await preflight(server, path)
-        assert (answer.status, answer.body) == (200, b"")
-        assert answer.headers["access-control-allow-origin"] == PAGE
-        assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
-        assert ("POST" in answer.headers["access-control-allow-methods"]) == (path not in ("/v1/models", "/v1/responses/resp_1"))
-        assert "origin" in answer.headers["vary"]
-        assert "access-control-allow-credentials" not in answer.headers
+        reply = await preflight(server, path)
+        assert (reply.status, reply.body) == (200, b"")
+        assert reply.headers["access-control-allow-origin"] == PAGE
+        assert reply.headers["access-control-allow-headers"] == "authorization,content-type"
+        assert ("POST" in reply.headers["access-control-allow-methods"]) == (path not in ("/v1/models", "/v1/responses/resp_1"))
+        assert "origin" in reply.headers["vary"]
+        assert "access-control-allow-credentials" not in reply.headers
 
 
 async def test_preflights_that_are_refused() -> None:
     async with serving({"server": {**KEYED, "cors_origins": [PAGE]}}) as server:
         for path, origin in (("/v1/models", "https://evil.example"), ("/v1/models", "null"), ("/v1/models", PAGE + ".evil.example"),
                              ("/flush_cache", PAGE), ("/server_info", PAGE)):  # fmt: skip
-            answer = await preflight(server, path, origin=origin)
-            assert answer.status == 401 and not shared(answer), (path, origin)
+            reply = await preflight(server, path, origin=origin)
+            assert reply.status == 401 and not shared(reply), (path, origin)
         assert (await ask(server, "OPTIONS", "/v1/models", origin=PAGE)).status == 401  # no preflight: it asks for no method
         injected = await ask(server, "OPTIONS", "/v1/models", origin=PAGE, access_control_request_method="GET",
                              access_control_request_headers="x\r\nset-cookie: a")  # fmt: skip
         assert "access-control-allow-headers" not in injected.headers
     async with serving({"server": KEYED}) as server:  # without the setting nothing is shared
-        answer = await preflight(server, "/v1/models")
-        assert answer.status == 401 and not shared(answer)
+        reply = await preflight(server, "/v1/models")
+        assert reply.status == 401 and not shared(reply)
         assert not shared(await ask(server, "GET", "/v1/models", origin=PAGE, authorization="Bearer secret"))
 
 
@@ -82,13 +82,13 @@ async def test_headers_on_responses_streams_and_errors() -> None:
             ("GET", "/v1/completions", b"", key, 405), ("GET", "/health", b"", {}, 200), ("GET", "/%zz", b"", {}, 400),
         ):  # fmt: skip
             for origin in (PAGE, "http://localhost:5173"):
-                answer = await ask(server, method, path, body, origin=origin, **headers)
-                assert (answer.status, answer.headers.get("access-control-allow-origin")) == (status, origin), path
-                assert (answer.headers["access-control-expose-headers"], answer.headers["vary"]) == ("*", "origin")
+                reply = await ask(server, method, path, body, origin=origin, **headers)
+                assert (reply.status, reply.headers.get("access-control-allow-origin")) == (status, origin), path
+                assert (reply.headers["access-control-expose-headers"], reply.headers["vary"]) == ("*", "origin")
             for more in ({}, {"origin": "https://evil.example"}, {"origin": "http://localhost:5174"}):
-                answer = await ask(server, method, path, body, **headers, **more)
-                assert answer.status == status and not shared(answer), path
-                assert answer.headers["vary"] == "origin"
+                reply = await ask(server, method, path, body, **headers, **more)
+                assert reply.status == status and not shared(reply), path
+                assert reply.headers["vary"] == "origin"
         for path in ("/server_info", "/flush_cache"):  # operators' routes are no pages'
             assert not shared(await ask(server, "GET", path, origin=PAGE, authorization="Bearer op"))
         server.app = App(server.services, is_admin=True)
@@ -99,24 +99,24 @@ async def test_headers_on_responses_streams_and_errors() -> None:
 async def test_the_guard_of_a_server_without_keys_agrees() -> None:
     async with serving({"server": {"cors_origins": [PAGE]}}) as server:
         for host in (b"127.0.0.1:30000", b"gpu.example:30000"):
-            answer = await server.request("POST", "/v1/completions", BODY, [(b"host", host), (b"origin", PAGE.encode())])
-            assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, PAGE)
+            reply = await server.request("POST", "/v1/completions", BODY, [(b"host", host), (b"origin", PAGE.encode())])
+            assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, PAGE)
         for path in ("/flush_cache", "/abort_request"):
             assert (await ask(server, "POST", path, b'{"abort_all": true}', origin=PAGE)).status == 403
         refused = await ask(server, "POST", "/v1/completions", BODY, origin="https://evil.example")
         assert refused.status == 403 and not shared(refused) and "--cors-origins" in refused.json()["error"]["message"]
         assert (await server.request("GET", "/v1/models", b"", [(b"host", b"evil.example")])).status == 403
     async with serving({"server": {"cors_origins": ["*"]}}) as server:
-        answer = await ask(server, "POST", "/v1/completions", BODY, origin="https://any.example")
-        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
+        reply = await ask(server, "POST", "/v1/completions", BODY, origin="https://any.example")
+        assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "*")
         assert (await ask(server, "POST", "/flush_cache", origin="https://any.example")).status == 403
 
 
 async def test_credentials() -> None:
     async with serving({"server": {**KEYED, "cors_origins": [PAGE], "cors_credentials": True}}) as server:
-        for answer in (await preflight(server, "/v1/models", "GET"), await ask(server, "GET", "/v1/models", origin=PAGE)):
-            assert (answer.headers["access-control-allow-origin"], answer.headers["access-control-allow-credentials"]) == (PAGE, "true")
-            assert answer.headers.get("access-control-expose-headers") != "*"  # stands for itself then
+        for reply in (await preflight(server, "/v1/models", "GET"), await ask(server, "GET", "/v1/models", origin=PAGE)):
+            assert (reply.headers["access-control-allow-origin"], reply.headers["access-control-allow-credentials"]) == (PAGE, "true")
+            assert reply.headers.get("access-control-expose-headers") != "*"  # stands for itself then
 
 
 @pytest.mark.parametrize(

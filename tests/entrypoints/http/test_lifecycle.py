@@ -153,9 +153,9 @@ def test_no_child_outlives_a_killed_server(checkpoint: Path) -> None:
 
 def test_sigterm_drains(checkpoint: Path) -> None:
     server = RunningServer(checkpoint, "--max-model-len", "512", env={"FRAME_FAKE_STEP": "0.01"})
-    answers: list[httpx.Response] = []
+    replies: list[httpx.Response] = []
     body = {**LONG, "max_tokens": 100}
-    thread = threading.Thread(target=lambda: answers.append(httpx.post(server.url + "/v1/completions", json=body, timeout=30)))
+    thread = threading.Thread(target=lambda: replies.append(httpx.post(server.url + "/v1/completions", json=body, timeout=30)))
     thread.start()
     wait_until(lambda: server.get("/server_info")["running"] == 1)
     children = list(server.children().values())
@@ -166,7 +166,7 @@ def test_sigterm_drains(checkpoint: Path) -> None:
     assert refused.status_code == 503
     assert "shutting down" in refused.json()["error"]["message"]
     thread.join(20)
-    assert answers[0].json()["usage"]["completion_tokens"] == 100
+    assert replies[0].json()["usage"]["completion_tokens"] == 100
     assert server.wait() == 0
     assert not any(child.is_running() for child in children)
 
@@ -197,9 +197,9 @@ def test_drain_ends(checkpoint: Path, how: str) -> None:
 
 def test_a_failing_step_is_an_error_of_its_requests(checkpoint: Path) -> None:
     with RunningServer(checkpoint, env={"FRAME_FAKE_FAIL": "3"}) as server:
-        answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 10, "ignore_eos": True})
-        assert answer.status_code == 500
-        assert "told to fail" in answer.json()["error"]["message"]
+        reply = server.post("/v1/completions", {"prompt": "x", "max_tokens": 10, "ignore_eos": True})
+        assert reply.status_code == 500
+        assert "told to fail" in reply.json()["error"]["message"]
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 10, "ignore_eos": True}).status_code == 200
         assert server.post("/check_integrity", {}).status_code == 200
 

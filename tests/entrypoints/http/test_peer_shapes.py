@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.http.chat.tools import MOST_PARTS, check_schemas
+from frame.entrypoints.http.chat.tools import MAX_PARTS, check_schemas
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from tests.entrypoints.inprocess import serving
@@ -35,9 +35,9 @@ async def test_model_aliases() -> None:
         assert [card["id"] for card in listed] == ["big", "gpt-4o", "small"]
         assert (await server.request("GET", "/v1/models/gpt-4o")).json()["id"] == "gpt-4o"
         for name, status in (("big", 200), ("small", 200), ("other", 404)):
-            answer = await server.post(CHAT, {"messages": HI, "max_tokens": 1, "model": name})
-            assert answer.status == status
-            assert status != 200 or answer.json()["model"] == "big"
+            reply = await server.post(CHAT, {"messages": HI, "max_tokens": 1, "model": name})
+            assert reply.status == status
+            assert status != 200 or reply.json()["model"] == "big"
 
 
 async def test_models_in_anthropic_shape() -> None:
@@ -83,15 +83,15 @@ async def test_tokenize_applies_the_fields_of_a_chat_request() -> None:
         assert usage["prompt_tokens"] == len(bare)
         for path, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [1]}), (GENERATE, {"text": "hi"})):
             assert (await server.post(path, {**body, "model": "frame-tiny"})).status == 200
-            answer = await server.post(path, {**body, "model": "other"})
-            assert (answer.status, answer.json()["error"]["code"]) == (404, "model_not_found")
+            reply = await server.post(path, {**body, "model": "other"})
+            assert (reply.status, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_anthropic_request_id() -> None:
     async with serving() as server:
         for body in ({"model": "frame-tiny", "messages": HI, "max_tokens": 1}, {"model": "frame-tiny"}):
-            answer = await server.post(MESSAGES, body)
-            assert answer.headers["request-id"] == answer.headers["x-request-id"]
+            reply = await server.post(MESSAGES, body)
+            assert reply.headers["request-id"] == reply.headers["x-request-id"]
 
 
 # functions, OpenAI's deprecated form of tools -----------------------------------------------------
@@ -171,9 +171,9 @@ async def test_errors_name_the_field_that_the_client_sent() -> None:
     async with serving() as server:
         for path, fields, sentence in WRONG:
             base: dict[str, Any] = {"model": "frame-tiny", "messages": HI} if path in (CHAT, MESSAGES) else {}
-            answer = await server.post(path, {**base, **fields})
-            error = answer.json()["error"]
-            assert (answer.status, error["message"][: len(sentence)]) == (400, sentence)
+            reply = await server.post(path, {**base, **fields})
+            error = reply.json()["error"]
+            assert (reply.status, error["message"][: len(sentence)]) == (400, sentence)
             if path != MESSAGES:
                 assert error["param"] == sentence.partition(" ")[0].rstrip(":").replace("[...]", "") or "[...]" in sentence
 
@@ -198,5 +198,5 @@ def test_valid_schemas_pass() -> None:
 
 
 def test_the_number_of_checked_subschemas_is_bounded() -> None:
-    wide = {"properties": {str(i): {} for i in range(MOST_PARTS)}}
+    wide = {"properties": {str(i): {} for i in range(MAX_PARTS)}}
     check_schemas([({"type": "text"}, "not checked"), (wide, "p")])

@@ -27,10 +27,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 async def test_a_parameter_of_a_denied_processor_is_refused_with_its_name_and_the_remedy() -> None:
     async with serving(SETTINGS) as server:
         for path, body, param, name in REFUSED:
-            answer = await server.post(path, body)
-            error = answer.json()["error"]
+            reply = await server.post(path, body)
+            error = reply.json()["error"]
             other = BAD_WORDS if name == "penalties" else PENALTIES
-            assert (answer.status, error["param"]) == (400, param)
+            assert (reply.status, error["param"]) == (400, param)
             assert error["message"] == f"{param} needs the logits processor {name}, which this server does not use; {DENIED.format(other)}"
         custom = await server.post("/v1/completions", {**PROMPT, "custom": {"shout": "1"}})
         assert custom.status == 400
@@ -41,8 +41,8 @@ async def test_a_parameter_of_a_denied_processor_is_refused_with_its_name_and_th
 
 async def test_a_list_without_a_processor_refuses_its_parameter() -> None:
     async with serving({"sampling": {"processors": ["min-tokens"]}}) as server:
-        answer = await server.post("/v1/completions", {**PROMPT, "logit_bias": {"3": 1.0}})
-        assert answer.json()["error"]["message"] == (
+        reply = await server.post("/v1/completions", {**PROMPT, "logit_bias": {"3": 1.0}})
+        assert reply.json()["error"]["message"] == (
             "logit_bias needs the logits processor logit-bias, which this server does not use; leave it out, or change the server: "
             "add logit-bias to sampling.processors"
         )

@@ -47,8 +47,8 @@ async def test_what_a_run_refuses_is_refused(path: str) -> None:
 )
 async def test_values_without_a_meaning_are_refused(path: str, body: dict[str, Any], param: str) -> None:
     async with serving() as server:
-        answer = await server.post(path, body)
-        assert (answer.status, answer.json()["error"]["param"]) == (400, param)
+        reply = await server.post(path, body)
+        assert (reply.status, reply.json()["error"]["param"]) == (400, param)
         empties: list[Any] = [None, {}, "", [], False]
         for empty in empties:
             if path == "/v1/responses":

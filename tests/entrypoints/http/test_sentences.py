@@ -54,9 +54,9 @@ CASES: list[tuple[str, Any, int, str, str | None]] = [
 async def test_each_mistake_has_its_sentence() -> None:
     async with serving() as server:
         for path, body, status, sentence, param in CASES:
-            answer = await (server.request("POST", path, body) if isinstance(body, bytes) else server.post(path, body))
-            error = answer.json()["error"]
-            assert (answer.status, error["message"], error.get("param")) == (status, sentence, param), (path, body)
+            reply = await (server.request("POST", path, body) if isinstance(body, bytes) else server.post(path, body))
+            error = reply.json()["error"]
+            assert (reply.status, error["message"], error.get("param")) == (status, sentence, param), (path, body)
 
 
 async def test_a_prompt_that_does_not_fit_is_told_in_the_words_that_clients_look_for() -> None:
@@ -73,6 +73,6 @@ async def test_a_prompt_that_does_not_fit_is_told_in_the_words_that_clients_look
             assert error["code"] == "context_length_exceeded", (path, error)
             assert error["message"].startswith("This model's maximum context length is 512 tokens; the prompt has "), (path, error)
         for more in ({"messages": [long], "max_tokens": 8}, {**HI, "max_tokens": 600}):
-            answer = await server.post("/v1/messages", {"model": "frame-tiny", **more})
-            assert answer.status == 400
-            assert answer.json()["error"]["message"].startswith("prompt is too long: This model's maximum context length is 512 tokens")
+            reply = await server.post("/v1/messages", {"model": "frame-tiny", **more})
+            assert reply.status == 400
+            assert reply.json()["error"]["message"].startswith("prompt is too long: This model's maximum context length is 512 tokens")

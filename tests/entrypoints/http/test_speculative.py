@@ -33,9 +33,9 @@ async def ask(script: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         usage: dict[str, Any] = {}
         first = (await served.post("/v1/completions", BASE)).json()["choices"][0]["text"]
         for name, body in {**REQUESTS, "stop": {**BASE, "stop": [first[9:13]]}}.items():
-            answer = await served.post("/v1/completions", body)
-            assert answer.status == 200, answer.body
-            events = [json.loads(line[6:]) for line in answer.body.decode().split("\n") if line.startswith("data: {")] or [answer.json()]
+            reply = await served.post("/v1/completions", body)
+            assert reply.status == 200, reply.body
+            events = [json.loads(line[6:]) for line in reply.body.decode().split("\n") if line.startswith("data: {")] or [reply.json()]
             choices = [choice for event in events for choice in event["choices"]]
             texts[name] = ["".join(c["text"] for c in choices), [c["finish_reason"] for c in choices][-1], choices[0].get("logprobs")]
             usage[name] = events[-1]["usage"]
@@ -49,8 +49,8 @@ def plain() -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("num_right", [2, 4])
 def test_answers_do_not_depend_on_drafts(plain: Any, num_right: int) -> None:
-    def script(setup: SlotSetup, tokens: Any, most: int) -> list[int]:
-        draft = continuation(tokens, setup.params, setup.seed, 2048, most)
+    def script(setup: SlotSetup, tokens: Any, maximum: int) -> list[int]:
+        draft = continuation(tokens, setup.params, setup.seed, 2048, maximum)
         return [token if i < num_right else (token + 1) % 2048 for i, token in enumerate(draft)]
 
     texts, usage = asyncio.run(ask(script))
@@ -63,16 +63,16 @@ def test_answers_do_not_depend_on_drafts(plain: Any, num_right: int) -> None:
 
 
 def test_request_says_how_many_tokens_are_drafted() -> None:
-    def script(setup: SlotSetup, tokens: Any, most: int) -> list[int]:
-        return continuation(tokens, setup.params, setup.seed, 2048, most)
+    def script(setup: SlotSetup, tokens: Any, maximum: int) -> list[int]:
+        return continuation(tokens, setup.params, setup.seed, 2048, maximum)
 
     async def run() -> None:
         async with serving() as served:
             served.engine.scheduler.speculation.enable(ScriptedDrafter(script), 4)
             drafted = {}
-            for most in (0, 1, None):
-                answer = await served.post("/v1/completions", {**BASE, "num_speculative_tokens": most})
-                drafted[most] = answer.json()["usage"].get("completion_tokens_details", {}).get("accepted_prediction_tokens", 0)
+            for maximum in (0, 1, None):
+                reply = await served.post("/v1/completions", {**BASE, "num_speculative_tokens": maximum})
+                drafted[maximum] = reply.json()["usage"].get("completion_tokens_details", {}).get("accepted_prediction_tokens", 0)
             assert drafted[0] == 0 < drafted[1] < drafted[None]
             values = {"max_new_tokens": 8, "num_speculative_tokens": 0}
             assert (await served.post("/generate", {"text": "a", "sampling_params": values})).status == 200

@@ -152,7 +152,7 @@ class Played(SimpleNamespace):
         )
         self.steps, self.rng = steps, rng
         self.sent: list[bytes] = []
-        self.answered: Any = None
+        self.replied: Any = None
         self.client = EngineClient(
             self, ClientLimits(max_outstanding=9, max_context=10_000, vocab_size=10**6, capacity=10_000), Detokenizer(case.tokenizer)
         )
@@ -168,19 +168,19 @@ class Played(SimpleNamespace):
     def _play(self, step: StepTokens) -> None:
         self.client.handle_messages([msgspec.structs.replace(step, rids=[self.names[int(rid)] for rid in step.rids])])
 
-    async def complete(self, answer: Any) -> Any:
+    async def complete(self, reply: Any) -> Any:
         for step in self.steps:
             self._play(step)
-        assert not answer.num_unfinished
+        assert not reply.num_unfinished
 
-    async def stream(self, context: Any, services: Any, answer: Any, write: Any, close: Any) -> None:
+    async def stream(self, context: Any, services: Any, reply: Any, write: Any, close: Any) -> None:
         """Some steps come while the connection is full: their news is written together."""
         for step in self.steps:
             self._play(step)
             if self.rng.random() < 0.7:
-                self.sent += [write(sequence) for sequence in answer.take_changed()]
-        self.sent += [write(sequence) for sequence in answer.take_changed()]
-        assert not answer.num_unfinished
+                self.sent += [write(sequence) for sequence in reply.take_changed()]
+        self.sent += [write(sequence) for sequence in reply.take_changed()]
+        assert not reply.num_unfinished
         self.sent.append(close())
 
 
@@ -219,12 +219,12 @@ def play(case: Case, steps: list[StepTokens], rng: random.Random, *, stream: boo
         )
         params = pair.constrain_params(params)
     services.client.reserve_sequences(params.n)
-    answer = submit_request(services.client, [prompt], [params])
-    response: Any = (ChatResponse if case.is_chat else CompletionResponse)(services, request, answer)  # type: ignore[arg-type]
+    reply = submit_request(services.client, [prompt], [params])
+    response: Any = (ChatResponse if case.is_chat else CompletionResponse)(services, request, reply)  # type: ignore[arg-type]
     with patch.multiple(completions, wait_complete=services.complete, stream_response=services.stream):
         body = asyncio.run(response.send(services))
     if body is not None:
-        services.answered = json.loads(msgspec.json.encode(body))
+        services.replied = json.loads(msgspec.json.encode(body))
     assert services.client.num_outstanding == 0
     return services
 
@@ -299,8 +299,8 @@ def plain_text(case: Case, ids: list[int], finish: Finish) -> str:
 def check(seed: int) -> Case:
     case = Case(seed)
     cut = random.Random(seed)
-    expected = whole(case, play(case, steps_of(case, (10**6,), cut), cut, stream=False).answered)
-    assert whole(case, play(case, steps_of(case, (1, 2, 3), cut), cut, stream=False).answered) == expected, seed
+    expected = whole(case, play(case, steps_of(case, (10**6,), cut), cut, stream=False).replied)
+    assert whole(case, play(case, steps_of(case, (1, 2, 3), cut), cut, stream=False).replied) == expected, seed
     if not case.is_chat and case.is_byte_level and not case.fields["min_tokens"]:
         assert [choice["texts"]["content"] for choice in expected["choices"]] == [plain_text(case, *end) for end in case.ends], seed
     for sizes in ((1,), (0, 1, 2, 5), (1, 40), (10**6,)):

@@ -37,12 +37,12 @@ async def never() -> Any:
 
 
 def make() -> tuple[Connection, RequestState, SequenceState, EventPump]:
-    connection, answer = Connection(), RequestState()
-    stream = SequenceState(answer, 0, 0, "r", [1], SamplingParams())
-    answer.sequences.append(stream)
-    answer.num_unfinished = 1
+    connection, reply = Connection(), RequestState()
+    stream = SequenceState(reply, 0, 0, "r", [1], SamplingParams())
+    reply.sequences.append(stream)
+    reply.num_unfinished = 1
     call = RequestContext({"headers": []}, never, connection.send, 0)
-    return connection, answer, stream, EventPump(call, answer, lambda s: s.take_output()[0].encode())
+    return connection, reply, stream, EventPump(call, reply, lambda s: s.take_output()[0].encode())
 
 
 def feed(stream: SequenceState, text: str, finish: Finish | None = None) -> None:
@@ -119,27 +119,27 @@ async def test_a_pump_that_is_given_up_raises_why_and_writes_no_more() -> None:
 
 @pytest.mark.parametrize("is_full", [False, True])
 async def test_a_hang_up_ends_the_pump(is_full: bool) -> None:
-    connection, answer, stream, pump = make()
+    connection, reply, stream, pump = make()
     running = asyncio.create_task(pump.run([]))
     await asyncio.sleep(0)
     if is_full:
         connection.room.clear()
         feed(stream, "a")
         await asyncio.sleep(0)
-        answer.mark_disconnected()
+        reply.mark_disconnected()
         connection.room.set()
     else:
-        answer.mark_disconnected()
+        reply.mark_disconnected()
     await asyncio.wait_for(running, 1.0)
-    assert answer.on_update is None
+    assert reply.on_update is None
 
 
 async def test_an_error_while_writing_reaches_the_handler() -> None:
-    _, answer, stream, _ = make()
+    _, reply, stream, _ = make()
 
     def fail(stream: SequenceState) -> bytes:
         raise KeyError("no such token")
 
     call = RequestContext({"headers": []}, never, Connection().send, 0)
     with pytest.raises(KeyError):
-        await EventPump(call, answer, fail).run([stream])
+        await EventPump(call, reply, fail).run([stream])

@@ -106,15 +106,15 @@ def test_bytes_that_are_no_json(data: bytes, reason: str) -> None:
 )
 async def test_values_that_json_does_not_have_are_named(data: bytes, param: str) -> None:
     async with serving() as server:
-        answer = await server.request("POST", "/v1/completions", data)
-        error = answer.json()["error"]
-        assert (answer.status, error["param"]) == (400, param)
+        reply = await server.request("POST", "/v1/completions", data)
+        error = reply.json()["error"]
+        assert (reply.status, error["param"]) == (400, param)
         assert error["message"].startswith(f"the body is not valid JSON: {param} ")
 
 
 async def test_a_compressed_body_is_named() -> None:
     body = gzip.compress(b'{"prompt": "x"}')
     async with serving() as server:
-        answer = await server.request("POST", "/v1/completions", body, [(b"content-encoding", b"gzip")])
-        assert answer.status == 415
-        assert answer.json()["error"]["message"] == "the body is compressed (content-encoding: gzip); send it uncompressed"
+        reply = await server.request("POST", "/v1/completions", body, [(b"content-encoding", b"gzip")])
+        assert reply.status == 415
+        assert reply.json()["error"]["message"] == "the body is compressed (content-encoding: gzip); send it uncompressed"

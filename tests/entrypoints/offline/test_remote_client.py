@@ -129,12 +129,12 @@ def test_vectors_in_base64() -> None:
 
 
 def test_a_key_goes_along(checkpoint: Path) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
+    def reply(request: httpx.Request) -> httpx.Response:
         assert request.headers["authorization"] == "Bearer secret"
         return httpx.Response(200, json={"success": True})
 
     client = Client("http://x/v1", api_key="secret")
-    client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x", headers=client._http.headers)
+    client._http = httpx.Client(transport=httpx.MockTransport(reply), base_url="http://x", headers=client._http.headers)
     client.flush_cache()
     assert client.control("start_profile", num_steps=3) == {"success": True}
     assert GREEDY.max_tokens == 10

@@ -128,8 +128,8 @@ def test_a_bomb_is_its_own_requests_error() -> None:
     bomb = json.dumps({"type": "object", "properties": {f"k{i}": pattern for i in range(600)}})
     with Engine(model="frame-tiny", grammar_backend="xgrammar", sampling_grammar_timeout=1.0, max_running_requests=4) as engine:
         asked = [SamplingParams(json_schema=bomb, max_tokens=4), SamplingParams(regex="(yes|no)!", max_tokens=20)]
-        ended, answered, plain = engine.generate(["a", "b", "c"], [*asked, SamplingParams(max_tokens=4)])
+        ended, replied, plain = engine.generate(["a", "b", "c"], [*asked, SamplingParams(max_tokens=4)])
         assert ended.finish_reason == "error"
         assert ended.error is not None and ended.error.startswith("invalid grammar: json_schema takes ")
-        assert answered.text in ("yes!", "no!")
+        assert replied.text in ("yes!", "no!")
         assert len(plain.token_ids) == 4 or plain.finish_reason == "stop"

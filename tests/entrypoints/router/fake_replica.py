@@ -29,7 +29,7 @@ class FakeReplica:
     def __init__(self, slowness: float = 0.0) -> None:
         self.slowness, self.status, self.is_endless = slowness, 200, False
         self.cache: OrderedDict[int, None] = OrderedDict()
-        self.hits = self.blocks = self.requests = self.running = self.most = 0
+        self.hits = self.blocks = self.requests = self.running = self.maximum = 0
         self.half_event = b""  # the last bytes before a `break`
         self.keys: list[str] = []
         self.targets: list[tuple[bytes, bytes]] = []
@@ -69,17 +69,17 @@ class FakeReplica:
         self.requests += 1
         self.ports.add(scope["client"][1])
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.maximum = max(self.maximum, self.running)
         headers = dict(scope["headers"])
         self.keys.append(headers.get(b"authorization", b"").decode())
         self.addresses.append([value.decode() for name, value in scope["headers"] if name == b"x-forwarded-for"])
         self.targets.append((headers[b"host"], scope["raw_path"] + b"?" + scope["query_string"]))
         try:
-            await self._answer(scope, body, send)
+            await self._reply(scope, body, send)
         finally:
             self.running -= 1
 
-    async def _answer(self, scope: Any, body: bytes, send: Any) -> None:
+    async def _reply(self, scope: Any, body: bytes, send: Any) -> None:
         if self.status != 200:
             await self._send(send, self.status, b'{"error": {"message": "full"}}')
             return
@@ -143,7 +143,7 @@ async def routed(
 
 
 @asynccontextmanager
-async def raw_replica(answer: bytes, is_closed: bool = False, further: bytes = b"", pause: float = 0.0) -> AsyncIterator[str]:
+async def raw_replica(reply: bytes, is_closed: bool = False, further: bytes = b"", pause: float = 0.0) -> AsyncIterator[str]:
     """The URL of a replica that sends these bytes after each head of a request, and after a `pause`
     in seconds `further` ones. `is_closed`: then it closes the connection."""
 
@@ -151,7 +151,7 @@ async def raw_replica(answer: bytes, is_closed: bool = False, further: bytes = b
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 is_check = head.startswith(b"GET /health ")
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" if is_check else answer + (b"" if pause else further))
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" if is_check else reply + (b"" if pause else further))
                 await writer.drain()
                 if pause and not is_check:
                     await asyncio.sleep(pause)

@@ -37,9 +37,9 @@ def send(url: str, number: int, is_stream: bool) -> list[str] | int:
     body: dict[str, Any] = {"input_ids": [5, 6, number], "stream": is_stream, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
     if not is_stream:
         return httpx.post(url + "/generate", json=body, timeout=PATIENCE).status_code
-    with httpx.stream("POST", url + "/generate", json=body, timeout=PATIENCE) as answer:
-        assert answer.status_code == 200
-        return [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    with httpx.stream("POST", url + "/generate", json=body, timeout=PATIENCE) as reply:
+        assert reply.status_code == 200
+        return [line.removeprefix("data: ") for line in reply.iter_lines() if line]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ SENTENCE = f"it sent more than {MAX_INFORMATIONAL} informational (1xx) responses
 
 
 @pytest.mark.parametrize(
-    ("answer", "status", "expected"),
+    ("reply", "status", "expected"),
     [(START + b"a:\r\n" * 129 + b"\r\n", 502, "sent more than 128 headers to request mine"),
      (START + b"a:\r\n" * 129, 502, ""),  # and then the connection ends
      (START + b"a: " + b"b" * 65536 + b"\r\n\r\n", 502, "sent headers of more than 65536 bytes to request mine"),
@@ -35,9 +35,9 @@ SENTENCE = f"it sent more than {MAX_INFORMATIONAL} informational (1xx) responses
      (START + CHUNKED + b"x:\r\n" * 128 + b"\r\n", 200, "OK"),
      (START + CHUNKED + b"x:\r\n" * 130 + b"\r\n", None, "")],
 )  # fmt: skip
-def test_heads_of_responses_are_bounded(answer: bytes, status: int | None, expected: str) -> None:
+def test_heads_of_responses_are_bounded(response: bytes, status: int | None, expected: str) -> None:
     async def main() -> None:
-        async with raw_replica(answer, is_closed=True) as url, routed(urls=(url,)) as (client, _, _):
+        async with raw_replica(response, is_closed=True) as url, routed(urls=(url,)) as (client, _, _):
             found = client.post("/v1/responses", json={"input": "x"}, headers={"x-request-id": "mine"})
             if status is None:
                 with pytest.raises(httpx.RemoteProtocolError):

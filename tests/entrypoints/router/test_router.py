@@ -20,9 +20,9 @@ from frame.entrypoints.cli.main import cli
 from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.http.protocol.bodies import AT_ONCE
 from frame.entrypoints.router import proxy
-from frame.entrypoints.router.proxy import LONGEST_REFUSAL
+from frame.entrypoints.router.proxy import MAX_REFUSAL_LENGTH
 from frame.entrypoints.router.replicas import Backends
-from frame.entrypoints.router.requests import BROADCAST, LONGEST_READ, hash_prompt, is_pinned, is_repeatable, is_stored
+from frame.entrypoints.router.requests import BROADCAST, MAX_READ_LENGTH, hash_prompt, is_pinned, is_repeatable, is_stored
 from frame.entrypoints.router.server import check_url
 from tests.entrypoints.published import ROUTES
 from tests.entrypoints.router.fake_replica import FakeReplica, raw_replica, routed
@@ -40,8 +40,8 @@ async def talk(client: httpx.AsyncClient, turns: int, size: int, draw: random.Ra
     contents: list[str] = []
     for _ in range(turns):
         contents.append("".join(draw.choices("abcdefgh", k=size)))
-        answer = await client.post("/v1/chat/completions", json=chat(*contents))
-        assert answer.status_code == 200
+        response = await client.post("/v1/chat/completions", json=chat(*contents))
+        assert response.status_code == 200
 
 
 def test_turns_of_conversations_hit_the_cache() -> None:
@@ -103,8 +103,8 @@ def test_a_dead_replica_loses_nothing_that_had_not_begun() -> None:
         async with routed(dying, other) as (client, backends, metrics):
             waiting = [asyncio.create_task(client.post("/v1/chat/completions", json=chat(f"{n}"))) for n in range(20)]
             broken = asyncio.create_task(_post_to(backends, client, 0, chat("x", kind="break", stream=True), {"x-request-id": "mine"}))
-            answers = await asyncio.gather(*waiting)
-            assert [answer.status_code for answer in answers] == [200] * 20
+            replies = await asyncio.gather(*waiting)
+            assert [response.status_code for response in replies] == [200] * 20
             text = (await broken).text
             assert text.count("data: {\"token\"") == 3
             assert "request mine" in text.split("\n\n")[-2]
@@ -160,9 +160,9 @@ def test_what_a_replica_may_have_begun_is_repeated_only_if_it_keeps_nothing() ->
         dying, other = FakeReplica(), FakeReplica()
         async with routed(dying, other) as (client, backends, _):
             backends.choose = lambda blocks, tried=(): next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
-            answer = await client.post("/v1/conversations", json={"kind": "die"}, headers={"x-request-id": "mine"})
-            assert answer.status_code == 502
-            assert "request mine, which is not repeated" in answer.json()["error"]["message"]
+            response = await client.post("/v1/conversations", json={"kind": "die"}, headers={"x-request-id": "mine"})
+            assert response.status_code == 502
+            assert "request mine, which is not repeated" in response.json()["error"]["message"]
             assert other.requests == 0
         dying, other = FakeReplica(), FakeReplica()
         async with routed(dying, other) as (client, backends, _):
@@ -200,8 +200,8 @@ def test_a_refusing_replica_is_passed_over_and_the_last_refusal_passed_on() -> N
             for _ in range(6):
                 assert (await client.post("/generate", json={"text": "a"})).status_code == 200
             second.status = 429
-            answer = await client.post("/generate", json={"text": "a"})
-            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            response = await client.post("/generate", json={"text": "a"})
+            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
             second.status = first.status = 200
             assert (await client.get("/v1/responses/resp_1")).status_code == 404
             assert first.requests + second.requests >= 10  # both were asked for the response
@@ -218,13 +218,13 @@ def test_keys_are_passed_on_and_large_bodies_refused() -> None:
             named = {"authorization": "Bearer other", "connection": "keep-alive, Authorization"}  # of this connection alone
             await client.post("/v1/completions", json={"prompt": "x"}, headers=named)
             assert replica.keys.pop() == ""
-            answer = await client.request("OPTIONS", "/", extensions={"target": b"*"})
-            assert (answer.status_code, "begins with /" in answer.text) == (400, True)
+            response = await client.request("OPTIONS", "/", extensions={"target": b"*"})
+            assert (response.status_code, "begins with /" in response.text) == (400, True)
             requests = replica.requests
-            answer = await client.post("/v1/completions", content=b"x" * (2 << 20))
-            assert answer.status_code == 413
+            response = await client.post("/v1/completions", content=b"x" * (2 << 20))
+            assert response.status_code == 413
             assert replica.requests == requests
-        assert f"larger than {1 << 20} bytes" in answer.json()["error"]["message"]
+        assert f"larger than {1 << 20} bytes" in response.json()["error"]["message"]
 
     run(main)
 
@@ -246,7 +246,7 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 
 
 @pytest.mark.parametrize(
-    ("answer", "status", "expected"),
+    ("reply", "status", "expected"),
     [(b"HTTP/1.1 600 X\r\ncontent-length: 0\r\n\r\n", 502, "sent status 600"),
      (b"HTTP/1.1 999 X\r\ncontent-length: 0\r\n\r\n", 502, "sent status 999"),
      (b"HTTP/1.1 200 OK\r\nx: a\x01b\r\ncontent-length: 0\r\n\r\n", 502, "a header with control characters"),
@@ -255,9 +255,9 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
      (STREAM + b"content-length: 9\r\n\r\nOK", None, ""),
      (b"SECRET of another answer\r\n\r\n", 503, "is lost: RemoteProtocolError; try again later")],
 )  # fmt: skip
-def test_an_invalid_answer_ends_its_request_with_a_sentence(answer: bytes, status: int | None, expected: str, caplog: Any) -> None:
+def test_an_invalid_answer_ends_its_request_with_a_sentence(response: bytes, status: int | None, expected: str, caplog: Any) -> None:
     async def main() -> None:
-        async with raw_replica(answer, is_closed=True) as url, routed(urls=(url,)) as (client, backends, _):
+        async with raw_replica(response, is_closed=True) as url, routed(urls=(url,)) as (client, backends, _):
             found = client.post("/generate", json={"text": "x"}, headers={"x-request-id": "mine"})
             if status is None:
                 with pytest.raises(httpx.RemoteProtocolError):
@@ -307,8 +307,8 @@ def test_an_invalid_answer_keeps_no_replica_from_a_request_for_all() -> None:
     async def main() -> None:
         replica = FakeReplica()
         async with raw_replica(b"HTTP/1.1 999 X\r\ncontent-length: 0\r\n\r\n") as url, routed(replica, urls=(url,)) as (client, _, _):
-            answer = await client.post("/flush_cache")
-            assert (answer.status_code, "sent status 999" in answer.text, replica.requests) == (502, True, 1)
+            response = await client.post("/flush_cache")
+            assert (response.status_code, "sent status 999" in response.text, replica.requests) == (502, True, 1)
 
     run(main)
 
@@ -330,8 +330,8 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
                 yield b"{"
                 await asyncio.sleep(0.3)
 
-            answer = await client.post("/generate", content=body())
-            assert (answer.status_code, "did not come within" in answer.text) == (408, True)
+            response = await client.post("/generate", content=body())
+            assert (response.status_code, "did not come within" in response.text) == (408, True)
 
     run(main)
 
@@ -348,9 +348,9 @@ def test_answers_without_an_end_are_cut() -> None:
             replica.status = 503
             for path, status in (("/generate", 503), ("/flush_cache", 200)):
                 replica.status = status
-                async with client.stream("POST", path, json={}) as answer:
-                    raw = b"".join([part async for part in answer.aiter_raw()])  # the router does not unpack it
-                assert (answer.status_code, len(raw) < 2 * LONGEST_REFUSAL) == (status, True)
+                async with client.stream("POST", path, json={}) as response:
+                    raw = b"".join([part async for part in response.aiter_raw()])  # the router does not unpack it
+                assert (response.status_code, len(raw) < 2 * MAX_REFUSAL_LENGTH) == (status, True)
 
     run(main)
 
@@ -359,8 +359,8 @@ def test_a_request_that_ends_replicas_is_repeated_once() -> None:
     async def main() -> None:
         replicas = [FakeReplica() for _ in range(3)]
         async with routed(*replicas) as (client, _, _):
-            answer = await client.post("/generate", json={"text": "x", "kind": "die"}, headers={"x-request-id": "mine"})
-            assert (answer.status_code, "request mine, which is not repeated" in answer.text) == (502, True)
+            response = await client.post("/generate", json={"text": "x", "kind": "die"}, headers={"x-request-id": "mine"})
+            assert (response.status_code, "request mine, which is not repeated" in response.text) == (502, True)
             assert sum(replica.requests for replica in replicas) == 2
 
     run(main)
@@ -374,15 +374,15 @@ def test_the_bodies_of_all_requests_are_bounded() -> None:
             waiting = [asyncio.create_task(client.post("/generate", content=body)) for _ in range(AT_ONCE // 2)]
             while replica.running < AT_ONCE // 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            answer = await client.post("/generate", content=body)  # the share of one address
-            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-            assert "more than its share" in answer.text
+            response = await client.post("/generate", content=body)  # the share of one address
+            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+            assert "more than its share" in response.text
             for task in waiting:
                 task.cancel()
             for _ in waiting:  # the first ones may come before the others have left
-                answer = await client.post("/generate", content=body.replace("hang", "none"))
+                response = await client.post("/generate", content=body.replace("hang", "none"))
                 await asyncio.sleep(0.01)
-            assert answer.status_code == 200
+            assert response.status_code == 200
 
     run(main)
 
@@ -393,8 +393,8 @@ def test_a_lost_replica_does_not_keep_a_request_for_all_from_the_others(path: st
         first, second = FakeReplica(), FakeReplica()
         async with routed(first, second) as (client, _, _):
             await first.kill()
-            answer = await client.post(path, json={"rid": "x"})
-            assert (answer.status_code, second.requests) == (status, 1)
+            response = await client.post(path, json={"rid": "x"})
+            assert (response.status_code, second.requests) == (status, 1)
 
     run(main)
 
@@ -407,11 +407,11 @@ def test_a_replica_that_hangs_is_named_in_a_request_for_all(path: str, status: i
         hanging, other = FakeReplica(), FakeReplica()
         hanging.slowness = 60.0
         async with routed(hanging, other) as (client, backends, _):
-            answer = await client.post(path, json={"rid": "x"})
-            assert (answer.status_code, other.requests) == (status, 1)
+            response = await client.post(path, json={"rid": "x"})
+            assert (response.status_code, other.requests) == (status, 1)
             if status == 504:
                 sentence = f"replica {hanging.url} did not answer within 0.3 s; the request was sent to all others"
-                assert answer.json()["error"]["message"] == sentence
+                assert response.json()["error"]["message"] == sentence
             assert [backend.outstanding for backend in backends.all] == [0, 0]
 
     run(main)
@@ -423,8 +423,8 @@ def test_bytes_after_an_answer_are_no_answer_to_the_next_request(size: int, paus
     later = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (size, b"x" * size)
 
     async def main() -> None:
-        answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"
-        async with raw_replica(answer, further=later, pause=pause) as url, routed(urls=(url,)) as (client, _, _):
+        response = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"
+        async with raw_replica(response, further=later, pause=pause) as url, routed(urls=(url,)) as (client, _, _):
             for _ in range(4):
                 assert (await client.post("/generate", json={"text": "x"})).content == b"OK"
                 await asyncio.sleep(3 * pause)
@@ -437,8 +437,8 @@ def test_an_answer_without_a_body_may_have_a_length(status: int, caplog: pytest.
     async def main() -> None:
         async with raw_replica(b"HTTP/1.1 %d X\r\ncontent-length: 5\r\n\r\n" % status) as url, routed(urls=(url,)) as (client, _, _):
             for _ in range(2):
-                answer = await client.get("/v1/models")
-                assert (answer.status_code, answer.content) == (status, b"")
+                response = await client.get("/v1/models")
+                assert (response.status_code, response.content) == (status, b"")
         assert not [record for record in caplog.records if record.exc_info]
 
     run(main)
@@ -472,7 +472,7 @@ def test_prompts_are_compared_from_their_beginning() -> None:
     assert first[:2] == second[:2]
     assert first[-1] != second[-1]
     assert hash_prompt(json.dumps(chat("a" * 600, model="other")).encode())[0] != first[0]
-    assert hash_prompt(json.dumps(chat("a" * LONGEST_READ)).encode()) == []  # it would hold the event loop
+    assert hash_prompt(json.dumps(chat("a" * MAX_READ_LENGTH)).encode()) == []  # it would hold the event loop
     for body in (b"no JSON", b"[]", b"{}", b"[" * 200_000, b'"\xff"'):
         assert hash_prompt(body) == []
     assert hash_prompt(b'{"prompt":[[' + b"1," * 600 + b"1],[2]]}")[:4] == hash_prompt(b'{"prompt":[' + b"1," * 600 + b"1]}")[:4] != []

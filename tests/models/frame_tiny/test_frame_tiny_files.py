@@ -106,7 +106,7 @@ def test_chat_template(tokenizer: Any) -> None:
 
 
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, messages: Any, max_tokens: int) -> str:
+def reply(model: Any, tokenizer: Any, messages: Any, max_tokens: int) -> str:
     ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = model.generate(**ids, max_new_tokens=max_tokens, do_sample=False)
     return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
@@ -115,13 +115,13 @@ def answer(model: Any, tokenizer: Any, messages: Any, max_tokens: int) -> str:
 @pytest.mark.parametrize("task", ["copy", "reverse", "sort", "sum"])
 def test_transformers_solves_the_tasks(model: Any, tokenizer: Any, task: str) -> None:
     examples = make_examples(task, 6, seed=11)
-    answers = [answer(model, tokenizer, example.messages, example.max_tokens) for example in examples]
-    assert sum(a == example.expected for a, example in zip(answers, examples, strict=True)) >= 4
+    replies = [reply(model, tokenizer, example.messages, example.max_tokens) for example in examples]
+    assert sum(a == example.expected for a, example in zip(replies, examples, strict=True)) >= 4
 
 
 def test_transformers_recalls(model: Any, tokenizer: Any) -> None:
     for example in [each for each in make_examples("recall", 20, seed=11) if each.context_tokens < 1200][:5]:
-        assert answer(model, tokenizer, example.messages, example.max_tokens) == example.expected
+        assert reply(model, tokenizer, example.messages, example.max_tokens) == example.expected
 
 
 def test_training_model_agrees_with_transformers(model: Any) -> None:

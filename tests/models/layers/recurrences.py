@@ -28,7 +28,7 @@ CASES = {
     "mamba2": MixLayout(4, 1, 24, 8, (56, 32, 0), delta=False, normalized=False),
 }
 WIDTH = 4
-LEAST = 0.01  # of Mamba's time step
+MINIMUM = 0.01  # of Mamba's time step
 
 
 @dataclass
@@ -84,7 +84,7 @@ def draw(case: str, lens: list[int], dtype: torch.dtype = torch.float32, device:
     context = BuildContext(**bare, attention=NaiveAttention(BuildContext(**bare)))
     conv = ShortConvolution(context, {"conv": Range.whole(layout.channels)}, WIDTH, bias=not layout.delta)
     width = layout.heads * layout.key if layout.by_key else layout.heads
-    mixer = StateMixer(context, 0, layout, conv, StepPositions(WIDTH), LEAST)
+    mixer = StateMixer(context, 0, layout, conv, StepPositions(WIDTH), MINIMUM)
     mixer.log_decay, mixer.bias = ShardedParameter(normal(layout.heads).sub(1)), ShardedParameter(normal(width))
     if not layout.delta:
         mixer.skip = ShardedParameter(normal(layout.heads))
@@ -120,7 +120,7 @@ def compute_by_definition(drawn: Drawn, lens: list[int] | None = None) -> tuple[
         step = F.softplus(decay[start : start + count] + bias).unflatten(-1, (layout.heads, -1))
         strength = beta[start : start + count].sigmoid()
         if not layout.delta:
-            step = step.clamp(min=LEAST)
+            step = step.clamp(min=MINIMUM)
             strength = step[..., 0]
         kept = (-log_decay.exp()[:, None] * step).exp()
         out, states[page] = run_row(layout, F.silu(convolved), kept, strength, states[page])

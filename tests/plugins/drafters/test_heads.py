@@ -25,7 +25,7 @@ from tests.speculation.test_draft_graphs import run
 from tests.speculation.test_draft_runner import record_drafts
 
 STEPS, VOCAB, DRAFT_VOCAB, HEADS, KV_HEADS = 3, 384, 96, 4, 2
-TAPS = (1, 2, 3)  # the config names the layers before
+HIDDEN_OUTPUTS = (1, 2, 3)  # the config names the layers before
 Tensors = dict[str, torch.Tensor]
 
 
@@ -61,7 +61,7 @@ def make_eagle(hidden: int, folder: Path) -> tuple[str, Tensors]:
         "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": hidden, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
         "head_dim": dim, "intermediate_size": inner, "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB, "rms_norm_eps": 1e-5,
         "rope_theta": 5000.0, "max_position_embeddings": 2048, "vocab_size": VOCAB,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in TAPS]},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in HIDDEN_OUTPUTS]},
     }  # fmt: skip
     return save_head(folder, tensors, config), tensors
 
@@ -112,7 +112,7 @@ def eagle_layer(tensors: Tensors, embedded: torch.Tensor, states: torch.Tensor) 
 
 def draft_with_eagle(model: Any, tensors: Tensors, tokens: list[int], steps: int) -> list[int]:
     found = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-    states = torch.cat([found[layer][0] for layer in TAPS], -1) @ tensors["fc.weight"].T
+    states = torch.cat([found[layer][0] for layer in HIDDEN_OUTPUTS], -1) @ tensors["fc.weight"].T
     ids, draft = tokens[1:], []
     for _ in range(steps):
         after = eagle_layer(tensors, model.model.embed_tokens(torch.tensor(ids)), states)

@@ -16,26 +16,26 @@ from frame.plugins.drafters.ngram import NgramDrafter
 CONTEXT = DrafterContext(vocab_size=50, max_slots=3, max_context=400, num_steps=4)
 
 
-def search(tokens: list[int], longest: int, shortest: int, most: int) -> list[int]:
+def search(tokens: list[int], max_length: int, shortest: int, maximum: int) -> list[int]:
     """The same by a search from the end."""
-    for order in range(longest, shortest - 1, -1):
+    for order in range(max_length, shortest - 1, -1):
         for end in range(len(tokens) - 1, order - 1, -1):
             if len(tokens) > order and tokens[end - order : end] == tokens[-order:]:
-                return [tokens[end + i % (len(tokens) - end)] for i in range(most)]
+                return [tokens[end + i % (len(tokens) - end)] for i in range(maximum)]
     return []
 
 
-@pytest.mark.parametrize(("longest", "shortest"), [(4, 2), (3, 3), (2, 1)])
-def test_drafts_equal_those_of_a_search(longest: int, shortest: int) -> None:
-    numbers = random.Random(longest)
-    drafter = NgramDrafter(CONTEXT, NgramOptions(prompt_lookup_max=longest, prompt_lookup_min=shortest))
+@pytest.mark.parametrize(("max_length", "shortest"), [(4, 2), (3, 3), (2, 1)])
+def test_drafts_equal_those_of_a_search(max_length: int, shortest: int) -> None:
+    numbers = random.Random(max_length)
+    drafter = NgramDrafter(CONTEXT, NgramOptions(prompt_lookup_max=max_length, prompt_lookup_min=shortest))
     texts = [[numbers.randrange(5) for _ in range(10 * slot + 3)] for slot in range(3)]
     for slot, text in enumerate(texts):
         drafter.add_slot(SlotSetup(slot, SamplingParams(), 0, len(text), np.array(text, np.int32)))
     num_found = num_equal = 0
     for _ in range(60):
         found = drafter.propose_tokens(np.arange(3), np.array([4, 1, 3], np.int32))
-        expected = [search(text, longest, shortest, most) for text, most in zip(texts, (4, 1, 3), strict=True)]
+        expected = [search(text, max_length, shortest, maximum) for text, maximum in zip(texts, (4, 1, 3), strict=True)]
         ends = np.cumsum(found.counts)
         drafts = [found.token_ids[end - count : end].tolist() for end, count in zip(ends, found.counts, strict=True)]
         num_equal += sum(draft == wanted for draft, wanted in zip(drafts, expected, strict=True))

@@ -20,16 +20,16 @@ def add(drafter: SuffixDrafter, slot: int, tokens: list[int], tenant: str = "") 
     drafter.add_slot(SlotSetup(slot, SamplingParams(), 0, len(tokens), np.array(tokens, np.int32), tenant=tenant))
 
 
-def draft(drafter: SuffixDrafter, slot: int, most: int = 6) -> list[int]:
-    found = drafter.propose_tokens(np.array([slot]), np.array([most], np.int32))
+def draft(drafter: SuffixDrafter, slot: int, maximum: int = 6) -> list[int]:
+    found = drafter.propose_tokens(np.array([slot]), np.array([maximum], np.int32))
     assert found.counts.tolist() == [len(found.token_ids)]
     return found.token_ids.tolist()
 
 
-def search(texts: list[list[int]], tokens: list[int], most: int) -> list[int]:
+def search(texts: list[list[int]], tokens: list[int], maximum: int) -> list[int]:
     """What followed the longest suffix last, token by token. texts: in the order of their
     tokens."""
-    tokens, found, limit = list(tokens), [], most
+    tokens, found, limit = list(tokens), [], maximum
     while len(found) < limit:
         for order in (order for order in ORDERS.tolist() if order <= len(tokens)):
             followed = [text[end] for text in texts for end in range(order, len(text)) if text[end - order : end] == tokens[-order:]]

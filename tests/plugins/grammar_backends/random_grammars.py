@@ -37,8 +37,8 @@ class _Schema:
         return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
     def array(self, depth: int) -> dict[str, Any]:
-        least = self.numbers.randint(0, 2)
-        return {"type": "array", "items": self.any(depth), "minItems": least, "maxItems": least + self.numbers.randint(0, 3)}
+        minimum = self.numbers.randint(0, 2)
+        return {"type": "array", "items": self.any(depth), "minItems": minimum, "maxItems": minimum + self.numbers.randint(0, 3)}
 
     def tuple(self, depth: int) -> dict[str, Any]:
         items = [self.any(depth) for _ in range(self.numbers.randint(1, 3))]
@@ -54,12 +54,12 @@ class _Schema:
         return {"$ref": f"#/$defs/{name}"}
 
     def integer(self) -> dict[str, Any]:
-        least = self.numbers.choice((-1_000_000, -37, -1, 0, 1, 10, 99, 12345))
-        return {"type": "integer", "minimum": least, "maximum": least + self.numbers.choice((0, 1, 9, 90, 1000, 2_000_000))}
+        minimum = self.numbers.choice((-1_000_000, -37, -1, 0, 1, 10, 99, 12345))
+        return {"type": "integer", "minimum": minimum, "maximum": minimum + self.numbers.choice((0, 1, 9, 90, 1000, 2_000_000))}
 
     def text(self) -> dict[str, Any]:
-        least = self.numbers.randint(0, 3)
-        return {"type": "string", "minLength": least, "maxLength": least + self.numbers.randint(0, 12)}
+        minimum = self.numbers.randint(0, 3)
+        return {"type": "string", "minLength": minimum, "maxLength": minimum + self.numbers.randint(0, 12)}
 
     def choice(self) -> dict[str, Any]:
         values: tuple[Any, ...] = (*TEXTS, 1, -7, True, None, 2.5)
@@ -96,5 +96,5 @@ def _atom(numbers: random.Random, depth: int) -> str:
 
 
 def _count(numbers: random.Random) -> str:
-    least = numbers.randint(0, 2)
-    return numbers.choice(("", "", "", "?", f"{{{least + 1}}}", f"{{{least},{least + numbers.randint(1, 3)}}}"))
+    minimum = numbers.randint(0, 2)
+    return numbers.choice(("", "", "", "?", f"{{{minimum + 1}}}", f"{{{minimum},{minimum + numbers.randint(1, 3)}}}"))

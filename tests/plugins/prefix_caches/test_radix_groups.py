@@ -46,7 +46,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.next_page += 1
         return self.next_page
 
-    def longest(self, tokens: list[int]) -> tuple[list[Prefix], int]:
+    def max_length(self, tokens: list[int]) -> tuple[list[Prefix], int]:
         """The cached prefixes of `tokens`, and how many of them all groups serve."""
         found = [prefix for prefix in self.prefixes(tokens) if prefix in self.tokens]
         for end in range(len(found), 0, -1):
@@ -57,13 +57,13 @@ class GroupsMachine(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS, lock=st.booleans())
     def match(self, tokens: list[int], lock: bool) -> None:
-        found, end = self.longest(tokens)
+        found, end = self.max_length(tokens)
         match = self.cache.match(np.array(tokens, np.int32))
         assert match.num_tokens == end * self.size
         assert match.pages.tolist() == [self.tokens[prefix] for prefix in found[:end]]
         if not end:
             return
-        assert match.longest == min(len(found), (len(tokens) - 1) // self.size) * self.size
+        assert match.max_length == min(len(found), (len(tokens) - 1) // self.size) * self.size
         first = max(0, end - self.width)
         window = [0] * first + [self.window[prefix] for prefix in found[first:end]]
         assert [pages.tolist() for pages in match.groups] == [window, [self.states[found[end - 1]]]]

@@ -66,11 +66,11 @@ def test_the_end_of_the_prompt_counts(name):
 
 
 def test_reasoning_that_is_switched_off():
-    answer = {"type": "const_string", "value": "7"}
+    reply = {"type": "const_string", "value": "7"}
     for name in NAMES:
         parser = make(name)
         parser.begin("<assistant>", may_think=False)
-        form = json.dumps(parser.grammar(answer, is_calls=False))
+        form = json.dumps(parser.grammar(reply, is_calls=False))
         assert "any_text" not in form
         assert parser.feed(f"{FINAL.get(name, '')}7 of 8").content + parser.finish().content == "7 of 8"
 
@@ -83,10 +83,10 @@ def test_a_prompt_that_ends_in_a_harmony_message():
 
 
 def test_the_grammar_continues_an_open_harmony_message():
-    answer = {"type": "const_string", "value": "7"}
-    form = make("gpt-oss", "<|start|>assistant<|channel|>analysis<|message|>").grammar(answer, is_calls=False)
+    reply = {"type": "const_string", "value": "7"}
+    form = make("gpt-oss", "<|start|>assistant<|channel|>analysis<|message|>").grammar(reply, is_calls=False)
     assert form["elements"][0]["elements"][0]["begin"] == ""
-    assert make("gpt-oss", "<|start|>assistant<|channel|>final<|message|>").grammar(answer, is_calls=False) == answer
+    assert make("gpt-oss", "<|start|>assistant<|channel|>final<|message|>").grammar(reply, is_calls=False) == reply
 
 
 def test_harmony_passes_calls_on():
@@ -100,10 +100,10 @@ def test_grammars_allow_reasoning_before_the_output(name):
     xgrammar = pytest.importorskip("xgrammar")
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([bytes([i]) for i in range(256)]))
     before, after = THOUGHTS[name]
-    answer = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    reply = {"type": "json_schema", "json_schema": {"type": "integer"}}
 
     def accepts(text, *, is_calls=False, prompt_end=""):
-        form = make(name, prompt_end).grammar(answer, is_calls=is_calls)
+        form = make(name, prompt_end).grammar(reply, is_calls=is_calls)
         matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": form})))
         return matcher.accept_string(text) and matcher.is_completed()
 

@@ -203,15 +203,15 @@ def test_it_passes_its_suite() -> None:
 async def test_metrics_are_served_unless_no_logger_has_any() -> None:
     async with serving() as server:
         assert (await server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True})).status == 200
-        answer = await server.request("GET", "/metrics")
-        assert answer.headers["content-type"].startswith("text/plain; version=")
-        assert b'frame_generation_tokens_total{model_name="frame-tiny"} 3.0' in answer.body
-        assert b'frame_time_to_first_token_seconds_count{model_name="frame-tiny"} 1.0' in answer.body
-        assert b'frame_inter_token_latency_seconds_count{model_name="frame-tiny"} 2.0' in answer.body
+        reply = await server.request("GET", "/metrics")
+        assert reply.headers["content-type"].startswith("text/plain; version=")
+        assert b'frame_generation_tokens_total{model_name="frame-tiny"} 3.0' in reply.body
+        assert b'frame_time_to_first_token_seconds_count{model_name="frame-tiny"} 1.0' in reply.body
+        assert b'frame_inter_token_latency_seconds_count{model_name="frame-tiny"} 2.0' in reply.body
     for sections in ({"log": {"stat_loggers": ["log"]}}, {"plugins": {"deny": ["stat_logger/prometheus"]}}):
         async with serving(sections) as server:
-            answer = await server.request("GET", "/metrics")
-            assert answer.status == 404
-            assert answer.json()["error"]["message"] == (
+            reply = await server.request("GET", "/metrics")
+            assert reply.status == 404
+            assert reply.json()["error"]["message"] == (
                 "no stat logger of this server has metrics; start it with prometheus in log.stat_loggers"
             )

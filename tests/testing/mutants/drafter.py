@@ -40,12 +40,12 @@ class PlainDrafter(Drafter):
                 self.last[slot] = token
 
     def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
-        drafts = [self.draft(slot, most) for slot, most in zip(slots.tolist(), max_tokens.tolist(), strict=True)]
+        drafts = [self.draft(slot, maximum) for slot, maximum in zip(slots.tolist(), max_tokens.tolist(), strict=True)]
         return Drafts(np.array(list(chain.from_iterable(drafts)), np.int32), np.array([len(draft) for draft in drafts], np.int32))
 
-    def draft(self, slot: int, most: int) -> list[int]:
+    def draft(self, slot: int, maximum: int) -> list[int]:
         token, draft = self.last[slot], []
-        while len(draft) < most and token in self.following[slot]:
+        while len(draft) < maximum and token in self.following[slot]:
             token = self.following[slot][token]
             draft.append(token)
         return draft
@@ -58,7 +58,7 @@ mutant = MUTANTS = MutantList("drafter", reference=PlainDrafter, capabilities=Dr
 class IgnoresTheLimit(PlainDrafter):
     """Drafts the most tokens of any draft, though a slot may have fewer."""
 
-    def draft(self, slot: int, most: int) -> list[int]:
+    def draft(self, slot: int, maximum: int) -> list[int]:
         return super().draft(slot, self.context.num_steps)
 
 
@@ -66,18 +66,18 @@ class IgnoresTheLimit(PlainDrafter):
 class PadsBeyondTheVocabulary(PlainDrafter):
     """Pads drafts with the vocabulary size."""
 
-    def draft(self, slot: int, most: int) -> list[int]:
-        draft = super().draft(slot, most)
-        return draft + [self.context.vocab_size] * (most - len(draft))
+    def draft(self, slot: int, maximum: int) -> list[int]:
+        draft = super().draft(slot, maximum)
+        return draft + [self.context.vocab_size] * (maximum - len(draft))
 
 
 @mutant
 class PadsWithMinusOne(PlainDrafter):
     """Pads drafts with -1, as a rectangle."""
 
-    def draft(self, slot: int, most: int) -> list[int]:
-        draft = super().draft(slot, most)
-        return draft + [-1] * (most - len(draft))
+    def draft(self, slot: int, maximum: int) -> list[int]:
+        draft = super().draft(slot, maximum)
+        return draft + [-1] * (maximum - len(draft))
 
 
 @mutant
@@ -207,10 +207,10 @@ class ScansTheText(PlainDrafter):
         for slot, tokens, count in zip(slots.tolist(), token_ids.tolist(), counts.tolist(), strict=True):
             self.texts[slot] += tokens[:count]
 
-    def draft(self, slot: int, most: int) -> list[int]:
+    def draft(self, slot: int, maximum: int) -> list[int]:
         text = self.texts[slot]
         self.following[slot] = dict(pairwise(text))
-        return super().draft(slot, most)
+        return super().draft(slot, maximum)
 
 
 @mutant

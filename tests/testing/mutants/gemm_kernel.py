@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GroupedProduct, Product, Speed
+from frame.core.interfaces.gemm_kernel import Gemm, GemmCapabilities, GemmKernel, GroupedGemm, Speed
 from frame.core.interfaces.weight_format import PackedWeight
 from tests.testing.mutants import MutantList
 
@@ -18,10 +18,10 @@ class Dequantized(GemmKernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None
 
-    def prepare(self, weight: PackedWeight) -> Product:
-        return DenseProduct(self, weight)
+    def prepare(self, weight: PackedWeight) -> Gemm:
+        return DenseGemm(self, weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedProduct:
+    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         return DenseExperts(self, weight)
 
     def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Dequantized(GemmKernel):
         return ends.tolist()  # type: ignore[no-any-return]
 
 
-class DenseProduct:
+class DenseGemm:
     """x times one weight."""
 
     def __init__(self, kernel: Dequantized, weight: PackedWeight) -> None:
@@ -182,8 +182,8 @@ class SkipsEmptyExperts(Dequantized):
 class KeepsADequantizedCopy(Dequantized):
     """Lists the codes as its tensors but multiplies a copy, which an update does not reach."""
 
-    def prepare(self, weight: PackedWeight) -> Product:
-        product = DenseProduct(self, weight)
+    def prepare(self, weight: PackedWeight) -> Gemm:
+        product = DenseGemm(self, weight)
         copy = replace(weight, codes=weight.codes.clone())
         product.weight = copy
         return product

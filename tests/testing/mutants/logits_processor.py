@@ -192,17 +192,17 @@ class KeepsTensors(CountPenalty):
         self.last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add_slot(self, setup: SlotSetup) -> None:
-        self._settle()
+        self._resolve()
         super().add_slot(setup)
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         super().apply(logits, rows, slots, positions)
 
     def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        self._settle()
+        self._resolve()
         self.last = (slots, token_ids)
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         if self.last is not None:
             self.counts[self.last] += 1
         self.last = None

@@ -18,7 +18,7 @@ mutant = MUTANTS = MutantList("reasoning_parser", reference=ThinkTags)
 
 
 @mutant
-class HoldsTheAnswer(ThinkTags):
+class HoldsTheReply(ThinkTags):
     """Returns nothing until the response has ended."""
 
     text = ""
@@ -125,8 +125,8 @@ class SwapsTheParts(ThinkTags):
 class IgnoresThePrompt(ThinkTags):
     """Ignores a prompt that opens the reasoning when it reads, but not in its grammar."""
 
-    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
-        form = super().grammar(answer, is_calls=is_calls)
+    def grammar(self, reply: Format, *, is_calls: bool) -> Format:
+        form = super().grammar(reply, is_calls=is_calls)
         self._state = 0
         return form
 
@@ -151,7 +151,7 @@ class ThinksWhenItIsOff(ThinkTags):
 class LosesTheFormat(ThinkTags):
     """Allows any text after the reasoning."""
 
-    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
+    def grammar(self, reply: Format, *, is_calls: bool) -> Format:
         return super().grammar({"type": "any_text"}, is_calls=is_calls)
 
 
@@ -159,18 +159,18 @@ class LosesTheFormat(ThinkTags):
 class LosesTheCalls(ThinkTags):
     """Keeps the format of answers, but not that of calls."""
 
-    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
-        return super().grammar({"type": "any_text"} if is_calls else answer, is_calls=is_calls)
+    def grammar(self, reply: Format, *, is_calls: bool) -> Format:
+        return super().grammar({"type": "any_text"} if is_calls else reply, is_calls=is_calls)
 
 
 @mutant
 class AllowsAnotherTag(ThinkTags):
     """Constrains the model to a tag that the parser does not read."""
 
-    def grammar(self, answer: Format, *, is_calls: bool) -> Format:
-        form = super().grammar(answer, is_calls=is_calls)
+    def grammar(self, reply: Format, *, is_calls: bool) -> Format:
+        form = super().grammar(reply, is_calls=is_calls)
         thinking: Format = {"type": "tag", "begin": "<thinking>", "content": {"type": "any_text"}, "end": "</thinking>"}
-        return form if form is answer else {"type": "sequence", "elements": [thinking, answer]}
+        return form if form is reply else {"type": "sequence", "elements": [thinking, reply]}
 
 
 @mutant

@@ -20,7 +20,7 @@ mutant = MUTANTS = MutantList("tool_call_parser", reference=Hermes)
 
 
 @mutant
-class HoldsTheAnswer(Hermes):
+class HoldsTheReply(Hermes):
     """Returns nothing until the answer has ended."""
 
     text = ""

@@ -90,19 +90,19 @@ async def _respond(context: RequestContext, services: Services, task: str) -> An
         )
         language = speech.find_language((await _finish(detection))[0].take_output()[1][0])
     plan = speech.plan_window(language, task, form.prompt, has_stamps=form.has_stamps, temperature=form.temperature)
-    answer = await start_request(context, services, *_each(plan, len(inputs)), form, prefix="transcr-", encoder_inputs=inputs)
+    reply = await start_request(context, services, *_each(plan, len(inputs)), form, prefix="transcr-", encoder_inputs=inputs)
     if form.stream:
-        await _stream(context, services, answer)
+        await _stream(context, services, reply)
         return None
     segments: list[Segment] = []
-    sequences = await _finish(answer)
+    sequences = await _finish(reply)
     for window, sequence in zip(windows, sequences, strict=True):
         _, ids, parts = sequence.take_output()
         logprobs = [each for part in parts for each in part.logprobs]
         segments += speech.read_segments(ids, window.start, window.seconds, logprobs, has_stamps=form.has_stamps)
     found = join_segments(segments, language, sum(window.seconds for window in windows))
     if form.response_format in ("json", "verbose_json"):
-        return _write_object(found, task, form, answer)
+        return _write_object(found, task, form, reply)
     body = found.text + "\n" if form.response_format == "text" else format_subtitles(found.segments, form.response_format)
     kind = b"text/vtt; charset=utf-8" if form.response_format == "vtt" else b"text/plain; charset=utf-8"
     await context.respond(body.encode(), headers=((b"content-type", kind),))
@@ -133,8 +133,8 @@ async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
             size = size + len(content) if part.name == "file" else size
             fields[part.name][-1] += content
             if size > MAX_BYTES or (part.name != "file" and len(fields[part.name][-1]) > LARGEST_FIELD):
-                most = MAX_BYTES if part.name == "file" else LARGEST_FIELD
-                raise ApiError(413, f"{part.name[:50]} has more than {most} bytes; send less", part.name[:50], headers=CLOSE)
+                maximum = MAX_BYTES if part.name == "file" else LARGEST_FIELD
+                raise ApiError(413, f"{part.name[:50]} has more than {maximum} bytes; send less", part.name[:50], headers=CLOSE)
     reader.close()
     values: dict[str, Any] = {}
     for name, contents in fields.items():
@@ -195,16 +195,16 @@ def _each(plan: tuple[list[int], Any], count: int) -> tuple[list[Any], list[Any]
     return [plan[0]] * count, [plan[1]] * count
 
 
-async def _finish(answer: RequestState) -> list[SequenceState]:
-    sequences = await wait_complete(answer)
+async def _finish(reply: RequestState) -> list[SequenceState]:
+    sequences = await wait_complete(reply)
     if any(each.finish is not None and each.finish.reason == "abort" for each in sequences):
         raise aborted()
     return sequences
 
 
-async def _stream(context: RequestContext, services: Services, answer: RequestState) -> None:
+async def _stream(context: RequestContext, services: Services, reply: RequestState) -> None:
     """Events of the text in the order of the windows; what comes early of a later one waits."""
-    waiting, whole, first = [""] * len(answer.sequences), list[str](), 0
+    waiting, whole, first = [""] * len(reply.sequences), list[str](), 0
     ended = set[int]()  # whose last text is in `waiting`
 
     def write(sequence: SequenceState) -> bytes:
@@ -225,23 +225,23 @@ async def _stream(context: RequestContext, services: Services, answer: RequestSt
         return b"".join(events)
 
     def close() -> bytes:
-        return _event({"type": "transcript.text.done", "text": "".join(whole), "usage": _usage(answer)})
+        return _event({"type": "transcript.text.done", "text": "".join(whole), "usage": _usage(reply)})
 
-    await stream_response(context, services, answer, write, close)
+    await stream_response(context, services, reply, write, close)
 
 
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _usage(answer: RequestState) -> dict[str, Any]:
-    inputs, outputs = sum(len(each.prompt) for each in answer.sequences), sum(each.num_tokens for each in answer.sequences)
+def _usage(reply: RequestState) -> dict[str, Any]:
+    inputs, outputs = sum(len(each.prompt) for each in reply.sequences), sum(each.num_tokens for each in reply.sequences)
     return {"type": "tokens", "input_tokens": inputs, "output_tokens": outputs, "total_tokens": inputs + outputs}
 
 
-def _write_object(found: Transcription, task: str, form: SpeechFields, answer: RequestState) -> dict[str, Any]:
+def _write_object(found: Transcription, task: str, form: SpeechFields, reply: RequestState) -> dict[str, Any]:
     if form.response_format == "json":
-        return {"text": found.text, "usage": _usage(answer)}
+        return {"text": found.text, "usage": _usage(reply)}
     segments = [
         {
             "id": number,

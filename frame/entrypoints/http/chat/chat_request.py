@@ -60,7 +60,7 @@ async def render_chat(services: Services, request: ChatRequest) -> tuple[list[in
 async def encode_chat(services: Services, request: ChatRequest) -> list[int]:
     """The token ids of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model)
-    return await encode_prompt(services, make_chat(services, request), most=countable_tokens(services))
+    return await encode_prompt(services, make_chat(services, request), maximum=countable_tokens(services))
 
 
 async def count_chat(context: Caller, services: Services, request: ChatRequest) -> int:
@@ -102,7 +102,7 @@ async def drop_oldest_turns(services: Services, request: ChatRequest) -> ChatReq
 
 async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> bool:
     try:
-        return len(await encode_prompt(services, make_chat(services, request), most=max(room, 0))) <= room
+        return len(await encode_prompt(services, make_chat(services, request), maximum=max(room, 0))) <= room
     except ApiError as error:
         if error.code != "context_length_exceeded":
             raise

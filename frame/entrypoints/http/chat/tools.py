@@ -17,7 +17,7 @@ MAX_TOOLS = 128  # OpenAI's limit
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _CHOICES = "auto, none, required, or a function: {'type': 'function', 'function': {'name': …}}"
 
-MOST_PARTS = 2048  # subschemas of one request that are checked before the grammar is compiled
+MAX_PARTS = 2048  # subschemas of one request that are checked before the grammar is compiled
 # JSON Schema: the types, and the keywords that hold schemas by name, in a list, or one schema.
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -90,11 +90,11 @@ def rename_error_params(places: Mapping[str, str]) -> Iterator[None]:
 def check_schemas(schemas: Iterable[tuple[Any, str]]) -> None:
     """Check (JSON schema, field path) pairs. Raises ApiError 400 for the first wrong keyword value.
 
-    Checks at most `MOST_PARTS` subschemas, because this runs on the event loop. The grammar
+    Checks at most `MAX_PARTS` subschemas, because this runs on the event loop. The grammar
     compiler checks all of them.
     """
     waiting = list(schemas)
-    for _ in range(MOST_PARTS):
+    for _ in range(MAX_PARTS):
         if not waiting:
             return
         schema, here = waiting.pop()
@@ -111,9 +111,9 @@ def check_schemas(schemas: Iterable[tuple[Any, str]]) -> None:
                 name = "an object" if wanted is dict else "a list" if wanted is list else "a string"
                 raise ApiError(400, f"{here}.{key}: expected {name}", f"{here}.{key}")
         for key in _MAPS:
-            waiting += [(each, f"{here}.{key}.{name}") for name, each in islice((schema.get(key) or {}).items(), MOST_PARTS)]
+            waiting += [(each, f"{here}.{key}.{name}") for name, each in islice((schema.get(key) or {}).items(), MAX_PARTS)]
         for key in _LISTS:
-            waiting += [(each, f"{here}.{key}[{i}]") for i, each in enumerate(islice(schema.get(key) or (), MOST_PARTS))]
+            waiting += [(each, f"{here}.{key}[{i}]") for i, each in enumerate(islice(schema.get(key) or (), MAX_PARTS))]
         waiting += [(schema[key], f"{here}.{key}") for key in _SCHEMAS if key in schema and not isinstance(schema[key], list)]
 
 

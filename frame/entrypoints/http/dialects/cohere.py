@@ -56,13 +56,13 @@ class EmbedRequest(RequestBody):
         prompt = next((name for name in PROMPTS.get(self.input_type or "", ()) if name in known), None)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ApiError(400, f"max_tokens is {self.max_tokens}; it must be at least 1", "max_tokens")
-        longest = -1 if self.max_tokens is None else self.max_tokens  # -1: what the model takes
+        max_length = -1 if self.max_tokens is None else self.max_tokens  # -1: what the model takes
         return EmbeddingRequest(
             model=self.model,
             input=list(self.input_texts()),
             dimensions=self.output_dimension,
             prompt_name=prompt,
-            truncate_prompt_tokens=None if self.truncate == "NONE" else longest,
+            truncate_prompt_tokens=None if self.truncate == "NONE" else max_length,
             priority=self.priority,
         )
 

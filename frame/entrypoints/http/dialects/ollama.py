@@ -186,9 +186,9 @@ def _now() -> str:
 @router.post("/api/embed", responses=responds_with(OllamaEmbeddings))
 async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as Ollama."""
-    longest = None if body.truncate is False else -1
+    max_length = None if body.truncate is False else -1
     request = EmbeddingRequest(
-        model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=longest
+        model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=max_length
     )
     started = time.perf_counter()
     with sent_as({CUT_FIELD: "truncate: true"}):

@@ -57,9 +57,11 @@ rerank_router = ApiRouter(access=Access.USER)
 @router.post("/embed", responses=responds_with(list[list[float]]))
 async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as a plain list."""
-    longest = -1 if request.truncate else None
+    max_length = -1 if request.truncate else None
     inputs: Any = request.inputs
-    given = EmbeddingRequest(input=inputs, prompt_name=request.prompt_name, dimensions=request.dimensions, truncate_prompt_tokens=longest)
+    given = EmbeddingRequest(
+        input=inputs, prompt_name=request.prompt_name, dimensions=request.dimensions, truncate_prompt_tokens=max_length
+    )
     pooling = services.resolved.pooling
     if request.normalize is False and pooling is not None and pooling.normalize:
         raise ApiError(400, "normalize is false, and this model's vectors are normalized; leave it out", "normalize")
@@ -77,8 +79,8 @@ async def rerank(request: AnyRerankRequest, context: ContextDep, services: Servi
         return await ranking_of(context, services, request)
     if request.raw_scores:
         raise ApiError(400, "raw_scores is not supported; the scores are probabilities, leave it out", "raw_scores")
-    longest = -1 if request.truncate else request.truncate_prompt_tokens
-    given = RerankRequest(query=request.query, documents=[*request.texts], top_n=request.top_n, truncate_prompt_tokens=longest)
+    max_length = -1 if request.truncate else request.truncate_prompt_tokens
+    given = RerankRequest(query=request.query, documents=[*request.texts], top_n=request.top_n, truncate_prompt_tokens=max_length)
     ranking, _ = await rank_documents(context, services, given, "texts", TRUNCATE)
     results: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranking]
     if request.return_text:

@@ -78,8 +78,8 @@ async def render_completion_request(request: CompletionRequest, context: Context
     params, prompts = request.to_sampling_params(), request.to_prompts()
     check_sequence_count(services, len(prompts) * params.n, "prompt" if params.n == 1 else "n")
     special = request.add_special_tokens
-    most = countable_tokens(services) if request.truncates else None
-    ids = [one if isinstance(one, list) else await encode_prompt(services, one, special, most) for one in prompts]
+    maximum = countable_tokens(services) if request.truncates else None
+    ids = [one if isinstance(one, list) else await encode_prompt(services, one, special, maximum) for one in prompts]
     return [_rendered(context, services, request, one, params) for one in ids]
 
 

@@ -70,7 +70,7 @@ def _describe(context: RequestContext, route: str) -> HttpRequest:
 
 
 def _summarise(context: RequestContext, status: int) -> HttpResponse:
-    state = context.answer
+    state = context.reply
     seconds = time.perf_counter() - context.scope["arrived"]
     if state is None:
         return HttpResponse(status, seconds)

@@ -359,9 +359,9 @@ async def detokenize(request: DetokenizeRequest, context: ContextDep, services: 
 
 async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens: bool, name: str, tenant: str) -> str:
     """The text of token ids from the field `name`, in turn by tenant. Raises ApiError 400."""
-    tokenizer, most = services.need_tokenizer(), countable_tokens(services)
-    if len(ids) > most:
-        raise ApiError(400, f"{name} has {len(ids)} ids; it may have {most}", name)
+    tokenizer, maximum = services.need_tokenizer(), countable_tokens(services)
+    if len(ids) > maximum:
+        raise ApiError(400, f"{name} has {len(ids)} ids; it may have {maximum}", name)
     if ids and not 0 <= min(ids) <= max(ids) < services.resolved.model.vocab_size:
         raise ApiError(400, f"{name} has an id outside the vocabulary (0 to {services.resolved.model.vocab_size - 1})", name)
     if len(ids) <= SHORT:

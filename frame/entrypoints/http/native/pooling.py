@@ -39,13 +39,13 @@ class PoolingRequestFields(RequestOptions):
 
     def truncate_length(self, services: Services) -> int | None:
         """Tokens to which texts are cut; None: longer ones are refused. Raises ApiError."""
-        asked, most = self.truncate_prompt_tokens, services.client.limits.max_pooling_tokens
+        asked, maximum = self.truncate_prompt_tokens, services.client.limits.max_pooling_tokens
         if asked is None:
             return None
-        if asked == 0 or asked < -1 or asked > most:
-            sentence = f"truncate_prompt_tokens is {asked}; it must be from 1 to {most}, or -1 for {most}"
+        if asked == 0 or asked < -1 or asked > maximum:
+            sentence = f"truncate_prompt_tokens is {asked}; it must be from 1 to {maximum}, or -1 for {maximum}"
             raise ApiError(400, sentence, "truncate_prompt_tokens")
-        return most if asked == -1 else asked
+        return maximum if asked == -1 else asked
 
 
 def check_count(count: int, name: str) -> None:
@@ -69,7 +69,7 @@ async def compute_vectors(
         [NOTHING_SAMPLED] * len(prompts),
         request,
         tasks=tasks,
-        longest=request.truncate_length(services),
+        max_length=request.truncate_length(services),
         prefix=prefix,
     )
     sequences = await wait_complete(state)

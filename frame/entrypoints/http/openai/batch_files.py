@@ -153,9 +153,9 @@ class FileStore:
 
     async def open_writer(self, filename: str, purpose: str, tenant: str) -> FileWriter:
         """A file to write in pieces, listed when finished. Raises StorageFullError, OSError."""
-        most = self._config.max_files_per_key
-        if tenant and self._num_files[tenant] >= most:
-            raise StorageFullError(f"this key has {most} files, the limit of batches.max_files_per_key; delete some")
+        maximum = self._config.max_files_per_key
+        if tenant and self._num_files[tenant] >= maximum:
+            raise StorageFullError(f"this key has {maximum} files, the limit of batches.max_files_per_key; delete some")
         if self._num_files.total() >= MAX_FILES:
             raise StorageFullError(f"the server has {MAX_FILES} files, its limit; delete some")
         name = f"file-{uuid.uuid4().hex}"
@@ -191,15 +191,15 @@ class FileStore:
 
     def reserve_bytes(self, size: int, tenant: str) -> None:
         """Add `size` bytes to the tenant's files. Raises StorageFullError."""
-        most, own = self._config.max_bytes, self._config.max_bytes_per_key
+        maximum, own = self._config.max_bytes, self._config.max_bytes_per_key
         if tenant and self._bytes[tenant] + size > own:
             raise StorageFullError(
                 f"files of this key have {self._bytes[tenant]} of {own} bytes (batches.max_bytes_per_key), and {size} more do not fit;"
                 " delete some"
             )
-        if self.num_bytes + size > most:
+        if self.num_bytes + size > maximum:
             raise StorageFullError(
-                f"files have {self.num_bytes} of {most} bytes (batches.max_bytes), and {size} more do not fit; delete some,"
+                f"files have {self.num_bytes} of {maximum} bytes (batches.max_bytes), and {size} more do not fit; delete some,"
                 " or start the server with a larger --batch-max-bytes"
             )
         self._bytes[tenant] += size

@@ -274,11 +274,11 @@ class BatchJobRunner:
         """Answer a line. An error that ends the batch goes into `errors`; others finish."""
         try:
             if not errors:
-                await self._answer_line(batch, line, outputs, names)
+                await self._reply_to_line(batch, line, outputs, names)
         except (OSError, StorageFullError, _StoppedError, _ExpiredError) as error:
             errors.append(error)
 
-    async def _answer_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], names: set[int]) -> None:
+    async def _reply_to_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], names: set[int]) -> None:
         """Send the request of a line and append its record to the output or the error file. Adds
         the hash of its custom_id to `names`."""
         name: str | None = None

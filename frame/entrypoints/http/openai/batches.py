@@ -25,7 +25,7 @@ router = ApiRouter(access=Access.USER)
 T = TypeVar("T")
 LARGEST_LIMIT = 10_000
 PURPOSE = "batch"  # the only purpose of uploads
-LONGEST_PURPOSE = 64  # bytes
+MAX_PURPOSE_LENGTH = 64  # bytes
 PIECE = 256 * 1024  # bytes that are read from a file at a time
 
 
@@ -63,7 +63,7 @@ async def _receive_file(context: RequestContext, store: FileStore) -> FileObject
                     raise ApiError(400, f"{part.name} is given twice; send it once", part.name)
                 if part.name == "purpose":
                     purpose = (purpose or b"") + content
-                    if len(purpose) > LONGEST_PURPOSE:
+                    if len(purpose) > MAX_PURPOSE_LENGTH:
                         _check_purpose(purpose)
                 elif output is None:
                     output = await store.open_writer(part.filename or "batch.jsonl", PURPOSE, context.tenant)

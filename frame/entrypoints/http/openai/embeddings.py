@@ -37,7 +37,7 @@ async def embeddings(request: EmbeddingRequest, context: ContextDep, services: S
     vectors, count = await compute_embeddings(context, services, request)
     encoded = enumerate(encode_vectors(vectors, request.encoding_format))
     data = ({"object": "embedding", "index": index, "embedding": vector} for index, vector in encoded)
-    return list_reply(services, context.answer.rid if context.answer is not None else "", data, count, vectors.size)
+    return list_reply(services, context.reply.rid if context.reply is not None else "", data, count, vectors.size)
 
 
 async def compute_embeddings(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:

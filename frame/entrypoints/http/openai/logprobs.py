@@ -13,7 +13,7 @@ from frame.core.messages import TokenLogprobs
 from frame.entrypoints.http.paced_json import array_type
 from frame.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # written for minus infinity, which JSON does not have; vLLM's value
+MINIMUM = -9999.0  # written for minus infinity, which JSON does not have; vLLM's value
 
 
 class TextOffsets:
@@ -74,7 +74,7 @@ def chat_entries(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Nam
     """The entries of `chat_logprobs`."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
-        value = LEAST if logprob is None else max(logprob, LEAST)
+        value = MINIMUM if logprob is None else max(logprob, MINIMUM)
         return {"token": name(token_id), "logprob": value, "bytes": list(tokenizer.get_token_bytes(token_id))}
 
     for token_id, logprob, top in _tokens_of(parts):
@@ -122,13 +122,13 @@ def completion_logprobs(
         rows = [(name(i), logprob, top, text_offsets.next_offset(i)) for i, logprob, top in _tokens_of(parts)]
         return {
             "tokens": [text for text, _, _, _ in rows],
-            "token_logprobs": [None if logprob is None else max(logprob, LEAST) for _, logprob, _, _ in rows],
+            "token_logprobs": [None if logprob is None else max(logprob, MINIMUM) for _, logprob, _, _ in rows],
             "top_logprobs": [None if logprob is None else _alternatives(text, logprob, top, name) for text, logprob, top, _ in rows],
             "text_offset": [offset for _, _, _, offset in rows],
         }
     return {
         "tokens": array(name(token_id) for token_id, _, _ in _tokens_of(parts)),
-        "token_logprobs": array(None if logprob is None else max(logprob, LEAST) for _, logprob, _ in _tokens_of(parts)),
+        "token_logprobs": array(None if logprob is None else max(logprob, MINIMUM) for _, logprob, _ in _tokens_of(parts)),
         "top_logprobs": array(
             None if logprob is None else _alternatives(name(token_id), logprob, top, name) for token_id, logprob, top in _tokens_of(parts)
         ),
@@ -161,13 +161,13 @@ def _prompt_entries(found: TokenLogprobs, name: Name) -> Iterator[dict[str, dict
         ranked: list[tuple[int, float, int | None]] = [(other, value, rank) for rank, (other, value) in enumerate(top, 1)]
         if all(other != token_id for other, _ in top):
             ranked.append((token_id, logprob, own))
-        yield {str(i): {"logprob": max(p, LEAST), "rank": r, "decoded_token": name(i)} for i, p, r in ranked}
+        yield {str(i): {"logprob": max(p, MINIMUM), "rank": r, "decoded_token": name(i)} for i, p, r in ranked}
 
 
 def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], name: Name) -> dict[str, float]:
     """OpenAI's `top_logprobs` of one token, which is always among them."""
     found: dict[str, float] = {}
     for other, value in top:
-        found.setdefault(name(other), max(value, LEAST))
-    found.setdefault(text, max(logprob, LEAST))
+        found.setdefault(name(other), max(value, MINIMUM))
+    found.setdefault(text, max(logprob, MINIMUM))
     return found

@@ -51,12 +51,12 @@ def find_item(items: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
     return next((item for item in reversed(items) if item.get("id") == name), None)
 
 
-def make_page(items: list[dict[str, Any]], limit: str, order: str, after: str, most: int = MAX_LISTED) -> dict[str, Any]:
+def make_page(items: list[dict[str, Any]], limit: str, order: str, after: str, maximum: int = MAX_LISTED) -> dict[str, Any]:
     """One page of items: `limit` items after the item `after`, in `order` (asc or desc). `limit` is
-    at most `most`, and a page has no more than `MAX_LISTED` items. Raises ApiError 400."""
+    at most `maximum`, and a page has no more than `MAX_LISTED` items. Raises ApiError 400."""
     limit, order = limit or "20", order or "desc"
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
-        raise ApiError(400, f"limit is {limit[:50]!r}; it must be from 1 to {most}", "limit")
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= maximum:
+        raise ApiError(400, f"limit is {limit[:50]!r}; it must be from 1 to {maximum}", "limit")
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order is {order[:50]!r}; it must be asc or desc", "order")
     ordered = items if order == "asc" else items[::-1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from frame.entrypoints.http.protocol.bodies import LEAST_BODY, problem_of
+from frame.entrypoints.http.protocol.bodies import MIN_BODY, problem_of
 
 OVERHEAD = 512  # bytes of an entry besides its body and items
 EVENT_OVERHEAD = 64  # bytes of an event besides its text
@@ -100,7 +100,7 @@ class ResponseStore:
     """
 
     def __init__(
-        self, max_entries: int = 0, max_bytes: int = 0, ttl: float = 0.0, share: float = 1.0, max_items_bytes: int = LEAST_BODY
+        self, max_entries: int = 0, max_bytes: int = 0, ttl: float = 0.0, share: float = 1.0, max_items_bytes: int = MIN_BODY
     ) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes

@@ -148,7 +148,7 @@ class BackgroundCaller:
     """Keeps the tenant and the quota of a background response, not the connection."""
 
     def __init__(self, context: RequestContext) -> None:
-        self.answer: RequestState | None = None
+        self.reply: RequestState | None = None
         self.tenant = context.tenant
         self.request_id = context.request_id
         self.lease = None if context.lease is None else context.lease.transfer()

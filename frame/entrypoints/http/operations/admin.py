@@ -22,7 +22,7 @@ from frame.entrypoints.http.services import Services
 router = ApiRouter(access=Access.ADMIN)
 own_router = ApiRouter(access=Access.OWN)
 
-LONGEST_NAMES = 200  # characters of names that an error quotes
+MAX_NAME_LENGTH = 200  # characters of names that an error quotes
 
 
 class AbortRequest(RequestBody):
@@ -79,7 +79,7 @@ async def abort_request(request: AbortRequest, context: ContextDep, services: Se
         raise ApiError(400, "name a rid, or set abort_all", "rid")
     count = services.client.abort_requests([] if request.abort_all else names, context.tenant or None)
     if not count and not request.abort_all:
-        raise ApiError(404, f"no request named {', '.join(names)[:LONGEST_NAMES]} is running; it may be over", "rid", "request_not_found")
+        raise ApiError(404, f"no request named {', '.join(names)[:MAX_NAME_LENGTH]} is running; it may be over", "rid", "request_not_found")
     return {"success": True, "aborted": count}
 
 

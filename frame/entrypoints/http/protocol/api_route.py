@@ -131,9 +131,9 @@ class ApiRoute(APIRoute):
             self.dependant.body_params = []  # FastAPI would validate it before it knows who asks, and without bounds
         self._query_names = frozenset(each.alias for each in self.dependant.query_params)
         self._readers = scope_readers(self.dependant)
-        self.app = self._answer
+        self.app = self._reply
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The route's ASGI application. Raises ApiError, QuotaExceededError."""
         app = scope["app"]
         receive, send = scope["asgi_channel"]
@@ -175,8 +175,8 @@ class ApiRoute(APIRoute):
                 try:
                     found = await self.endpoint(**values)
                 finally:
-                    if context.answer is not None:  # nothing reads its output any more
-                        app.services.client.abandon_request(context.answer)
+                    if context.reply is not None:  # nothing reads its output any more
+                        app.services.client.abandon_request(context.reply)
                 if isinstance(found, PacedBody):
                     await _respond_paced(context, app.services, found)
                 elif found is not None:
@@ -207,7 +207,7 @@ class ApiRoute(APIRoute):
 
 async def _respond_paced(context: RequestContext, services: Services, body: PacedBody) -> None:
     """Send a large response. Raises DisconnectedError."""
-    state = context.answer
+    state = context.reply
     is_over = None if state is None else lambda: state.is_disconnected
     pieces = await collect_pieces(services.formatting, context.tenant, encode_steps(body.value), is_over)
     await context.respond_pieces(each_piece(pieces), sum(map(len, pieces)))
@@ -271,4 +271,4 @@ def _end_span(span: Any, route: str, context: RequestContext) -> None:
         "http.request.method": scope["method"], "http.route": route, "http.response.status_code": status,
         "frame.request_id": context.request_id,
     }  # fmt: skip
-    span.end(attributes, context.answer, f"status {status}" if status >= 500 else None)
+    span.end(attributes, context.reply, f"status {status}" if status >= 500 else None)

@@ -18,15 +18,15 @@ import numpy as np
 from frame.core.host_memory import return_freed_memory
 from frame.entrypoints.http.errors import CLOSE, ApiError
 
-MOST_LEVELS = 128  # of JSON: deeper nesting is refused before anything recursive reads it
+MAX_LEVELS = 128  # of JSON: deeper nesting is refused before anything recursive reads it
 MAX_MESSAGES = 4096
 MAX_FIELD_CHARS = 256 * 1024  # of a text that is no prompt: a name, a grammar
 PROMPT_FIELDS = frozenset(
     {"prompt", "text", "input", "instructions", "instruction", "system", "query", "queries", "text_1", "text_2", "items", "documents"}
 )
-MOST_PARTS = 32 * 1024  # lists, objects and keys of one body
-MOST_VALUES = 256 * 1024  # elements of lists and objects of one body, where the context is not larger
-LEAST_BODY = 4 * 1024 * 1024  # bytes that a body may have whatever the context
+MAX_PARTS = 32 * 1024  # lists, objects and keys of one body
+MAX_VALUES = 256 * 1024  # elements of lists and objects of one body, where the context is not larger
+MIN_BODY = 4 * 1024 * 1024  # bytes that a body may have whatever the context
 TOKEN_BYTES = 16  # of a body for each token of the context
 SMALL_BODY = 1024 * 1024  # bytes of a body that holds no prompt
 AT_ONCE = 16  # bodies of the largest size that are held together
@@ -43,29 +43,29 @@ _STEPS[[ord("}"), ord("]")]] = -1
 
 @dataclass(slots=True)
 class Bodies:
-    """The bodies of one server. `most`: bytes that are held at once. `pause`: seconds between two
-    pieces of a body at most. `most_values`: values of one body's JSON.
+    """The bodies of one server. `maximum`: bytes that are held at once. `pause`: seconds between
+    two pieces of a body at most. `max_values`: values of one body's JSON.
 
     An owner is a key's tenant, or a client's address. It may hold as many bytes as it leaves free,
     so that however many are held by some, others find room.
     """
 
-    most: int
+    maximum: int
     pause: float
-    most_values: int = MOST_VALUES
+    max_values: int = MAX_VALUES
     held: int = 0
     held_by: dict[str, int] = field(default_factory=dict)
     peak: int = 0  # of `held`, since it fell to a quarter
     _trim: asyncio.TimerHandle | None = None
 
     def take(self, size: int, owner: str) -> None:
-        """Hold `size` bytes more. Raises ApiError 503 beyond `most`, and 429 beyond the owner's
+        """Hold `size` bytes more. Raises ApiError 503 beyond `maximum`, and 429 beyond the owner's
         share."""
         held, owned = self.held + size, self.held_by.get(owner, 0) + size
-        if held > self.most:
+        if held > self.maximum:
             raise ApiError(503, "the server holds as many bytes of requests as it may; try again later", retry_after=1, headers=CLOSE)
-        if owned > self.most - held:
-            sentence = f"the requests of one client hold {owned} bytes, more than its share of {self.most}; try again later"
+        if owned > self.maximum - held:
+            sentence = f"the requests of one client hold {owned} bytes, more than its share of {self.maximum}; try again later"
             raise ApiError(429, sentence, code="too_many_bytes_of_client", retry_after=1, headers=CLOSE)
         self.held, self.held_by[owner] = held, owned
         self.peak = max(self.peak, held)
@@ -85,15 +85,15 @@ class Bodies:
 
 def prompt_limit(max_context: int) -> int:
     """Bytes of a body with prompts, for a context of `max_context` tokens."""
-    return max(LEAST_BODY, TOKEN_BYTES * max_context)
+    return max(MIN_BODY, TOKEN_BYTES * max_context)
 
 
 def value_limit(max_context: int) -> int:
     """Values of a body's JSON: a prompt of token ids that fills the context fits twice."""
-    return max(MOST_VALUES, 2 * max_context)
+    return max(MAX_VALUES, 2 * max_context)
 
 
-def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
+def problem_of(data: bytes, max_values: int = MAX_VALUES) -> str | None:
     """Why JSON is not decoded: it is nested too deeply, or has too many parts; None where it may be
     decoded. The content of texts does not count.
 
@@ -102,7 +102,7 @@ def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
     whole = np.frombuffer(data, np.uint8)
     opening = int(np.count_nonzero(whole == ord("[")) + np.count_nonzero(whole == ord("{")))
     parts = opening + int(np.count_nonzero(whole == ord(":")))
-    if opening <= MOST_LEVELS and parts <= MOST_PARTS and np.count_nonzero(whole == _COMMA) <= most_values:
+    if opening <= MAX_LEVELS and parts <= MAX_PARTS and np.count_nonzero(whole == _COMMA) <= max_values:
         return None
     level, is_string, parts, values = 0, 0, 0, 0
     for piece in _slices(data):
@@ -110,23 +110,23 @@ def problem_of(data: bytes, most_values: int = MOST_VALUES) -> str | None:
         inside = (part == _QUOTE).cumsum(dtype=np.int32) + is_string & 1
         outside = part[inside == 0]
         steps = _STEPS[outside]
-        if level + int(steps.cumsum(dtype=np.int32).max(initial=0)) > MOST_LEVELS:
-            return f"the body is nested deeper than {MOST_LEVELS} levels; send fewer"
+        if level + int(steps.cumsum(dtype=np.int32).max(initial=0)) > MAX_LEVELS:
+            return f"the body is nested deeper than {MAX_LEVELS} levels; send fewer"
         level += int(steps.sum())
         is_string = int(inside[-1])
         parts += int(np.count_nonzero(steps > 0)) + int(np.count_nonzero(outside == ord(":")))
-        if parts > MOST_PARTS:
-            return f"the body holds more than {MOST_PARTS} lists, objects and keys; send less at once"
+        if parts > MAX_PARTS:
+            return f"the body holds more than {MAX_PARTS} lists, objects and keys; send less at once"
         values += int(np.count_nonzero(outside == _COMMA))
-        if values > most_values:
-            return f"the body holds more than {most_values} values; send less at once"
+        if values > max_values:
+            return f"the body holds more than {max_values} values; send less at once"
     return None
 
 
 def count_names(data: bytes) -> int:
     """The number of names in the objects of a JSON text: its colons outside of texts."""
-    if (most := data.count(b":")) < 2:
-        return most
+    if (maximum := data.count(b":")) < 2:
+        return maximum
     is_string, found = 0, 0
     for piece in _slices(data):
         part = np.frombuffer(piece, np.uint8)

@@ -24,7 +24,7 @@ from frame.entrypoints.http.protocol.paced_parsing import PacedProtocol, Parsing
 
 log = logging.getLogger(__name__)
 
-MOST_HEADERS = 128
+MAX_HEADERS = 128
 LARGEST_HEAD = 64 * 1024  # bytes of request line and headers together; and by which a body's framing may exceed its data
 SEPARATORS = 4  # bytes of a header beside its name and value
 FIRST_CHECK, CHECK_INTERVAL = 0.05, 1.0  # seconds between looks at a client that sends no more
@@ -33,8 +33,8 @@ TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)  # Linux
 TCP_CLOSED = 7  # the first byte of TCP_INFO
 MIN_IDLE = 1.0  # seconds after which an idle connection is closed where a new one finds no place
 LINGER = 1.0  # seconds that a refused client has to read the error
-MOST_LINGERING = 128  # refused connections that are given this time
-SPARE_FILES = 256 + MOST_LINGERING  # descriptors for everything but connections
+MAX_LINGERING = 128  # refused connections that are given this time
+SPARE_FILES = 256 + MAX_LINGERING  # descriptors for everything but connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class GuardedProtocol(PacedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        most = self._limits.max_connections
-        if len(self.connections) > most and not self._limits.close_longest_idle(self.loop.time()):
-            self._refuse(ApiError(503, f"{most} connections are open, all that {self._limits.bound}; try again later"))
+        maximum = self._limits.max_connections
+        if len(self.connections) > maximum and not self._limits.close_longest_idle(self.loop.time()):
+            self._refuse(ApiError(503, f"{maximum} connections are open, all that {self._limits.bound}; try again later"))
         else:
             self._limits.idle[self] = self.loop.time()
             self._await_reading()
@@ -151,8 +151,8 @@ class GuardedProtocol(PacedProtocol):
         except ApiError as error:
             self._refuse(error)
             return
-        is_answered = self.cycle is None or self.cycle.response_complete
-        if is_answered and self._reading is None:  # part of a head, or the rest of a body that was not read
+        is_replied = self.cycle is None or self.cycle.response_complete
+        if is_replied and self._reading is None:  # part of a head, or the rest of a body that was not read
             self._await_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -191,8 +191,8 @@ class GuardedProtocol(PacedProtocol):
         self._parsed_bytes = self._within_head(self._parsed_bytes + len(name) + len(value) + SEPARATORS)
         self._num_headers += 1
         self.count_units(1)
-        if self._num_headers > MOST_HEADERS:
-            self._raise(f"the request has more than {MOST_HEADERS} headers; send fewer")
+        if self._num_headers > MAX_HEADERS:
+            self._raise(f"the request has more than {MAX_HEADERS} headers; send fewer")
         if not self._is_head:
             return
         key = name.lower()
@@ -295,7 +295,7 @@ class GuardedProtocol(PacedProtocol):
         retry = b"retry-after: %d\r\n" % RETRY_AFTER if error.status == 503 else b""
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + retry + b"\r\n" + body)
-        if len(self._limits.lingering) >= MOST_LINGERING or not self.transport.can_write_eof():  # TLS has no half-closed state
+        if len(self._limits.lingering) >= MAX_LINGERING or not self.transport.can_write_eof():  # TLS has no half-closed state
             self.transport.close()
         else:  # to close with bytes unread would reset the connection, and the client might not see the answer
             self.connections.discard(self)

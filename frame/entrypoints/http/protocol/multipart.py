@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from frame.entrypoints.http.errors import ApiError
 
-MOST_PARTS = 16
+MAX_PARTS = 16
 LARGEST_HEAD = 16 * 1024  # bytes of a part's headers
 _BOUNDARY = re.compile(r'multipart/form-data;.*boundary="?([^";,\s]{1,200})"?', re.IGNORECASE)
 _NAME = re.compile(rb'[;\s]name="?([^";\r\n]*)"?', re.IGNORECASE)
@@ -77,8 +77,8 @@ class FormReader:
         if end < 0:
             return False
         self._num_parts += 1
-        if self._num_parts > MOST_PARTS:
-            raise ApiError(400, f"the body has more than {MOST_PARTS} parts; send the fields {self._fields}", "file")
+        if self._num_parts > MAX_PARTS:
+            raise ApiError(400, f"the body has more than {MAX_PARTS} parts; send the fields {self._fields}", "file")
         self._part = _part_of(bytes(self._kept[:end]))
         del self._kept[: end + 4]
         self._is_head = False

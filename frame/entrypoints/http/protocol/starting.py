@@ -35,7 +35,7 @@ class StartingServer:
 
     def __init__(self, listener: socket.socket, max_connections: int, certificate: Certificate | None = None) -> None:
         self._listener = listener
-        self._http = HttpServer(_answer, ConnectionLimits(max_connections, PATIENCE), certificate)
+        self._http = HttpServer(_reply, ConnectionLimits(max_connections, PATIENCE), certificate)
         self._http.config.timeout_graceful_shutdown = int(PATIENCE)
         self._loop = asyncio.new_event_loop()
         self._is_up, self._is_closed = threading.Event(), threading.Event()
@@ -74,7 +74,7 @@ class StartingServer:
         self._is_closed.set()
 
 
-async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
+async def _reply(scope: Scope, receive: Receive, send: Send) -> None:
     call = RequestContext(scope, receive, send, 0)
     with suppress(DisconnectedError):
         try:

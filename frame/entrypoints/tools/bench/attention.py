@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from frame.plugins.registry import Registry
 
 SPARE_PAGES = 5
-MOST_COPIES = 16  # caches per batch, so that their data exceeds the hardware caches
+MAX_COPIES = 16  # caches per batch, so that their data exceeds the hardware caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class AttentionBench:
         read = int(case.rows.lengths.sum()) * int(token_bytes)
         copies = 1
         if self.clock.device.type == "cuda":
-            copies = min(MOST_COPIES, max(1, -(-LARGER_THAN_CACHES // read)))
+            copies = min(MAX_COPIES, max(1, -(-LARGER_THAN_CACHES // read)))
         batch, plan_seconds = _batch(backend, case, timed_as_graph=self.clock.device.type == "cuda")
         timed = self.clock.time([_call(backend, case, batch) for _ in range(copies)])
         operations = 2 * _pairs(case.rows) * case.heads * (case.head_dim + case.v_head_dim)

@@ -21,7 +21,7 @@ from frame.entrypoints.tools.bench.summary import Timing
 from frame.entrypoints.tools.bench.workload import Job
 
 DONE = b"[DONE]"
-LONGEST = 600.0  # timeout of a response in seconds
+MAX_LENGTH = 600.0  # timeout of a response in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +102,21 @@ class EventReader(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def run(target: Target, jobs: Sequence[Job], most_at_once: int | None = None) -> list[Timing]:
-    """Send every job at its arrival time. most_at_once: maximum number of concurrent requests;
+async def run(target: Target, jobs: Sequence[Job], max_concurrency: int | None = None) -> list[Timing]:
+    """Send every job at its arrival time. max_concurrency: maximum number of concurrent requests;
     None: no limit. -> one timing per job."""
     start = time.perf_counter()
-    gate = asyncio.Semaphore(most_at_once or len(jobs))
+    gate = asyncio.Semaphore(max_concurrency or len(jobs))
     timings = [Timing(start + job.at, len(job.prompt)) for job in jobs]
 
     async def one(job: Job, timing: Timing, request: bytes) -> None:
         await asyncio.sleep(max(0.0, timing.due - time.perf_counter()))
         async with gate:
             try:
-                async with asyncio.timeout(LONGEST):
+                async with asyncio.timeout(MAX_LENGTH):
                     await _send(target, timing, request)
             except TimeoutError:
-                timing.error = f"no response within {LONGEST:g} s"
+                timing.error = f"no response within {MAX_LENGTH:g} s"
             except OSError as error:
                 timing.error = f"cannot connect: {error.strerror or error}"
 

@@ -32,7 +32,7 @@ class Workload:
     counts: str = "output"
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Tokens of the longest request, prompt plus output."""
         return max(len(prompt) + output for prompt, output in zip(self.prompts, self.outputs, strict=True))
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from frame.entrypoints.tools.bench.trace import Span, Step, Trace
 
-MOST = 40  # lines of a table; the rest is one sum
-_LONGEST_NAME = 90
+MAXIMUM = 40  # lines of a table; the rest is one sum
+_MAX_NAME_LENGTH = 90
 _ARGUMENTS = re.compile(r"\(.*|<.*", re.DOTALL)
 
 
@@ -102,9 +102,9 @@ def _kernels(steps: Sequence[Step], has_gpu: bool) -> list[dict[str, Any]]:
             "with_waiting_us": round(whole[name] / counts[name], 2),
             "us_per_step": round(own[name] / len(steps), 2),
         }
-        for name in ordered[:MOST]
+        for name in ordered[:MAXIMUM]
     ]
-    if rest := ordered[MOST:]:
+    if rest := ordered[MAXIMUM:]:
         left = sum(own[name] for name in rest)
         found.append({"name": f"{len(rest)} others", "share": round(left / total, 4), "us_per_step": round(left / len(steps), 2)})
     return found
@@ -120,7 +120,7 @@ def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
             counts[span.name] += 1
     launching = sum(step.end - step.start for step in steps)
     own["Python and untraced code"] = launching - sum(own.values())
-    ordered = sorted(own, key=own.__getitem__, reverse=True)[:MOST]
+    ordered = sorted(own, key=own.__getitem__, reverse=True)[:MAXIMUM]
     return [
         {
             "name": name,
@@ -153,7 +153,7 @@ def short_name(name: str) -> str:
     if "elementwise" in bare or "reduce" in bare or "vectorized" in bare:  # torch's kernels share these names; the functor tells them apart
         functor = re.search(r"(\w*(?:Functor|Ops|_kernel_cuda|kernel_impl)\w*)", name[len(bare) :])
         bare = f"{bare} {functor.group(1)}" if functor else bare
-    return (bare or name)[:_LONGEST_NAME]
+    return (bare or name)[:_MAX_NAME_LENGTH]
 
 
 def _last(step: Step) -> float:

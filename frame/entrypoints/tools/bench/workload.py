@@ -25,7 +25,7 @@ class Shape:
     temperature: float = 0.0
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Tokens of the longest request, prompt plus output."""
         return self.shared + self.input[1] + self.output[1]
 

@@ -141,7 +141,7 @@ async def evaluate(backend: EvalBackend, tasks: Sequence[str] = TASKS, samples: 
 
 
 def is_correct(example: Example, answer: str) -> bool:
-    """Whether `answer`, without surrounding white space, is the expected text; of Python, see
+    """Whether `reply`, without surrounding white space, is the expected text; of Python, see
     `python_parses`."""
     if example.task == "python":
         return python_parses(example.prompt, answer)

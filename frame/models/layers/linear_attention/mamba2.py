@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class MambaSizes:
     """The sizes of a layer in the whole model. `groups`: heads that share B and C; `state`: entries
-    of B and C; `least_step`: lower limit of the time step; `bias`, `out_bias`: of in_proj and
+    of B and C; `min_step`: lower limit of the time step; `bias`, `out_bias`: of in_proj and
     out_proj; `norm`: where the gate is applied, None: there is no norm; `multipliers`: of the
     projections z, x, B, C and dt."""
 
@@ -43,7 +43,7 @@ class MambaSizes:
     state: int
     width: int  # of the convolution
     eps: float
-    least_step: float
+    min_step: float
     bias: bool
     conv_bias: bool
     out_bias: bool
@@ -100,7 +100,7 @@ class Mamba2(nn.Module):
         conv = ShortConvolution(context, spans, sizes.width, sizes.conv_bias)
         places = (inner.size + shared.size, inner.size, 0)
         layout = MixLayout(heads.size, groups.size, sizes.state, sizes.head, places, delta=False, normalized=False)
-        self.mixer = StateMixer(context, layer, layout, conv, positions, sizes.least_step)
+        self.mixer = StateMixer(context, layer, layout, conv, positions, sizes.min_step)
         by_head = (build_by_head(f"{prefix}.{name}", heads) for name in ("A_log", "dt_bias", "D"))
         self.mixer.log_decay, self.mixer.bias, self.mixer.skip = by_head
         group = sizes.heads * sizes.head // sizes.groups

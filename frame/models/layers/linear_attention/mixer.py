@@ -34,7 +34,7 @@ class StateMixer(nn.Module):
     the convolution, and a matrix for each head."""
 
     def __init__(
-        self, context: BuildContext, layer: int, layout: MixLayout, conv: ShortConvolution, positions: StepPositions, least: float = 0.0
+        self, context: BuildContext, layer: int, layout: MixLayout, conv: ShortConvolution, positions: StepPositions, minimum: float = 0.0
     ) -> None:
         """The owner sets the parameters of `Gates`. least: see there."""
         super().__init__()
@@ -45,7 +45,7 @@ class StateMixer(nn.Module):
         self.layout = layout
         self.conv = conv
         self.positions = positions
-        self.least = least
+        self.minimum = minimum
         self.log_decay: ShardedParameter
         self.bias: ShardedParameter
         self.skip: ShardedParameter | None = None
@@ -103,7 +103,7 @@ class StateMixer(nn.Module):
 
     def _build_gates(self, decay: torch.Tensor, beta: torch.Tensor) -> Gates:
         skip = None if self.skip is None else self.skip.data
-        return Gates(decay, beta, self.log_decay.data.view(-1), self.bias.data, skip, self.least)
+        return Gates(decay, beta, self.log_decay.data.view(-1), self.bias.data, skip, self.minimum)
 
     def _mix_with_triton(self, x: torch.Tensor, gates: Gates, pages: StatePages, batch: ForwardBatch) -> torch.Tensor:
         """Compute decodes in other kernels than the other rows."""
@@ -139,7 +139,7 @@ class StateMixer(nn.Module):
             q = q * layout.key**-0.5
         step = F.softplus(gates.decay.float() + gates.bias)
         if not layout.delta:
-            step = step.clamp(min=gates.least)
+            step = step.clamp(min=gates.minimum)
             return Recurrence(q, k, v, -gates.log_decay.exp() * step, step, delta=False)
         if layout.by_key:
             decay = -gates.log_decay.exp()[:, None] * step.unflatten(-1, (layout.heads, -1))

@@ -107,14 +107,14 @@ def scan(inputs: Recurrence, state: torch.Tensor, chunk: int = CHUNK) -> tuple[t
 def _extend(inputs: Recurrence, states: torch.Tensor, pages: StatePages, lens: list[int], first: int) -> torch.Tensor:
     """The rows after the first ones, which have one token each, padded to the longest."""
     lens = lens[first:]
-    longest, device = max(lens), states.device
+    max_length, device = max(lens), states.device
     sizes = torch.tensor(lens, device=device)
-    valid = torch.arange(longest, device=device) < sizes[:, None]
+    valid = torch.arange(max_length, device=device) < sizes[:, None]
     starts = first + sizes.cumsum(0) - sizes
-    places = (starts[:, None] + torch.arange(longest, device=device)).masked_fill(~valid, first).flatten()
+    places = (starts[:, None] + torch.arange(max_length, device=device)).masked_fill(~valid, first).flatten()
 
     def padded(part: torch.Tensor) -> torch.Tensor:
-        rows = part.index_select(0, places).unflatten(0, (len(lens), longest))
+        rows = part.index_select(0, places).unflatten(0, (len(lens), max_length))
         return rows.masked_fill(~valid.view(*valid.shape, *[1] * (rows.dim() - 2)), 0)
 
     out, new = scan(inputs.map(padded), states.index_select(0, pages.sources[first:]))

@@ -15,13 +15,13 @@ from torch import nn
 from frame import kernels
 from frame.models.layers.packed import can_pack, pack_weight
 from frame.models.layers.weights.expert_activation import activate
+from frame.models.layers.weights.gemms import build_grouped, find_kernel
 from frame.models.layers.weights.layer_weight import count_growth, describe_layer, register_tensors, replace_values
-from frame.models.layers.weights.products import build_grouped, find_kernel
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.gemm_kernel import GroupedProduct
+    from frame.core.interfaces.gemm_kernel import GroupedGemm
     from frame.core.interfaces.moe import DispatchOutput
     from frame.core.interfaces.weight_format import PackedWeight
     from frame.models.layers.parameter import Range
@@ -52,7 +52,7 @@ class ExpertWeights:
             "down": StoredWeight(module, second, WeightSizes(inner.size, inner.full, (hidden,), experts), context.dtype, "down"),
         }
         self.version = -1
-        self.grouped: dict[str, GroupedProduct] = {}  # by name of the weight; empty: the runner multiplies
+        self.grouped: dict[str, GroupedGemm] = {}  # by name of the weight; empty: the runner multiplies
 
     def bind(self, place: int, expert: int, hidden: Range, inner: Range) -> None:
         """Bind the checkpoint tensors of the model's `expert` to a place of this rank. `inner` is

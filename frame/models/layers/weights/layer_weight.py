@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from frame.core.interfaces.weight_format import Codes, LayerFormat, LayerKind
-from frame.models.layers.weights.products import build_product, count_bytes
+from frame.models.layers.weights.gemms import build_gemm, count_bytes
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.gemm_kernel import GemmChoice, Product
+    from frame.core.interfaces.gemm_kernel import Gemm, GemmChoice
     from frame.models.layers.parameter import Range
 
 
@@ -49,7 +49,7 @@ class LayerWeight:
             self.stored.append((first, stored))
             first = last
         self.version = -1
-        self.product: Product | None = None
+        self.gemm: Gemm | None = None
 
     def bind(self, part: int, output: Range, input: Range) -> None:  # noqa: A002
         """Bind the checkpoint layer of merged part `part`; `output.local` counts from the first
@@ -69,21 +69,21 @@ class LayerWeight:
         parameters. 0 for formats that look at the values of a weight to decode it."""
         return count_growth(self.choices, [stored for _, stored in self.stored], self.names[0])
 
-    def finish(self) -> Product | None:
+    def finish(self) -> Gemm | None:
         """The product with the weights loaded last, at the addresses of the product before. None:
         it was freed, and nothing was loaded since."""
         version = sum(stored.version for _, stored in self.stored)
         if version == self.version:
-            return self.product
+            return self.gemm
         self.version = version
         weights = [weight for _, stored in self.stored for weight in stored.decode()]
-        made = build_product(self.choices, weights, self.names[0])
-        if self.product is None or not replace_values(self.product.tensors, made.tensors):
-            self.product = made
-        register_tensors(self.module, "packed", self.product.tensors)
+        made = build_gemm(self.choices, weights, self.names[0])
+        if self.gemm is None or not replace_values(self.gemm.tensors, made.tensors):
+            self.gemm = made
+        register_tensors(self.module, "packed", self.gemm.tensors)
         for _, stored in self.stored:
-            stored.release(self.product.tensors)
-        return self.product
+            stored.release(self.gemm.tensors)
+        return self.gemm
 
 
 def count_growth(choices: Sequence[GemmChoice], stored: Sequence[StoredWeight], name: str, kept: Codes = "plain") -> int:

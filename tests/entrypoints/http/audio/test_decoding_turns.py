@@ -59,8 +59,8 @@ class Reading(Speech):
             yield Window(0.0, len(samples) / RATE, b"x")
 
 
-def make_services(most: int = 2048) -> Any:
-    server = SimpleNamespace(max_sequences_per_request=most)
+def make_services(maximum: int = 2048) -> Any:
+    server = SimpleNamespace(max_sequences_per_request=maximum)
     resolved = SimpleNamespace(user=SimpleNamespace(server=server))
     return SimpleNamespace(audio_files=FairSemaphore(8, 2), audio_turns=FairSemaphore(2), resolved=resolved)
 

@@ -274,11 +274,11 @@ class Breaks(AddHeader):
 async def test_middleware_sees_responses_of_all_routes(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as server:
         server.app = App(server.services, extensions=extensions_of(Adds(HttpContext(""))))
-        for answer in (
+        for reply in (
             await server.post("/v1/completions", TEXT), await server.post("/v1/completions", {**TEXT, "stream": True}),
             await get(server, "/none"), await get(server, "/health"),
         ):  # fmt: skip
-            assert answer.headers["x-extension"] == "1"
+            assert reply.headers["x-extension"] == "1"
         failed = await get(server, "/load")
         assert (failed.status, failed.json()["error"]["type"]) == (500, "server_error")
         assert f"{OWNER} failed in its middleware" in caplog.text

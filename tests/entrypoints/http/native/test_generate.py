@@ -179,9 +179,9 @@ def test_api_key_body_limit_queue_limit_and_token_ids_only(checkpoint: Path) -> 
         body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}}
         for path in ("/generate", "/v1/models", "/metrics", "/nowhere", "//generate", "/health/../generate"):
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-                answer = httpx.post(server.url + path, json=body, headers=headers)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-                assert answer.headers["www-authenticate"] == "Bearer"
+                reply = httpx.post(server.url + path, json=body, headers=headers)
+                assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert reply.headers["www-authenticate"] == "Bearer"
         assert httpx.get(server.url + "/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
         assert httpx.get(server.url + "/health").status_code == 200
         with httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret"}, timeout=30) as client:

@@ -46,10 +46,10 @@ def expected_scores(folder: Path) -> list[float]:
 
 
 def ask(server: RunningServer, path: str, **body: Any) -> Any:
-    answer = server.post(path, body)
-    assert answer.status_code == 200, answer.text
-    check_response("POST", path, 200, answer.headers["content-type"], answer.content)
-    return answer.json()
+    reply = server.post(path, body)
+    assert reply.status_code == 200, reply.text
+    check_response("POST", path, 200, reply.headers["content-type"], reply.content)
+    return reply.json()
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
@@ -75,13 +75,13 @@ def test_rerank_as_text_embeddings_inference(cross_encoder, monkeypatch: pytest.
     assert [each["index"] for each in found] == np.argsort(want)[::-1].tolist()
     assert [each["text"] for each in found] == [DOCUMENTS[each["index"]] for each in found]
     np.testing.assert_allclose([each["score"] for each in found], sorted(want, reverse=True), atol=1e-5)
-    answer = litellm.rerank(model="huggingface/judge", api_base=server.url, api_key="none", query=QUERY, documents=DOCUMENTS, top_n=2)
-    assert [each["index"] for each in answer.results] == [each["index"] for each in found[:2]]
+    reply = litellm.rerank(model="huggingface/judge", api_base=server.url, api_key="none", query=QUERY, documents=DOCUMENTS, top_n=2)
+    assert [each["index"] for each in reply.results] == [each["index"] for each in found[:2]]
     ranked = ask(server, "/invocations", query=QUERY, documents=DOCUMENTS)
     assert ranked["results"][0]["index"] == found[0]["index"]
     for body, says in (({"texts": []}, "texts is empty"), ({}, "documents is empty"), ({"texts": ["x"], "raw_scores": True}, "raw_scores")):
-        answer = server.post("/rerank", {"query": "x"} | body)
-        assert (answer.status_code, says in answer.json()["error"]["message"]) == (400, True)
+        reply = server.post("/rerank", {"query": "x"} | body)
+        assert (reply.status_code, says in reply.json()["error"]["message"]) == (400, True)
 
 
 def test_score(cross_encoder) -> None:
@@ -142,9 +142,9 @@ def test_grpc_ranking_and_scores_equal_those_of_http(cross_encoder) -> None:
     ],
 )
 def test_bad_requests(cross_encoder, path: str, body: dict[str, Any], param: str) -> None:
-    answer = cross_encoder[0].post(path, body)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    reply = cross_encoder[0].post(path, body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
 
 
 def test_classify_equals_transformers(classifier) -> None:
@@ -182,9 +182,9 @@ def test_pooling_route_returns_the_probabilities(classifier) -> None:
 
 
 def test_rerank_refuses_a_classifier_of_several_classes(classifier) -> None:
-    answer = classifier[0].post("/v1/rerank", {"query": "a", "documents": ["b"]})
-    assert answer.status_code == 400
-    assert "has 3 classes" in answer.json()["error"]["message"]
+    reply = classifier[0].post("/v1/rerank", {"query": "a", "documents": ["b"]})
+    assert reply.status_code == 400
+    assert "has 3 classes" in reply.json()["error"]["message"]
 
 
 def test_moderations_with_openais_client(classifier) -> None:
@@ -192,9 +192,9 @@ def test_moderations_with_openais_client(classifier) -> None:
     server, _ = classifier
     classes = ask(server, "/v1/classify", input=DOCUMENTS)["data"]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        answer = client.moderations.create(input=DOCUMENTS)
+        reply = client.moderations.create(input=DOCUMENTS)
         parts = client.moderations.create(input=[{"type": "text", "text": DOCUMENTS[0]}])
-    for result, each in zip(answer.results, classes, strict=True):
+    for result, each in zip(reply.results, classes, strict=True):
         scores = result.category_scores.model_dump(by_alias=True)
         assert abs(scores["hate"] - each["probs"][1]) < 1e-6
         assert abs(scores["self-harm"] - each["probs"][2]) < 1e-6

@@ -27,15 +27,15 @@ CHAT = "/v1/chat/completions"
 class Server:
     """A runner whose route responds with the body of the request once `gate` is open."""
 
-    def __init__(self, folder: Path, max_bytes: int = 100_000, most_of_key: int | None = None, **config: Any) -> None:
+    def __init__(self, folder: Path, max_bytes: int = 100_000, max_of_key: int | None = None, **config: Any) -> None:
         self.asked: list[dict[str, Any]] = []
         self.statuses: list[int] = []  # of the next responses; then 200
         self.gate = asyncio.Event()
         self.gate.set()
         self.is_stopping = False
-        self.most_at_once = self._at_once = 0
+        self.max_concurrency = self._at_once = 0
         settings = BatchesSection(folder=str(folder), max_bytes=max_bytes, **config)
-        self.quotas = TenantQuotas(most_of_key)
+        self.quotas = TenantQuotas(max_of_key)
         self.runner = BatchJobRunner(settings, FileStore(settings), self.quotas, lambda: self.is_stopping)
         self.runner.route = self._route
 
@@ -43,7 +43,7 @@ class Server:
         body = (await receive())["body"]
         self.asked.append(scope | {"body": json.loads(body)})
         self._at_once += 1
-        self.most_at_once = max(self.most_at_once, self._at_once)
+        self.max_concurrency = max(self.max_concurrency, self._at_once)
         try:
             await self.gate.wait()
         finally:
@@ -78,7 +78,7 @@ async def test_each_line_runs_once_within_the_concurrency(tmp_path: Path) -> Non
     await server.over(one)
     await server.over(two)
     assert {line["custom_id"] for line in server.lines(one.output_file_id)} == {str(i) for i in range(10)}
-    assert (one.completed, two.completed, one.error_file_id, server.most_at_once) == (10, 10, None, 3)
+    assert (one.completed, two.completed, one.error_file_id, server.max_concurrency) == (10, 10, None, 3)
     assert {(asked["tenant"], asked["path"], asked["body"]["priority"]) for asked in server.asked} == {
         ("a", CHAT, -1000),
         ("b", CHAT, -1000),
@@ -303,7 +303,7 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
 
 async def test_lines_count_in_the_quota_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_jobs, "RETRY_INTERVAL", 0.0)
-    server = Server(tmp_path, concurrency=8, most_of_key=3)
+    server = Server(tmp_path, concurrency=8, max_of_key=3)
     with server.quotas.open_lease("a"):  # a request of the same key over HTTP
         server.gate.clear()
         batch = await server.begin(10, "a")
@@ -323,7 +323,7 @@ async def test_lines_count_in_the_quota_of_their_key(tmp_path: Path, monkeypatch
         server.gate.set()
         assert (await server.over(other)).completed == 3
     assert (await server.over(batch)).completed == 10
-    assert server.most_at_once == 5
+    assert server.max_concurrency == 5
 
 
 def parse_form(body: bytes, size: int) -> dict[str, tuple[str | None, bytes]]:

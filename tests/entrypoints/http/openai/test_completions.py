@@ -271,8 +271,8 @@ def test_reasoning_tokens_are_counted(client: openai.OpenAI, name: str) -> None:
     assert last.usage == whole.usage
     plain = client.chat.completions.create(**ask, extra_body={"regex": "[a-c]{3}"})  # type: ignore[call-overload]
     assert plain.usage.completion_tokens_details.reasoning_tokens == 0
-    answer = client.responses.create(model=name, input="hi", max_output_tokens=200, temperature=0, **wanted)  # type: ignore[call-overload]
-    assert answer.usage.output_tokens_details.reasoning_tokens == found // 2
+    reply = client.responses.create(model=name, input="hi", max_output_tokens=200, temperature=0, **wanted)  # type: ignore[call-overload]
+    assert reply.usage.output_tokens_details.reasoning_tokens == found // 2
 
 
 def greedy_still_works(server: RunningServer) -> bool:

@@ -58,18 +58,18 @@ def client_of(server: RunningServer):
 def test_embeddings_equal_those_of_transformers(minilm: RunningServer) -> None:
     with client_of(minilm) as client:
         # The client requests base64 by default
-        answer = client.embeddings.create(model="minilm", input=TEXTS)
+        reply = client.embeddings.create(model="minilm", input=TEXTS)
         plain = client.embeddings.create(model="minilm", input=TEXTS[0], encoding_format="float")
         short = client.embeddings.create(model="minilm", input=TEXTS[:2], dimensions=64)
-    got = np.array([each.embedding for each in answer.data], np.float32)
+    got = np.array([each.embedding for each in reply.data], np.float32)
     want = expected(TEXTS)
-    assert [each.index for each in answer.data] == list(range(len(TEXTS)))
+    assert [each.index for each in reply.data] == list(range(len(TEXTS)))
     np.testing.assert_allclose(got, want, atol=1e-5)
     np.testing.assert_allclose(plain.data[0].embedding, want[0], atol=1e-5)
     cut = want[:2, :64] / np.linalg.norm(want[:2, :64], axis=1, keepdims=True)
     np.testing.assert_allclose([each.embedding for each in short.data], cut, atol=1e-5)
     assert got[0] @ got[1] > 0.6 > got[0] @ got[2]  # the two sentences about food are the closest
-    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 100
+    assert reply.usage.prompt_tokens == reply.usage.total_tokens > 100
 
 
 def test_token_ids_give_the_vector_of_their_text(minilm: RunningServer) -> None:
@@ -133,10 +133,10 @@ def test_engine_crash_during_a_request_changes_no_vector(minilm: RunningServer) 
     texts = [f"sentence number {i} about food and other things " * 6 for i in range(300)]
     want = minilm.post("/v1/embeddings", {"input": texts}).json()["data"]
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(httpx.post, f"{minilm.url}/v1/embeddings", json={"input": texts}, timeout=150)
+        reply = pool.submit(httpx.post, f"{minilm.url}/v1/embeddings", json={"input": texts}, timeout=150)
         wait_until(lambda: minilm.get("/server_info")["running"] > 0)
         minilm.children()["scheduler"].kill()
-        got = answer.result()
+        got = reply.result()
     assert got.status_code == 200, got.text
     assert got.json()["data"] == want
 
@@ -175,9 +175,9 @@ def test_long_texts_are_refused_or_truncated(minilm: RunningServer) -> None:
     ],
 )
 def test_bad_requests(minilm: RunningServer, body: dict, param: str) -> None:
-    answer = minilm.post("/v1/embeddings", body)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    reply = minilm.post("/v1/embeddings", body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -189,15 +189,15 @@ def test_bad_requests(minilm: RunningServer, body: dict, param: str) -> None:
     ],
 )
 def test_generating_routes_refuse_an_embedding_model(minilm: RunningServer, path: str, body: dict) -> None:
-    answer = minilm.post(path, body)
-    assert answer.status_code == 400
-    assert "'minilm' is served to embed (model.task), not to generate; use /v1/embeddings" in answer.text
+    reply = minilm.post(path, body)
+    assert reply.status_code == 400
+    assert "'minilm' is served to embed (model.task), not to generate; use /v1/embeddings" in reply.text
 
 
 def test_embeddings_route_refuses_a_generating_model(fake_server: RunningServer) -> None:
-    answer = fake_server.post("/v1/embeddings", {"input": "hi"})
-    assert answer.status_code == 400
-    assert "use /v1/chat/completions" in answer.json()["error"]["message"]
+    reply = fake_server.post("/v1/embeddings", {"input": "hi"})
+    assert reply.status_code == 400
+    assert "use /v1/chat/completions" in reply.json()["error"]["message"]
 
 
 def test_health_and_metrics(minilm: RunningServer) -> None:
@@ -212,16 +212,16 @@ def test_health_and_metrics(minilm: RunningServer) -> None:
 
 
 def posted(server: RunningServer, path: str, body: Any) -> Any:
-    answer = server.post(path, body)
-    assert answer.status_code == 200, answer.text
-    check_response("POST", path, 200, answer.headers["content-type"], answer.content)
-    return answer.json()
+    reply = server.post(path, body)
+    assert reply.status_code == 200, reply.text
+    check_response("POST", path, 200, reply.headers["content-type"], reply.content)
+    return reply.json()
 
 
 def refused(server: RunningServer, path: str, body: Any) -> Any:
-    answer = server.post(path, body)
-    assert answer.status_code == 400, answer.text
-    return answer.json()
+    reply = server.post(path, body)
+    assert reply.status_code == 400, reply.text
+    return reply.json()
 
 
 def test_cohere(minilm: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,13 +250,13 @@ def test_text_embeddings_inference(minilm: RunningServer) -> None:
     np.testing.assert_allclose(vectors, expected(TEXTS[:1]), atol=1e-5)
     np.testing.assert_allclose(np.array(posted(minilm, "/embed", {"inputs": TEXTS[:2]})), expected(TEXTS[:2]), atol=1e-5)
     long = "x " * 2000
-    answer = refused(minilm, "/embed", {"inputs": long})
-    assert answer["error_type"] == "Validation"
-    assert answer["error"].endswith("a text of inputs has 2002 tokens; shorten it, or have it cut with truncate: true")
+    reply = refused(minilm, "/embed", {"inputs": long})
+    assert reply["error_type"] == "Validation"
+    assert reply["error"].endswith("a text of inputs has 2002 tokens; shorten it, or have it cut with truncate: true")
     assert refused(minilm, "/embed", {"inputs": []})["error"].startswith("inputs is empty")
-    answer = refused(minilm, "/rerank", {"query": "x", "texts": [long]})["error"]
-    assert answer["param"] == "texts"
-    assert answer["message"].endswith("the input of query and texts has 2002 tokens; shorten it, or have it cut with truncate: true")
+    reply = refused(minilm, "/rerank", {"query": "x", "texts": [long]})["error"]
+    assert reply["param"] == "texts"
+    assert reply["message"].endswith("the input of query and texts has 2002 tokens; shorten it, or have it cut with truncate: true")
     assert len(posted(minilm, "/embed", {"inputs": long, "truncate": True})) == 1
     assert "normalized" in refused(minilm, "/embed", {"inputs": "x", "normalize": False})["error"]
     assert "must be 'right'" in refused(minilm, "/embed", {"inputs": "x", "truncation_direction": "left"})["error"]

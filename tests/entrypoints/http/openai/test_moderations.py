@@ -58,15 +58,15 @@ def test_regex_of_a_verdict_names_the_categories_of_the_policy(tmp_path: Path) -
 def test_policy_model_over_http(checkpoint: Path) -> None:
     flags = ("--max-total-tokens", "8192", "--moderation-policy", "default")
     with RunningServer(checkpoint, *flags, fake=False) as server:
-        answer = server.post("/v1/moderations", {"input": ["you are nice", "you are not"]})
-        assert answer.status_code == 200, answer.text
-    check_response("POST", "/v1/moderations", 200, answer.headers["content-type"], answer.content)
-    for result in answer.json()["results"]:
+        reply = server.post("/v1/moderations", {"input": ["you are nice", "you are not"]})
+        assert reply.status_code == 200, reply.text
+    check_response("POST", "/v1/moderations", 200, reply.headers["content-type"], reply.content)
+    for result in reply.json()["results"]:
         assert set(CATEGORIES) <= set(result["categories"]) == set(result["category_scores"])
         assert result["flagged"] == any(result["categories"].values())
 
 
 def test_error_without_a_policy_names_the_flag(fake_server: RunningServer) -> None:
-    answer = fake_server.post("/v1/moderations", {"input": "hello"})
-    assert answer.status_code == 400
-    assert "--moderation-policy default" in answer.json()["error"]["message"]
+    reply = fake_server.post("/v1/moderations", {"input": "hello"})
+    assert reply.status_code == 400
+    assert "--moderation-policy default" in reply.json()["error"]["message"]

@@ -11,7 +11,7 @@ import pytest
 
 from frame.entrypoints.http.openai import response_store
 from frame.entrypoints.http.openai.response_store import OVERHEAD, EventLog, ResponseStore
-from frame.entrypoints.http.protocol.bodies import MOST_PARTS
+from frame.entrypoints.http.protocol.bodies import MAX_PARTS
 from tests.entrypoints.inprocess import serving
 
 
@@ -133,10 +133,10 @@ async def test_large_responses_of_one_key_do_not_evict_those_of_another(tmp_path
 
 def test_items_of_an_entry_are_bounded_like_a_request_body() -> None:
     store = ResponseStore(4, 100_000_000, 60.0, max_items_bytes=2_000_000)
-    assert not store.put("a", "", b"{}", b"[" + b"{}," * (MOST_PARTS + 1) + b"{}]"), "decoding so many values takes too long"
+    assert not store.put("a", "", b"{}", b"[" + b"{}," * (MAX_PARTS + 1) + b"{}]"), "decoding so many values takes too long"
     assert not store.put("a", "", b"{}", b'["' + b"x" * 2_000_000 + b'"]')
     assert store.put("a", "", b"{}", b"[]")
-    assert not store.append_items("a", "", [{}] * (MOST_PARTS + 1))
+    assert not store.append_items("a", "", [{}] * (MAX_PARTS + 1))
     assert store.get("a", "") is not None, "a refused append changes nothing"
     assert store.append_items("a", "", [{"id": "x"}])
 
@@ -148,8 +148,8 @@ async def test_conversations_and_references_are_separate_by_key(tmp_path: Path) 
 
         async def request(key: str, method: str, path: str, body: Any = None) -> Any:
             headers = [(b"authorization", f"Bearer {key}".encode())]
-            answer = await served.request(method, path, b"" if body is None else msgspec.json.encode(body), headers)
-            return answer.status, answer.json()
+            reply = await served.request(method, path, b"" if body is None else msgspec.json.encode(body), headers)
+            return reply.status, reply.json()
 
         items = [{"role": "user", "content": "secret"}]
         _, conversation = await request("mine", "POST", "/v1/conversations", {"items": items})
@@ -168,14 +168,14 @@ async def test_conversations_and_references_are_separate_by_key(tmp_path: Path) 
         assert (await request("mine", "POST", "/v1/responses", reference))[0] == 200
         assert (await request("mine", "GET", f"{path}/items/{name}"))[0] == 200
         many = [{"type": "item_reference", "id": f"msg_{number:032x}_0"} for number in range(40)]
-        status, answer = await request("mine", "POST", "/v1/responses", {"input": many})
-        assert (status, answer["error"]["param"]) == (404, "input[0].id")
+        status, reply = await request("mine", "POST", "/v1/responses", {"input": many})
+        assert (status, reply["error"]["param"]) == (404, "input[0].id")
         for number in range(20):
             one = [{"role": "user", "content": str(number)}]
             many[number] = {"id": (await request("mine", "POST", "/v1/conversations", {"items": one}))[1]["id"]}
         names = [(await request("mine", "GET", f"/v1/conversations/{many[number]['id']}/items"))[1]["data"][0] for number in range(20)]
-        status, answer = await request("mine", "POST", "/v1/responses", {"input": [{"id": each["id"]} for each in names]})
-        assert (status, "items of more than 16" in answer["error"]["message"]) == (400, True)
+        status, reply = await request("mine", "POST", "/v1/responses", {"input": [{"id": each["id"]} for each in names]})
+        assert (status, "items of more than 16" in reply["error"]["message"]) == (400, True)
 
 
 async def test_a_cancelled_response_stays_cancelled() -> None:

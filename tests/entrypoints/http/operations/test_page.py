@@ -149,8 +149,8 @@ def test_plugins_and_settings_are_shown(page: Page) -> None:
 
 
 def test_markup_in_an_answer_is_text(page: Page) -> None:
-    answer = _stream("<img src=x onerror=alert(1)>")
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=answer))
+    reply = _stream("<img src=x onerror=alert(1)>")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=reply))
     page.fill("#prompt", "hello")
     page.click("#send")
     expect(page.locator(".message.assistant .text")).to_have_text("<img src=x onerror=alert(1)>")

@@ -85,12 +85,12 @@ async def test_every_field_of_the_peers_is_implemented_or_refused_by_name(path: 
     """Each field goes to every route, also to those whose peer has it elsewhere."""
     async with serving() as server:
         for name in sorted(set(" ".join(PEERS.values()).split()) - names_of(path)):
-            answer = await server.post(path, {**BODIES[path], name: "something"})
+            reply = await server.post(path, {**BODIES[path], name: "something"})
             if name in WITHOUT_EFFECT:
-                assert (answer.status, "x-frame-ignored-fields" in answer.headers) == (200, False), name
+                assert (reply.status, "x-frame-ignored-fields" in reply.headers) == (200, False), name
                 continue
-            error = answer.json()["error"]
-            assert answer.status == 400, (path, name)
+            error = reply.json()["error"]
+            assert reply.status == 400, (path, name)
             assert error["message"].startswith(f"{name} is not "), (path, name, error)
             if path not in ("/v1/messages", "/v1/responses"):  # Anthropic has no param; responses call some of chat's otherwise
                 assert error["param"] == name
@@ -104,34 +104,34 @@ async def test_values_that_ask_for_nothing_are_taken(path: str) -> None:
         more: dict[str, Any]
         false = dict.fromkeys(unknown.keys() - FALSE_ASKS, False)
         for more in (unknown, false, dict.fromkeys(unknown, ""), {name: [] for name in unknown}, neutral):
-            answer = await server.post(path, {**BODIES[path], **more})
-            assert answer.status == 200, answer.body
-            assert "x-frame-ignored-fields" not in answer.headers
+            reply = await server.post(path, {**BODIES[path], **more})
+            assert reply.status == 200, reply.body
+            assert "x-frame-ignored-fields" not in reply.headers
         for name in unknown.keys() & FALSE_ASKS:
-            answer = await server.post(path, {**BODIES[path], name: False})
-            assert (answer.status, answer.json()["error"]["message"].split()[0]) == (400, name)
+            reply = await server.post(path, {**BODIES[path], name: False})
+            assert (reply.status, reply.json()["error"]["message"].split()[0]) == (400, name)
 
 
 async def test_unknown_names_are_suggested_or_reported() -> None:
     async with serving() as server:
-        answer = await server.post(CHAT, {**BODIES[CHAT], "max_token": 3})
-        assert answer.status == 400
-        assert answer.json()["error"]["message"] == "max_token is no field of this route; did you mean max_tokens?"
+        reply = await server.post(CHAT, {**BODIES[CHAT], "max_token": 3})
+        assert reply.status == 400
+        assert reply.json()["error"]["message"] == "max_token is no field of this route; did you mean max_tokens?"
         for name, meant in (("stpo", "stop"), ("top-k", "top_k"), ("toolz", "tools"), ("sede", "seed"), ("Max-Tokens", "max_tokens")):
-            answer = await server.post(CHAT, {**BODIES[CHAT], name: None})
-            assert answer.status == 400
-            assert answer.json()["error"]["message"] == f"{name} is no field of this route; did you mean {meant}?"
+            reply = await server.post(CHAT, {**BODIES[CHAT], name: None})
+            assert reply.status == 400
+            assert reply.json()["error"]["message"] == f"{name} is no field of this route; did you mean {meant}?"
         foreign = ["top_a", "typical_p", "provider", "route", "transforms", "usage", "api_key", "id", "mirostat", "num_ctx", "stops_at"]
-        answer = await server.post(CHAT, {**BODIES[CHAT], **dict.fromkeys(foreign, 1)})
-        assert (answer.status, answer.headers["x-frame-ignored-fields"]) == (200, ", ".join(foreign))
+        reply = await server.post(CHAT, {**BODIES[CHAT], **dict.fromkeys(foreign, 1)})
+        assert (reply.status, reply.headers["x-frame-ignored-fields"]) == (200, ", ".join(foreign))
         for stream in (False, True):
             unknown = {"x_trace": 1, "größe\r\nset-cookie: a": 2}
-            answer = await server.post(CHAT, {**BODIES[CHAT], "stream": stream, **unknown})
-            assert answer.status == 200
-            assert answer.headers["x-frame-ignored-fields"] == "x_trace, gr??e??set-cookie??a"
-        answer = await server.post(CHAT, {**BODIES[CHAT], **{f"name{i}": i for i in range(MAX_UNKNOWN + 1)}})
-        assert answer.status == 400
-        assert "unknown fields" in answer.json()["error"]["message"]
+            reply = await server.post(CHAT, {**BODIES[CHAT], "stream": stream, **unknown})
+            assert reply.status == 200
+            assert reply.headers["x-frame-ignored-fields"] == "x_trace, gr??e??set-cookie??a"
+        reply = await server.post(CHAT, {**BODIES[CHAT], **{f"name{i}": i for i in range(MAX_UNKNOWN + 1)}})
+        assert reply.status == 400
+        assert "unknown fields" in reply.json()["error"]["message"]
 
 
 SCHEMA_FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True, "description": "b"}}
@@ -159,9 +159,9 @@ SCHEMA_FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"t
 )  # fmt: skip
 async def test_unknown_nested_fields_are_refused(path: str, fields: dict[str, Any], param: str) -> None:
     async with serving() as server:
-        answer = await server.post(path, {**BODIES[path], **fields})
-        error = answer.json()["error"]
-        assert (answer.status, error["param"]) == (400, param)
+        reply = await server.post(path, {**BODIES[path], **fields})
+        error = reply.json()["error"]
+        assert (reply.status, error["param"]) == (400, param)
         assert error["message"].startswith(f"{param} is not a known field; ")
 
 
@@ -179,8 +179,8 @@ async def test_known_nested_fields_pass() -> None:
     ]  # fmt: skip
     async with serving() as server:
         for more in fields:
-            answer = await server.post(CHAT, {**BODIES[CHAT], "stream": True, **more})
-            assert answer.status == 200, answer.body
+            reply = await server.post(CHAT, {**BODIES[CHAT], "stream": True, **more})
+            assert reply.status == 200, reply.body
     constraint = {"regex": "a", "disable_fallback": True, "disable_any_whitespace": True, "disable_additional_properties": False}
     assert ChatRequest(messages=HI, structured_outputs=constraint).to_sampling_params().regex == "a"
     assert ChatRequest(messages=HI, response_format=SCHEMA_FORM).to_sampling_params().json_schema is not None
@@ -211,8 +211,8 @@ async def tokens(server: InProcess, text: str, **more: Any) -> list[int]:
     return found
 
 
-def events(answer: Response) -> list[dict[str, Any]]:
-    lines = [line.removeprefix(b"data: ") for line in answer.body.split(b"\n") if line.startswith(b"data: ")]
+def events(reply: Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix(b"data: ") for line in reply.body.split(b"\n") if line.startswith(b"data: ")]
     return [msgspec.json.decode(line) for line in lines if line != b"[DONE]"]
 
 
@@ -295,19 +295,19 @@ async def test_echo_in_chat() -> None:
 async def test_a_template_of_a_request_needs_the_operators_consent() -> None:
     template = "{{ bos_token }}{% for message in messages %}{{ message.content }}!{% endfor %}"
     async with serving() as server:
-        answer = await server.post(CHAT, {**BODIES[CHAT], "chat_template": template})
-        assert (answer.status, answer.json()["error"]["param"]) == (400, "chat_template")
+        reply = await server.post(CHAT, {**BODIES[CHAT], "chat_template": template})
+        assert (reply.status, reply.json()["error"]["param"]) == (400, "chat_template")
         for path in (CHAT, "/v1/messages", "/v1/responses"):
-            answer = await server.post(path, {**BODIES[path], "chat_template_kwargs": {"chat_template": template}})
-            assert answer.status == 400
-            assert "chat_template_kwargs cannot set chat_template" in answer.json()["error"]["message"]
+            reply = await server.post(path, {**BODIES[path], "chat_template_kwargs": {"chat_template": template}})
+            assert reply.status == 400
+            assert "chat_template_kwargs cannot set chat_template" in reply.json()["error"]["message"]
     async with serving({"text": {"trust_request_chat_template": True}}) as server:
         found = (await server.post("/tokenize", {"messages": HI, "chat_template": template})).json()["tokens"]
         assert (await server.post("/detokenize", {"tokens": found, "skip_special_tokens": True})).json()["text"] == "hi!"
         usage = (await server.post(CHAT, {**BODIES[CHAT], "chat_template": template})).json()["usage"]
         assert usage["prompt_tokens"] == len(found)
-        answer = await server.post(CHAT, {**BODIES[CHAT], "chat_template": "{% if %}"})
-        assert answer.status == 400
-        assert "chat_template does not compile" in answer.json()["error"]["message"]
-        answer = await server.post(CHAT, {**BODIES[CHAT], "chat_template_kwargs": {"chat_template": template}})
-        assert answer.status == 400
+        reply = await server.post(CHAT, {**BODIES[CHAT], "chat_template": "{% if %}"})
+        assert reply.status == 400
+        assert "chat_template does not compile" in reply.json()["error"]["message"]
+        reply = await server.post(CHAT, {**BODIES[CHAT], "chat_template_kwargs": {"chat_template": template}})
+        assert reply.status == 400

@@ -68,9 +68,9 @@ def trusting() -> ssl.SSLContext:
 
 
 def post(address: Any, body: bytes = b"hello") -> bytes:
-    answer = httpx.post("https://{}:{}".format(*address), content=body, verify=trusting(), trust_env=False, timeout=WAIT)
-    assert answer.status_code == 200
-    return answer.content
+    reply = httpx.post("https://{}:{}".format(*address), content=body, verify=trusting(), trust_env=False, timeout=WAIT)
+    assert reply.status_code == 200
+    return reply.content
 
 
 def post_in_time(address: Any) -> bytes:
@@ -146,7 +146,7 @@ def test_what_comes_with_the_end_of_the_handshake_is_read(make_loop: Any) -> Non
                     incoming.write(piece)
 
     with serving(make_loop, connections=256) as address, ThreadPoolExecutor(8) as pool:
-        assert all(answer.endswith(b"https hello") for answer in pool.map(request, range(200)))
+        assert all(reply.endswith(b"https hello") for reply in pool.map(request, range(200)))
 
 
 @pytest.mark.parametrize("make_loop", LOOPS)

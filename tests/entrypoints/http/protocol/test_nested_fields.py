@@ -10,7 +10,7 @@ import pytest
 
 from frame.entrypoints.http.chat.message_shapes import CHAT as CHAT_SHAPES
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.protocol.bodies import MOST_PARTS
+from frame.entrypoints.http.protocol.bodies import MAX_PARTS
 from frame.entrypoints.http.protocol.fields import MAX_UNKNOWN
 from frame.entrypoints.http.protocol.nested_fields import check_nested
 from frame.entrypoints.http.validation_errors import repeated_name
@@ -55,9 +55,9 @@ def tool(function: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
 )  # fmt: skip
 async def test_misspelt_nested_names_are_refused(path: str, fields: dict[str, Any], place: str, meant: str) -> None:
     async with serving() as server:
-        answer = await server.post(path, {**BODIES[path], **fields})
-        assert answer.status == 400, answer.body
-        assert f"{place} is not a known field; did you mean {meant}?" in answer.body.decode()
+        reply = await server.post(path, {**BODIES[path], **fields})
+        assert reply.status == 400, reply.body
+        assert f"{place} is not a known field; did you mean {meant}?" in reply.body.decode()
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ async def test_misspelt_nested_names_are_refused(path: str, fields: dict[str, An
 )  # fmt: skip
 async def test_other_nested_names_are_reported(path: str, fields: dict[str, Any], ignored: str | None) -> None:
     async with serving() as server:
-        answer = await server.post(path, {**BODIES[path.partition("?")[0]], **fields})
-        assert answer.status == 200, answer.body
-        found = answer.headers.get("x-frame-ignored-fields")
+        reply = await server.post(path, {**BODIES[path.partition("?")[0]], **fields})
+        assert reply.status == 200, reply.body
+        found = reply.headers.get("x-frame-ignored-fields")
         assert sorted((found or "").split(", ")) == sorted((ignored or "").split(", "))
 
 
@@ -129,9 +129,9 @@ CLIENTS: dict[str, dict[str, Any]] = {  # what clients send besides what they as
 @pytest.mark.parametrize("path", CLIENTS)
 async def test_what_clients_send_is_known(path: str) -> None:
     async with serving() as server:
-        answer = await server.post(path, {**BODIES[path], **CLIENTS[path]})
-        assert answer.status == 200, answer.body
-        assert "x-frame-ignored-fields" not in answer.headers
+        reply = await server.post(path, {**BODIES[path], **CLIENTS[path]})
+        assert reply.status == 200, reply.body
+        assert "x-frame-ignored-fields" not in reply.headers
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ async def test_what_clients_send_is_known(path: str) -> None:
 )
 async def test_an_effort_is_one_of_a_list(path: str, fields: dict[str, Any], param: str) -> None:
     async with serving() as server:
-        answer = await server.post(path, {**BODIES[path], **fields})
-        assert answer.status == 400
-        assert f"{param} is 'hihg'; it must be " in answer.body.decode()
+        reply = await server.post(path, {**BODIES[path], **fields})
+        assert reply.status == 400
+        assert f"{param} is 'hihg'; it must be " in reply.body.decode()
         for effort in ("none", "minimal", "low", "medium", "high", "xhigh"):
             same: Any = {"effort": effort} if "." in param else effort
             assert (await server.post(path, {**BODIES[path], param.partition(".")[0]: same})).status == 200
@@ -155,8 +155,8 @@ async def test_an_effort_is_one_of_a_list(path: str, fields: dict[str, Any], par
 
 async def test_query_parameters_are_suggested_and_counted() -> None:
     async with serving() as server:
-        answer = await server.request("GET", "/v1/responses/resp_1?streams=true")
-        assert answer.json()["error"]["message"] == "streams is no query parameter of this route; did you mean stream?"
+        reply = await server.request("GET", "/v1/responses/resp_1?streams=true")
+        assert reply.json()["error"]["message"] == "streams is no query parameter of this route; did you mean stream?"
         for many in (MAX_UNKNOWN + 1, 100):
             path = "/health?" + "&".join(f"name{i}=1" for i in range(many))
             assert (await server.request("GET", path)).status == 400
@@ -172,9 +172,9 @@ async def test_query_parameters_are_suggested_and_counted() -> None:
 )
 async def test_repeated_names_are_refused(text: str, name: str) -> None:
     async with serving() as server:
-        answer = await server.request("POST", CHAT, text.encode())
-        assert (answer.status, answer.json()["error"]["param"]) == (400, name)
-        assert f"the body has {name} twice in one object" in answer.json()["error"]["message"]
+        reply = await server.request("POST", CHAT, text.encode())
+        assert (reply.status, reply.json()["error"]["param"]) == (400, name)
+        assert f"the body has {name} twice in one object" in reply.json()["error"]["message"]
 
 
 def test_equal_names_of_different_objects_are_not_repeated() -> None:
@@ -184,11 +184,11 @@ def test_equal_names_of_different_objects_are_not_repeated() -> None:
 
 def test_the_time_for_nested_names_is_bounded() -> None:
     """A body of the largest size with nothing but small objects or unknown names."""
-    small = {"messages": [{"role": "user", "content": [{}] * (MOST_PARTS - 8)}]}
-    deep = {"messages": [{"content": [{"frob": 1}]} for _ in range(MOST_PARTS // 5)]}
+    small = {"messages": [{"role": "user", "content": [{}] * (MAX_PARTS - 8)}]}
+    deep = {"messages": [{"content": [{"frob": 1}]} for _ in range(MAX_PARTS // 5)]}
     for body in (small, deep):
         assert _seconds(lambda body=body: check_nested(CHAT_SHAPES, body)) < 0.04
-    many = {"messages": [{f"name{i}": 1} for i in range(MOST_PARTS // 2)]}
+    many = {"messages": [{f"name{i}": 1} for i in range(MAX_PARTS // 2)]}
 
     def refused() -> None:
         with pytest.raises(ApiError, match="unknown fields"):

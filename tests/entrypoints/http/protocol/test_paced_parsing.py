@@ -39,8 +39,8 @@ async def test_large_chunks_are_one_slice(slices: list[tuple[int, int]]) -> None
     size = 16 * 1024
     chunks = (b"%x\r\n" % size + b"\r\n\r\n" * (size // 4) + b"\r\n") * 32
     async with listening(tell) as connect:
-        answer = await talk(connect, HOST + b"transfer-encoding: chunked\r\n\r\n", chunks, b"0\r\n\r\n" + LAST)
-    assert answer.count(b"HTTP/1.1 200") == 2
+        reply = await talk(connect, HOST + b"transfer-encoding: chunked\r\n\r\n", chunks, b"0\r\n\r\n" + LAST)
+    assert reply.count(b"HTTP/1.1 200") == 2
     assert len(slices) < 100
 
 
@@ -51,8 +51,8 @@ async def test_requests_are_parsed_one_by_one(size: int, slices: list[tuple[int,
     one = HOST + b"transfer-encoding: chunked\r\n\r\n" + misleading + HOST + b"content-length: 4\r\n\r\n\r\n\r\n"
     sent = one * 12 + LAST
     async with listening(tell) as connect:
-        answer = await talk(connect, *(sent[at : at + size] for at in range(0, len(sent), size)))
-    assert answer.count(b"HTTP/1.1 200") == 25
+        reply = await talk(connect, *(sent[at : at + size] for at in range(0, len(sent), size)))
+    assert reply.count(b"HTTP/1.1 200") == 25
     assert max(begun for _, begun in slices) == 1
 
 

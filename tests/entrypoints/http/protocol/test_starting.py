@@ -33,9 +33,9 @@ def test_answers_while_the_model_loads() -> None:
         assert client.get("/health/live").status_code == 200
         assert client.get("/health/live?x=1").json() == client.get("/livez").json() == {}
         for path in ("/health", "/health/ready", "/v1/models", "/health/live2"):
-            answer = client.get(path)
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
-            assert "starting" in answer.json()["error"]["message"]
+            reply = client.get(path)
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
+            assert "starting" in reply.json()["error"]["message"]
         assert client.post("/v1/completions", json={"prompt": "x" * 500_000}).status_code == 503
 
 

@@ -20,9 +20,9 @@ async def mirror(scope: Any, receive: Any, send: Any) -> None:
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
-    answer = f"{scope['method']} {scope['raw_path'].decode()} ".encode() + body
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(answer)).encode())]})
-    await send({"type": "http.response.body", "body": answer})
+    reply = f"{scope['method']} {scope['raw_path'].decode()} ".encode() + body
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(reply)).encode())]})
+    await send({"type": "http.response.body", "body": reply})
 
 
 @pytest.mark.parametrize("upgrade", [H2C, WEBSOCKET, H2C.lower()])

@@ -34,14 +34,14 @@ USAGE = event(choices=[], usage={"completion_tokens": 2})
 
 @asynccontextmanager
 async def answering(*parts: bytes) -> AsyncIterator[Target]:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         for part in parts:
             writer.write(part)
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(reply, "127.0.0.1", 0)
     async with server:
         yield Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
 
@@ -57,7 +57,7 @@ async def test_tokens_are_timed_however_they_arrive(split: Callable[[bytes], lis
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("reply", "sentence"),
     [
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nfull", "503: full"),
         (HEAD + chunk(TOKEN), "the connection was closed before the response ended"),
@@ -66,8 +66,8 @@ async def test_tokens_are_timed_however_they_arrive(split: Callable[[bytes], lis
         (b"nonsense\r\n\r\n", "the response is not HTTP"),
     ],
 )
-async def test_what_goes_wrong_is_said(answer: bytes, sentence: str) -> None:
-    async with answering(answer) as target:
+async def test_what_goes_wrong_is_said(reply: bytes, sentence: str) -> None:
+    async with answering(reply) as target:
         (timing,) = await run(target, [JOB])
     assert timing.error.startswith(sentence)
 

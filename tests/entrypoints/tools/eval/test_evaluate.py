@@ -17,12 +17,12 @@ class Oracle:
     def __init__(self, samples: int, seed: int) -> None:
         examples = [example for task in TASKS for example in make_examples(task, samples, seed)]
         self.answers = {str(example.messages): example.expected for example in examples}
-        self.active = self.most_active = 0
+        self.active = self.max_active = 0
 
     async def complete_chat(self, messages: Sequence[Message], max_tokens: int) -> str:
         assert max_tokens > 0
         self.active += 1
-        self.most_active = max(self.most_active, self.active)
+        self.max_active = max(self.max_active, self.active)
         await asyncio.sleep(0)
         self.active -= 1
         return self.answers[str(tuple(messages))]
@@ -44,7 +44,7 @@ async def test_right_answers() -> None:
     report = await evaluate(backend, samples=12, seed=2, concurrency=5)
     assert [score.name for score in report.tasks] == list(TASKS)
     assert all(score.rate == 1.0 and score.samples == 12 for score in report.tasks)
-    assert backend.most_active == 5
+    assert backend.max_active == 5
     assert sum(score.samples for score in report.recall_by_length) == 12
     assert report.failures() == []
     data = json.loads(json.dumps(report.to_json()))

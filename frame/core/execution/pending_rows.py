@@ -2,7 +2,7 @@
 them, still in flight, decides.
 
 The host plans such a step from the least lengths, as if that step accepted no draft;
-`UnsettledRows` adds the accepted tokens on the device. Used by the input batch and the model
+`PendingRows` adds the accepted tokens on the device. Used by the input batch and the model
 runner. Must not know a drafter, a request or a layer.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from frame.core.execution.unsettled_trees import trace_trees
+from frame.core.execution.pending_trees import trace_trees
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class UnsettledPlan:
+class PendingPlan:
     """The host's plan of one such step. `arrays`, int64, of which all but the first two are
     missing where all lengths are known:
 
-      unsettled.sources   [tokens of rows with drafts]; index of the token in the last-token table
-      unsettled.targets   [samples]; the same of the drafted token that a sample is compared with
-      unsettled.tokens    [tokens]; request slots
-      unsettled.kv_slots  [tokens, width + 1]; the KV slot after so many accepted tokens; those of
+      pending.sources   [tokens of rows with drafts]; index of the token in the last-token table
+      pending.targets   [samples]; the same of the drafted token that a sample is compared with
+      pending.tokens    [tokens]; request slots
+      pending.kv_slots  [tokens, width + 1]; the KV slot after so many accepted tokens; those of
                           each `window` group, by its name in `GroupInputs.windows`
-      unsettled.samples   [samples]; request slots
-      unsettled.keys      [sampling rows, n]; keys of the draws from the row's first sample on
-      unsettled.cells     [samples]; the cell of the sample's key in `keys`, if no token is accepted
-      unsettled.chosen    [samples, width + 1]; see `ChooseAccepted`, as above
+      pending.samples   [samples]; request slots
+      pending.keys      [sampling rows, n]; keys of the draws from the row's first sample on
+      pending.cells     [samples]; the cell of the sample's key in `keys`, if no token is accepted
+      pending.chosen    [samples, width + 1]; see `ChooseAccepted`, as above
 
     and of trees, of which only the device has the form:
 
-      unsettled.nodes     bool [sampling rows, most samples of a row]; whether the row has the node
-      unsettled.places    [samples]; the token that the sample is drawn from
+      pending.nodes     bool [sampling rows, most samples of a row]; whether the row has the node
+      pending.places    [samples]; the token that the sample is drawn from
     """
 
     width: int  # most tokens by which a row may be longer
@@ -54,10 +54,10 @@ class UnsettledPlan:
 
 def shorten_rows(batch: ScheduledBatch) -> ScheduledBatch:
     """The batch with the least lengths of its rows."""
-    return batch if batch.num_unsettled is None else msgspec.structs.replace(batch, num_computed=batch.num_computed - batch.num_unsettled)
+    return batch if batch.num_pending is None else msgspec.structs.replace(batch, num_computed=batch.num_computed - batch.num_pending)
 
 
-class UnsettledRows:
+class PendingRows:
     """The accepted tokens of the last step by request slot, on the device."""
 
     def __init__(self, table: DeviceTable, windows: Mapping[str, PageTable]) -> None:
@@ -74,9 +74,9 @@ class UnsettledRows:
         layout: BatchLayout,
         sampling: SamplingTable,
         choose_accepted: ChooseAccepted | None,
-    ) -> UnsettledPlan:
+    ) -> PendingPlan:
         """The plan of a batch of `shorten_rows`, whose pages the tables have. counts: its
-        `num_unsettled`."""
+        `num_pending`."""
         slots = batch.slots.astype(np.int64)
         width, arrays = int(counts.max(initial=0)), self._locate_drafts(batch, layout, slots)
         if width:
@@ -84,68 +84,68 @@ class UnsettledRows:
             positions = np.arange(layout.num_tokens) + np.repeat(batch.num_computed - layout.query_starts[:-1], batch.num_scheduled)
             reached = np.minimum(more[:, None], np.repeat(counts, batch.num_scheduled))
             for name, table in self._tables.items():
-                arrays[f"unsettled.{name}"] = np.stack([table.find_kv_slots(batch, tokens, positions + each) for each in reached], 1)
-            arrays["unsettled.tokens"] = tokens
+                arrays[f"pending.{name}"] = np.stack([table.find_kv_slots(batch, tokens, positions + each) for each in reached], 1)
+            arrays["pending.tokens"] = tokens
             if choose_accepted is not None and layout.drafts is not None:
                 samples = slots[layout.sample_rows]
                 found = [choose_accepted(samples, layout.sample_positions + each, layout.drafts.targets) for each in more]
-                arrays["unsettled.chosen"] = np.stack(found, 1)
+                arrays["pending.chosen"] = np.stack(found, 1)
         if self._table.tree_depth and layout.drafts is not None:
             arrays |= _plan_trees(layout, layout.drafts)
-        if width or "unsettled.nodes" in arrays:
+        if width or "pending.nodes" in arrays:
             arrays |= _plan_keys(layout, slots, sampling, width)
-        return UnsettledPlan(width, arrays)
+        return PendingPlan(width, arrays)
 
     def read_tokens(self, tensors: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         """The ids of the rows with drafts. out: int64 [tokens], those after the decodes."""
-        sources = tensors.get("unsettled.sources")
+        sources = tensors.get("pending.sources")
         if sources is not None:
             torch.index_select(self._table.last_token, 0, sources, out=out[: len(sources)])
 
-    def settle_tokens(self, tensors: dict[str, torch.Tensor], fields: Mapping[str, torch.Tensor]) -> None:
+    def resolve_tokens(self, tensors: dict[str, torch.Tensor], fields: Mapping[str, torch.Tensor]) -> None:
         """Add the accepted tokens to `positions`, `seq_lens`, `kv_slots` and those of the `window`
         groups, in place, and set what depends on the form of trees."""
-        if "unsettled.tokens" in tensors:
+        if "pending.tokens" in tensors:
             self._add_accepted(tensors, fields)
         else:
             self._clear_counts()  # the step before is committed
-        if "unsettled.nodes" in tensors:
-            self._settle_trees(tensors, fields)
+        if "pending.nodes" in tensors:
+            self._resolve_trees(tensors, fields)
 
     def _add_accepted(self, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, torch.Tensor]) -> None:
-        accepted = self._accepted.index_select(0, tensors["unsettled.tokens"])
+        accepted = self._accepted.index_select(0, tensors["pending.tokens"])
         count = len(accepted)
         fields["positions"][:count].add_(accepted)
         for name in self._tables:
-            torch.gather(tensors[f"unsettled.{name}"], 1, accepted.unsqueeze(1), out=fields[name][:count].unsqueeze(1))
+            torch.gather(tensors[f"pending.{name}"], 1, accepted.unsqueeze(1), out=fields[name][:count].unsqueeze(1))
         rows = fields["request_slots"]
         fields["seq_lens"].add_(self._accepted.index_select(0, rows))
 
-    def _settle_trees(self, tensors: dict[str, torch.Tensor], fields: Mapping[str, torch.Tensor]) -> None:
+    def _resolve_trees(self, tensors: dict[str, torch.Tensor], fields: Mapping[str, torch.Tensor]) -> None:
         """Make what `plan_verification` makes of trees that the host has."""
-        table, slots, exists = self._table, tensors["verify.slots"], tensors["unsettled.nodes"]
+        table, slots, exists = self._table, tensors["verify.slots"], tensors["pending.nodes"]
         parents, ids = (each.index_select(0, slots)[:, : exists.shape[1] - 1] for each in (table.parents, table.drafts))
         trees = trace_trees(parents, ids, exists, table.tree_depth)
         bits = trees.pop("bits").int()
         tensors |= {f"verify.{name}": tensor for name, tensor in trees.items()}
-        cells, places = tensors["verify.cells"], tensors["unsettled.places"]
+        cells, places = tensors["verify.cells"], tensors["pending.places"]
         shifts = torch.arange(exists.shape[1], device=cells.device).sub(trees["depths"]).view(-1).index_select(0, cells)
-        tensors["unsettled.shifts"] = shifts
+        tensors["pending.shifts"] = shifts
         fields["positions"].index_add_(0, places, shifts, alpha=-1)
         bits = tensors["verify.bits"].index_copy_(0, places, bits.view(-1).index_select(0, cells))
         if "tree_bits" in fields:  # of a decode graph
             fields["tree_bits"][: len(bits)].copy_(bits)
 
-    def settle_samples(self, plan: UnsettledPlan | None, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    def resolve_samples(self, plan: PendingPlan | None, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Replace what the sampler, the verification and the device drafter read of positions. ->
         the keys of the draws, int64 [samples]; None: those of the host hold. The step's tokens must
         be settled."""
         keys = None
         if plan is not None:
             if "verify.targets" in tensors:
-                tensors["verify.targets"] = self._table.last_token.index_select(0, tensors["unsettled.targets"])
-            if "unsettled.keys" in tensors:
-                keys = self._settle_samples(tensors)
+                tensors["verify.targets"] = self._table.last_token.index_select(0, tensors["pending.targets"])
+            if "pending.keys" in tensors:
+                keys = self._resolve_samples(tensors)
         self._clear_counts()
         return keys
 
@@ -159,15 +159,15 @@ class UnsettledRows:
         self._accepted.index_copy_(0, slots, counts - 1)
         self._is_used = True
 
-    def _settle_samples(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        accepted = self._accepted.index_select(0, tensors["unsettled.samples"])
-        cells, known = tensors["unsettled.cells"] + accepted, tensors["unsettled.keys"].view(-1)
+    def _resolve_samples(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        accepted = self._accepted.index_select(0, tensors["pending.samples"])
+        cells, known = tensors["pending.cells"] + accepted, tensors["pending.keys"].view(-1)
         keys = in_order = known.index_select(0, cells)  # in_order: of rounds, whose samples follow each other
-        if "unsettled.shifts" in tensors:
-            keys = known.index_select(0, cells - tensors["unsettled.shifts"])
+        if "pending.shifts" in tensors:
+            keys = known.index_select(0, cells - tensors["pending.shifts"])
             tensors["draft.places"] = tensors["draft.places"] + accepted
         if "verify.chosen" in tensors:
-            tensors["verify.chosen"] = tensors["unsettled.chosen"].gather(1, accepted.unsqueeze(1)).squeeze(1)
+            tensors["verify.chosen"] = tensors["pending.chosen"].gather(1, accepted.unsqueeze(1)).squeeze(1)
         for name in list(tensors):
             part, _, field = name.rpartition(".")
             if field == "positions" and f"{part}.slots" in tensors:  # of a logits processor or the drafter
@@ -192,7 +192,7 @@ class UnsettledRows:
         targets = np.where(drafts.targets < 0, len(table.last_token) - 1, cells)
         has_draft = np.repeat(batch.num_drafts[drafts.rows] > 0, drafts.num_samples)
         sources = np.where(drafts.offsets == 0, samples, cells - 1)[has_draft]
-        return {"unsettled.sources": sources, "unsettled.targets": targets}
+        return {"pending.sources": sources, "pending.targets": targets}
 
 
 def _plan_keys(layout: BatchLayout, slots: np.ndarray, sampling: SamplingTable, width: int) -> dict[str, np.ndarray]:
@@ -203,14 +203,14 @@ def _plan_keys(layout: BatchLayout, slots: np.ndarray, sampling: SamplingTable, 
     if drafts is not None:
         first, rows, offsets = drafts.first, np.repeat(np.arange(len(drafts.rows)), drafts.num_samples), drafts.offsets
     keys = sampling.plan_drafts(samples[first], layout.sample_positions[first], int(offsets.max(initial=0)) + 1 + width)["key"]
-    return {"unsettled.samples": samples, "unsettled.keys": keys, "unsettled.cells": rows * keys.shape[1] + offsets}
+    return {"pending.samples": samples, "pending.keys": keys, "pending.cells": rows * keys.shape[1] + offsets}
 
 
 def _plan_trees(layout: BatchLayout, drafts: DraftLayout) -> dict[str, np.ndarray]:
     """Also the arrays of the other plans of trees, as of tokens that are all in one branch."""
     return {
-        "unsettled.nodes": np.arange(int(drafts.num_samples.max(initial=1))) < drafts.num_samples[:, None],
-        "unsettled.places": layout.logits_indices[: len(layout.sample_rows)],
+        "pending.nodes": np.arange(int(drafts.num_samples.max(initial=1))) < drafts.num_samples[:, None],
+        "pending.places": layout.logits_indices[: len(layout.sample_rows)],
         "verify.bits": np.full(layout.num_tokens, -1, np.int32),
         "draft.places": layout.sample_positions - 1,
     }

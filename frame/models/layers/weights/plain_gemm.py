@@ -12,7 +12,7 @@ from frame.models.layers.packed import packed_linear
 from frame.models.layers.plain_matmul import PlainMatmul
 
 
-class PlainProduct:
+class PlainGemm:
     """The product with a weight [outputs, inputs], while it keeps its size and address."""
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -29,7 +29,7 @@ class PlainProduct:
         return self._matmul.multiply_gated(x, self.weight, bias)
 
 
-class PackedProduct:
+class PackedGemm:
     """The product with a weight in oneDNN's layout (`frame.models.layers.packed`)."""
 
     def __init__(self, packed: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ class PackedProduct:
         return packed_linear(x, self.packed, bias)
 
 
-class PlainGroupedProduct:
+class PlainGroupedGemm:
     """The products of rows sorted by expert with unquantized weights [experts, outputs, inputs]."""
 
     def __init__(self, weights: torch.Tensor) -> None:

@@ -15,26 +15,26 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.gemm_kernel import GemmChoice, choose_ranges, find_kernel_obstacle
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedProduct, Product
+    from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
     from frame.core.interfaces.weight_format import PackedWeight
 
     P = TypeVar("P")
 
 
-def build_product(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> Product:
+def build_gemm(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> Gemm:
     """The product with the weights of the layer `name`, which follow one another in the outputs.
     Raises ConfigurationError if the named kernel does not multiply one of them."""
     parts = [_join_ranges(_prepare(choices, weight, name, lambda kernel, weight: kernel.prepare(weight))) for weight in weights]
-    return parts[0] if len(parts) == 1 else PartedProduct(parts)
+    return parts[0] if len(parts) == 1 else PartedGemm(parts)
 
 
-def build_grouped(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> GroupedProduct:
+def build_grouped(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> GroupedGemm:
     """The grouped product with the experts of `name`. One kernel serves any number of rows."""
-    parts: list[GroupedProduct] = []
+    parts: list[GroupedGemm] = []
     for weight in weights:
         found = _prepare(choices, weight, name, lambda kernel, weight: kernel.prepare_experts(weight))
         parts.append(found[-1][1])
-    return parts[0] if len(parts) == 1 else PartedGroupedProduct(parts)
+    return parts[0] if len(parts) == 1 else PartedGroupedGemm(parts)
 
 
 def find_kernel(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> GemmChoice:
@@ -84,16 +84,16 @@ def _prepare(
     return found
 
 
-def _join_ranges(ranges: Sequence[tuple[int, Product]]) -> Product:
-    return ranges[0][1] if len(ranges) == 1 else RangedProduct(ranges)
+def _join_ranges(ranges: Sequence[tuple[int, Gemm]]) -> Gemm:
+    return ranges[0][1] if len(ranges) == 1 else RangedGemm(ranges)
 
 
 @dataclass(frozen=True, slots=True)
-class RangedProduct:
+class RangedGemm:
     """Several products with the same weight: the first whose number of rows is not exceeded (the
     last: 0) multiplies."""
 
-    ranges: Sequence[tuple[int, Product]]
+    ranges: Sequence[tuple[int, Gemm]]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -106,7 +106,7 @@ class RangedProduct:
         gated = getattr(self._select(x), "multiply_gated", None)
         return None if gated is None else gated(x, bias)  # type: ignore[no-any-return]
 
-    def _select(self, x: torch.Tensor) -> Product:
+    def _select(self, x: torch.Tensor) -> Gemm:
         count = x.shape[0] if x.dim() == 2 else x.numel() // max(1, x.shape[-1])
         for rows, product in self.ranges:
             if count <= rows:
@@ -115,10 +115,10 @@ class RangedProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class PartedProduct:
+class PartedGemm:
     """Products whose outputs follow one another."""
 
-    parts: Sequence[Product]
+    parts: Sequence[Gemm]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -130,10 +130,10 @@ class PartedProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class PartedGroupedProduct:
+class PartedGroupedGemm:
     """Grouped products whose outputs follow one another."""
 
-    parts: Sequence[GroupedProduct]
+    parts: Sequence[GroupedGemm]
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -47,11 +47,11 @@ def test_inputs_are_those_of_known_lengths(parents: np.ndarray | None) -> None:
     inputs.table.drafts[0, : len(DRAFT)] = torch.tensor(DRAFT)
     if parents is not None:
         inputs.table.parents[0, :2] = torch.from_numpy(parents)
-    inputs.unsettled.store_counts(torch.tensor([1, 0]), torch.tensor([1, 1 + len(DRAFT) - REJECTED]))
+    inputs.pending.store_counts(torch.tensor([1, 0]), torch.tensor([1, 1 + len(DRAFT) - REJECTED]))
     batch = msgspec.structs.replace(make_batch([]), token_ids=np.zeros(3, np.int32))
-    for unsettled, more in ((len(DRAFT), REJECTED), (0, 0)):  # then nothing is in flight, and no count of before is added
-        late = np.array([0, unsettled], np.int32)
-        found = inputs.prepare(msgspec.structs.replace(batch, num_computed=batch.num_computed + np.array([0, more]), num_unsettled=late))
+    for pending, more in ((len(DRAFT), REJECTED), (0, 0)):  # then nothing is in flight, and no count of before is added
+        late = np.array([0, pending], np.int32)
+        found = inputs.prepare(msgspec.structs.replace(batch, num_computed=batch.num_computed + np.array([0, more]), num_pending=late))
         assert found.batch.token_ids.tolist() == [7, 40, *DRAFT[:2]]
         for name in ("positions", "kv_slots", "seq_lens", "request_slots", "logits_indices"):
             assert torch.equal(getattr(found.batch, name), getattr(expected.batch, name)), name
@@ -61,9 +61,9 @@ def test_inputs_are_those_of_known_lengths(parents: np.ndarray | None) -> None:
         for name in names:
             one, other = found.tensors[name], expected.tensors[name]
             if name == "verify.paths":  # those of the rows' own nodes are read
-                one, other = (each[found.tensors["unsettled.nodes"]].int() for each in (one, other))
+                one, other = (each[found.tensors["pending.nodes"]].int() for each in (one, other))
             assert torch.equal(one, other), name
-        columns = found.tensors["draft.columns"] if unsettled else torch.zeros(2, dtype=torch.int64)
+        columns = found.tensors["draft.columns"] if pending else torch.zeros(2, dtype=torch.int64)
         for row, column in enumerate(columns.tolist()):  # from here on the keys of a row are those of its positions
             assert torch.equal(found.tensors["draft.key"][row, column : column + 3], expected.tensors["draft.key"][row, :3])
         assert found.batch.host.seq_lens.tolist() == expected.batch.host.seq_lens.tolist()

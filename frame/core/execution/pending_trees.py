@@ -1,7 +1,7 @@
 """Trees of drafted tokens that the device alone has: what `build_trees` computes on the host, from
 the parents in the device's table.
 
-Used by `UnsettledRows`. Nothing waits for the device. Must not know a drafter or a request.
+Used by `PendingRows`. Nothing waits for the device. Must not know a drafter or a request.
 """
 
 from __future__ import annotations
