@@ -11,8 +11,10 @@ know requests or replicas.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import ssl
+import sys
 import time
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
@@ -42,6 +44,9 @@ class InformationalError(ResponseHeadError):
 def open_client() -> httpx.AsyncClient:
     """A client that adds no headers of its own, and sends no cookie of one answer with another
     request. It waits for answers without a time limit."""
+    if importlib.util.find_spec("sniffio") is None:
+        # httpcore imports it at each request, and a failed import searches all of `sys.path`
+        sys.modules.setdefault("sniffio", None)  # type: ignore[arg-type]
     no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
     client = httpx.AsyncClient(transport=_Transport(), timeout=httpx.Timeout(None, connect=CONNECT), trust_env=False, cookies=no_cookies)
     for name in ("accept", "accept-encoding", "user-agent"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 import socket
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ async def route(settings: RouterSettings, listener: socket.socket, signals: Star
         serving = asyncio.create_task(server.serve([listener]))
         watching = asyncio.create_task(backends.watch())
         await server.listening.wait()
+        gc.collect()
+        gc.freeze()  # later collections, which hold the event loop, skip the objects of the start
         report(f"ready on http://{address(*listener.getsockname()[:2])}, {len(backends.healthy)} of {len(backends.all)} replicas healthy")
         await stop.wait()
         for each in server.servers:

@@ -4,6 +4,8 @@ dead one is used."""
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import sys
 from typing import Any
 
 import httpx
@@ -48,3 +50,34 @@ def test_a_request_asks_the_system_about_one_idle_connection(monkeypatch: pytest
         server.close()
 
     run(main)
+
+
+def test_a_request_searches_for_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """httpcore imports sniffio at each request; a failed import searches `sys.path`."""
+    searched = list[str]()
+
+    class Finder:  # of a place where it is not installed
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == "sniffio":
+                searched.append(name)
+                raise ModuleNotFoundError(name)
+
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(OK)
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+        monkeypatch.setitem(sys.modules, "sniffio", None)
+        del sys.modules["sniffio"]
+        async with open_client() as client:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+            for _ in range(2):
+                assert (await client.get(url)).text == "OK"
+        server.close()
+
+    run(main)
+    assert searched == []

@@ -22,7 +22,7 @@ SENTENCE = f"it sent more than {MAX_INFORMATIONAL} informational (1xx) responses
 
 
 @pytest.mark.parametrize(
-    ("reply", "status", "expected"),
+    ("response", "status", "expected"),
     [(START + b"a:\r\n" * 129 + b"\r\n", 502, "sent more than 128 headers to request mine"),
      (START + b"a:\r\n" * 129, 502, ""),  # and then the connection ends
      (START + b"a: " + b"b" * 65536 + b"\r\n\r\n", 502, "sent headers of more than 65536 bytes to request mine"),

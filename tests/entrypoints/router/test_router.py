@@ -246,7 +246,7 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 
 
 @pytest.mark.parametrize(
-    ("reply", "status", "expected"),
+    ("response", "status", "expected"),
     [(b"HTTP/1.1 600 X\r\ncontent-length: 0\r\n\r\n", 502, "sent status 600"),
      (b"HTTP/1.1 999 X\r\ncontent-length: 0\r\n\r\n", 502, "sent status 999"),
      (b"HTTP/1.1 200 OK\r\nx: a\x01b\r\ncontent-length: 0\r\n\r\n", 502, "a header with control characters"),
