@@ -104,7 +104,7 @@ def make_loop(path, backend, maximum, graph_tokens=0, chunk=512, dtype="bfloat16
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "chunk", "dtype"),
+    ("graph_tokens", "chunk", "dtype"),
     [(0, 512, "bfloat16"), (64, 512, "bfloat16"), (512, 512, "float32"), (0, 48, "float32"), (0, 48, "bfloat16")],
 )
 @pytest.mark.parametrize(("backend", "model"), CAPTURABLE)
@@ -146,7 +146,7 @@ def test_grammar_masks(filters, path_of):
         assert grammar is None or all(grammar.allows(token, place) for place, token in enumerate(tokens))
 
 
-@pytest.mark.parametrize("max_tokens", [0, 512])
+@pytest.mark.parametrize("graph_tokens", [0, 512])
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM"])
 def test_recurrent_layers(architecture, graph_tokens, tmp_path):
     """Chunks of prompts, mixed steps and decodes of layers with states."""
@@ -169,7 +169,7 @@ def test_selected_keys(architecture, tmp_path):
     captured.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("max_tokens", [0, 512])
+@pytest.mark.parametrize("graph_tokens", [0, 512])
 @pytest.mark.parametrize(("backend", "model"), CAPTURABLE)
 def test_prompts_after_a_cached_prefix(backend, model, graph_tokens, path_of):
     """Of up to 64 tokens they are decodes, of more they run in pieces."""
