@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 if torch.cuda.is_available():
     from frame import kernels
     from frame.kernels.linear.fp8_quantize import quantize_groups
-    from frame.kernels.moe import expert_prefill_fp8
+    from frame.kernels.moe import expert_prefill
     from frame.kernels.moe import grouped_gemm as products
     from frame.kernels.moe.align import align_tokens
     from frame.kernels.moe.expert_prefill_fp8 import ROWS, compute_down, compute_gate_up
@@ -76,7 +76,7 @@ def close(got: torch.Tensor, want: torch.Tensor, relative: float) -> None:
 def test_loads(load: str, top: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if load == "many tiles":
-        monkeypatch.setattr(expert_prefill_fp8, "count_tma_processors", lambda _: 5)
+        monkeypatch.setattr(expert_prefill, "count_tma_processors", lambda _: 5)
     ids = shared_out(LOADS[load], 1 if load == "one row" else top)
     check(torch.randn(len(ids), sizes[0], device=DEVICE).bfloat16(), ids, *draw(len(LOADS[load]), *sizes))
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.merge_kernel import merge_parts
-from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TAIL, TREE, attend_keys, cast_queries, load_rows
+from frame.attention_backends.triton.merge_kernel import merge_parts, store_part
+from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TAIL, TREE, attend_keys, load_queries, store_rows
 from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW
 
 SHARED_PART = tl.constexpr(1 << 16)  # counters hold own items in the low bits, shared items above
@@ -48,8 +48,7 @@ def arrive_own(arrival, own_count, shared_count, TILE_ROWS: tl.constexpr):
 
 @triton.jit
 def attend_item(
-    q1_pointer,
-    q2_pointer,
+    queries,  # pointers of (q1, q2)
     row,  # [M]
     query_at,  # [M] position of each query, for MASK >= CAUSAL
     query_bits,  # [M], for MASK == TREE
@@ -63,29 +62,13 @@ def attend_item(
     value_scale,
     table,
     kv_head,
-    k1_pointer,
-    k2_pointer,
-    v_pointer,
-    k_scales,
-    v_scales,
-    Q1_STRIDE: tl.constexpr,
-    Q1_HEAD: tl.constexpr,
-    Q2_STRIDE: tl.constexpr,
-    Q2_HEAD: tl.constexpr,
-    K1_STRIDE: tl.constexpr,
-    K1_HEAD: tl.constexpr,
-    K2_STRIDE: tl.constexpr,
-    K2_HEAD: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
+    keys,  # pointers of (k1, k2, v)
+    scales,  # of an int8 cache: pointers of those of keys and of values
+    STRIDES: tl.constexpr,  # of the rows of q1, q2, k1, k2 and v, and of a cache's scales
+    HEAD_STRIDES: tl.constexpr,  # of the heads of q1, q2, k1, k2 and v
     PAGE_SIZE: tl.constexpr,
-    WIDTH1: tl.constexpr,
-    WIDTH2: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK1: tl.constexpr,
-    BLOCK2: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
@@ -95,52 +78,13 @@ def attend_item(
     UPCAST: tl.constexpr,
 ):
     """One item's keys -> (normalised result of each lane, log2 of its sum of weights)."""
-    row = row.to(tl.int64)
-    q1 = load_rows(q1_pointer, row * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
-    q1 = cast_queries(q1, k1_pointer, UPCAST)
-    q2 = load_rows(q2_pointer, row * Q2_STRIDE + head * Q2_HEAD, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
-    q2 = cast_queries(q2, k1_pointer, UPCAST)
+    loaded = load_queries(queries, row.to(tl.int64), head, valid, keys[0], STRIDES, HEAD_STRIDES, WIDTHS, BLOCKS, UPCAST)
+    columns = kv_head * HEAD_STRIDES[2], kv_head * HEAD_STRIDES[3], kv_head * HEAD_STRIDES[4]
     row_max, row_sum, acc = attend_keys(
-        q1,
-        q2,
-        query_at,
-        query_bits,
-        row_max,
-        row_sum,
-        tl.zeros([LANES, BLOCK_VALUE], tl.float32),
-        begin,
-        end,
-        scale,
-        table,
-        0,
-        k1_pointer,
-        k2_pointer,
-        v_pointer,
-        kv_head * K1_HEAD,
-        kv_head * K2_HEAD,
-        kv_head * V_HEAD,
-        k_scales + kv_head,
-        v_scales + kv_head,
-        K1_STRIDE,
-        K2_STRIDE,
-        V_STRIDE,
-        SCALE_STRIDE,
-        PAGE_SIZE,
-        WIDTH1,
-        WIDTH2,
-        VALUE,
-        BLOCK1,
-        BLOCK2,
-        BLOCK_VALUE,
-        BLOCK_KEYS,
-        0,
-        SOFT_CAP,
-        VALUES_IN_KEYS,
-        MASK,
-        False,
-        WIDE,
-        UPCAST,
-    )
+        loaded, query_at, query_bits, (row_max, row_sum, tl.zeros([LANES, BLOCKS[2]], tl.float32)), begin, end,
+        scale, table, 0, keys, columns, (scales[0] + kv_head, scales[1] + kv_head), STRIDES[2:5], STRIDES[5], PAGE_SIZE,
+        WIDTHS, BLOCKS, BLOCK_KEYS, 0, SOFT_CAP, VALUES_IN_KEYS, MASK, False, WIDE, UPCAST,
+    )  # fmt: skip
     weight = row_max + tl.log2(row_sum)
     if MASK >= CAUSAL:
         row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # of a query that sees none of the keys; its weight is -inf
@@ -227,7 +171,13 @@ def decode_kernel(
     item = row_part + capacity * ROW + index * ITEM
     arrivals = row_part + capacity * ROW + max_items * ITEM
     own_lines = own_items * TOKENS * NUM_HEADS  # lines of own parts, token by token; those of shared prefixes come after them
-    columns = tl.arange(0, BLOCK_VALUE)
+    queries = q1_pointer, q2_pointer
+    keys = k1_pointer, k2_pointer, v_pointer
+    scales = k_scales, v_scales
+    STRIDES: tl.constexpr = (Q1_STRIDE, Q2_STRIDE, K1_STRIDE, K2_STRIDE, V_STRIDE, SCALE_STRIDE)
+    HEAD_STRIDES: tl.constexpr = (Q1_HEAD, Q2_HEAD, K1_HEAD, K2_HEAD, V_HEAD)
+    WIDTHS: tl.constexpr = (WIDTH1, WIDTH2, VALUE)
+    BLOCKS: tl.constexpr = (BLOCK1, BLOCK2, BLOCK_VALUE)
     num_items = tl.load(schedule)
     num_shared = tl.load(schedule + 1) if TILE_ROWS > 0 else 0
     which = tl.load(item)
@@ -245,56 +195,12 @@ def decode_kernel(
             row_max = tl.full([TILE_LANES], float("-inf"), tl.float32)
             row_sum = tl.zeros([TILE_LANES], tl.float32)
             out, weight = attend_item(
-                q1_pointer,
-                q2_pointer,
-                row,
-                row,
-                row,
-                head,
-                valid,
-                row_max,
-                row_sum,
-                begin,
-                end,
-                scale,
-                value_scale,
-                page_table + slot * table_stride,
-                kv_head,
-                k1_pointer,
-                k2_pointer,
-                v_pointer,
-                k_scales,
-                v_scales,
-                Q1_STRIDE,
-                Q1_HEAD,
-                Q2_STRIDE,
-                Q2_HEAD,
-                K1_STRIDE,
-                K1_HEAD,
-                K2_STRIDE,
-                K2_HEAD,
-                V_STRIDE,
-                V_HEAD,
-                SCALE_STRIDE,
-                PAGE_SIZE,
-                WIDTH1,
-                WIDTH2,
-                VALUE,
-                BLOCK1,
-                BLOCK2,
-                BLOCK_VALUE,
-                TILE_KEYS,
-                SOFT_CAP,
-                VALUES_IN_KEYS,
-                TILE_LANES,
-                TAIL,
-                WIDE,
-                UPCAST,
-            )
+                queries, row, row, row, head, valid, row_max, row_sum, begin, end, scale, value_scale,
+                page_table + slot * table_stride, kv_head, keys, scales, STRIDES, HEAD_STRIDES, PAGE_SIZE, WIDTHS, BLOCKS,
+                TILE_KEYS, SOFT_CAP, VALUES_IN_KEYS, TILE_LANES, TAIL, WIDE, UPCAST,
+            )  # fmt: skip
             line = own_lines + ((index * TILE_ROWS + in_tile) * NUM_HEADS + head).to(tl.int64)
-            mask = valid[:, None] & (columns < VALUE)[None, :]
-            tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], out, mask=mask)
-            tl.store(weights_pointer + line, weight, mask=valid)
+            store_part(parts_pointer, weights_pointer, line, out, weight, valid, VALUE)
             if MERGE_IN_KERNEL:
                 arrive_shared(arrivals + row * tl.num_programs(0) + tl.program_id(0), valid & (lane % HEADS == 0))
     elif index < num_items:
@@ -331,60 +237,15 @@ def decode_kernel(
                 row_max = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
                 row_sum = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
         out, weight = attend_item(
-            q1_pointer,
-            q2_pointer,
-            row,
-            query_at,
-            bits,
-            head,
-            valid,
-            row_max,
-            row_sum,
-            begin,
-            end,
-            scale,
-            value_scale,
-            page_table + slot * table_stride,
-            kv_head,
-            k1_pointer,
-            k2_pointer,
-            v_pointer,
-            k_scales,
-            v_scales,
-            Q1_STRIDE,
-            Q1_HEAD,
-            Q2_STRIDE,
-            Q2_HEAD,
-            K1_STRIDE,
-            K1_HEAD,
-            K2_STRIDE,
-            K2_HEAD,
-            V_STRIDE,
-            V_HEAD,
-            SCALE_STRIDE,
-            PAGE_SIZE,
-            WIDTH1,
-            WIDTH2,
-            VALUE,
-            BLOCK1,
-            BLOCK2,
-            BLOCK_VALUE,
-            BLOCK_KEYS,
-            SOFT_CAP,
-            VALUES_IN_KEYS,
-            BLOCK_QUERIES,
-            TREE if TREES else CAUSAL if TOKENS > 1 else TAIL,
-            WIDE,
-            UPCAST,
-        )
-        mask = valid[:, None] & (columns < VALUE)[None, :]
+            queries, row, query_at, bits, head, valid, row_max, row_sum, begin, end, scale, value_scale,
+            page_table + slot * table_stride, kv_head, keys, scales, STRIDES, HEAD_STRIDES, PAGE_SIZE, WIDTHS, BLOCKS,
+            BLOCK_KEYS, SOFT_CAP, VALUES_IN_KEYS, BLOCK_QUERIES, TREE if TREES else CAUSAL if TOKENS > 1 else TAIL, WIDE, UPCAST,
+        )  # fmt: skip
         if own_count + shared_count == 1:
-            places = (row.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
-            tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=mask)
+            store_rows(out_pointer, row.to(tl.int64), head, out, valid, OUT_STRIDE, OUT_HEAD, VALUE)
         else:
             line = (first_line * NUM_HEADS + head).to(tl.int64)
-            tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], out, mask=mask)
-            tl.store(weights_pointer + line, weight, mask=valid)
+            store_part(parts_pointer, weights_pointer, line, out, weight, valid, VALUE)
             if MERGE_IN_KERNEL:
                 few = tl.arange(0, MERGE_LANES)
                 none = tl.zeros([MERGE_LANES], tl.int32)
@@ -401,23 +262,7 @@ def decode_kernel(
                 arrival = arrivals + which * tl.num_programs(0) + tl.program_id(0)
                 if arrive_own(arrival, own_count, shared_count, TILE_ROWS):
                     merge_parts(
-                        parts_pointer,
-                        weights_pointer,
-                        out_pointer,
-                        own_few,
-                        none + own_count,
-                        none + shared_first,
-                        none + shared_count,
-                        none + within,
-                        own_lines,
-                        row_few,
-                        head_few,
-                        valid_few,
-                        NUM_HEADS,
-                        VALUE,
-                        BLOCK_VALUE,
-                        TILE_ROWS,
-                        OUT_STRIDE,
-                        OUT_HEAD,
-                        MERGE_LANES,
-                    )
+                        parts_pointer, weights_pointer, out_pointer, own_few, none + own_count, none + shared_first,
+                        none + shared_count, none + within, own_lines, row_few, head_few, valid_few,
+                        NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS, OUT_STRIDE, OUT_HEAD, MERGE_LANES,
+                    )  # fmt: skip

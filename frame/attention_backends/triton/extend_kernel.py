@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TREE, attend_causal, cast_queries, load_rows
+from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TREE, attend_causal, load_queries, store_rows
 
 
 @triton.jit(do_not_specialize=["num_tiles", "first_row", "table_stride"])
@@ -109,17 +109,19 @@ def extend_kernel(
     head = kv_head * GROUP + in_group
     token = (token_start + query).to(tl.int64)
 
-    q1 = load_rows(q1_pointer, token * Q1_STRIDE + head * Q1_HEAD, 1, tl.arange(0, BLOCK1), WIDTH1, valid, True, UPCAST)
-    q1 = cast_queries(q1, k1_pointer, UPCAST)
-    q2 = load_rows(q2_pointer, token * Q2_STRIDE + head * Q2_HEAD, 1, tl.arange(0, BLOCK2), WIDTH2, valid, True, UPCAST)
-    q2 = cast_queries(q2, k1_pointer, UPCAST)
+    STRIDES: tl.constexpr = (Q1_STRIDE, Q2_STRIDE)
+    HEAD_STRIDES: tl.constexpr = (Q1_HEAD, Q2_HEAD)
+    WIDTHS: tl.constexpr = (WIDTH1, WIDTH2, VALUE)
+    BLOCKS: tl.constexpr = (BLOCK1, BLOCK2, BLOCK_VALUE)
+    MASK: tl.constexpr = TREE if TREES else CAUSAL
+    queries = load_queries((q1_pointer, q2_pointer), token, head, valid, k1_pointer, STRIDES, HEAD_STRIDES, WIDTHS, BLOCKS, UPCAST)
     if HAS_SINKS:  # a sink is one more logit, without a value
         row_max = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
         row_sum = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
     else:
         row_max = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_QUERIES], tl.float32)
-    acc = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
+    state = row_max, row_sum, tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
 
     end = tl.minimum(seq_len, prefix + first_query + per_tile)
     window_start = 0
@@ -137,48 +139,12 @@ def extend_kernel(
         stop = prefix if HAS_RAGGED else end
         first = window_start // BLOCK_KEYS * BLOCK_KEYS
         whole = tl.minimum(stop, seen) // BLOCK_KEYS * BLOCK_KEYS if WINDOW == 0 else first
-        row_max, row_sum, acc = attend_causal(
-            q1,
-            q2,
-            prefix + query,
-            bits,
-            row_max,
-            row_sum,
-            acc,
-            first,
-            whole,
-            stop,
-            scale,
-            table,
-            0,
-            k1_pointer,
-            k2_pointer,
-            v_pointer,
-            kv_head * K1_HEAD,
-            kv_head * K2_HEAD,
-            kv_head * V_HEAD,
-            k_scales + kv_head,
-            v_scales + kv_head,
-            K1_STRIDE,
-            K2_STRIDE,
-            V_STRIDE,
-            SCALE_STRIDE,
-            PAGE_SIZE,
-            WIDTH1,
-            WIDTH2,
-            VALUE,
-            BLOCK1,
-            BLOCK2,
-            BLOCK_VALUE,
-            BLOCK_KEYS,
-            WINDOW,
-            SOFT_CAP,
-            VALUES_IN_KEYS,
-            TREE if TREES else CAUSAL,
-            False,
-            WIDE,
-            UPCAST,
-        )
+        state = attend_causal(
+            queries, prefix + query, bits, state, first, whole, stop, scale, table, 0, (k1_pointer, k2_pointer, v_pointer),
+            (kv_head * K1_HEAD, kv_head * K2_HEAD, kv_head * V_HEAD), (k_scales + kv_head, v_scales + kv_head),
+            (K1_STRIDE, K2_STRIDE, V_STRIDE), SCALE_STRIDE, PAGE_SIZE, WIDTHS, BLOCKS, BLOCK_KEYS,
+            WINDOW, SOFT_CAP, VALUES_IN_KEYS, MASK, False, WIDE, UPCAST,
+        )  # fmt: skip
         begin = prefix
     if HAS_RAGGED:
         start = tl.load(key_starts + extend) if RAGGED_HAS_ALL else token_start - prefix
@@ -186,49 +152,12 @@ def extend_kernel(
             begin = prefix
         first = begin + tl.maximum(0, window_start - begin) // BLOCK_KEYS * BLOCK_KEYS
         whole = begin + (tl.minimum(end, seen) - begin) // BLOCK_KEYS * BLOCK_KEYS if WINDOW == 0 else first
-        row_max, row_sum, acc = attend_causal(
-            q1,
-            q2,
-            prefix + query,
-            bits,
-            row_max,
-            row_sum,
-            acc,
-            first,
-            whole,
-            end,
-            scale,
-            table,
-            start,
-            ragged1,
-            ragged2,
-            ragged_v,
-            kv_head * RAGGED1_HEAD,
-            kv_head * RAGGED2_HEAD,
-            kv_head * RAGGED_V_HEAD,
-            k_scales,
-            v_scales,
-            RAGGED1_STRIDE,
-            RAGGED2_STRIDE,
-            RAGGED_V_STRIDE,
-            0,
-            0,
-            WIDTH1,
-            WIDTH2,
-            VALUE,
-            BLOCK1,
-            BLOCK2,
-            BLOCK_VALUE,
-            BLOCK_KEYS,
-            WINDOW,
-            SOFT_CAP,
-            VALUES_IN_KEYS,
-            TREE if TREES else CAUSAL,
-            USE_TMA,
-            WIDE,
-            UPCAST,
-        )
-    columns = tl.arange(0, BLOCK_VALUE)
+        state = attend_causal(
+            queries, prefix + query, bits, state, first, whole, end, scale, table, start, (ragged1, ragged2, ragged_v),
+            (kv_head * RAGGED1_HEAD, kv_head * RAGGED2_HEAD, kv_head * RAGGED_V_HEAD), (k_scales, v_scales),
+            (RAGGED1_STRIDE, RAGGED2_STRIDE, RAGGED_V_STRIDE), 0, 0, WIDTHS, BLOCKS, BLOCK_KEYS,
+            WINDOW, SOFT_CAP, VALUES_IN_KEYS, MASK, USE_TMA, WIDE, UPCAST,
+        )  # fmt: skip
+    _, row_sum, acc = state
     out = acc * (value_scale / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
-    places = (token * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
-    tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])
+    store_rows(out_pointer, token, head, out, valid, OUT_STRIDE, OUT_HEAD, VALUE)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,misc"
 """Merges the partial results of split-KV decode: out = sum_i 2^w[i] * part[i] / sum_i 2^w[i].
 
 Called by the last program of a row (`decode_kernel`), or as its own kernel. Depends on no keys.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from frame.attention_backends.triton.online_softmax import store_rows
 from frame.attention_backends.triton.split_schedule import HEADER, ROW
 
 
@@ -55,12 +56,21 @@ def load_part(
 
 
 @triton.jit
-def merge_softmax(row_max, row_sum, acc, other_max, other_sum, other_acc):
+def merge_softmax(one, other):
     """Merge two running softmaxes (maximum, sum, weighted values)."""
-    new_max = tl.maximum(row_max, other_max)
+    new_max = tl.maximum(one[0], other[0])
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale, other_rescale = tl.exp2(row_max - base), tl.exp2(other_max - base)
-    return new_max, row_sum * rescale + other_sum * other_rescale, acc * rescale[:, None] + other_acc * other_rescale[:, None]
+    rescale, other_rescale = tl.exp2(one[0] - base), tl.exp2(other[0] - base)
+    return new_max, one[1] * rescale + other[1] * other_rescale, one[2] * rescale[:, None] + other[2] * other_rescale[:, None]
+
+
+@triton.jit
+def store_part(parts_pointer, weights_pointer, line, value, weight, valid, VALUE: tl.constexpr):
+    """Store partial results [N, value], and log2 of their sums of weights [N], to lines [N]."""
+    columns = tl.arange(0, value.shape[1])
+    mask = valid[:, None] & (columns < VALUE)[None, :]
+    tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], value, mask=mask)
+    tl.store(weights_pointer + line, weight, mask=valid)
 
 
 @triton.jit
@@ -91,30 +101,19 @@ def merge_parts(
     row_sum = tl.zeros([LANES], tl.float32)
     acc = tl.zeros([LANES, BLOCK_VALUE], tl.float32)
     for part in range(0, tl.max(tl.where(valid, own_count + shared_count, 0), 0), 4):
-        max0, sum0, acc0 = load_part(
-            parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part,
-            own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
-        )  # fmt: skip
-        max1, sum1, acc1 = load_part(
-            parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + 1,
-            own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
-        )  # fmt: skip
-        max2, sum2, acc2 = load_part(
-            parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + 2,
-            own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
-        )  # fmt: skip
-        max3, sum3, acc3 = load_part(
-            parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + 3,
-            own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
-        )  # fmt: skip
-        max0, sum0, acc0 = merge_softmax(max0, sum0, acc0, max1, sum1, acc1)
-        max2, sum2, acc2 = merge_softmax(max2, sum2, acc2, max3, sum3, acc3)
-        max0, sum0, acc0 = merge_softmax(max0, sum0, acc0, max2, sum2, acc2)
-        row_max, row_sum, acc = merge_softmax(row_max, row_sum, acc, max0, sum0, acc0)
-    columns = tl.arange(0, BLOCK_VALUE)
+        loaded = ()
+        for ahead in tl.static_range(4):
+            loaded += (
+                load_part(
+                    parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + ahead,
+                    own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
+                ),
+            )  # fmt: skip
+        left = merge_softmax(loaded[0], loaded[1])
+        right = merge_softmax(loaded[2], loaded[3])
+        row_max, row_sum, acc = merge_softmax((row_max, row_sum, acc), merge_softmax(left, right))
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    places = (row.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD)[:, None] + columns[None, :]
-    tl.store(out_pointer + places, out.to(out_pointer.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])
+    store_rows(out_pointer, row.to(tl.int64), head, out, valid, OUT_STRIDE, OUT_HEAD, VALUE)
 
 
 @triton.jit(do_not_specialize=["own_items"])
@@ -145,23 +144,6 @@ def merge_kernel(
     shared_count = tl.load(info + 3)
     if tl.max(own_count + shared_count, 0) > 1:
         merge_parts(
-            parts_pointer,
-            weights_pointer,
-            out_pointer,
-            tl.load(info),
-            own_count,
-            tl.load(info + 2),
-            shared_count,
-            tl.load(info + 4),
-            own_items * NUM_HEADS,
-            row,
-            head,
-            head < NUM_HEADS,
-            NUM_HEADS,
-            VALUE,
-            BLOCK_VALUE,
-            TILE_ROWS,
-            OUT_STRIDE,
-            OUT_HEAD,
-            HEADS,
-        )
+            parts_pointer, weights_pointer, out_pointer, tl.load(info), own_count, tl.load(info + 2), shared_count, tl.load(info + 4),
+            own_items * NUM_HEADS, row, head, head < NUM_HEADS, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS, OUT_STRIDE, OUT_HEAD, HEADS,
+        )  # fmt: skip

@@ -2,9 +2,9 @@
 """The inner loop of all kernels: one tile of queries against a run of keys, with an online softmax
 in base 2 (FlashAttention-2, arXiv 2307.08691).
 
-Keys are paged or contiguous. Queries and keys may come in two parts (latent and rotated, or a width
-that is no power of two), so that no part is padded to twice its size. Depends neither on rows nor
-on splits.
+Keys are paged or contiguous. Queries and keys may come in two pieces (latent and rotated, or a
+width that is no power of two), so that no piece is padded to twice its size. Depends neither on
+rows nor on splits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
-# float32 products: three TF32 products on the tensor cores, of split operands that keep all but the
-# last bits (arXiv 2203.03341). Exact products on the CUDA cores unroll to code that compiles for
+# float32 matmuls: three TF32 matmuls on the tensor cores, of split operands that keep all but the
+# last bits (arXiv 2203.03341). Exact matmuls on the CUDA cores unroll to code that compiles for
 # minutes with a wide tile.
 PRECISION = tl.constexpr("tf32x3")
 # The weights of int8 values are multiplied by it besides the scale, so that float16 represents
@@ -53,20 +53,41 @@ def cast_queries(queries, keys_pointer, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def widen(codes, dtype: tl.constexpr, UPCAST: tl.constexpr):
+def load_queries(
+    pointers, row, head, valid, keys_pointer,
+    STRIDES: tl.constexpr, HEAD_STRIDES: tl.constexpr, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """(q1, q2): both pieces of the queries of heads `head` of rows `row` (int64), both [M]."""
+    places = row * STRIDES[0] + head * HEAD_STRIDES[0]
+    q1 = cast_queries(load_rows(pointers[0], places, 1, tl.arange(0, BLOCKS[0]), WIDTHS[0], valid, True, UPCAST), keys_pointer, UPCAST)
+    places = row * STRIDES[1] + head * HEAD_STRIDES[1]
+    q2 = cast_queries(load_rows(pointers[1], places, 1, tl.arange(0, BLOCKS[1]), WIDTHS[1], valid, True, UPCAST), keys_pointer, UPCAST)
+    return q1, q2
+
+
+@triton.jit
+def store_rows(pointer, row, head, values, valid, STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, WIDTH: tl.constexpr):
+    """Store values [M, columns] as the results of heads `head` of rows `row` (int64), both [M]."""
+    columns = tl.arange(0, values.shape[1])
+    places = (row * STRIDE + head * HEAD_STRIDE)[:, None] + columns[None, :]
+    tl.store(pointer + places, values.to(pointer.dtype.element_ty), mask=valid[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def widen(numbers, dtype: tl.constexpr, UPCAST: tl.constexpr):
     """fp8 or int8 numbers in `dtype`.
 
-    Triton moves a plain conversion behind the load of a product's operand. A transposed operand of
+    Triton moves a plain conversion behind the load of a matmul's operand. A transposed operand of
     8 bits is then loaded byte by byte, which takes half of the instructions of a decode. It does
     not move inline assembly, so the operand has 16 bits.
     """
-    if UPCAST or dtype != tl.float16 or codes.dtype.primitive_bitwidth != 8:
-        return codes.to(dtype)
-    elif codes.dtype.is_fp8():
+    if UPCAST or dtype != tl.float16 or numbers.dtype.primitive_bitwidth != 8:
+        return numbers.to(dtype)
+    elif numbers.dtype.is_fp8():
         return tl.inline_asm_elementwise(
             "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
             "=r,=r,r",
-            [codes.to(tl.uint8, bitcast=True)],
+            [numbers.to(tl.uint8, bitcast=True)],
             dtype=tl.float16,
             is_pure=False,
             pack=4,
@@ -76,7 +97,7 @@ def widen(codes, dtype: tl.constexpr, UPCAST: tl.constexpr):
             "{.reg .b32 a, c; xor.b32 a, $2, 0x80808080; mov.b32 c, 0x64806480; prmt.b32 $0, a, 0x64646464, 0x4140;"
             " prmt.b32 $1, a, 0x64646464, 0x4342; sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c;}",
             "=r,=r,r",
-            [codes],
+            [numbers],
             dtype=tl.float16,
             is_pure=False,
             pack=4,
@@ -92,18 +113,19 @@ def load_keys(
     STRIDE: tl.constexpr,
     columns,
     WIDTH: tl.constexpr,
+    dtype: tl.constexpr,
     USE_TMA: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """[keys, columns] of keys or values, from `column` on: a box of consecutive rows from `row` on,
-    or rows at any slots."""
+    """[keys, columns] of keys or values in `dtype`, from `column` on: a box of consecutive rows
+    from `row` on, or rows at any slots."""
     if USE_TMA:
         tile = source.load([row, column])
         if UPCAST:
             tile = tile.to(tl.float32)
-        return tile
     else:
-        return load_rows(source + column, places, STRIDE, columns, WIDTH, None, False, UPCAST)
+        tile = load_rows(source + column, places, STRIDE, columns, WIDTH, None, False, UPCAST)
+    return widen(tile, dtype, UPCAST)
 
 
 @triton.jit
@@ -114,43 +136,29 @@ def apply_soft_cap(scores, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def attend_keys(
-    q1,
-    q2,
+    queries,  # (q1, q2)
     query_at,  # [M] position of each query, for MASK >= CAUSAL
     query_bits,  # [M] `TreeMask.bits` of each query, for MASK == TREE
-    row_max,
-    row_sum,
-    acc,
+    state,  # (row_max [M], row_sum [M], acc [M, values])
     first,  # the keys first … end - 1
     end,
     scale,  # > 0
     table,  # this row's entries of the page table
     key_start,  # slot of key 0, if keys are contiguous
-    k1,
-    k2,
-    v,
-    k1_column,
-    k2_column,
-    v_column,
-    k_scales,  # of the keys' head, if SCALE_STRIDE > 0
-    v_scales,
-    K1_STRIDE: tl.constexpr,
-    K2_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
+    sources,  # (k1, k2, v)
+    first_columns,  # of the key head, in each of `sources`
+    scales,  # (k_scales, v_scales) of the key head, if SCALE_STRIDE > 0
+    STRIDES: tl.constexpr,  # of `sources`
     SCALE_STRIDE: tl.constexpr,  # of the slots of an int8 cache's scales; 0: no scales
     PAGE_SIZE: tl.constexpr,  # 0: contiguous keys
-    WIDTH1: tl.constexpr,
-    WIDTH2: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK1: tl.constexpr,
-    BLOCK2: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
+    WIDTHS: tl.constexpr,  # of `sources`
+    BLOCKS: tl.constexpr,  # WIDTHS, padded to powers of two
     BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    VALUES_IN_KEYS: tl.constexpr,  # the values are the first part of the keys
+    VALUES_IN_KEYS: tl.constexpr,  # the values are the first piece of the keys
     MASK: tl.constexpr,  # NONE, TAIL, CAUSAL or TREE
-    USE_TMA: tl.constexpr,  # contiguous keys, with k1, k2 and v as descriptors; otherwise pointers
+    USE_TMA: tl.constexpr,  # contiguous keys, with `sources` as descriptors; otherwise pointers
     WIDE: tl.constexpr,  # element offsets exceed int32
     UPCAST: tl.constexpr,
 ):
@@ -160,12 +168,14 @@ def attend_keys(
         m' = max(m, rowmax(s)); p = exp2(s - m'); l = l * exp2(m - m') + rowsum(p)
         acc = acc * exp2(m - m') + p @ v
 
-    Returns (row_max m, row_sum l, acc) with s in units of log2.
+    Returns the state (row_max m, row_sum l, acc) with s in units of log2.
     """
+    q1, q2 = queries
+    row_max, row_sum, acc = state
     steps = tl.arange(0, BLOCK_KEYS)
-    columns1 = tl.arange(0, BLOCK1)
-    columns2 = tl.arange(0, BLOCK2)
-    value_columns = tl.arange(0, BLOCK_VALUE)
+    columns1 = tl.arange(0, BLOCKS[0])
+    columns2 = tl.arange(0, BLOCKS[1])
+    value_columns = tl.arange(0, BLOCKS[2])
     final = tl.maximum(end - 1, 0)
     if PAGE_SIZE > 0:  # loaded one step ahead, so that key loads do not wait for their page number
         page = tl.load(table + tl.minimum(first + steps, final) // PAGE_SIZE)
@@ -182,13 +192,13 @@ def attend_keys(
         if WIDE:
             places = places.to(tl.int64)
         row = key_start + start
-        keys1 = widen(load_keys(k1, k1_column, row, places, K1_STRIDE, columns1, WIDTH1, USE_TMA, UPCAST), q1.dtype, UPCAST)
+        keys1 = load_keys(sources[0], first_columns[0], row, places, STRIDES[0], columns1, WIDTHS[0], q1.dtype, USE_TMA, UPCAST)
         scores = tl.dot(q1, tl.trans(keys1), input_precision=PRECISION)
-        if WIDTH2 > 0:
-            keys2 = widen(load_keys(k2, k2_column, row, places, K2_STRIDE, columns2, WIDTH2, USE_TMA, UPCAST), q1.dtype, UPCAST)
+        if WIDTHS[1] > 0:
+            keys2 = load_keys(sources[1], first_columns[1], row, places, STRIDES[1], columns2, WIDTHS[1], q1.dtype, USE_TMA, UPCAST)
             scores = tl.dot(q2, tl.trans(keys2), scores, input_precision=PRECISION)
         if SCALE_STRIDE > 0:
-            k_factor = tl.load(k_scales + places * SCALE_STRIDE).to(tl.float32)
+            k_factor = tl.load(scales[0] + places * SCALE_STRIDE).to(tl.float32)
             scores *= k_factor[None, :]
         if SOFT_CAP > 0:
             scores = apply_soft_cap(scores * scale, SOFT_CAP)
@@ -216,11 +226,11 @@ def attend_keys(
         if VALUES_IN_KEYS:
             values = keys1
         else:
-            values = widen(load_keys(v, v_column, row, places, V_STRIDE, value_columns, VALUE, USE_TMA, UPCAST), q1.dtype, UPCAST)
+            values = load_keys(sources[2], first_columns[2], row, places, STRIDES[2], value_columns, WIDTHS[2], q1.dtype, USE_TMA, UPCAST)
             if USE_TMA and MASK != NONE:  # a box may include another row's values, which may not be finite
                 values = tl.where((keys < end)[:, None], values, 0.0)
         if SCALE_STRIDE > 0:
-            v_factor = k_factor if VALUES_IN_KEYS else tl.load(v_scales + places * SCALE_STRIDE).to(tl.float32)
+            v_factor = k_factor if VALUES_IN_KEYS else tl.load(scales[1] + places * SCALE_STRIDE).to(tl.float32)
             weights *= v_factor[None, :] * VALUE_UNIT
         acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
@@ -229,129 +239,20 @@ def attend_keys(
 
 @triton.jit
 def attend_causal(
-    q1,
-    q2,
-    query_at,
-    query_bits,
-    row_max,
-    row_sum,
-    acc,
-    first,
-    whole,
-    end,
-    scale,
-    table,
-    key_start,
-    k1,
-    k2,
-    v,
-    k1_column,
-    k2_column,
-    v_column,
-    k_scales,
-    v_scales,
-    K1_STRIDE: tl.constexpr,
-    K2_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WIDTH1: tl.constexpr,
-    WIDTH2: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK1: tl.constexpr,
-    BLOCK2: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    VALUES_IN_KEYS: tl.constexpr,
+    queries, query_at, query_bits, state,
+    first, whole, end,
+    scale, table, key_start, sources, first_columns, scales,
+    STRIDES: tl.constexpr, SCALE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
     MASK: tl.constexpr,  # CAUSAL or TREE
-    USE_TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """`attend_keys` in two parts: keys first … whole - 1, in whole blocks, are visible to all
-    queries and need no mask; the rest is masked."""
-    row_max, row_sum, acc = attend_keys(
-        q1,
-        q2,
-        query_at,
-        query_bits,
-        row_max,
-        row_sum,
-        acc,
-        first,
-        whole,
-        scale,
-        table,
-        key_start,
-        k1,
-        k2,
-        v,
-        k1_column,
-        k2_column,
-        v_column,
-        k_scales,
-        v_scales,
-        K1_STRIDE,
-        K2_STRIDE,
-        V_STRIDE,
-        SCALE_STRIDE,
-        PAGE_SIZE,
-        WIDTH1,
-        WIDTH2,
-        VALUE,
-        BLOCK1,
-        BLOCK2,
-        BLOCK_VALUE,
-        BLOCK_KEYS,
-        WINDOW,
-        SOFT_CAP,
-        VALUES_IN_KEYS,
-        NONE,
-        USE_TMA,
-        WIDE,
-        UPCAST,
-    )
-    row_max, row_sum, acc = attend_keys(
-        q1,
-        q2,
-        query_at,
-        query_bits,
-        row_max,
-        row_sum,
-        acc,
-        whole,
-        end,
-        scale,
-        table,
-        key_start,
-        k1,
-        k2,
-        v,
-        k1_column,
-        k2_column,
-        v_column,
-        k_scales,
-        v_scales,
-        K1_STRIDE,
-        K2_STRIDE,
-        V_STRIDE,
-        SCALE_STRIDE,
-        PAGE_SIZE,
-        WIDTH1,
-        WIDTH2,
-        VALUE,
-        BLOCK1,
-        BLOCK2,
-        BLOCK_VALUE,
-        BLOCK_KEYS,
-        WINDOW,
-        SOFT_CAP,
-        VALUES_IN_KEYS,
-        MASK,
-        USE_TMA,
-        WIDE,
-        UPCAST,
-    )
-    return row_max, row_sum, acc
+    USE_TMA: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """`attend_keys` twice: keys first … whole - 1, in whole blocks, are visible to all queries and
+    need no mask; the rest is masked."""
+    for masked in tl.static_range(2):
+        state = attend_keys(
+            queries, query_at, query_bits, state, whole if masked else first, end if masked else whole,
+            scale, table, key_start, sources, first_columns, scales, STRIDES, SCALE_STRIDE, PAGE_SIZE, WIDTHS, BLOCKS, BLOCK_KEYS,
+            WINDOW, SOFT_CAP, VALUES_IN_KEYS, MASK if masked else NONE, USE_TMA, WIDE, UPCAST,
+        )  # fmt: skip
+    return state

@@ -46,10 +46,10 @@ def compute_gate_up(x: torch.Tensor, weight: torch.Tensor, pairs: int, top: int,
     inner, inputs = weight.shape[1] // 2, weight.shape[2]
     act = x.new_empty((len(order.pairs), inner))
     across = inner // (_OUTPUTS // 2)
-    boxes = _boxes(weight, _OUTPUTS // 2, _INPUTS), _boxes(act, 64, _OUTPUTS // 2)
+    boxes = make_boxes(weight, _OUTPUTS // 2, _INPUTS), make_boxes(act, 64, _OUTPUTS // 2)
     tensors = (x, *boxes, order.pairs, order.experts, order.used, order.counts)
     launch = _prepared_gate_up(top, x.dtype, x.device)
-    launch(_grid(order, across, x.device), tensors, (pairs, x.stride(0), inner, across, inputs // _INPUTS))
+    launch(make_grid(order, across, x.device), tensors, (pairs, x.stride(0), inner, across, inputs // _INPUTS))
     return act
 
 
@@ -59,25 +59,28 @@ def compute_down(act: torch.Tensor, weight: torch.Tensor, pair_weights: torch.Te
     hidden, inputs = weight.shape[1:]
     out = act.new_empty((pair_weights.numel(), hidden))
     across = hidden // _OUTPUTS
-    boxes = _boxes(act, ROWS, _INPUTS), _boxes(weight, _OUTPUTS, _INPUTS)
+    boxes = make_boxes(act, ROWS, _INPUTS), make_boxes(weight, _OUTPUTS, _INPUTS)
     tensors = (*boxes, out, pair_weights, order.pairs, order.experts, order.used, order.counts)
-    _prepared_down(act.dtype, act.device)(_grid(order, across, act.device), tensors, (len(out), across, inputs // _INPUTS))
+    _prepared_down(act.dtype, act.device)(make_grid(order, across, act.device), tensors, (len(out), across, inputs // _INPUTS))
     return out
 
 
-def _boxes(whole: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    size = whole.shape[-1]
-    return TensorDescriptor(whole, [whole.numel() // size, size], [size, 1], [rows, columns], _LAYOUT)
+def make_boxes(tensor: torch.Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout = _LAYOUT) -> TensorDescriptor:
+    """A TMA descriptor of a contiguous tensor, its leading dimensions as one, in boxes of [rows,
+    columns]."""
+    size = tensor.shape[-1]
+    return TensorDescriptor(tensor, [tensor.numel() // size, size], [size, 1], [rows, columns], layout)
 
 
-def _grid(order: Alignment, across: int, device: torch.device) -> tuple[int, int, int]:
+def make_grid(order: Alignment, across: int, device: torch.device) -> tuple[int, int, int]:
+    """One program for each multiprocessor or output tile, whichever are fewer."""
     return min(count_tma_processors(device), len(order.experts) * across), 1, 1
 
 
 @lru_cache(maxsize=64)
 def _prepared_gate_up(top: int, dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
     whole = torch.empty((256, 256), dtype=dtype, device=device)
-    boxes = _boxes(whole, _OUTPUTS // 2, _INPUTS), _boxes(whole, 64, _OUTPUTS // 2)
+    boxes = make_boxes(whole, _OUTPUTS // 2, _INPUTS), make_boxes(whole, 64, _OUTPUTS // 2)
     constants = {"TOP": top, "STAGES": _STAGES, "REGISTERS": _GATE_UP_REGISTERS[0], "FEW_REGISTERS": _GATE_UP_REGISTERS[1]}
     return PreparedLaunch(gate_up_kernel, (dtype, *boxes, *[torch.int32] * 4, *[0] * 5), constants, device, 4)
 
@@ -85,7 +88,7 @@ def _prepared_gate_up(top: int, dtype: torch.dtype, device: torch.device) -> Pre
 @lru_cache(maxsize=64)
 def _prepared_down(dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
     whole = torch.empty((256, 256), dtype=dtype, device=device)
-    boxes = _boxes(whole, ROWS, _INPUTS), _boxes(whole, _OUTPUTS, _INPUTS)
+    boxes = make_boxes(whole, ROWS, _INPUTS), make_boxes(whole, _OUTPUTS, _INPUTS)
     constants = {"STAGES": _STAGES, "REGISTERS": _DOWN_REGISTERS[0], "FEW_REGISTERS": _DOWN_REGISTERS[1]}
     return PreparedLaunch(down_kernel, (*boxes, dtype, torch.float32, *[torch.int32] * 4, *[0] * 3), constants, device, 4)
 
@@ -144,45 +147,62 @@ def skip_items(ready, free, item, steps):
 
 
 @gluon.jit
-def produce_gate_up(
-    source, weights, pairs_of, experts_of, used, counts, shared, num_pairs, stride, inner, across, steps, TOP: gl.constexpr
-):  # fmt: skip
-    """The four producer warps of the first product: gather each item's rows, and load its weights
-    by TMA.
+def view_lines(row_scales, place):
+    """The scales of the 128 rows of two places."""
+    return row_scales.index(place)._reinterpret(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001 - as in `view`
+
+
+@gluon.jit
+def produce_gate_up(tensors, shared, sizes, TOP: gl.constexpr, SCALED: gl.constexpr):
+    """The four producer warps of the first GEMM: gather each item's rows, with their scales if
+    SCALED, and load its weights by TMA.
 
     The rows of the next tile are looked up while this tile is copied; an item is handed over when
     the next item's copies have started.
     """
-    x, w, _, ready, free, tile_queue, tile_ready, _ = shared
+    source, x_scale, weights, pairs_of, experts_of, used, counts = tensors
+    num_pairs, stride, scale_stride, inner, across, steps = sizes
+    x, w, _, ready, free, tile_queue, tile_ready, _ = shared[:8]
     STAGES: gl.constexpr = ready.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    INPUTS: gl.constexpr = x.shape[2]
+    EACH: gl.constexpr = 16 * 8 // source.dtype.element_ty.primitive_bitwidth  # elements of a copy of 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([1, EACH], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 128, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    columns = gl.arange(0, INPUTS, gl.SliceLayout(0, layout))
+    lanes = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     total = gl.load(used) * across
     item = 0
     number = 0
     tile = gl.program_id(0)
     block = min(tile, total - 1) // across
     next_pairs = gl.load(pairs_of + block * 128 + rows)
+    if SCALED:
+        next_lanes = gl.load(pairs_of + block * 128 + lanes)
     next_expert = gl.load(experts_of + block)
     while tile < total:
         first = next_expert * 2 * inner + tile % across * 128
         inside = next_pairs < num_pairs
-        places = gl.multiple_of(gl.where(inside, next_pairs // TOP, 0).to(gl.int64) * stride, 8)
+        places = gl.multiple_of(gl.where(inside, next_pairs // TOP, 0).to(gl.int64) * stride, EACH)
         sources = source + places[:, None] + columns[None, :]
+        if SCALED:
+            scales = x_scale + gl.where(next_lanes < num_pairs, next_lanes // TOP, 0)
         tile = claim_tile(tile_queue, tile_ready, counts, number, 4)
         number += 1
         block = min(tile, total - 1) // across
         next_pairs = gl.load(pairs_of + block * 128 + rows)
+        if SCALED:
+            next_lanes = gl.load(pairs_of + block * 128 + lanes)
         next_expert = gl.load(experts_of + block)
         for k in range(steps):
             stage = item % STAGES
             mbarrier.wait(free.index(stage), (item // STAGES & 1) ^ 1)
             barrier = ready.index(stage)
             mbarrier.expect(barrier, 256 * 128)
-            tma.async_copy_global_to_shared(weights, [first, k * 64], barrier, view(w, stage * 2, 128, 64))
-            tma.async_copy_global_to_shared(weights, [first + inner, k * 64], barrier, view(w, stage * 2 + 1, 128, 64))
-            async_copy.async_copy_global_to_shared(view(x, stage * 2, 128, 64), sources + k * 64, mask=inside[:, None])
+            tma.async_copy_global_to_shared(weights, [first, k * INPUTS], barrier, w.index(stage * 2))
+            tma.async_copy_global_to_shared(weights, [first + inner, k * INPUTS], barrier, w.index(stage * 2 + 1))
+            async_copy.async_copy_global_to_shared(view(x, stage * 2, 128, INPUTS), sources + k * INPUTS, mask=inside[:, None])
+            if SCALED:
+                async_copy.async_copy_global_to_shared(view_lines(shared[8], stage * 2), scales + k * scale_stride)
             async_copy.commit_group()
             async_copy.wait_group(1)
             fence_async_shared()
@@ -231,11 +251,13 @@ def consume_gate_up(out, pairs_of, used, shared, num_pairs, across, steps, PART:
 
 
 @gluon.jit
-def produce_down(acts, weights, experts_of, used, counts, shared, across, steps):
-    """The producer warp of the second product: load the TMA boxes of all items in turn, each when
-    its stage is free."""
-    x, w, _, ready, free, tile_queue, tile_ready, _ = shared
+def produce_down(tensors, shared, across, steps, SCALED: gl.constexpr):
+    """The producer warp of the second GEMM: load the TMA boxes of all items in turn, each when its
+    stage is free."""
+    acts, act_scale, weights, experts_of, used, counts = tensors
+    x, w, _, ready, free, tile_queue, tile_ready, _ = shared[:8]
     STAGES: gl.constexpr = ready.shape[0]
+    INPUTS: gl.constexpr = x.shape[2]
     total = gl.load(used) * across
     item = 0
     number = 0
@@ -252,11 +274,23 @@ def produce_down(acts, weights, experts_of, used, counts, shared, across, steps)
             stage = item % STAGES
             mbarrier.wait(free.index(stage), (item // STAGES & 1) ^ 1)
             barrier = ready.index(stage)
-            mbarrier.expect(barrier, (128 + 256) * 128)
-            tma.async_copy_global_to_shared(acts, [start, k * 64], barrier, view(x, stage * 2, 128, 64))
-            tma.async_copy_global_to_shared(weights, [first, k * 64], barrier, view(w, stage * 2, 256, 64))
+            mbarrier.expect(barrier, (128 + 256) * 128 + (4 * 128 if SCALED else 0))
+            if SCALED:
+                lines = shared[8].index(stage * 2)._reinterpret(gl.float32, [1, 128], act_scale.layout)  # noqa: SLF001 - as in `view`
+                tma.async_copy_global_to_shared(act_scale, [k, start], barrier, lines)
+            tma.async_copy_global_to_shared(acts, [start, k * INPUTS], barrier, view(x, stage * 2, 128, INPUTS))
+            tma.async_copy_global_to_shared(weights, [first, k * INPUTS], barrier, view(w, stage * 2, 256, INPUTS))
             item += 1
     reset_counters(counts)
+
+
+@gluon.jit
+def scatter_halves(results, left, right, targets, inside, LINES: gl.constexpr):
+    """Store the two halves of the columns of a tile, by way of `results` in shared memory."""
+    results.store(left)
+    gl.store(targets, results.load(LINES), mask=inside)
+    results.store(right)
+    gl.store(targets + 128, results.load(LINES), mask=inside)
 
 
 @gluon.jit
@@ -292,10 +326,9 @@ def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, s
             inside = (places < num_pairs)[:, None]
             targets = out + places.to(gl.int64)[:, None] * (across * 256) + (first + columns)[None, :]
             left, right = sums.to(w.dtype).reshape([64, 2, 128]).permute((0, 2, 1)).split()
-            results.index(PART).store(gl.convert_layout(left, half_layout, assert_trivial=True))
-            gl.store(targets, results.index(PART).load(lines), mask=inside)
-            results.index(PART).store(gl.convert_layout(right, half_layout, assert_trivial=True))
-            gl.store(targets + 128, results.index(PART).load(lines), mask=inside)
+            left = gl.convert_layout(left, half_layout, assert_trivial=True)
+            right = gl.convert_layout(right, half_layout, assert_trivial=True)
+            scatter_halves(results.index(PART), left, right, targets, inside, lines)
         else:
             skip_items(ready, free, item, steps)
         signal_store_turn(store_turn, number, PART)
@@ -304,15 +337,14 @@ def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, s
 
 
 @gluon.jit
-def allocate_pipeline(boxes, STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
-    """A program's shared memory: items `x` and `w`, results of each group, and barriers.
+def allocate_pipeline(boxes, results, STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
+    """A program's shared memory: items `x` and `w`, `results` of each group, and barriers.
 
     An item is ready after PRODUCERS arrivals. The tile queue has twice as many slots as the
     pipeline has stages, so that no slot is reused before both groups have read it.
     """
-    x = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 64, 64], boxes.layout)
-    w = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 128, 64], boxes.layout)
-    results = gl.allocate_shared_memory(boxes.dtype, [2, 64, 128], boxes.layout)
+    x = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 64, boxes.block_shape[1]], boxes.layout)
+    w = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 128, boxes.block_shape[1]], boxes.layout)
     ready, free = allocate_barriers(STAGES, PRODUCERS, 2)
     tile_queue = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], mbarrier.MBarrierLayout())
     tile_ready = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
@@ -352,14 +384,16 @@ def gate_up_kernel(
     schedule). Tiles differ in cost, since a group whose rows are all padding multiplies nothing, so
     programs claim tiles from one atomic counter.
     """
-    shared = allocate_pipeline(weights, STAGES, 2)
+    results = gl.allocate_shared_memory(weights.dtype, [2, 64, 128], weights.layout)
+    shared = allocate_pipeline(weights, results, STAGES, 2)
+    produced = source, source, weights, pairs_of, experts_of, used, counts  # no scales
     wait_for_previous(PDL)
     launch_dependents(PDL)
     gl.warp_specialize(
         [
             (consume_gate_up, (out, pairs_of, used, shared, num_pairs, across, steps, 0)),
             (consume_gate_up, (out, pairs_of, used, shared, num_pairs, across, steps, 1)),
-            (produce_gate_up, (source, weights, pairs_of, experts_of, used, counts, shared, num_pairs, stride, inner, across, steps, TOP)),
+            (produce_gate_up, (produced, shared, (num_pairs, stride, 0, inner, across, steps), TOP, False)),
         ],
         [4, 4],
         [REGISTERS, FEW_REGISTERS],
@@ -386,14 +420,16 @@ def down_kernel(
 ):
     """Grid: min(multiprocessors, blocks * output tiles). As `gate_up_kernel`, with one producer
     warp that loads by TMA; results are scattered to the pairs' rows."""
-    shared = allocate_pipeline(weights, STAGES, 1)
+    results = gl.allocate_shared_memory(weights.dtype, [2, 64, 128], weights.layout)
+    shared = allocate_pipeline(weights, results, STAGES, 1)
+    produced = acts, acts, weights, experts_of, used, counts  # no scales
     wait_for_previous(PDL)
     launch_dependents(PDL)
     gl.warp_specialize(
         [
             (consume_down, (out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, 0)),
             (consume_down, (out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, 1)),
-            (produce_down, (acts, weights, experts_of, used, counts, shared, across, steps)),
+            (produce_down, (produced, shared, across, steps, False)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],

@@ -15,17 +15,19 @@ from functools import lru_cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from frame.kernels.gluon_pipeline import allocate_barriers, view
-from frame.kernels.launch import PreparedLaunch, count_tma_processors, launch_dependents, wait_for_previous
+from frame.kernels.launch import PreparedLaunch, launch_dependents, wait_for_previous
 from frame.kernels.moe.align import Alignment
 from frame.kernels.moe.expert_prefill import (
-    claim_tile,
+    allocate_pipeline,
+    make_boxes,
+    make_grid,
+    produce_down,
+    produce_gate_up,
     receive_tile,
-    reset_counters,
+    scatter_halves,
     signal_store_turn,
     skip_items,
     wait_for_store_turn,
@@ -63,7 +65,7 @@ def compute_gate_up(
     boxes = _boxes(weight, _BLOCK), _boxes(act, ROWS // 2)
     tensors = (x, *boxes, x_scale, w_scale, scale, order.pairs, order.experts, order.used, order.counts)
     numbers = pairs, x.stride(0), x_scale.stride(1), rows, inner, across, inputs // _BLOCK
-    _prepared_gate_up(top, x.device)(_grid(order, across, x.device), tensors, numbers)
+    _prepared_gate_up(top, x.device)(make_grid(order, across, x.device), tensors, numbers)
     return act, scale
 
 
@@ -83,21 +85,16 @@ def compute_down(
     across = hidden // (2 * _BLOCK)
     boxes = _boxes(act, ROWS), _boxes(weight, 2 * _BLOCK), _lines(act_scale.t())
     tensors = (*boxes, out, w_scale, pair_weights, order.pairs, order.experts, order.used, order.counts)
-    _prepared_down(dtype, act.device)(_grid(order, across, act.device), tensors, (len(out), across, inputs // _BLOCK))
+    _prepared_down(dtype, act.device)(make_grid(order, across, act.device), tensors, (len(out), across, inputs // _BLOCK))
     return out
 
 
-def _boxes(whole: torch.Tensor, rows: int) -> TensorDescriptor:
-    size = whole.shape[-1]
-    return TensorDescriptor(whole, [whole.numel() // size, size], [size, 1], [rows, _BLOCK], _LAYOUT)
+def _boxes(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    return make_boxes(tensor, rows, _BLOCK, _LAYOUT)
 
 
 def _lines(scale: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(scale, list(scale.shape), [scale.stride(0), 1], [1, ROWS], _SCALE_LAYOUT)
-
-
-def _grid(order: Alignment, across: int, device: torch.device) -> tuple[int, int, int]:
-    return min(count_tma_processors(device), len(order.experts) * across), 1, 1
 
 
 @lru_cache(maxsize=64)
@@ -127,7 +124,7 @@ def multiply_scaled_items(shared, item, steps, left_scales, right_scales, PART: 
     one multiplies. The rows' scales come from shared memory: the compiler copies registers that
     were loaded ahead between two MMA instructions, which then wait for the load.
     """
-    x, w, row_scales, _, ready, free, _, _, _ = shared
+    x, w, _, ready, free, _, _, _, row_scales = shared
     STAGES: gl.constexpr = ready.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     left = gl.zeros([64, 128], gl.float32, layout)
@@ -151,55 +148,11 @@ def multiply_scaled_items(shared, item, steps, left_scales, right_scales, PART: 
 
 
 @gluon.jit
-def produce_gate_up(tensors, shared, sizes, TOP: gl.constexpr):
-    """The four producer warps of the first product: gather each item's rows and their scales, and
-    load its weights by TMA. As `expert_prefill.produce_gate_up`."""
-    source, x_scale, weights, pairs_of, experts_of, used, counts = tensors
-    num_pairs, stride, scale_stride, inner, across, steps = sizes
-    x, w, row_scales, _, ready, free, tile_queue, tile_ready, _ = shared
-    STAGES: gl.constexpr = ready.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    rows = gl.arange(0, 128, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
-    lanes = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    total = gl.load(used) * across
-    item = 0
-    number = 0
-    tile = gl.program_id(0)
+def look_up_tile(tile, total, across, pairs_of, experts_of, PART: gl.constexpr):
+    """(block of rows, first pair of the group's rows, expert) of a tile; after the last tile, of
+    that one."""
     block = min(tile, total - 1) // across
-    next_pairs = gl.load(pairs_of + block * 128 + rows)
-    next_lanes = gl.load(pairs_of + block * 128 + lanes)
-    next_expert = gl.load(experts_of + block)
-    while tile < total:
-        first = next_expert * 2 * inner + tile % across * 128
-        inside = next_pairs < num_pairs
-        places = gl.multiple_of(gl.where(inside, next_pairs // TOP, 0).to(gl.int64) * stride, 16)
-        sources = source + places[:, None] + columns[None, :]
-        scales = x_scale + gl.where(next_lanes < num_pairs, next_lanes // TOP, 0)
-        tile = claim_tile(tile_queue, tile_ready, counts, number, 4)
-        number += 1
-        block = min(tile, total - 1) // across
-        next_pairs = gl.load(pairs_of + block * 128 + rows)
-        next_lanes = gl.load(pairs_of + block * 128 + lanes)
-        next_expert = gl.load(experts_of + block)
-        for k in range(steps):
-            stage = item % STAGES
-            mbarrier.wait(free.index(stage), (item // STAGES & 1) ^ 1)
-            barrier = ready.index(stage)
-            mbarrier.expect(barrier, 256 * 128)
-            tma.async_copy_global_to_shared(weights, [first, k * 128], barrier, w.index(stage * 2))
-            tma.async_copy_global_to_shared(weights, [first + inner, k * 128], barrier, w.index(stage * 2 + 1))
-            async_copy.async_copy_global_to_shared(view(x, stage * 2, 128, 128), sources + k * 128, mask=inside[:, None])
-            async_copy.async_copy_global_to_shared(line(row_scales, stage * 2), scales + k * scale_stride)
-            async_copy.commit_group()
-            async_copy.wait_group(1)
-            fence_async_shared()
-            mbarrier.arrive(ready.index((item + STAGES - 1) % STAGES), count=1, pred=item > 0)
-            item += 1
-    async_copy.wait_group(0)
-    fence_async_shared()
-    mbarrier.arrive(ready.index((item + STAGES - 1) % STAGES), count=1, pred=item > 0)
-    reset_counters(counts)
+    return block, gl.load(pairs_of + block * 128 + PART * 64), gl.load(experts_of + block)
 
 
 @gluon.jit
@@ -208,23 +161,19 @@ def consume_gate_up(tensors, shared, sizes, PART: gl.constexpr):
     the activation, and its rounding to float8 with one scale per row."""
     out, w_scale, out_scale, pairs_of, experts_of, used = tensors
     num_pairs, scale_stride, across, steps = sizes
-    _, _, _, results, ready, free, tile_queue, tile_ready, store_turn = shared
+    _, _, results, ready, free, tile_queue, tile_ready, store_turn, _ = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     total = gl.load(used) * across
     item = 0
     number = 0
     tile = gl.program_id(0)
-    block = min(tile, total - 1) // across
-    next_pair = gl.load(pairs_of + block * 128 + PART * 64)
-    next_expert = gl.load(experts_of + block)
+    block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, PART)
     while tile < total:
         column, start, pair = tile % across, block * 128 + PART * 64, next_pair
         gates = w_scale + (next_expert.to(gl.int64) * (2 * across) + column) * steps
         tile = receive_tile(tile_queue, tile_ready, number)
-        block = min(tile, total - 1) // across
-        next_pair = gl.load(pairs_of + block * 128 + PART * 64)
-        next_expert = gl.load(experts_of + block)
+        block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, PART)
         if pair < num_pairs:
             gate, up = multiply_scaled_items(shared, item, steps, gates, gates + across * steps, PART)
             wait_for_store_turn(store_turn, number, PART)
@@ -244,43 +193,12 @@ def consume_gate_up(tensors, shared, sizes, PART: gl.constexpr):
 
 
 @gluon.jit
-def produce_down(tensors, shared, across, steps):
-    """The producer warp of the second product: load the TMA boxes of all items in turn, each when
-    its stage is free."""
-    acts, act_scale, weights, experts_of, used, counts = tensors
-    x, w, row_scales, _, ready, free, tile_queue, tile_ready, _ = shared
-    STAGES: gl.constexpr = ready.shape[0]
-    total = gl.load(used) * across
-    item = 0
-    number = 0
-    tile = gl.program_id(0)
-    block = min(tile, total - 1) // across
-    next_expert = gl.load(experts_of + block)
-    while tile < total:
-        start, first = block * 128, (next_expert * across + tile % across) * 256
-        tile = claim_tile(tile_queue, tile_ready, counts, number, 1)
-        number += 1
-        block = min(tile, total - 1) // across
-        next_expert = gl.load(experts_of + block)
-        for k in range(steps):
-            stage = item % STAGES
-            mbarrier.wait(free.index(stage), (item // STAGES & 1) ^ 1)
-            barrier = ready.index(stage)
-            mbarrier.expect(barrier, (128 + 256) * 128 + 4 * 128)
-            tma.async_copy_global_to_shared(act_scale, [k, start], barrier, box(row_scales, stage * 2, act_scale))
-            tma.async_copy_global_to_shared(acts, [start, k * 128], barrier, view(x, stage * 2, 128, 128))
-            tma.async_copy_global_to_shared(weights, [first, k * 128], barrier, view(w, stage * 2, 256, 128))
-            item += 1
-    reset_counters(counts)
-
-
-@gluon.jit
 def consume_down(tensors, shared, sizes, PART: gl.constexpr):
     """A consumer group (four warps) of the second product: 64 rows of each tile, times the pairs'
     weights, scattered to the pairs' rows."""
     out, w_scale, pair_weights, pairs_of, experts_of, used = tensors
     num_pairs, across, steps = sizes
-    _, _, _, results, ready, free, tile_queue, tile_ready, store_turn = shared
+    _, _, results, ready, free, tile_queue, tile_ready, store_turn, _ = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     columns = gl.arange(0, 128, gl.SliceLayout(0, lines))
@@ -290,16 +208,12 @@ def consume_down(tensors, shared, sizes, PART: gl.constexpr):
     item = 0
     number = 0
     tile = gl.program_id(0)
-    block = min(tile, total - 1) // across
-    next_pair = gl.load(pairs_of + block * 128 + PART * 64)
-    next_expert = gl.load(experts_of + block)
+    block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, PART)
     while tile < total:
         column, start, pair = tile % across, block * 128 + PART * 64, next_pair
         scales = w_scale + (next_expert.to(gl.int64) * across + column) * 2 * steps
         tile = receive_tile(tile_queue, tile_ready, number)
-        block = min(tile, total - 1) // across
-        next_pair = gl.load(pairs_of + block * 128 + PART * 64)
-        next_expert = gl.load(experts_of + block)
+        block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, PART)
         if pair < num_pairs:
             left, right = multiply_scaled_items(shared, item, steps, scales, scales + steps, PART)
             wait_for_store_turn(store_turn, number, PART)
@@ -308,10 +222,8 @@ def consume_down(tensors, shared, sizes, PART: gl.constexpr):
             places = gl.load(pairs_of + start + lined)
             inside = (places < num_pairs)[:, None]
             targets = out + places.to(gl.int64)[:, None] * (across * 256) + (column * 256 + columns)[None, :]
-            results.index(PART).store((left * weight).to(results.dtype))
-            gl.store(targets, results.index(PART).load(lines), mask=inside)
-            results.index(PART).store((right * weight).to(results.dtype))
-            gl.store(targets + 128, results.index(PART).load(lines), mask=inside)
+            left, right = (left * weight).to(results.dtype), (right * weight).to(results.dtype)
+            scatter_halves(results.index(PART), left, right, targets, inside, lines)
         else:
             skip_items(ready, free, item, steps)
         signal_store_turn(store_turn, number, PART)
@@ -320,33 +232,9 @@ def consume_down(tensors, shared, sizes, PART: gl.constexpr):
 
 
 @gluon.jit
-def allocate_pipeline(boxes, results, STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
-    """A program's shared memory besides `results`: items `x` and `w`, scales of rows, and barriers.
-    See `expert_prefill.allocate_pipeline`."""
-    x = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 64, 128], boxes.layout)
-    w = gl.allocate_shared_memory(boxes.dtype, [STAGES * 2, 128, 128], boxes.layout)
-    row_scales = gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready, free = allocate_barriers(STAGES, PRODUCERS, 2)
-    tile_queue = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], mbarrier.MBarrierLayout())
-    tile_ready = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
-    store_turn = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES * 2):
-        mbarrier.init(tile_ready.index(i), count=1)
-        mbarrier.init(store_turn.index(i), count=1)
-    fence_async_shared()
-    return x, w, row_scales, results, ready, free, tile_queue, tile_ready, store_turn
-
-
-@gluon.jit
-def line(row_scales, place):
-    """The scales of the 128 rows of two places."""
-    return row_scales.index(place)._reinterpret(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001 - as in `view`
-
-
-@gluon.jit
-def box(row_scales, place, boxes):
-    """`line` as TMA of `boxes` writes it."""
-    return row_scales.index(place)._reinterpret(gl.float32, [1, 128], boxes.layout)  # noqa: SLF001 - as in `view`
+def allocate_row_scales(STAGES: gl.constexpr):
+    """The scales of the rows of each item."""
+    return gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "stride", "x_step", "out_step", "inner", "across", "steps"])
@@ -376,7 +264,7 @@ def gate_up_fp8_kernel(
 ):
     """Grid: min(multiprocessors, blocks * output tiles). As `expert_prefill.gate_up_kernel`."""
     results = gl.allocate_shared_memory(out.dtype, [2, 64, 128], out.layout)
-    shared = allocate_pipeline(weights, results, STAGES, 2)
+    shared = allocate_pipeline(weights, results, STAGES, 2) + (allocate_row_scales(STAGES),)  # noqa: RUF005 - Gluon has no unpacking
     wait_for_previous(PDL)
     launch_dependents(PDL)
     consumed = out, w_scale, out_scale, pairs_of, experts_of, used
@@ -386,7 +274,7 @@ def gate_up_fp8_kernel(
         [
             (consume_gate_up, (consumed, shared, sizes, 0)),
             (consume_gate_up, (consumed, shared, sizes, 1)),
-            (produce_gate_up, (produced, shared, (num_pairs, stride, x_step, inner, across, steps), TOP)),
+            (produce_gate_up, (produced, shared, (num_pairs, stride, x_step, inner, across, steps), TOP, True)),
         ],
         [4, 4],
         [REGISTERS, FEW_REGISTERS],
@@ -416,7 +304,7 @@ def down_fp8_kernel(
     """Grid: min(multiprocessors, blocks * output tiles). As `expert_prefill.down_kernel`."""
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     results = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 128], half)
-    shared = allocate_pipeline(weights, results, STAGES, 1)
+    shared = allocate_pipeline(weights, results, STAGES, 1) + (allocate_row_scales(STAGES),)  # noqa: RUF005 - Gluon has no unpacking
     wait_for_previous(PDL)
     launch_dependents(PDL)
     consumed = out, w_scale, pair_weights, pairs_of, experts_of, used
@@ -425,7 +313,7 @@ def down_fp8_kernel(
         [
             (consume_down, (consumed, shared, sizes, 0)),
             (consume_down, (consumed, shared, sizes, 1)),
-            (produce_down, ((acts, act_scale, weights, experts_of, used, counts), shared, across, steps)),
+            (produce_down, ((acts, act_scale, weights, experts_of, used, counts), shared, across, steps, True)),
         ],
         [4, 1],
         [REGISTERS, FEW_REGISTERS],
