@@ -52,9 +52,9 @@ METHODS: dict[str, dict[str, Any]] = {
 LENGTH = 3000  # tokens of a long recall question
 
 
-def write_words(codes: torch.Tensor) -> torch.Tensor:
-    """4-bit codes [n, m] -> int32 [n, m / 8], the lowest nibble first."""
-    words = codes.long().unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+def write_words(quantized: torch.Tensor) -> torch.Tensor:
+    """4-bit quantized values [n, m] -> int32 [n, m / 8], the lowest nibble first."""
+    words = quantized.long().unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
     return (words.sum(2).bitwise_xor(1 << 31) - (1 << 31)).to(torch.int32)
 
 
@@ -62,9 +62,9 @@ def write_gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Symmetric round-to-nearest, zero point 8, stored less 1."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(2) / 7.5).clamp_min(1e-8).half()
-    codes = ((groups / scales.float()[..., None]).round().clamp(-8, 7) + 8).flatten(1)
+    quantized = ((groups / scales.float()[..., None]).round().clamp(-8, 7) + 8).flatten(1)
     return {
-        "qweight": write_words(codes).t().contiguous(),
+        "qweight": write_words(quantized).t().contiguous(),
         "qzeros": write_words(torch.full((scales.shape[1], len(weight)), 7)),
         "scales": scales.t().contiguous(),
         "g_idx": (torch.arange(weight.shape[1]) // GROUP).to(torch.int32),
@@ -77,8 +77,8 @@ def write_awq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
     scales = ((high - low) / 15).clamp_min(1e-8).half()
     zeros = (-low / scales.float()).round().clamp(0, 15)
-    codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15).flatten(1)
-    words = [write_words(part.t().unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1)) for part in (codes, zeros)]
+    quantized = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15).flatten(1)
+    words = [write_words(part.t().unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1)) for part in (quantized, zeros)]
     return {"qweight": words[0], "qzeros": words[1], "scales": scales.t().contiguous()}
 
 

@@ -48,8 +48,8 @@ Run = Callable[[DispatchOutput, nn.Module], torch.Tensor]
 
 
 def make_weight(form: str, experts: int, outputs: int, inputs: int) -> PackedWeight:
-    """Random codes with scales that keep products of normal numbers normal."""
-    codes = torch.randint(0, 256, (experts, outputs, -(-inputs // 32) * 16), dtype=torch.uint8, device="cuda")
+    """Random quantized values with scales that keep products of normal numbers normal."""
+    quantized = torch.randint(0, 256, (experts, outputs, -(-inputs // 32) * 16), dtype=torch.uint8, device="cuda")
     if form not in FORMS:
         dense = torch.empty(experts, outputs, inputs, dtype=torch.bfloat16, device="cuda").normal_(std=inputs**-0.5)
         return PackedWeight(WeightScheme("plain"), inputs, dense)
@@ -60,7 +60,7 @@ def make_weight(form: str, experts: int, outputs: int, inputs: int) -> PackedWei
         scales = torch.rand(experts, outputs // rows, inputs // columns, device="cuda").add_(0.5).mul_(inputs**-0.5)
         return PackedWeight(scheme, inputs, dense.to(torch.float8_e4m3fn), scales)
     scales = torch.rand(experts, outputs, -(-inputs // columns), device="cuda").add_(0.5).mul_(inputs**-0.5 / 3)
-    return PackedWeight(scheme, inputs, codes, (2 ** scales.log2().round() if form == "mxfp4" else scales).bfloat16())
+    return PackedWeight(scheme, inputs, quantized, (2 ** scales.log2().round() if form == "mxfp4" else scales).bfloat16())
 
 
 class Sorted:
@@ -80,7 +80,7 @@ def make_run(variant: str, weights: dict[str, PackedWeight], layer: nn.Module) -
         registry = load_registry(installed=False)
         runner = registry.load(registry.get("moe_runner", "triton"))(build_context("cuda", torch.bfloat16, 16), None)
         for name, weight in weights.items():
-            setattr(layer, name, weight.codes)
+            setattr(layer, name, weight.quantized)
             setattr(layer, f"{name}_fp8_scale", weight.scales)
         return runner.run  # type: ignore[no-any-return]
     made = load_kernel("weight_only" if kernel == "sorted" else kernel)
@@ -90,7 +90,7 @@ def make_run(variant: str, weights: dict[str, PackedWeight], layer: nn.Module) -
     products: dict[str, Any] = {name: made.prepare_experts(weight) for name, weight in weights.items()}
     if kernel == "sorted":
         products = {name: Sorted(product) for name, product in products.items()}
-    stored = {"down": SimpleNamespace(experts=len(weights["down"].codes))}
+    stored = {"down": SimpleNamespace(experts=len(weights["down"].quantized))}
     holder: Any = SimpleNamespace(grouped=products, module=layer, stored=stored)
     return lambda tokens, _: ExpertWeights.run(holder, tokens)
 

@@ -59,12 +59,12 @@ ALLOWED = 0.02  # error relative to the largest value
 def make(scheme: WeightScheme, outer: bool, outputs: int, inputs: int, copies: int) -> list[PackedWeight]:
     """`copies` equal weights on the GPU."""
     weight = make_weight(scheme, outputs, inputs, outer=outer, dtype=torch.bfloat16)
-    if scheme.codes == "e2m1" and outer and weight.scales is not None:
+    if scheme.quant_type == "e2m1" and outer and weight.scales is not None:
         weight.scales = (weight.scales.float() * inputs**0.5).to(torch.float8_e4m3fn)
     for name, tensor in weight.tensors.items():
         setattr(weight, name, tensor.cuda())
-    weight.rounds_inputs = scheme.codes == "int8"
-    return [weight, *(replace(weight, codes=weight.codes.clone()) for _ in range(copies - 1))]
+    weight.rounds_inputs = scheme.quant_type == "int8"
+    return [weight, *(replace(weight, quantized=weight.quantized.clone()) for _ in range(copies - 1))]
 
 
 def check(product: Any, weight: PackedWeight, rows: int) -> float:
@@ -88,7 +88,7 @@ def load_kernel(name: str) -> Any:
 def measure(layer: str, form: str, kernel: str, rows_of: list[int], plain: dict[int, float]) -> list[dict[str, Any]]:
     outputs, inputs = LAYERS[layer]
     scheme, outer = FORMS[form]
-    bits = 8 if scheme.codes == "int8" else 4
+    bits = 8 if scheme.quant_type == "int8" else 4
     weights = make(scheme, outer, outputs, inputs, max(2, min(LAUNCHES, -(-SPREAD // (outputs * inputs * bits // 8)))))
     made = load_kernel(kernel)
     if (obstacle := made.find_obstacle(weights[0])) is not None:

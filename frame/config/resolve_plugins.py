@@ -23,7 +23,7 @@ from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.sampling import PROCESSOR_PARAMS, ProcessorCapabilities
-from frame.core.interfaces.weight_format import Codes, FormatCapabilities
+from frame.core.interfaces.weight_format import FormatCapabilities, QuantType
 
 KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values() if kind.key})
 
@@ -61,9 +61,7 @@ class Choices:
             self.rejected.setdefault(key, {})[candidate.record.name] = [str(reason) for reason in candidate.reasons]
 
 
-def choose_list(
-    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, named: Sequence[str], requirements: Any
-) -> None:
+def choose_list(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, named: Sequence[str], requirements: Any) -> None:
     """Choose the named plugins of a kind once each, in their order; `BUILT_IN` stands for in-tree
     ones. Raises ResolveError if one is unknown or unfit."""
     key, candidates = KEYS[kind], sorted(records.get(kind, ()), key=by_rank)
@@ -115,21 +113,21 @@ def choose_gemm_kernels(
     kind, key = "gemm_kernel", KEYS["gemm_kernel"]
     candidates = sorted(records.get(kind, ()), key=by_rank)
     capabilities = stored.capabilities
-    codes = capabilities.codes if isinstance(capabilities, FormatCapabilities) else ()
+    quant_types = capabilities.quant_types if isinstance(capabilities, FormatCapabilities) else ()
     chosen.reject(key, kind, records, requirements)
     usable = [record for record in candidates if not objections(record, requirements)]
     rated = [RatedRecord(record, record.name == named) for record in usable]
     if named is not None:
         select(key, candidates, requirements, named, kind=kind)
         (own,) = (each for each in rated if each.required)
-        if not any(speed.codes in codes for speed in own.speeds):
-            takes = dict.fromkeys(speed.codes for speed in own.speeds)
+        if not any(speed.quant_type in quant_types for speed in own.speeds):
+            takes = dict.fromkeys(speed.quant_type for speed in own.speeds)
             raise ResolveError(
                 f"{key}: {named} multiplies {' and '.join(takes) or 'no'} weights, but model.quantization {stored.name} "
-                f"yields {' and '.join(codes)} ones; set another model.quantization or leave {key} open."
+                f"yields {' and '.join(quant_types)} ones; set another model.quantization or leave {key} open."
             )
     chosen.selected[kind] = [Selection(record, "fits the device") for record in usable]
-    chosen.reasons[key] = "; ".join(f"{each}: {_describe_ranges(rated, each)}" for each in codes)
+    chosen.reasons[key] = "; ".join(f"{each}: {_describe_ranges(rated, each)}" for each in quant_types)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +146,12 @@ class RatedRecord:
         return self.record.capabilities.speeds if isinstance(self.record.capabilities, GemmCapabilities) else ()
 
 
-def _describe_ranges(rated: Sequence[RatedRecord], codes: Codes) -> str:
-    """The kernels of some codes with their measured speeds, which are relative to unquantized
+def _describe_ranges(rated: Sequence[RatedRecord], quant_type: QuantType) -> str:
+    """The kernels of a quantized type with their measured speeds, which are relative to unquantized
     weights."""
     parts = []
-    for rows, each in choose_ranges(rated, codes):
-        ratios = [speed.ratio for speed in each.speeds if speed.codes == codes and (speed.rows == rows or not speed.rows)]
+    for rows, each in choose_ranges(rated, quant_type):
+        ratios = [speed.ratio for speed in each.speeds if speed.quant_type == quant_type and (speed.rows == rows or not speed.rows)]
         where = f" to {rows} rows" if rows else ""
         parts.append(f"{each.name}{where} (x {max(ratios, default=0.0):g})")
     return ", ".join(parts) or "no kernel"

@@ -73,6 +73,11 @@ RENAMES = tuple(
         ("grammar_backend/3", "sampling", "register_grammars", "register_grammar_backends"),
         ("reasoning_parser/3", "parsing", "ReasoningParser(options)", "ReasoningParser(context, options)"),
         ("tool_call_parser/3", "parsing", "ToolCallParser(options)", "ToolCallParser(context, options)"),
+        ("weight_format/2", "weight_format", "Codes", "QuantType"),
+        ("weight_format/2", "weight_format", "WeightScheme.codes", "WeightScheme.quant_type"),
+        ("weight_format/2", "weight_format", "PackedWeight.codes", "PackedWeight.quantized"),
+        ("weight_format/2", "weight_format", "FormatCapabilities.codes", "FormatCapabilities.quant_types"),
+        ("gemm_kernel/2", "gemm_kernel", "Speed.codes", "Speed.quant_type"),
     )
 )
 

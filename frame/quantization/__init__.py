@@ -58,7 +58,7 @@ class HummingOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     few_rows: bool = Field(
-        False, description="Keep the codes a second time for the Triton kernel, which multiplies few rows and few pairs faster."
+        False, description="Keep the quantized values a second time for the Triton kernel, which multiplies few rows and few pairs faster."
     )
 
 
@@ -75,7 +75,7 @@ def register_weight_formats(registry: KindRegistry) -> None:
     registry.add(
         "fp8",
         "frame.quantization.fp8:Fp8",
-        capabilities=FormatCapabilities(checkpoints=("fp8", None), codes=("plain", "e4m3")),
+        capabilities=FormatCapabilities(checkpoints=("fp8", None), quant_types=("plain", "e4m3")),
         options=IgnoreOptions,
         rank=20,
         summary="fp8 (e4m3) weights, scaled per block, output or tensor, stored so or quantized while loading.",
@@ -83,11 +83,11 @@ def register_weight_formats(registry: KindRegistry) -> None:
     registry.add(
         "compressed-tensors",
         "frame.quantization.compressed_tensors:CompressedTensors",
-        capabilities=FormatCapabilities(checkpoints=("compressed-tensors",), codes=("plain", "int4", "int8", "e2m1", "e4m3")),
+        capabilities=FormatCapabilities(checkpoints=("compressed-tensors",), quant_types=("plain", "int4", "int8", "e2m1", "e4m3")),
         rank=20,
         summary="llm-compressor: packed integers, int8, fp8, MXFP8, NVFP4 and MXFP4, by layer.",
     )
-    for name, target, codes, summary in (
+    for name, target, quantized, summary in (
         ("modelopt", "modelopt:ModelOpt", ("plain", "e4m3", "e2m1"), "NVIDIA ModelOpt: FP8 by tensor, MXFP8 and NVFP4."),
         ("w8a8_int8", "w8a8_int8:W8A8Int8", ("plain", "int8"), "int8 weights with one scale per output."),
         ("w8a8_fp8", "w8a8_fp8:W8A8Fp8", ("plain", "e4m3"), "e4m3 weights with one scale per output."),
@@ -97,7 +97,7 @@ def register_weight_formats(registry: KindRegistry) -> None:
         ("awq", "awq:Awq", ("plain", "int4"), "AWQ: 4-bit integers with zero points per group."),
         ("mxfp4", "mxfp4:Mxfp4", ("plain", "e2m1"), "gpt-oss: the experts in MXFP4, e2m1 per 32 inputs."),
     ):
-        capabilities = FormatCapabilities(checkpoints=(name,), codes=codes)  # type: ignore[arg-type]
+        capabilities = FormatCapabilities(checkpoints=(name,), quant_types=quantized)  # type: ignore[arg-type]
         registry.add(name, f"frame.quantization.{target}", capabilities=capabilities, rank=20, summary=summary)
     for name, yields, options, summary in (
         ("int8", "int8", RoundingOptions, "Int8 weights with one scale per output, quantized while loading."),
@@ -106,11 +106,10 @@ def register_weight_formats(registry: KindRegistry) -> None:
         registry.add(
             name,
             f"frame.quantization.{name}:{name.capitalize()}",
-            capabilities=FormatCapabilities(checkpoints=(None,), codes=("plain", yields)),  # type: ignore[arg-type]
+            capabilities=FormatCapabilities(checkpoints=(None,), quant_types=("plain", yields)),  # type: ignore[arg-type]
             options=options,
             summary=summary,
         )
-
 
     for name in ("bitsandbytes", "gguf"):
         registry.suggest_distribution(name, f"frame-{name}")
@@ -214,7 +213,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         "frame.quantization.gemm.unpacked:UnpackedKernel",
         capabilities=GemmCapabilities(
             devices=("cpu", "cuda"),
-            speeds=(Speed("e4m3", 0, 1.0), *(Speed(codes, 0, 1.0, automatic=False) for codes in ("int4", "int8", "e2m1", "nf4"))),
+            speeds=(Speed("e4m3", 0, 1.0), *(Speed(quantized, 0, 1.0, automatic=False) for quantized in ("int4", "int8", "e2m1", "nf4"))),
         ),
         rank=20,
         summary="Dequantizes after loading: the speed and the memory of unquantized weights.",
@@ -223,7 +222,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         "torch",
         "frame.quantization.gemm.reference:ReferenceKernel",
         capabilities=GemmCapabilities(
-            devices=("cpu", "cuda"), speeds=tuple(Speed(codes, 0, 0.1) for codes in ("int4", "int8", "e2m1", "nf4", "e4m3"))
+            devices=("cpu", "cuda"), speeds=tuple(Speed(quantized, 0, 0.1) for quantized in ("int4", "int8", "e2m1", "nf4", "e4m3"))
         ),
         rank=10,
         summary="The reference: dequantizes the weight in every product, with PyTorch.",

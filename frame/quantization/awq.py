@@ -62,8 +62,8 @@ class AwqLayer(LayerFormat):
         }
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        codes, zeros = (_unpack(tensors[name]).transpose(-1, -2) for name in ("qweight", "qzeros"))
-        return Integers(_BITS, codes, tensors["scales"].transpose(-1, -2), zeros).pack(self.dtype)
+        quantized, zeros = (_unpack(tensors[name]).transpose(-1, -2) for name in ("qweight", "qzeros"))
+        return Integers(_BITS, quantized, tensors["scales"].transpose(-1, -2), zeros).pack(self.dtype)
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ def _rounds_inputs(group: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class IntegerLayer(LayerFormat):
-    """`weight` int8 [outputs, inputs], signed codes of `bits`, `weight_scale`, and
+    """`weight` int8 [outputs, inputs], signed quantized values of `bits`, `weight_scale`, and
     `weight_zero_point` int8 unless `symmetric`: per `group` inputs, per output (0), or, with
     `single`, one for the layer.
     `rounds_inputs`: see `PackedWeight`. `static`: `input_scale` is stored."""
@@ -148,12 +148,12 @@ class IntegerLayer(LayerFormat):
         return StoredTensor(dtype, (OUTPUTS, Axis("input", self.group, splits=True) if self.group else 1))
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        codes, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
+        quantized, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
         if self.single:
             scales, zeros = scales.unsqueeze(-1), None if zeros is None else zeros.unsqueeze(-1)
         middle = 1 << self.bits - 1
         unsigned = None if zeros is None else zeros.view(torch.uint8) + middle
-        packed = Integers(self.bits, codes.view(torch.uint8) + middle, scales, unsigned).pack(self.dtype)
+        packed = Integers(self.bits, quantized.view(torch.uint8) + middle, scales, unsigned).pack(self.dtype)
         packed.rounds_inputs, packed.input_scale = self.rounds_inputs, keep_static(tensors.get(_INPUT_SCALE))
         return packed
 
@@ -183,10 +183,10 @@ class PackedLayer(LayerFormat):
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         integers = self.integers
-        codes = unpack_words(tensors["weight_packed"], integers.bits)[..., :inputs]
+        quantized = unpack_words(tensors["weight_packed"], integers.bits)[..., :inputs]
         scales, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
         if integers.single:
             scales = scales.unsqueeze(-1)
         if zeros is not None:
             zeros = unpack_words(zeros.transpose(-1, -2), integers.bits).transpose(-1, -2)
-        return Integers(integers.bits, codes, scales, zeros, tensors.get("weight_g_idx")).pack(integers.dtype)
+        return Integers(integers.bits, quantized, scales, zeros, tensors.get("weight_g_idx")).pack(integers.dtype)

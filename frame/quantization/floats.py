@@ -45,12 +45,12 @@ class Fp4Layer(LayerFormat):
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         packed, scales = tensors[self.weight], tensors[self.scale]
-        codes = unpack_pairs(packed)
-        codes = pack_nibbles(F.pad(codes, (0, -codes.shape[-1] % BLOCK)))
+        quantized = unpack_pairs(packed)
+        quantized = pack_nibbles(F.pad(quantized, (0, -quantized.shape[-1] % BLOCK)))
         scheme = WeightScheme("e2m1", (1, self.group))
         if self.outer:
-            return PackedWeight(scheme, inputs, codes, scales, outer=tensors[self.outer], divides=self.divides)
-        return PackedWeight(scheme, inputs, codes, _exp2(scales))
+            return PackedWeight(scheme, inputs, quantized, scales, outer=tensors[self.outer], divides=self.divides)
+        return PackedWeight(scheme, inputs, quantized, _exp2(scales))
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,14 +87,14 @@ class Fp8Layer(LayerFormat):
         return tensors
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        codes, scales = tensors["weight"], tensors[self.stored.scale]
+        quantized, scales = tensors["weight"], tensors[self.stored.scale]
         if self.stored.sharing != "block":
             whole = scales if self.stored.sharing == "channel" else scales.unsqueeze(-1)
             static = tensors.get(self.stored.input_scale or "")
-            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, codes, whole, input_scale=keep_static(static))
-        step = codes.shape[-2] // scales.shape[-2], codes.shape[-1] // scales.shape[-1]
+            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, quantized, whole, input_scale=keep_static(static))
+        step = quantized.shape[-2] // scales.shape[-2], quantized.shape[-1] // scales.shape[-1]
         scales, block = coarsen(scales, step, self.stored.block)
-        return PackedWeight(WeightScheme("e4m3", block), inputs, codes, scales)
+        return PackedWeight(WeightScheme("e4m3", block), inputs, quantized, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +110,20 @@ class RoundedFp8Layer(LayerFormat):
             scales = StoredTensor(torch.float32, (Axis("output", BLOCK), Axis("input", BLOCK)))
         else:
             scales = StoredTensor(torch.float32, (OUTPUTS, 1))
-        return {"codes": StoredTensor(FP8, (OUTPUTS, INPUTS)), "scales": scales}
+        return {"quantized": StoredTensor(FP8, (OUTPUTS, INPUTS)), "scales": scales}
 
     def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
         if self._by_blocks(weight.shape[1], *outputs):
-            codes, scales = quantize_blocks(weight)
+            quantized, scales = quantize_blocks(weight)
         else:
-            codes, scales = quantize_outputs(weight)
+            quantized, scales = quantize_outputs(weight)
             scales = scales.unsqueeze(-1)
-        return {"codes": codes, "scales": scales}
+        return {"quantized": quantized, "scales": scales}
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        codes, scales = tensors["codes"], tensors["scales"]
-        group = (1, 0) if scales.shape[-2] == codes.shape[-2] else (BLOCK, BLOCK)
-        return PackedWeight(WeightScheme("e4m3", group), inputs, codes, scales)
+        quantized, scales = tensors["quantized"], tensors["scales"]
+        group = (1, 0) if scales.shape[-2] == quantized.shape[-2] else (BLOCK, BLOCK)
+        return PackedWeight(WeightScheme("e4m3", group), inputs, quantized, scales)
 
     def _by_blocks(self, *sizes: int) -> bool:
         return self.experts and not any(size % BLOCK for size in sizes)

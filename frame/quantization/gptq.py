@@ -97,7 +97,7 @@ class GptqLayer(LayerFormat):
         }
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        codes = unpack_words(tensors["qweight"].transpose(-1, -2), self.bits)
+        quantized = unpack_words(tensors["qweight"].transpose(-1, -2), self.bits)
         zeros = unpack_words(tensors["qzeros"], self.bits).transpose(-1, -2)
         zeros = (zeros + self.lift).bitwise_and_((1 << self.bits) - 1)
         if not self.ordered:
@@ -105,7 +105,7 @@ class GptqLayer(LayerFormat):
         owners = tensors["g_idx"] if self.ordered else None
         symmetric = bool((zeros == 1 << self.bits - 1).all())
         scales = tensors["scales"].transpose(-1, -2)
-        return Integers(self.bits, codes[..., :inputs], scales, None if symmetric else zeros, owners).pack(self.dtype)
+        return Integers(self.bits, quantized[..., :inputs], scales, None if symmetric else zeros, owners).pack(self.dtype)
 
 
 def group_axis(group: int, ordered: bool) -> Axis | int:

@@ -42,8 +42,8 @@ class Int4(RoundingFormat):
 
 @dataclass(frozen=True, slots=True)
 class RoundedInt4Layer(LayerFormat):
-    """int4 codes, and one scale and zero point for `group` inputs, or for the greatest divisor of
-    the inputs that divides `group` too."""
+    """int4 values, and one scale and zero point for `group` inputs, or for the greatest
+    divisor of the inputs that divides `group` too."""
 
     dtype: torch.dtype
     group: int
@@ -52,21 +52,22 @@ class RoundedInt4Layer(LayerFormat):
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         size = gcd(inputs, self.group)
         return {
-            "codes": StoredTensor(torch.uint8, (OUTPUTS, Axis("input", BLOCK, BLOCK // 2))),
+            "quantized": StoredTensor(torch.uint8, (OUTPUTS, Axis("input", BLOCK, BLOCK // 2))),
             "scales": StoredTensor(self.dtype, (OUTPUTS, Axis("input", size))),
             "zeros": StoredTensor(torch.int8, (OUTPUTS, Axis("input", size))),
         }
 
     def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """The least and the largest number of a group, and 0, lie between the codes 0 and 15."""
+        """The least and the largest number of a group, and 0, lie between the quantized values 0
+        and 15."""
         groups = weight.float().unflatten(1, (-1, gcd(weight.shape[1], self.group)))
         low, high = groups.amin(2).clamp_max_(0), groups.amax(2).clamp_min_(0)
         scales = ((high - low) / 15).clamp_min_(_SMALLEST).to(self.dtype)
         zeros = (-low / scales.float()).round_().clamp_(0, 15)
-        codes = (groups / scales.float().unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15).to(torch.uint8).flatten(1)
-        padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % BLOCK))
-        return {"codes": pack_nibbles(padded), "scales": scales, "zeros": zeros.to(torch.int8)}
+        quantized = (groups / scales.float().unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15).to(torch.uint8).flatten(1)
+        padded = torch.nn.functional.pad(quantized, (0, -quantized.shape[1] % BLOCK))
+        return {"quantized": pack_nibbles(padded), "scales": scales, "zeros": zeros.to(torch.int8)}
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         scheme = WeightScheme("int4", (1, gcd(inputs, self.group)), zeros=True)
-        return PackedWeight(scheme, inputs, tensors["codes"], tensors["scales"], tensors["zeros"])
+        return PackedWeight(scheme, inputs, tensors["quantized"], tensors["scales"], tensors["zeros"])

@@ -31,12 +31,12 @@ class RoundedInt8Layer(LayerFormat):
     rounds: ClassVar[bool] = True
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
-        return {"codes": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "scales": StoredTensor(self.dtype, (OUTPUTS, 1))}
+        return {"quantized": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "scales": StoredTensor(self.dtype, (OUTPUTS, 1))}
 
     def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """The largest magnitude of a row becomes 127."""
         scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_min(_SMALLEST).to(self.dtype)
-        return {"codes": (weight.float() / scale.float()).round_().clamp_(-127, 127).to(torch.int8), "scales": scale}
+        return {"quantized": (weight.float() / scale.float()).round_().clamp_(-127, 127).to(torch.int8), "scales": scale}
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("int8"), inputs, tensors["codes"], tensors["scales"])
+        return PackedWeight(WeightScheme("int8"), inputs, tensors["quantized"], tensors["scales"])

@@ -1,4 +1,4 @@
-"""From stored integers to canonical codes: packed words, act-order, and compact scales.
+"""From stored integers to canonical quantized values: packed words, act-order, and compact scales.
 
 Used by the formats of integer weights. Depends on no configuration of a checkpoint.
 """
@@ -47,50 +47,50 @@ def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Integers:
-    """Unsigned codes uint8 [..., outputs, inputs], scales and, if there are any, unsigned zero
-    points uint8 [..., outputs, groups]. `owners`: int32 [..., inputs], the group of each input
-    (act-order); None: groups follow one another."""
+    """Unsigned quantized values uint8 [..., outputs, inputs], scales and, if there are any,
+    unsigned zero points uint8 [..., outputs, groups]. `owners`: int32 [..., inputs], the group of
+    each input (act-order); None: groups follow one another."""
 
     bits: int
-    codes: torch.Tensor
+    quantized: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     owners: torch.Tensor | None = None
 
     def pack(self, dtype: torch.dtype) -> PackedWeight:
         """The canonical form. `dtype`: of the model, preferred for scales if it represents them."""
-        inputs, ordered, order = self.codes.shape[-1], self, None
+        inputs, ordered, order = self.quantized.shape[-1], self, None
         if self.owners is not None and self.scales.shape[-1] > 1:
             ordered, order = self._sort()
-        group = ordered.codes.shape[-1] // ordered.scales.shape[-1]
+        group = ordered.quantized.shape[-1] // ordered.scales.shape[-1]
         scheme = WeightScheme("int4" if self.bits <= 4 else "int8", (1, group), self.zeros is not None, order is not None)
-        shift = (8 if self.bits <= 4 else 0) - (1 << self.bits - 1)  # from unsigned codes to the canonical ones
+        shift = (8 if self.bits <= 4 else 0) - (1 << self.bits - 1)  # from unsigned quantized values to the canonical ones
         zeros = ordered.zeros.to(torch.int16).add_(shift).to(torch.int8) if ordered.zeros is not None else None
-        codes = ordered.codes.to(torch.int16).add_(shift).to(torch.uint8 if self.bits <= 4 else torch.int8)
+        quantized = ordered.quantized.to(torch.int16).add_(shift).to(torch.uint8 if self.bits <= 4 else torch.int8)
         if self.bits <= 4:
-            codes = pack_nibbles(F.pad(codes, (0, -codes.shape[-1] % BLOCK)))
-        return PackedWeight(scheme, inputs, codes.contiguous(), compact(ordered.scales, dtype), zeros, order=order)
+            quantized = pack_nibbles(F.pad(quantized, (0, -quantized.shape[-1] % BLOCK)))
+        return PackedWeight(scheme, inputs, quantized.contiguous(), compact(ordered.scales, dtype), zeros, order=order)
 
     def _sort(self) -> tuple[Integers, torch.Tensor | None]:
         """The same weights with the inputs sorted by group, and the order; None: sorted before."""
         assert self.owners is not None
         groups = self.scales.shape[-1]
-        size = self.codes.shape[-1] // groups
+        size = self.quantized.shape[-1] // groups
         flat = self.owners.reshape(-1, self.owners.shape[-1])
         if bool(((flat < 0) | (flat >= groups)).any()):
             raise CheckpointError(f"g_idx names groups outside 0 to {groups - 1}: download the checkpoint again.")
         counts = torch.stack([torch.bincount(each.long(), minlength=groups) for each in flat])
         is_whole = bool((counts == size).all())
         if is_whole and bool((flat.diff() >= 0).all()):
-            return Integers(self.bits, self.codes, self.scales, self.zeros), None
-        if self.codes.dim() == 2:
+            return Integers(self.bits, self.quantized, self.scales, self.zeros), None
+        if self.quantized.dim() == 2:
             return self._sort_inputs(counts[0], None if is_whole else int((-(-counts // BLOCK)).sum()))
         blocks = None if is_whole else int((-(-counts // BLOCK)).sum(1).max())
         parts = [self._select(expert)._sort_inputs(count, blocks) for expert, count in enumerate(counts)]  # noqa: SLF001 - own class
         zeros = [part.zeros for part, _ in parts if part.zeros is not None]
         joined = Integers(
             self.bits,
-            torch.stack([part.codes for part, _ in parts]),
+            torch.stack([part.quantized for part, _ in parts]),
             torch.stack([part.scales for part, _ in parts]),
             torch.stack(zeros) if zeros else None,
         )
@@ -98,16 +98,16 @@ class Integers:
 
     def _select(self, expert: int) -> Integers:
         zeros, owners = (None if each is None else each[expert] for each in (self.zeros, self.owners))
-        return Integers(self.bits, self.codes[expert], self.scales[expert], zeros, owners)
+        return Integers(self.bits, self.quantized[expert], self.scales[expert], zeros, owners)
 
     def _sort_inputs(self, counts: torch.Tensor, blocks: int | None) -> tuple[Integers, torch.Tensor]:
         """Sort the inputs of one matrix. A rank's share of a group may have any size: it is then
-        padded to blocks of 32 codes whose weight is zero, `blocks` in all."""
+        padded to blocks of 32 quantized values whose weight is zero, `blocks` in all."""
         assert self.owners is not None
         owners = self.owners.long()
         order = owners.argsort(stable=True)
         if blocks is None:
-            return Integers(self.bits, self.codes[:, order], self.scales, self.zeros), order.to(torch.int32)
+            return Integers(self.bits, self.quantized[:, order], self.scales, self.zeros), order.to(torch.int32)
         needed = -(-counts // BLOCK)
         of_block = torch.arange(len(counts), device=owners.device).repeat_interleave(needed)
         of_block = F.pad(of_block, (0, blocks - len(of_block)))
@@ -116,13 +116,13 @@ class Integers:
         place += (needed.cumsum(0) - needed)[sorted_owners] * BLOCK
         scales, zeros = self.scales[:, of_block], None if self.zeros is None else self.zeros[:, of_block]
         if zeros is None:
-            codes = self.codes.new_full((len(self.codes), blocks * BLOCK), 1 << self.bits - 1)
+            quantized = self.quantized.new_full((len(self.quantized), blocks * BLOCK), 1 << self.bits - 1)
         else:
-            codes = zeros.repeat_interleave(BLOCK, 1)
-        codes[:, place] = self.codes[:, order]
+            quantized = zeros.repeat_interleave(BLOCK, 1)
+        quantized[:, place] = self.quantized[:, order]
         padded = order.new_zeros(blocks * BLOCK)
         padded[place] = order
-        return Integers(self.bits, codes, scales, zeros), padded.to(torch.int32)
+        return Integers(self.bits, quantized, scales, zeros), padded.to(torch.int32)
 
 
 def compact(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -117,12 +117,12 @@ class TorchAoLayer(LayerFormat):
         return tensors | ({_ZERO: StoredTensor(torch.int8, axes, optional=not self.has_zeros)} if self.bits else {})
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        codes, scales = tensors[_CODES], tensors[_SCALE]
+        quantized, scales = tensors[_CODES], tensors[_SCALE]
         if not self.bits:
-            scales = scales.expand(*codes.shape[:-1], 1).contiguous()
-            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, codes, scales)
+            scales = scales.expand(*quantized.shape[:-1], 1).contiguous()
+            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, quantized, scales)
         middle = 1 << self.bits - 1
         zeros = tensors[_ZERO].to(torch.int16).add_(middle).to(torch.uint8) if bool(tensors[_ZERO].any()) else None
-        packed = Integers(self.bits, codes.to(torch.int16).add_(middle).to(torch.uint8), scales, zeros).pack(self.dtype)
+        packed = Integers(self.bits, quantized.to(torch.int16).add_(middle).to(torch.uint8), scales, zeros).pack(self.dtype)
         packed.rounds_inputs = self.rounds_inputs
         return packed

@@ -56,5 +56,5 @@ class W4ExpertsLayer(LayerFormat):
         }
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        codes = unpack_pairs(tensors["weight"].view(torch.uint8) ^ _SIGNS)
-        return Integers(4, codes, tensors["weight_scale_inv"]).pack(self.dtype)
+        quantized = unpack_pairs(tensors["weight"].view(torch.uint8) ^ _SIGNS)
+        return Integers(4, quantized, tensors["weight_scale_inv"]).pack(self.dtype)

@@ -1,7 +1,7 @@
 """The conformance suite of GEMM kernels: every product equals that of the dequantized weight.
 
-Weights are random, in every scheme of the codes that the kernel has a speed for. Must not name a
-kernel or a format.
+Weights are random, in every scheme of the types that the kernel has a speed for. Must
+not name a kernel or a format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GemmRequirements, find_kernel_obstacle
-from frame.core.interfaces.weight_format import Codes, PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import PackedWeight, QuantType, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.plugins.devices import open_platform
 from frame.testing.conformance import Check, SkipCheck, Subject
@@ -44,16 +44,16 @@ SCHEMES: tuple[tuple[WeightScheme, bool], ...] = (  # with a second scale per ou
 
 
 def suite(subject: Subject) -> Iterator[Check]:
-    """`gemm_kernel/1`, in every dtype of the capabilities."""
-    codes = _codes(subject)
+    """`gemm_kernel/2`, in every dtype of the capabilities."""
+    quantized = _quantized(subject)
     for name in _dtypes(subject):
         for scheme, outer in SCHEMES:
-            if scheme.codes in codes:
+            if scheme.quant_type in quantized:
                 case = Case(subject, DTYPES[name], scheme, outer)
                 label = f"{name}-{str(scheme).replace(' ', '_')}"
                 yield Check(f"product_equals_the_reference-{label}", case.check_gemm)
                 yield Check(f"experts_equal_the_reference-{label}", case.check_experts)
-        first = next(((scheme, outer) for scheme, outer in SCHEMES if scheme.codes in codes), None)
+        first = next(((scheme, outer) for scheme, outer in SCHEMES if scheme.quant_type in quantized), None)
         if first is not None:
             case = Case(subject, DTYPES[name], *first)
             yield Check(f"bias_is_added-{name}", case.check_bias)
@@ -62,16 +62,16 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"values_replaced_in_place-{name}", case.check_update)
             yield Check(f"arguments_are_not_changed-{name}", case.check_arguments)
             yield Check(f"gated_product-{name}", case.check_gated)
-            cases = [Case(subject, DTYPES[name], scheme, outer) for scheme, outer in SCHEMES if scheme.codes in codes]
+            cases = [Case(subject, DTYPES[name], scheme, outer) for scheme, outer in SCHEMES if scheme.quant_type in quantized]
             yield Check(f"bytes_are_as_counted-{name}", partial(_check_bytes, cases))
     yield Check("other_sizes", partial(_check_sizes, subject))
 
 
-def _codes(subject: Subject) -> set[Codes]:
+def _quantized(subject: Subject) -> set[QuantType]:
     capabilities = subject.record.capabilities
     if not isinstance(capabilities, GemmCapabilities):
         return {"int8"}
-    return {speed.codes for speed in capabilities.speeds}
+    return {speed.quant_type for speed in capabilities.speeds}
 
 
 def _dtypes(subject: Subject) -> list[str]:
@@ -89,8 +89,8 @@ class Case:
         self.device, self.dtype, self.scheme, self.outer = subject.setting.device, dtype, scheme, outer
         self.kernel: GemmKernel = subject.target(build_context(torch.device(self.device), dtype, 16), subject.options)
         self.tolerance = TOLERANCE[dtype]
-        if dtype != torch.float32 and scheme.codes in ("e4m3", "int8"):
-            self.tolerance = ROUNDED if scheme.codes == "e4m3" else TOLERANCE[torch.bfloat16]
+        if dtype != torch.float32 and scheme.quant_type in ("e4m3", "int8"):
+            self.tolerance = ROUNDED if scheme.quant_type == "e4m3" else TOLERANCE[torch.bfloat16]
 
     def make(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> PackedWeight:
         """A weight that the kernel takes."""
@@ -98,7 +98,7 @@ class Case:
         for name, tensor in weight.tensors.items():
             setattr(weight, name, tensor.to(self.device))
         obstacle = find_kernel_obstacle(self.kernel, weight)
-        if obstacle is not None and self.scheme.codes == "int8":
+        if obstacle is not None and self.scheme.quant_type == "int8":
             weight.rounds_inputs = True
             obstacle = find_kernel_obstacle(self.kernel, weight)
         if obstacle is not None:
@@ -222,7 +222,7 @@ def _check_sizes(subject: Subject) -> None:
     found = 0
     for name in _dtypes(subject)[:1]:
         for scheme, outer in SCHEMES:
-            if scheme.codes not in _codes(subject):
+            if scheme.quant_type not in _quantized(subject):
                 continue
             case = Case(subject, DTYPES[name], scheme, outer)
             group = scheme.group[1] or 32

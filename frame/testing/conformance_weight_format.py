@@ -27,7 +27,7 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 def suite(subject: Subject) -> Iterator[Check]:
-    """`weight_format/1`."""
+    """`weight_format/2`."""
     yield Check("layers_are_described", partial(_check_described, subject))
     yield Check("ignored_weights_are_patterns", partial(_check_ignored, subject))
     for name in ("linear", "experts", "head"):
@@ -95,7 +95,7 @@ class Weight:
 
 
 def _dense(weights: Sequence[PackedWeight]) -> torch.Tensor:
-    return torch.cat([weight.dequantize(DTYPE) for weight in weights], weights[0].codes.dim() - 2)
+    return torch.cat([weight.dequantize(DTYPE) for weight in weights], weights[0].quantized.dim() - 2)
 
 
 def _compare(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:

@@ -205,7 +205,7 @@ def _runs_no_pickle(maker: Maker) -> None:
 # sources that make weights up ---------------------------------------------------------------------
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"model.embed.weight": (50, 40), "model.norm.weight": (40,), "experts": (3, 24, 40), "scale": ()}
-INTEGERS: Mapping[str, torch.dtype] = {"codes": torch.int32, "bytes": torch.uint8}
+INTEGERS: Mapping[str, torch.dtype] = {"quantized": torch.int32, "bytes": torch.uint8}
 
 
 def _has_expected_shapes(maker: Maker) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from frame.core.interfaces.weight_format import NIBBLES, Codes, PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import NIBBLES, PackedWeight, QuantType, WeightScheme
 
-DTYPES: dict[Codes, torch.dtype] = {
+DTYPES: dict[QuantType, torch.dtype] = {
     "int4": torch.uint8, "e2m1": torch.uint8, "nf4": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn
 }  # fmt: skip
 
@@ -17,17 +17,17 @@ DTYPES: dict[Codes, torch.dtype] = {
 def make_weight(
     scheme: WeightScheme, outputs: int, inputs: int, *, experts: int = 0, outer: bool = False, dtype: torch.dtype, seed: int = 0
 ) -> PackedWeight:
-    """A random weight of a scheme. `dtype`: of plain codes, and of scales."""
+    """A random weight of a scheme. `dtype`: of plain values, and of scales."""
     generator = torch.Generator().manual_seed(seed)
     lead = (experts,) if experts else ()
-    if scheme.codes == "plain":
+    if scheme.quant_type == "plain":
         return PackedWeight(scheme, inputs, (torch.randn(*lead, outputs, inputs, generator=generator) * inputs**-0.5).to(dtype))
-    codes = _make_codes(scheme.codes, (*lead, outputs, inputs), generator)
+    quantized = _make_values(scheme.quant_type, (*lead, outputs, inputs), generator)
     rows, columns = scheme.group[0] or outputs, scheme.group[1] or inputs
     shape = (*lead, -(-outputs // rows), -(-inputs // columns))
-    largest = {"int4": 8.0, "int8": 128.0, "e2m1": 6.0, "nf4": 1.0, "e4m3": 2.0}[scheme.codes]
+    largest = {"int4": 8.0, "int8": 128.0, "e2m1": 6.0, "nf4": 1.0, "e4m3": 2.0}[scheme.quant_type]
     scales = ((torch.rand(shape, generator=generator) + 0.5) * inputs**-0.5 / largest).to(dtype)
-    low, high = (0, 16) if scheme.codes == "int4" else (-128, 128)
+    low, high = (0, 16) if scheme.quant_type == "int4" else (-128, 128)
     zeros = torch.randint(low, high, shape, generator=generator).to(torch.int8) if scheme.zeros else None
     order = None
     if scheme.ordered:
@@ -35,28 +35,29 @@ def make_weight(
         order = (torch.stack(orders) if experts else orders[0]).to(torch.int32)
     factor = torch.rand(*lead, outputs, generator=generator) + 0.5 if outer else None
     minima = scales * torch.rand(shape, generator=generator).mul_(16).to(dtype) if scheme.minima else None
-    return PackedWeight(scheme, inputs, codes, scales, zeros, factor, order, divides=bool(seed % 2), minima=minima)
+    return PackedWeight(scheme, inputs, quantized, scales, zeros, factor, order, divides=bool(seed % 2), minima=minima)
 
 
-def _make_codes(codes: Codes, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    if codes in NIBBLES:
+def _make_values(quant_type: QuantType, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if quant_type in NIBBLES:
         packed = (*shape[:-1], -(-shape[-1] // 32) * 16)
         return torch.randint(0, 256, packed, generator=generator, dtype=torch.int64).to(torch.uint8)
-    if codes == "int8":
+    if quant_type == "int8":
         return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int64).to(torch.int8)
     return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
 
 
 def check_form(weight: PackedWeight, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> None:
     """Assert that a weight [*lead, outputs, inputs] has canonical form."""
-    scheme, codes = weight.scheme, weight.codes
+    scheme, quantized = weight.scheme, weight.quantized
     assert weight.inputs == inputs, f"the weight has {weight.inputs} inputs, not {inputs}"
-    width = -(-weight.columns // 32) * 16 if scheme.codes in NIBBLES else weight.columns
-    assert tuple(codes.shape) == (*lead, outputs, width), f"codes have the shape {tuple(codes.shape)}, not {(*lead, outputs, width)}"
-    if scheme.codes == "plain":
-        assert weight.tensors.keys() == {"codes"}, "a plain weight has other tensors than its codes"
+    width = -(-weight.columns // 32) * 16 if scheme.quant_type in NIBBLES else weight.columns
+    shape = tuple(quantized.shape)
+    assert shape == (*lead, outputs, width), f"quantized values have the shape {shape}, not {(*lead, outputs, width)}"
+    if scheme.quant_type == "plain":
+        assert weight.tensors.keys() == {"quantized"}, "a plain weight has other tensors than its values"
         return
-    assert codes.dtype == DTYPES[scheme.codes], f"{scheme.codes} codes are {codes.dtype}"
+    assert quantized.dtype == DTYPES[scheme.quant_type], f"{scheme.quant_type} values are {quantized.dtype}"
     assert weight.scales is not None, "the weight has no scales"
     rows, columns = scheme.group[0] or outputs, scheme.group[1] or weight.columns
     shape = (*lead, -(-outputs // rows), -(-weight.columns // columns))

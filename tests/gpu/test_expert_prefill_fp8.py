@@ -34,8 +34,8 @@ def draw(experts: int, hidden: int, inner: int) -> list[products.Weights]:
     return found
 
 
-def widen(codes: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor:
-    return codes.float() * scales.repeat_interleave(rows, 0).repeat_interleave(128, 1)
+def widen(quantized: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor:
+    return quantized.float() * scales.repeat_interleave(rows, 0).repeat_interleave(128, 1)
 
 
 def check(x: torch.Tensor, ids: torch.Tensor, first: products.Weights, second: products.Weights) -> torch.Tensor:

@@ -188,13 +188,13 @@ def stored(x: torch.Tensor, kv_dtype: torch.dtype | None) -> torch.Tensor:
     return x if kv_dtype is None else x.double().clamp(-448, 448)
 
 
-def check_int8(codes: torch.Tensor, scales: torch.Tensor, want: torch.Tensor) -> None:
+def check_int8(quantized: torch.Tensor, scales: torch.Tensor, want: torch.Tensor) -> None:
     """The greatest number of a row has the code 127, and no number is off by more than half a
     step, or by the rounding of the numbers themselves."""
     want, scales = want.double(), scales.double()
-    assert torch.equal(codes.int().abs().amax(-1), torch.full_like(codes[..., 0], 127, dtype=torch.int32))
+    assert torch.equal(quantized.int().abs().amax(-1), torch.full_like(quantized[..., 0], 127, dtype=torch.int32))
     torch.testing.assert_close(scales, want.abs().amax(-1) / 127, rtol=2e-3, atol=0)
-    assert bool(((codes * scales.unsqueeze(-1) - want).abs() <= 0.51 * scales.unsqueeze(-1)).all())
+    assert bool(((quantized * scales.unsqueeze(-1) - want).abs() <= 0.51 * scales.unsqueeze(-1)).all())
 
 
 @pytest.mark.parametrize(

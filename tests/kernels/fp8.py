@@ -85,10 +85,10 @@ def test_int8_products_are_exact(outputs: int, inputs: int) -> None:
     bias = random(outputs)
     for rows in (1, MAX_ROWS, 400) if LARGE else (3, MAX_ROWS + 6):
         x = random(rows, inputs)
-        codes, steps = quantize_rows(x, dtype=torch.int8)
-        assert codes.abs().amax(1).tolist() == [127] * rows
-        assert float((codes * steps - x).abs().amax() / steps.amax()) <= 0.51
-        sums = (codes.cpu().long() @ weight.cpu().long().t()).to(DEVICE)
+        quantized, steps = quantize_rows(x, dtype=torch.int8)
+        assert quantized.abs().amax(1).tolist() == [127] * rows
+        assert float((quantized * steps - x).abs().amax() / steps.amax()) <= 0.51
+        sums = (quantized.cpu().long() @ weight.cpu().long().t()).to(DEVICE)
         want = sums * steps.double() * scales.double().t()
         check(product(x, weight, None), want)
         check(product(x, weight, bias), want + bias.double())
@@ -204,8 +204,8 @@ def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) ->
 
 def test_a_static_scale_of_integers() -> None:
     x = random(3, 128)
-    codes, steps = quantize_rows(x, dtype=torch.int8, given=torch.tensor([0.01], device=DEVICE))
-    assert float((codes.float() - (x.float() / 0.01).clamp(-127, 127)).abs().max()) <= 0.51
+    quantized, steps = quantize_rows(x, dtype=torch.int8, given=torch.tensor([0.01], device=DEVICE))
+    assert float((quantized.float() - (x.float() / 0.01).clamp(-127, 127)).abs().max()) <= 0.51
     assert steps.tolist() == [[pytest.approx(0.01)]] * 3
 
 

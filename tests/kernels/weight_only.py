@@ -1,4 +1,5 @@
-"""Products with 4-bit and 8-bit weights against float64, over codes, groups, rows and experts.
+"""Products with 4-bit and 8-bit weights against float64, over quantized values, groups, rows and
+experts.
 
 Collected by `tests/gpu/test_weight_only.py`, and run by `test_interpreted.py` in a process with
 TRITON_INTERPRET=1.

@@ -129,7 +129,7 @@ def test_a_folder_and_files_of_one_name_are_apart(tmp_path: Path) -> None:
         ("from frame import hookimpl\n@hookimpl\ndef register_policies(registry): ...", "unknown hook 'register_policies'"),
         (
             "from frame import hookimpl\n@hookimpl\ndef register_quantization_methods(registry): ...",
-            "unknown hook 'register_quantization_methods'; replace quantization_method by weight_format/1 (hook",
+            "unknown hook 'register_quantization_methods'; replace quantization_method by weight_format/2 (hook",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_every_version_between_asked_and_offered_is_described() -> None:
     assert "ModelFacts to ModelConfig" in describe_renames("model/1", "model/3")
 
 
-BOTH = "by weight_format/1 (hook register_weight_formats) and gemm_kernel/1 (hook register_gemm_kernels)"
+BOTH = "by weight_format/2 (hook register_weight_formats) and gemm_kernel/2 (hook register_gemm_kernels)"
 
 
 @pytest.mark.parametrize("api", ["quantization/2", "quantization_method/3"])
@@ -94,7 +94,7 @@ def test_a_plugin_of_a_split_kind_is_refused_with_both_new_kinds(api: str, kind:
     registry = registry_with(kind, f"{MODULE}:OldMethod", api=api)
     with pytest.raises(PluginError) as caught:
         registry.get(kind, "old")
-    assert f"written for interface {api}, this frame supports {kind}/1" in str(caught.value)
+    assert f"written for interface {api}, this frame supports {kind}/2" in str(caught.value)
     assert f"replace {api.partition('/')[0]} {BOTH}" in str(caught.value)
 
 

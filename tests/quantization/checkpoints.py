@@ -1,5 +1,6 @@
-"""Tiny checkpoints in the layouts of several libraries, with random codes, and unquantized twins
-that hold the numbers that the codes stand for by each library's definition.
+"""Tiny checkpoints in the layouts of several libraries, with random quantized values, and
+unquantized twins that hold the numbers that they stand for by each library's
+definition.
 
 The packing here is written value by value, independently of the package's.
 """
@@ -35,22 +36,22 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def draw(outputs: int, inputs: int, bits: int, group: int = GROUP) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [outputs, inputs], zero points and scales [outputs, groups]."""
-    codes = torch.randint(0, 1 << bits, (outputs, inputs))
+    """Quantized values [outputs, inputs], zero points and scales [outputs, groups]."""
+    quantized = torch.randint(0, 1 << bits, (outputs, inputs))
     zeros = torch.randint(1, 1 << bits, (outputs, inputs // group))
-    return codes, zeros, (torch.rand(outputs, inputs // group) * 0.3 / (1 << bits)).half()
+    return quantized, zeros, (torch.rand(outputs, inputs // group) * 0.3 / (1 << bits)).half()
 
 
 def gptq(bits: int, ordered: bool, version: int = 1) -> Callable[[int, int], Stored]:
     def store(outputs: int, inputs: int) -> Stored:
-        codes, zeros, scales = draw(outputs, inputs, bits)
+        quantized, zeros, scales = draw(outputs, inputs, bits)
         owners = torch.arange(inputs) // GROUP
         if ordered:  # of one order for all layers with these inputs, as a calibration gives
             owners = owners[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
-        dense = (codes - zeros[:, owners]) * scales.float()[:, owners]
+        dense = (quantized - zeros[:, owners]) * scales.float()[:, owners]
         stored_zeros = (zeros - (2 - version)).remainder(1 << bits)
         return {
-            "qweight": pack(codes, bits).t().contiguous(),
+            "qweight": pack(quantized, bits).t().contiguous(),
             "qzeros": pack(stored_zeros.t(), bits),
             "scales": scales.t().contiguous(),
             "g_idx": owners.to(torch.int32),
@@ -60,20 +61,20 @@ def gptq(bits: int, ordered: bool, version: int = 1) -> Callable[[int, int], Sto
 
 
 def awq(outputs: int, inputs: int) -> Stored:
-    codes, zeros, scales = draw(outputs, inputs, 4)
+    quantized, zeros, scales = draw(outputs, inputs, 4)
 
     def words(values: torch.Tensor) -> torch.Tensor:
         return pack(values.t().unflatten(1, (-1, 8))[..., list(AWQ_ORDER)].flatten(1), 4)
 
-    dense = (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
-    return {"qweight": words(codes), "qzeros": words(zeros), "scales": scales.t().contiguous()}, dense
+    dense = (quantized - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+    return {"qweight": words(quantized), "qzeros": words(zeros), "scales": scales.t().contiguous()}, dense
 
 
 def packed(outputs: int, inputs: int) -> Stored:
-    codes, zeros, scales = draw(outputs, inputs, 4)
-    dense = (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+    quantized, zeros, scales = draw(outputs, inputs, 4)
+    dense = (quantized - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
     return {
-        "weight_packed": pack(codes, 4),
+        "weight_packed": pack(quantized, 4),
         "weight_scale": scales,
         "weight_zero_point": pack(zeros.t(), 4).t().contiguous(),
         "weight_shape": torch.tensor([outputs, inputs]),
@@ -81,76 +82,77 @@ def packed(outputs: int, inputs: int) -> Stored:
 
 
 def int8(outputs: int, inputs: int) -> Stored:
-    codes, scales = torch.randint(-128, 128, (outputs, inputs)), torch.rand(outputs, 1) * 0.002
-    return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales
+    quantized, scales = torch.randint(-128, 128, (outputs, inputs)), torch.rand(outputs, 1) * 0.002
+    return {"weight": quantized.to(torch.int8), "weight_scale": scales}, quantized * scales
 
 
 def int4_in_bytes(outputs: int, inputs: int) -> Stored:
-    codes, zeros, scales = draw(outputs, inputs, 4)
-    dense = (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
-    return {"weight": (codes - 8).to(torch.int8), "weight_scale": scales, "weight_zero_point": (zeros - 8).to(torch.int8)}, dense
+    quantized, zeros, scales = draw(outputs, inputs, 4)
+    dense = (quantized - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+    return {"weight": (quantized - 8).to(torch.int8), "weight_scale": scales, "weight_zero_point": (zeros - 8).to(torch.int8)}, dense
 
 
 def fp8(outputs: int, inputs: int) -> Stored:
-    codes, scales = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(outputs, 1) * 0.002
-    return {"weight": codes, "weight_scale": scales}, codes.float() * scales
+    quantized, scales = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(outputs, 1) * 0.002
+    return {"weight": quantized, "weight_scale": scales}, quantized.float() * scales
 
 
 def torchao(bits: int) -> Callable[[int, int], Stored]:
     def store(outputs: int, inputs: int) -> Stored:
         group = GROUP if bits == 4 else inputs
-        codes, zeros = torch.randint(-(1 << bits - 1), 1 << bits - 1, (2, outputs, inputs))
+        quantized, zeros = torch.randint(-(1 << bits - 1), 1 << bits - 1, (2, outputs, inputs))
         zeros, scales = zeros[:, ::group], torch.rand(outputs, inputs // group) * 0.3 / (1 << bits)
-        dense = (codes - zeros.repeat_interleave(group, 1)) * scales.repeat_interleave(group, 1)
-        stored = {"_weight_qdata": codes.to(torch.int8), "_weight_scale": scales, "_weight_zero_point": zeros.to(torch.int8).contiguous()}
+        dense = (quantized - zeros.repeat_interleave(group, 1)) * scales.repeat_interleave(group, 1)
+        stored = {"_weight_qdata": quantized.to(torch.int8), "_weight_scale": scales}
+        stored["_weight_zero_point"] = zeros.to(torch.int8).contiguous()
         return stored, dense
 
     return store
 
 
 def torchao_fp8(outputs: int, inputs: int) -> Stored:
-    codes, scale = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(1, 1) * 0.002
-    return {"_weight_qdata": codes, "_weight_scale": scale}, codes.float() * scale
+    quantized, scale = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(1, 1) * 0.002
+    return {"_weight_qdata": quantized, "_weight_scale": scale}, quantized.float() * scale
 
 
 def mxfp8(outputs: int, inputs: int) -> Stored:
-    codes, exponents = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.randint(-12, -8, (outputs, inputs // 32))
-    dense = codes.float() * torch.exp2(exponents.float()).repeat_interleave(32, 1)
-    return {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}, dense
+    quantized, exponents = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.randint(-12, -8, (outputs, inputs // 32))
+    dense = quantized.float() * torch.exp2(exponents.float()).repeat_interleave(32, 1)
+    return {"weight": quantized, "weight_scale": (exponents + 127).to(torch.uint8)}, dense
 
 
 def modelopt_fp8(outputs: int, inputs: int) -> Stored:
-    codes, scale = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.tensor(0.001)
-    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(1.0)}, codes.float() * scale
+    quantized, scale = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.tensor(0.001)
+    return {"weight": quantized, "weight_scale": scale, "input_scale": torch.tensor(1.0)}, quantized.float() * scale
 
 
 def w4_experts(outputs: int, inputs: int) -> Stored:
-    codes, scales = torch.randint(-8, 8, (outputs, inputs)), torch.rand(outputs, -(-inputs // 128)) * 0.02
-    stored = {"weight": (codes[:, ::2] & 15 | codes[:, 1::2] << 4).to(torch.int8), "weight_scale_inv": scales}
-    return stored | {"input_scale": torch.tensor(0.5)}, codes * scales.repeat_interleave(128, 1)[:, :inputs]
+    quantized, scales = torch.randint(-8, 8, (outputs, inputs)), torch.rand(outputs, -(-inputs // 128)) * 0.02
+    stored = {"weight": (quantized[:, ::2] & 15 | quantized[:, 1::2] << 4).to(torch.int8), "weight_scale_inv": scales}
+    return stored | {"input_scale": torch.tensor(0.5)}, quantized * scales.repeat_interleave(128, 1)[:, :inputs]
 
 
 def fp8_blocks(outputs: int, inputs: int) -> Stored:
-    codes, scales = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(-(-outputs // 32), -(-inputs // 32)) * 0.002
+    quantized, scales = (torch.randn(outputs, inputs) * 50).to(torch.float8_e4m3fn), torch.rand(-(-outputs // 32), -(-inputs // 32)) * 0.002
     spread = scales.repeat_interleave(32, 0)[:outputs].repeat_interleave(32, 1)[:, :inputs]
-    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
+    return {"weight": quantized, "weight_scale_inv": scales}, quantized.float() * spread
 
 
 def modelopt(outputs: int, inputs: int) -> Stored:
     stored, _ = nvfp4(outputs, inputs)
-    codes, scales, outer = stored["weight_packed"].int(), stored["weight_scale"], torch.tensor(0.01)
+    quantized, scales, outer = stored["weight_packed"].int(), stored["weight_scale"], torch.tensor(0.01)
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    numbers = table[torch.stack((codes & 15, codes >> 4), -1).flatten(1)]
+    numbers = table[torch.stack((quantized & 15, quantized >> 4), -1).flatten(1)]
     dense = numbers * (scales.float() * outer).repeat_interleave(16, 1)
     return {"weight": stored["weight_packed"], "weight_scale": scales, "weight_scale_2": outer, "input_scale": torch.tensor(1.0)}, dense
 
 
 def nvfp4(outputs: int, inputs: int) -> Stored:
-    codes = torch.randint(0, 16, (outputs, inputs))
+    quantized = torch.randint(0, 16, (outputs, inputs))
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    numbers = table[codes % 8] * torch.where(codes > 7, -1.0, 1.0)
+    numbers = table[quantized % 8] * torch.where(quantized > 7, -1.0, 1.0)
     scales, outer = (torch.rand(outputs, inputs // 16) * 4).to(torch.float8_e4m3fn), torch.tensor([100.0])
-    stored = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), "weight_scale": scales}
+    stored = {"weight_packed": (quantized[:, ::2] | quantized[:, 1::2] << 4).to(torch.uint8), "weight_scale": scales}
     return stored | {"weight_global_scale": outer}, numbers * (scales.float() / outer).repeat_interleave(16, 1)
 
 
@@ -199,9 +201,7 @@ DIALECTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
 }  # fmt: skip
 
 
-def make_pair(
-    architecture: str, dialect: str, folder: Path, other: Callable[[int, int], Stored] | None = None
-) -> tuple[Path, Path]:
+def make_pair(architecture: str, dialect: str, folder: Path, other: Callable[[int, int], Stored] | None = None) -> tuple[Path, Path]:
     """(a quantized checkpoint, an unquantized one with the same numbers). `other`: stores weights
     in place of the dialect's function."""
     config, store = DIALECTS[dialect]

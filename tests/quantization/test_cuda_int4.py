@@ -40,7 +40,7 @@ MACROS = {
         (GROUPED, 40, 192, "not multiples of 16 outputs"),
         (WeightScheme("int4", (1, 0)), 128, 96, "of 64 inputs"),
         (WeightScheme("int4", (1, 32)), 128, 256, "multiples of 64 inputs of one output, not for (1, 32)"),
-        (WeightScheme("int8", (1, 0)), 128, 256, "int4 codes"),
+        (WeightScheme("int8", (1, 0)), 128, 256, "int4 weights"),
     ],
 )
 def test_the_weights_that_it_takes(scheme: WeightScheme, outputs: int, inputs: int, sentence: str | None) -> None:
@@ -63,12 +63,12 @@ def test_other_chips_get_other_kernels(chip: tuple[int, int], is_able: bool) -> 
 
 
 @pytest.mark.parametrize(("dtype", "offset"), [(torch.bfloat16, 128), (torch.float16, 1024)])
-def test_threads_find_the_codes_of_their_mma_operands(dtype: torch.dtype, offset: int) -> None:
+def test_threads_find_the_values_of_their_mma_operands(dtype: torch.dtype, offset: int) -> None:
     outputs, inputs = 144, 256  # the second block has one tile
     weight = make_weight(GROUPED, outputs, inputs, dtype=dtype)
     packed = blocked_int4.pack_weight(weight)
-    words = packed.codes.view(torch.int32).flatten(0, 1)  # [blocks * units, 8, 32, 4]
-    assert packed.codes.shape == (2, 4, 8, 32, 16)
+    words = packed.quantized.view(torch.int32).flatten(0, 1)  # [blocks * units, 8, 32, 4]
+    assert packed.quantized.shape == (2, 4, 8, 32, 16)
     found = torch.full((2 * 128, inputs), -1)
     for thread in range(32):
         g, t = thread // 4, thread % 4
@@ -77,12 +77,12 @@ def test_threads_find_the_codes_of_their_mma_operands(dtype: torch.dtype, offset
                 # the rule of cuda/common.cuh
                 output = g + 8 * (nibble % 4 % 2)
                 column = 16 * word + 2 * t + 8 * (nibble % 4 // 2) + nibble // 4
-                codes = (words[:, :, thread, word] >> (4 * nibble) & 15).view(2, 4, 8)
+                quantized = (words[:, :, thread, word] >> (4 * nibble) & 15).view(2, 4, 8)
                 for tile in range(8):
-                    found.view(2, 8, 16, 4, 64)[:, tile, output, :, column] = codes[:, :, tile].long()
+                    found.view(2, 8, 16, 4, 64)[:, tile, output, :, column] = quantized[:, :, tile].long()
     assert torch.equal(found[:outputs].float(), weight.numbers())
-    assert packed.codes.nbytes + packed.scales.nbytes + 2 * 8 * 4 == blocked_int4.count_bytes(outputs, inputs, 64)
-    assert not found[outputs:].any(), "outputs after the last have other codes than zeros"
+    assert packed.quantized.nbytes + packed.scales.nbytes + 2 * 8 * 4 == blocked_int4.count_bytes(outputs, inputs, 64)
+    assert not found[outputs:].any(), "outputs after the last have other values than zeros"
     assert weight.scales is not None
     assert weight.zeros is not None
     scales = packed.scales[:, :, :, :, :2].permute(0, 2, 4, 3, 1).reshape(256, 4)
@@ -103,7 +103,7 @@ def test_plans_for_few_rows_fit_registers_and_shared_memory(rows: int, is_gated:
         assert not is_gated or plan.tiles % 2 == 0
         stages = plan.stages * (plan.tiles * 576 + columns * 1024)
         assert stages >= plan.passes * plan.tiles * columns * 512, "no room for the sums of a warp"
-        # sums, the inputs of a unit and a tile's codes and sums; the rest are addresses
+        # sums, the inputs of a unit and a tile's quantized values and sums; the rest are addresses
         assert plan.passes * plan.tiles * columns * 4 + columns * 16 <= 65536 // (plan.warps * 32)
 
 
@@ -298,9 +298,9 @@ def test_launches_for_many_rows(
                 assert grid == (-(-tiles // plan.tiles) * plan.cluster, 1, 1)
             else:
                 assert grid == (min(132, tiles * inputs // 64), 1, 1)
-            codes, scales, added, to, partial, counter, *numbers = values
+            quantized, scales, added, to, partial, counter, *numbers = values
             assert numbers == [rows, outputs, inputs, plan.tiles]
-            assert (codes, scales, counter) == tuple(tensor.data_ptr() for tensor in gemms.tensors)
+            assert (quantized, scales, counter) == tuple(tensor.data_ptr() for tensor in gemms.tensors)
             assert added == (x if use is None else use).data_ptr()
             assert to == out.data_ptr()
             assert out.shape == (rows, outputs)
@@ -331,8 +331,8 @@ def test_launches_for_few_rows(is_gated: bool, made: dict[int, int], monkeypatch
             assert block == (plan.warps * 32, 1, 1)
             assert shared_bytes == max(plan.warps * plan.stages * (plan.tiles * 576 + columns * 1024), 116224)
             assert attributes == [(6, (1, 0, 0))]
-            codes, scales, _ = (tensor.data_ptr() for tensor in gemms.tensors)
-            assert values[:5] == [x.data_ptr(), codes, scales, x.data_ptr(), out.data_ptr()]
+            quantized, scales, _ = (tensor.data_ptr() for tensor in gemms.tensors)
+            assert values[:5] == [x.data_ptr(), quantized, scales, x.data_ptr(), out.data_ptr()]
             assert values[5:] == [rows, outputs, inputs, inputs + 8]
             assert out.shape == (rows, outputs // (2 if is_gated else 1))
             assert dict(gemms._list_row_constants(rows, is_gated, False)[1]) == {

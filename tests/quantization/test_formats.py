@@ -82,7 +82,8 @@ def test_random_weights_of_a_quantized_checkpoint(tmp_path: Path) -> None:
 
 
 def test_weights_are_in_memory_once(tmp_path: Path) -> None:
-    """Codes and scales, of plain weights the weights: nothing is counted twice or kept besides."""
+    """Quantized values and scales, of plain weights the weights: nothing is counted twice or kept
+    besides."""
     stored, plain = make_pair("LlamaForCausalLM", "int8", tmp_path)
     for folder, method, kernel, bound in ((plain, "none", None, 1.0), (stored, "compressed-tensors", "torch", 0.45)):
         model: Any = open_session(folder, quantization=method, gemm_kernel=kernel).model
@@ -124,9 +125,7 @@ def decode(layout: LayerFormat, tensors: dict[str, torch.Tensor], outputs: int =
     return weight
 
 
-def decode_shares(
-    layout: LayerFormat, tensors: dict[str, torch.Tensor], dtype: torch.dtype, outputs: int = OUTPUTS
-) -> list[torch.Tensor]:
+def decode_shares(layout: LayerFormat, tensors: dict[str, torch.Tensor], dtype: torch.dtype, outputs: int = OUTPUTS) -> list[torch.Tensor]:
     """The dequantized weight of a layer, and of each of two experts with its tensors, from one rank
     and from two, which share outputs or inputs."""
     found = []
@@ -266,11 +265,11 @@ def test_torchao_says_whether_inputs_are_rounded() -> None:
 def test_scales_of_exponents() -> None:
     """Block scales in float8_e8m0fnu (ue8m0) are the powers of two that they stand for."""
     layout = Fp8(FormatContext(torch.bfloat16, {"quant_method": "fp8", "weight_block_size": [8, 32], "scale_fmt": "ue8m0"}))
-    codes, exponents = (torch.randn(OUTPUTS, INPUTS) * 50).to(torch.float8_e4m3fn), torch.randint(-6, 3, (2, 4))
-    tensors = {"weight": codes, "weight_scale_inv": torch.exp2(exponents.float()).to(torch.float8_e8m0fnu)}
+    quantized, exponents = (torch.randn(OUTPUTS, INPUTS) * 50).to(torch.float8_e4m3fn), torch.randint(-6, 3, (2, 4))
+    tensors = {"weight": quantized, "weight_scale_inv": torch.exp2(exponents.float()).to(torch.float8_e8m0fnu)}
     got = decode(layout.describe_layer("layer", "linear"), tensors).dequantize(torch.float32)
     spread = exponents.repeat_interleave(8, 0).repeat_interleave(32, 1)
-    assert torch.equal(got, codes.float() * torch.exp2(spread.float()))
+    assert torch.equal(got, quantized.float() * torch.exp2(spread.float()))
 
 
 BROKEN = ("shorter", "longer", "other dtype", "missing")
@@ -300,8 +299,8 @@ def test_every_broken_tensor_is_named(dialect: str, tmp_path: Path) -> None:
 
 
 def test_packed_nibbles() -> None:
-    codes = torch.randint(0, 16, (3, 96), dtype=torch.uint8)
-    assert torch.equal(unpack_nibbles(pack_nibbles(codes)), codes)
+    quantized = torch.randint(0, 16, (3, 96), dtype=torch.uint8)
+    assert torch.equal(unpack_nibbles(pack_nibbles(quantized)), quantized)
 
 
 def test_an_order_may_repeat_inputs() -> None:
@@ -355,9 +354,9 @@ def test_a_tied_head_is_quantized_if_the_user_asks(target: type[Int8]) -> None:
     for _ in range(2):
         embedding.weight.data = torch.randn(70, 64)
         head.finish()
-        assert head.product is not None
-        places.add(head.product.tensors[0].data_ptr())
-        assert head.product.tensors[0].dtype == torch.int8
+        assert head.gemm is not None
+        places.add(head.gemm.tensors[0].data_ptr())
+        assert head.gemm.tensors[0].dtype == torch.int8
         want = hidden @ embedding.weight.data.t()
         assert 0 < float((head(hidden) - want).norm() / want.norm()) < 0.02
     assert len(places) == 1

@@ -40,12 +40,12 @@ def test_scales_of_another_type_or_with_factors_are_left_to_others() -> None:
 
 
 @pytest.mark.parametrize("experts", [0, 3])
-def test_words_hold_the_codes_in_order(experts: int) -> None:
+def test_words_hold_the_values_in_order(experts: int) -> None:
     weight = make_weight(GROUPED, 64, 128, experts=experts, dtype=torch.bfloat16)
     tensors = _name_tensors(weight)
     shifts = torch.arange(0, 32, 4)
-    codes = (tensors["weight"].unsqueeze(-1) >> shifts & 15).flatten(-2)
-    assert torch.equal(codes.float(), weight.numbers())
+    quantized = (tensors["weight"].unsqueeze(-1) >> shifts & 15).flatten(-2)
+    assert torch.equal(quantized.float(), weight.numbers())
     words = tensors["zero_point"].transpose(-1, -2)
     zeros = (words.unsqueeze(-1) >> shifts & 15).flatten(-2).transpose(-1, -2)
     assert weight.zeros is not None

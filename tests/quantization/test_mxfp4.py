@@ -51,7 +51,7 @@ def logits_of(session: Session) -> torch.Tensor:
     return torch.cat((session.step([(0, TOKENS[:-1])])[0], session.step([(0, TOKENS[-1:])])[0])).float()
 
 
-def test_logits_are_those_of_the_numbers_that_the_codes_stand_for(pair: tuple[Path, Path]) -> None:
+def test_logits_are_those_of_the_numbers_that_the_quantized_values_stand_for(pair: tuple[Path, Path]) -> None:
     stored, plain = pair
     names = {"quantization": "mxfp4", "attention": "torch_native"}
     with torch.no_grad():

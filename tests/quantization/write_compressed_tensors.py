@@ -79,10 +79,10 @@ def _convert_awq() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     words = torch.randint(-(1 << 31), 1 << 31, (INPUTS + INPUTS // 32, OUTPUTS // 8), generator=generator).to(torch.int32)
     qweight, qzeros = words[:INPUTS].contiguous(), words[INPUTS:].contiguous()
     scales = (torch.rand(INPUTS // 32, OUTPUTS, generator=generator) * 0.01).to(torch.float16)
-    codes, zeros = AutoAWQConverter.unpack_awq(qweight, qzeros, 4)
-    codes, zeros = AutoAWQConverter.reverse_awq_order(codes, zeros, 4)
-    codes, zeros = (each.bitwise_and(15).to(torch.float16) for each in (codes, zeros))
-    dense = (codes - zeros.repeat_interleave(32, 0)) * scales.repeat_interleave(32, 0)
+    quantized, zeros = AutoAWQConverter.unpack_awq(qweight, qzeros, 4)
+    quantized, zeros = AutoAWQConverter.reverse_awq_order(quantized, zeros, 4)
+    quantized, zeros = (each.bitwise_and(15).to(torch.float16) for each in (quantized, zeros))
+    dense = (quantized - zeros.repeat_interleave(32, 0)) * scales.repeat_interleave(32, 0)
     return {"awq.qweight": qweight, "awq.qzeros": qzeros, "awq.scales": scales}, dense.t()
 
 

@@ -24,7 +24,7 @@ SCHEMES = {f"{bits}{' ordered' * ordered}": (bits, ordered) for bits in (2, 3, 4
 
 def write() -> None:
     """Pack a random weight in each number of bits, in order and in act-order. The library does not
-    bound codes, so the weights are numbers that codes stand for."""
+    bound quantized values, so the weights are numbers that quantized values stand for."""
     from auto_gptq.nn_modules.qlinear.qlinear_cuda import QuantLinear
 
     torch.manual_seed(0)
@@ -36,8 +36,8 @@ def write() -> None:
         zeros = torch.randint(1, 1 << bits, (OUTPUTS, INPUTS // GROUP)).half()
         owners = torch.arange(INPUTS) // GROUP
         owners = owners[torch.randperm(INPUTS)] if ordered else owners
-        codes = torch.randint(0, 1 << bits, (OUTPUTS, INPUTS))
-        linear.weight.data = (codes - zeros[:, owners]) * scales[:, owners]
+        quantized = torch.randint(0, 1 << bits, (OUTPUTS, INPUTS))
+        linear.weight.data = (quantized - zeros[:, owners]) * scales[:, owners]
         layer: Any = QuantLinear(bits, GROUP, INPUTS, OUTPUTS, bias=False)
         layer.pack(linear, scales, zeros.clone(), owners.int())
         tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in layer.state_dict().items()}

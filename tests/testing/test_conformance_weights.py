@@ -29,7 +29,7 @@ class Biasless(ReferenceKernel):
 class Halved(RoundedInt8Layer):
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         found = super().decode(tensors, inputs)
-        return replace(found, codes=found.codes.to(torch.int16))
+        return replace(found, quantized=found.quantized.to(torch.int16))
 
 
 class WrongDtype(Int8):

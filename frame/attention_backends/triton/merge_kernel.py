@@ -1,4 +1,4 @@
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,misc"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment,misc"
 """Merges the partial results of split-KV decode: out = sum_i 2^w[i] * part[i] / sum_i 2^w[i].
 
 Called by the last program of a row (`decode_kernel`), or as its own kernel. Depends on no keys.

@@ -1,4 +1,4 @@
-"""The interface of GEMM kernels: the product with a weight in canonical form (`gemm_kernel/1`).
+"""The interface of GEMM kernels: the matmul with a weight in canonical form (`gemm_kernel/2`).
 
 A kernel sees one packed weight at a time. It must not know checkpoints, layers or ranks.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from frame.core.interfaces.plugin import Reason, list_device_obstacles
-from frame.core.interfaces.weight_format import Codes, PackedWeight
+from frame.core.interfaces.weight_format import PackedWeight, QuantType
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +26,13 @@ _MAXIMUM = 1 << 62  # stands for any number of rows
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A measured figure: with weights of `codes` and up to `rows` rows (0: any number), the product
-    is `ratio` times as fast as the unquantized product on the same device.
+    """A measured figure: with weights of `quant_type` and up to `rows` rows (0: any number), the
+    GEMM is `ratio` times as fast as the unquantized GEMM on the same device.
 
     `automatic`: `auto` may choose it. False where a kernel takes the memory of unquantized weights.
     """
 
-    codes: Codes
+    quant_type: QuantType
     rows: int
     ratio: float
     automatic: bool = True
@@ -53,7 +53,7 @@ class GemmCapabilities:
     """What a kernel can do. `auto` chooses by `speeds`."""
 
     devices: tuple[str, ...]
-    speeds: tuple[Speed, ...]  # a kernel multiplies the codes that it has a speed for
+    speeds: tuple[Speed, ...]  # a kernel multiplies the types that it has a speed for
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     min_compute_capability: tuple[int, int] | None = None
     graphs: bool = True  # CUDA graphs can capture it
@@ -63,7 +63,7 @@ class GemmCapabilities:
 
 
 class Gemm(Protocol):
-    """The product with one weight.
+    """The matmul with one weight.
 
     It may also have `multiply_gated(x, bias)`: SiLU(first half of the outputs) * second half, [...,
     outputs / 2], or None where a separate activation is as fast for these rows.
@@ -80,10 +80,10 @@ class Gemm(Protocol):
 
 
 class GroupedGemm(Protocol):
-    """The products of rows, sorted by expert, with the weights of their experts.
+    """The matmuls of rows, sorted by expert, with the weights of their experts.
 
-    The product of `gate_up` may also have `mix(down, tokens, experts, parts)`: the result of whole
-    experts (`MoERunner.run`, or with `parts` of `MoERunner.run_parts`) for the grouped product
+    The GEMM of `gate_up` may also have `mix(down, tokens, experts, parts)`: the result of whole
+    experts (`MoERunner.run`, or with `parts` of `MoERunner.run_parts`) for the grouped GEMM
     `down`, or None where the caller sorts the rows and computes the activation. `experts` holds the
     biases and the activation as for a runner.
     """
@@ -98,12 +98,13 @@ class GroupedGemm(Protocol):
 
 
 class GemmKernel(ABC):
-    """Makes the products of packed weights on one device.
+    """Makes the GEMMs of packed weights on one device.
 
-    `unpacks`: the kernel dequantizes weights after loading and keeps no codes. `in_place`: its
-    products read the codes of the weight itself, so weights that are shared are not copied.
+    `unpacks`: the kernel dequantizes weights after loading and keeps no quantized values.
+    `in_place`: its GEMMs read the quantized values of the weight itself, so weights that are shared
+    are not copied.
     `minima`: it multiplies weights with minima; others are not asked about them.
-    `row_operations`: what the package also computes between the products; None: nothing.
+    `row_operations`: what the package also computes between the GEMMs; None: nothing.
     """
 
     unpacks: ClassVar[bool] = False
@@ -121,15 +122,15 @@ class GemmKernel(ABC):
 
     @abstractmethod
     def prepare(self, weight: PackedWeight) -> Gemm:
-        """The product with a weight [outputs, inputs]. The caller keeps the weight's tensors only
-        if the product does."""
+        """The GEMM with a weight [outputs, inputs]. The caller keeps the weight's tensors only if
+        the GEMM does."""
 
     @abstractmethod
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
-        """The products with weights [experts, outputs, inputs]."""
+        """The GEMM with weights [experts, outputs, inputs]."""
 
     def count_bytes(self, weight: PackedWeight) -> int:
-        """The bytes of the tensors that the products with this weight keep, for the memory plan:
+        """The bytes of the tensors that the GEMM with this weight keeps, for the memory plan:
         those of its canonical form, unless overridden. The weight may be on the meta device."""
         return sum(tensor.nbytes for tensor in weight.tensors.values())
 
@@ -144,7 +145,7 @@ def find_kernel_obstacle(kernel: GemmKernel, weight: PackedWeight) -> str | None
 @dataclass(frozen=True, slots=True)
 class GemmChoice:
     """A kernel as the layers get it. `required`: the user named it, so it multiplies every weight
-    whose codes it has a speed for, or the start is refused."""
+    of a type that it has a speed for, or the start is refused."""
 
     name: str
     kernel: GemmKernel
@@ -156,9 +157,9 @@ class GemmChoice:
         """Whether the kernel multiplies dequantized weights, which a MoE runner does too."""
         return self.kernel.unpacks
 
-    def multiplies(self, codes: Codes) -> bool:
-        """Whether the kernel is made for weights of these codes."""
-        return any(speed.codes == codes for speed in self.speeds)
+    def multiplies(self, quant_type: QuantType) -> bool:
+        """Whether the kernel is made for weights of this type."""
+        return any(speed.quant_type == quant_type for speed in self.speeds)
 
 
 class Rated(Protocol):
@@ -177,23 +178,23 @@ class Rated(Protocol):
 R = TypeVar("R", bound=Rated)
 
 
-def choose_ranges(candidates: Sequence[R], codes: Codes) -> list[tuple[int, R]]:
-    """(most rows, the kernel for up to so many rows), ascending; the last has 0 for any number.
+def choose_ranges(candidates: Sequence[R], quant_type: QuantType) -> list[tuple[int, R]]:
+    """(max rows, the kernel for up to so many rows), ascending; the last has 0 for any number.
 
-    A required kernel that multiplies the codes is the only one. Otherwise the greatest ratio wins
-    for each number of rows. Empty: no candidate multiplies these codes, or only few rows.
+    A required kernel that multiplies the type is the only one. Otherwise the greatest ratio wins
+    for each number of rows. Empty: no candidate multiplies this type, or only few rows.
     """
     for each in candidates:
-        if each.required and any(speed.codes == codes for speed in each.speeds):
+        if each.required and any(speed.quant_type == quant_type for speed in each.speeds):
             return [(0, each)]
-    rated = [(speed, each) for each in candidates for speed in each.speeds if speed.codes == codes and speed.automatic]
+    rated = [(speed, each) for each in candidates for speed in each.speeds if speed.quant_type == quant_type and speed.automatic]
     if not any(speed.rows == 0 for speed, _ in rated):
         return []
-    found: list[tuple[int, R]] = []
+    ranges: list[tuple[int, R]] = []
     for rows in sorted({speed.rows for speed, _ in rated}, key=lambda rows: rows or _MAXIMUM):
         covering = [pair for pair in rated if (pair[0].rows or _MAXIMUM) >= (rows or _MAXIMUM)]
         best = max(covering, key=lambda pair: pair[0].ratio)[1]
-        if found and found[-1][1] is best:
-            found.pop()
-        found.append((rows, best))
-    return found
+        if ranges and ranges[-1][1] is best:
+            ranges.pop()
+        ranges.append((rows, best))
+    return ranges

@@ -105,7 +105,7 @@ _ALL = (
     ),
     Kind(
         name="weight_format",
-        version=1,
+        version=2,
         summary="formats of stored weights",
         interface="weight_format:WeightFormat",
         context="weight_format:FormatContext",
@@ -114,7 +114,7 @@ _ALL = (
     ),
     Kind(
         name="gemm_kernel",
-        version=1,
+        version=2,
         summary="matrix products with stored weights",
         interface="gemm_kernel:GemmKernel",
         context="rank_context:RankContext",

@@ -1,5 +1,5 @@
 """The interface of weight formats: how a checkpoint stores the weights of each layer
-(`weight_format/1`), and the canonical form that every GEMM kernel multiplies.
+(`weight_format/2`), and the canonical form that every GEMM kernel multiplies.
 
 A format describes tensors by their axes and decodes them. It must not know ranks, merged layers or
 kernels: the layers shard what the axes describe.
@@ -22,66 +22,65 @@ if TYPE_CHECKING:
 
 
 LayerKind = Literal["linear", "experts", "head"]
-Codes = Literal["plain", "int4", "int8", "e2m1", "nf4", "e4m3"]
+QuantType = Literal["plain", "int4", "int8", "e2m1", "nf4", "e4m3"]
 
-NIBBLES: tuple[Codes, ...] = ("int4", "e2m1", "nf4")  # two codes in each byte
-BLOCK = 32  # inputs whose 4-bit codes are packed together: the low nibbles hold the first half
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 … 7; 8 … 15 are their negatives
+NIBBLES: tuple[QuantType, ...] = ("int4", "e2m1", "nf4")  # two values in each byte
+BLOCK = 32  # inputs whose 4-bit values are packed together: the low nibbles hold the first half
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what the values 0 … 7 stand for; 8 … 15 are their negatives
 NF4 = (  # the values of NormalFloat4 (QLoRA, arXiv 2305.14314): quantiles of a normal distribution
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_TENSORS = "codes", "scales", "zeros", "outer", "order", "input_scale", "minima"
-_OFFSET = 8  # of unsigned int4 codes without zero points
+_TENSORS = "quantized", "scales", "zeros", "outer", "order", "input_scale", "minima"
+_OFFSET = 8  # of unsigned int4 values without zero points
 
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
     """The numeric form of a weight: what a kernel must support to multiply it.
 
-    `codes`: "plain" (the model's dtype, no scales), "int4" (unsigned), "int8" (signed), "e2m1" and
-    "e4m3" (floats), "nf4" (indices of `NF4`). `group`: (outputs, inputs) that share one scale; 0:
-    all. `zeros`: each scale has a zero point. `ordered`: the inputs are permuted (act-order).
+    `quant_type`: "plain" (the model's dtype, no scales), "int4" (unsigned), "int8" (signed), "e2m1"
+    and "e4m3" (floats), "nf4" (indices of `NF4`). `group`: (outputs, inputs) that share one scale;
+    0: all. `zeros`: each scale has a zero point. `ordered`: the inputs are permuted (act-order).
     `minima`: each scale has a minimum, a float, in place of a zero point.
     """
 
-    codes: Codes
+    quant_type: QuantType
     group: tuple[int, int] = (1, 0)
     zeros: bool = False
     ordered: bool = False
     minima: bool = False
 
     def __str__(self) -> str:
-        parts: list[str] = [self.codes]
-        if self.codes != "plain":
-            parts.append(f"by {' x '.join(str(size or 'all') for size in self.group)}")
+        words: list[str] = [self.quant_type]
+        if self.quant_type != "plain":
+            words.append(f"by {' x '.join(str(size or 'all') for size in self.group)}")
         names = ("with zero points", self.zeros), ("with minima", self.minima), ("in act-order", self.ordered)
-        return " ".join([*parts, *(name for name, is_set in names if is_set)])
+        return " ".join([*words, *(name for name, is_set in names if is_set)])
 
 
 @dataclass(slots=True)
 class PackedWeight:
     """A weight [..., outputs, inputs] in canonical form; a leading dimension counts experts.
 
-    `codes`: [..., outputs, columns], of the dtype of the scheme (plain: the model's; int8: int8;
-    e4m3: float8_e4m3fn; 4 bits: uint8, padded to blocks of 32 columns, in 16 bytes each, whose
-    first half is in the low nibbles). `scales`: floats [..., outputs / rows, columns / width],
-    rounded up, with (rows, width) the scheme's group. `zeros`: int8 of the same shape, subtracted
-    from the codes (None: 0, and 8 for int4 without minima). `minima`: floats of the same shape,
-    subtracted from code * scale (None: 0). `outer`: float32 [..., outputs], a second scale that
-    multiplies the first, or, with `divides`, divides it (None: 1). `order`: int32 [..., columns],
-    the input that each column multiplies; a column whose weight is zero may repeat an input.
-    Without it the columns are the inputs.
-    `input_scale`: float32 [..., outputs], the scale with which the checkpoint was made to round
-    inputs to the type of the codes (None: one for each token); of merged layers each its own.
-    `rounds_inputs`: the checkpoint was made for inputs that are rounded to int8, one scale per
-    token, so a kernel may round them.
+    `quantized`: [..., outputs, columns], of the dtype of the scheme (plain: the model's; int8:
+    int8; e4m3: float8_e4m3fn; 4 bits: uint8, padded to blocks of 32 columns, in 16 bytes each,
+    whose first half is in the low nibbles). `scales`: floats [..., outputs / rows, columns /
+    width], rounded up, with (rows, width) the scheme's group. `zeros`: int8 of the same shape,
+    subtracted from `quantized` (None: 0, and 8 for int4 without minima). `minima`: floats of the
+    same shape, subtracted from quantized * scale (None: 0). `outer`: float32 [..., outputs], a
+    second scale that multiplies the first, or, with `divides`, divides it (None: 1). `order`: int32
+    [..., columns], the input that each column multiplies; a column whose weight is zero may repeat
+    an input. Without it the columns are the inputs. `input_scale`: float32 [..., outputs], the
+    scale with which the checkpoint was made to round inputs to the type of `quantized` (None: one
+    for each token); of merged layers each its own. `rounds_inputs`: the checkpoint was made for
+    inputs that are rounded to int8, one scale per token, so a kernel may round them.
     """
 
     scheme: WeightScheme
     inputs: int
-    codes: torch.Tensor
+    quantized: torch.Tensor
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     outer: torch.Tensor | None = None
@@ -93,11 +92,11 @@ class PackedWeight:
 
     @property
     def outputs(self) -> int:
-        return int(self.codes.shape[-2])
+        return int(self.quantized.shape[-2])
 
     @property
     def columns(self) -> int:
-        """Columns of the codes, without the padding of 4-bit codes."""
+        """Columns of `quantized`, without the padding of 4-bit values."""
         return self.inputs if self.order is None else int(self.order.shape[-1])
 
     @property
@@ -108,24 +107,24 @@ class PackedWeight:
 
     def expert(self, index: int) -> PackedWeight:
         """The weight of one expert."""
-        parts: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors.items()}
-        return replace(self, **parts)
+        tensors: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors.items()}
+        return replace(self, **tensors)
 
     def numbers(self) -> torch.Tensor:
-        """The values of the codes, before scales and zero points: float32 [..., outputs,
+        """What `quantized` stands for, before scales and zero points: float32 [..., outputs,
         columns]."""
-        codes = self.codes
-        if self.scheme.codes not in NIBBLES:
-            return codes.float()
-        nibbles = unpack_nibbles(codes)[..., : self.columns]
-        if self.scheme.codes == "int4":
+        quantized = self.quantized
+        if self.scheme.quant_type not in NIBBLES:
+            return quantized.float()
+        nibbles = unpack_nibbles(quantized)[..., : self.columns]
+        if self.scheme.quant_type == "int4":
             return nibbles.float()
-        values = NF4 if self.scheme.codes == "nf4" else (*E2M1, *(-value for value in E2M1))
+        values = NF4 if self.scheme.quant_type == "nf4" else (*E2M1, *(-value for value in E2M1))
         table = nibbles.new_tensor(values, dtype=_float32())
         return table[nibbles.long()]
 
     def spread_scales(self) -> torch.Tensor:
-        """The scale of every code, float32 [..., outputs, columns]."""
+        """The scale of every value, float32 [..., outputs, columns]."""
         assert self.scales is not None
         scales = self.scales.float()
         if self.outer is not None:
@@ -134,14 +133,14 @@ class PackedWeight:
         return _spread(scales, self.scheme.group, self.outputs, self.columns)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The reference: (code - zero point) * scale - minimum in float32, rounded to `dtype`,
+        """The reference: (quantized - zero point) * scale - minimum in float32, rounded to `dtype`,
         [..., outputs, inputs]."""
-        if self.scheme.codes == "plain":
-            return self.codes.to(dtype)
+        if self.scheme.quant_type == "plain":
+            return self.quantized.to(dtype)
         numbers = self.numbers()
         if self.zeros is not None:
             numbers -= _spread(self.zeros.float(), self.scheme.group, self.outputs, self.columns)
-        elif self.scheme.codes == "int4" and self.minima is None:
+        elif self.scheme.quant_type == "int4" and self.minima is None:
             numbers -= _OFFSET
         numbers *= self.spread_scales()
         if self.minima is not None:
@@ -152,9 +151,9 @@ class PackedWeight:
         return whole.scatter_add_(-1, self.order.long().unsqueeze(-2).expand_as(numbers), numbers).to(dtype)
 
 
-def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 codes below 16, [..., columns] -> [..., columns / 2]; a multiple of 32 columns."""
-    low, high = codes.unflatten(-1, (-1, 2, BLOCK // 2)).unbind(-2)
+def pack_nibbles(quantized: torch.Tensor) -> torch.Tensor:
+    """uint8 values below 16, [..., columns] -> [..., columns / 2]; a multiple of 32 columns."""
+    low, high = quantized.unflatten(-1, (-1, 2, BLOCK // 2)).unbind(-2)
     return (low | high << 4).flatten(-2)
 
 
@@ -167,7 +166,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(values: torch.Tensor, group: tuple[int, int], outputs: int, columns: int) -> torch.Tensor:
-    """Repeat the entry of each group for all of its codes."""
+    """Repeat the entry of each group for all of its values."""
     rows, width = group[0] or outputs, group[1] or columns
     return values.repeat_interleave(rows, -2)[..., :outputs, :].repeat_interleave(width, -1)[..., :columns]
 
@@ -182,7 +181,7 @@ def _float32() -> torch.dtype:
 class Axis:
     """A dimension of a stored tensor: `entries` entries for every `block` outputs or inputs.
 
-    `splits`: an entry may be repeated for parts of its block, as a scale may be and a packed word
+    `splits`: an entry may be repeated for pieces of its block, as a scale may be and a packed word
     may not. `whole`: every rank has all entries, whatever its inputs.
     """
 
@@ -255,7 +254,7 @@ class FormatCapabilities:
     """What a weight format can do."""
 
     checkpoints: tuple[str | None, ...]  # `quant_method`s that it reads; None: plain weights, also where it quantizes them
-    codes: tuple[Codes, ...] = ("plain",)  # that its layers may have
+    quant_types: tuple[QuantType, ...] = ("plain",)  # that its layers may have
 
     def unsupported(self, requirements: FormatRequirements) -> list[Reason]:
         if requirements.checkpoint in self.checkpoints:

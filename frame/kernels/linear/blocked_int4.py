@@ -45,11 +45,11 @@ _MEMORY = 227 << 10  # bytes of shared memory of a multiprocessor
 
 @dataclass(frozen=True, slots=True)
 class BlockedWeight:
-    """A weight [outputs, inputs] in the kernels' layout: `codes` uint8 [blocks, units, 8, 32, 16],
-    `scales` [blocks, groups, 8, 8, 4] in the type of the activations. `group`: units that share a
-    scale; 0: all."""
+    """A weight [outputs, inputs] in the kernels' layout: `quantized` uint8 [blocks, units, 8, 32,
+    16], `scales` [blocks, groups, 8, 8, 4] in the type of the activations. `group`: units that
+    share a scale; 0: all."""
 
-    codes: torch.Tensor
+    quantized: torch.Tensor
     scales: torch.Tensor
     outputs: int
     inputs: int
@@ -59,10 +59,10 @@ class BlockedWeight:
 def find_obstacle(weight: PackedWeight, dtype: torch.dtype) -> str | None:
     """Why the kernels do not multiply this weight by activations of `dtype`; None: they do."""
     scheme = weight.scheme
-    if weight.codes.dim() > 2:
+    if weight.quantized.dim() > 2:
         return "it multiplies no experts"
-    if scheme.codes != "int4" or weight.scales is None or weight.outer is not None:
-        return f"it multiplies int4 codes with one scale, not {scheme}"
+    if scheme.quant_type != "int4" or weight.scales is None or weight.outer is not None:
+        return f"it multiplies int4 weights with one scale, not {scheme}"
     if weight.scales.dtype != dtype:
         return f"scales are not in the model's dtype, {dtype}"
     if scheme.group[0] != 1 or scheme.group[1] % UNIT:
@@ -77,12 +77,12 @@ def pack_weight(weight: PackedWeight) -> BlockedWeight:
     scales, columns = weight.scales, weight.columns
     assert scales is not None
     rows = ceil_div(weight.outputs, BLOCK) * BLOCK
-    codes = unpack_nibbles(weight.codes)[:, :columns]
+    quantized = unpack_nibbles(weight.quantized)[:, :columns]
     zeros = weight.zeros if weight.zeros is not None else torch.full_like(scales, 8)
     both = torch.stack((scales, zeros.to(scales.dtype) + _OFFSETS[scales.dtype]))
-    codes = torch.nn.functional.pad(codes, (0, 0, 0, rows - len(codes)))
+    quantized = torch.nn.functional.pad(quantized, (0, 0, 0, rows - len(quantized)))
     both = torch.nn.functional.pad(both, (0, 0, 0, rows - both.shape[1]))
-    return BlockedWeight(_pack_codes(codes), _pack_scales(both), weight.outputs, columns, weight.scheme.group[1] // UNIT)
+    return BlockedWeight(_pack_values(quantized), _pack_scales(both), weight.outputs, columns, weight.scheme.group[1] // UNIT)
 
 
 def count_bytes(outputs: int, inputs: int, group: int) -> int:
@@ -91,11 +91,11 @@ def count_bytes(outputs: int, inputs: int, group: int) -> int:
     return blocks * (BLOCK * inputs // 2 + groups * BLOCK * 4 + _MAX_ROW_TILES * 4)
 
 
-def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [rows, columns] -> uint8 [blocks, units, 8, 32, 16]."""
-    rows, columns = codes.shape
+def _pack_values(quantized: torch.Tensor) -> torch.Tensor:
+    """Quantized values [rows, columns] -> uint8 [blocks, units, 8, 32, 16]."""
+    rows, columns = quantized.shape
     # block, tile, half of its outputs, g, unit, word, half of its inputs, t, input
-    parts = codes.view(rows // BLOCK, 8, 2, 8, columns // UNIT, 4, 2, 4, 2)
+    parts = quantized.view(rows // BLOCK, 8, 2, 8, columns // UNIT, 4, 2, 4, 2)
     # a word's nibbles: inputs, then halves of the inputs, then halves of the outputs
     words = parts.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).reshape(rows // BLOCK, columns // UNIT, 8, 32, 16, 2)
     return words[..., 0] | words[..., 1] << 4
@@ -196,7 +196,7 @@ class BlockedGemms:
     or two for each block."""
 
     def __init__(self, weight: BlockedWeight) -> None:
-        self.weight, device = weight, weight.codes.device
+        self.weight, device = weight, weight.quantized.device
         self._processors = nvidia.count_multiprocessors(device)
         self._counter = torch.zeros(ceil_div(weight.outputs, BLOCK) * _MAX_ROW_TILES, dtype=torch.int32, device=device)
         self._traits = ("HALF", int(weight.scales.dtype == torch.float16)), ("GROUP", weight.group)
@@ -210,7 +210,7 @@ class BlockedGemms:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [self.weight.codes, self.weight.scales, self._counter]
+        return [self.weight.quantized, self.weight.scales, self._counter]
 
     def multiply_few(self, x: torch.Tensor, bias: torch.Tensor | None, is_gated: bool = False) -> torch.Tensor:
         """x [rows, inputs], up to MAX_FEW_ROWS -> [rows, outputs]; gated: SiLU of the first half
@@ -222,7 +222,7 @@ class BlockedGemms:
         launch = self._prepare("rows", constants, plan.warps * 32, count_shared_bytes(plan, rows))
         x = _align(x)
         grid = min(self._processors, columns), 1
-        launch(grid, x, weight.codes, weight.scales, x if bias is None else bias, out, rows, weight.outputs, weight.inputs, x.stride(0))
+        launch(grid, x, weight.quantized, weight.scales, x if bias is None else bias, out, rows, weight.outputs, weight.inputs, x.stride(0))
         return out
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -238,7 +238,7 @@ class BlockedGemms:
             blocks, parts = min(self._processors, tiles * (weight.inputs // UNIT)), 2 * self._processors
         partial = torch.empty(parts * BLOCK * plan.rows, dtype=torch.float32, device=x.device)
         box = cuda_source.make_tensor_map(x, plan.rows, UNIT)
-        others = weight.codes, weight.scales, x if bias is None else bias, out, partial, self._counter
+        others = weight.quantized, weight.scales, x if bias is None else bias, out, partial, self._counter
         launch((blocks, 1), box, *others, rows, weight.outputs, weight.inputs, plan.tiles)
         return out
 
@@ -247,7 +247,7 @@ class BlockedGemms:
         weight = self.weight
         out = weight.scales.new_empty(weight.outputs, weight.inputs)
         launch = self._prepare("dequantize", self._traits, 256, 0)
-        launch((weight.outputs // TILE, max(1, min(8, weight.inputs // 512))), weight.codes, weight.scales, out, weight.inputs)
+        launch((weight.outputs // TILE, max(1, min(8, weight.inputs // 512))), weight.quantized, weight.scales, out, weight.inputs)
         return out
 
     def _list_row_constants(self, rows: int, is_gated: bool, has_bias: bool) -> tuple[RowsPlan, tuple[tuple[str, int], ...]]:
@@ -257,7 +257,7 @@ class BlockedGemms:
 
     def _plan_tiles(self, rows: int) -> TilesPlan:
         if rows not in self._plans:
-            weight, clusters = self.weight, _count_clusters(nvidia.get_index(self.weight.codes.device), self)
+            weight, clusters = self.weight, _count_clusters(nvidia.get_index(self.weight.quantized.device), self)
             self._plans[rows] = choose_tiles_plan(rows, weight.outputs, weight.inputs, self._processors, clusters)
         return self._plans[rows]
 
@@ -277,7 +277,7 @@ class BlockedGemms:
     def _prepare(self, kind: str, constants: tuple[tuple[str, int], ...], threads: int, shared_bytes: int, cluster: int = 1) -> CudaLaunch:
         found = self._launches.get((kind, constants, cluster))
         if found is None:
-            device = self.weight.codes.device
+            device = self.weight.quantized.device
             function = cuda_source.load_function(self._start(kind, constants), f"int4_{kind}", shared_bytes, nvidia.get_index(device))
             found = CudaLaunch(function, _PARAMETERS[kind], threads, shared_bytes, device, cluster)
             self._launches[kind, constants, cluster] = found

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""GEMM with quantized weights and unquantized activations: 4-bit and 8-bit codes are dequantized in
-registers, for one matrix or for experts.
+"""GEMM with quantized weights and unquantized activations: 4-bit and 8-bit values are
+dequantized in registers, for one matrix or for experts.
 
 The weights are the left MMA operand, which the tensor cores of compute capability 9.0 read from
 registers, and few rows fill the short side. For many rows a second kernel dequantizes the whole
@@ -18,22 +18,23 @@ import triton.language as tl
 from frame.core.interfaces.weight_format import NIBBLES, PackedWeight
 from frame.kernels import INTERPRETED
 
-_HALF = tl.constexpr(16)  # 4-bit codes of a block of 32 inputs in the low nibbles; the others are in the high ones
+_HALF = tl.constexpr(16)  # 4-bit quantized values of a block of 32 inputs in the low nibbles; the others are in the high ones
 _MAX_EXPERTS = 1024
 
 
 @triton.jit
-def decode_codes(packed, zero, CODES: tl.constexpr, dtype: tl.constexpr):
-    """Codes minus zero points, exact in `dtype`. Integers up to 256 are: a code is placed in the
-    mantissa of 128 (bfloat16) or 1024 (float16), which takes one operation and a subtraction."""
-    if CODES == "int4":
+def decode_quantized(packed, zero, QUANT_TYPE: tl.constexpr, dtype: tl.constexpr):
+    """Quantized values minus zero points, exact in `dtype`. Integers up to 256 are: a code is
+    placed in the mantissa of 128 (bfloat16) or 1024 (float16), which takes one operation and a
+    subtraction."""
+    if QUANT_TYPE == "int4":
         if dtype == tl.bfloat16:
             return (packed.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero + 128.0).to(tl.bfloat16)
         elif dtype == tl.float16:
             return (packed.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (zero + 1024.0).to(tl.float16)
         else:
             return packed.to(dtype) - zero.to(dtype)
-    elif CODES == "e2m1":
+    elif QUANT_TYPE == "e2m1":
         # the code's bits in a float of exponent bias 127 or 15; the factor corrects the bias
         if dtype == tl.float16:
             bits = ((packed & 8).to(tl.int16) << 12) | ((packed & 7).to(tl.int16) << 9)
@@ -41,18 +42,18 @@ def decode_codes(packed, zero, CODES: tl.constexpr, dtype: tl.constexpr):
         else:
             wide = ((packed & 8).to(tl.int32) << 28) | ((packed & 7).to(tl.int32) << 22)
             return (wide.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)
-    elif CODES == "int8":
+    elif QUANT_TYPE == "int8":
         return packed.to(dtype) - zero.to(dtype)
     else:
         return packed.to(dtype)
 
 
 @triton.jit
-def decode_nibbles(packed, low_zero, high_zero, CODES: tl.constexpr, dtype: tl.constexpr, PORTABLE: tl.constexpr):
-    """`decode_codes` of the low and of the high nibbles. Unless PORTABLE, two e2m1 codes of
-    bfloat16 share each operation on 32 bits, which the compiler finds for int4 only."""
-    if PORTABLE or dtype != tl.bfloat16 or CODES == "int4":
-        return decode_codes(packed & 15, low_zero, CODES, dtype), decode_codes(packed >> 4, high_zero, CODES, dtype)
+def decode_nibbles(packed, low_zero, high_zero, QUANT_TYPE: tl.constexpr, dtype: tl.constexpr, PORTABLE: tl.constexpr):
+    """`decode_quantized` of the low and of the high nibbles. Unless PORTABLE, two e2m1 quantized
+    values of bfloat16 share each operation on 32 bits, which the compiler finds for int4 only."""
+    if PORTABLE or dtype != tl.bfloat16 or QUANT_TYPE == "int4":
+        return decode_quantized(packed & 15, low_zero, QUANT_TYPE, dtype), decode_quantized(packed >> 4, high_zero, QUANT_TYPE, dtype)
     else:
         return tl.inline_asm_elementwise(
             """{
@@ -99,12 +100,12 @@ def apply_scales(values, scales, dtype: tl.constexpr, PORTABLE: tl.constexpr):
 
 
 @triton.jit
-def load_zero(zeros, offset, CODES: tl.constexpr, HAS_ZEROS: tl.constexpr, mask):
+def load_zero(zeros, offset, QUANT_TYPE: tl.constexpr, HAS_ZEROS: tl.constexpr, mask):
     """Zero points as float32; without them 0, or 8 for int4."""
     if HAS_ZEROS:
         return tl.load(zeros + offset, mask=mask, other=0).to(tl.float32)
     else:
-        return (offset * 0).to(tl.float32) + (8.0 if CODES == "int4" else 0.0)
+        return (offset * 0).to(tl.float32) + (8.0 if QUANT_TYPE == "int4" else 0.0)
 
 
 @triton.jit
@@ -114,9 +115,9 @@ def repeat_blocks(values, BN: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
-def load_codes(pointers, k, K, CODES: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr):
-    """The codes of BK inputs from `k` on; `pointers` are those of the first inputs."""
-    PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
+def load_quantized(pointers, k, K, QUANT_TYPE: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr):
+    """The quantized values of BK inputs from `k` on; `pointers` are those of the first inputs."""
+    PACKED: tl.constexpr = QUANT_TYPE == "int4" or QUANT_TYPE == "e2m1"
     step = k // 2 if PACKED else k
     if EVEN_K:
         return tl.load(pointers + step, eviction_policy="evict_first")
@@ -125,9 +126,9 @@ def load_codes(pointers, k, K, CODES: tl.constexpr, BK: tl.constexpr, EVEN_K: tl
 
 
 @triton.jit
-def multiply_codes(
+def multiply_quantized(
     packed, scales, zeros, scale_offset, low_x, high_x, k, K,
-    CODES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    QUANT_TYPE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZEROS: tl.constexpr,
     dtype: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
     """The part of a product that the inputs from `k` on add: float32 [BN, BM], with scales unless
@@ -136,31 +137,31 @@ def multiply_codes(
     `packed` [BN, BK, or BK / 2 for nibbles], `scale_offset` [BN]: the first scale of each output.
     `low_x`, `high_x`: the inputs of the low and the high nibbles; of bytes, `low_x`.
     """
-    PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
+    PACKED: tl.constexpr = QUANT_TYPE == "int4" or QUANT_TYPE == "e2m1"
     WIDTH: tl.constexpr = BK // 2 if PACKED else BK  # columns of one MMA
     PER_TILE: tl.constexpr = GROUP_K == 0 or GROUP_K % BK == 0
     BLOCKS: tl.constexpr = BK // 32
     if PER_TILE:
         group = k // GROUP_K if GROUP_K > 0 else 0
-        low_zero = load_zero(zeros, scale_offset + group, CODES, HAS_ZEROS, scale_offset >= 0)[:, None]
+        low_zero = load_zero(zeros, scale_offset + group, QUANT_TYPE, HAS_ZEROS, scale_offset >= 0)[:, None]
         high_zero = low_zero
     else:
         block = k + tl.arange(0, BLOCKS) * 32
         is_group = (block < K)[None, :]
         low_at = scale_offset[:, None] + (block // GROUP_K)[None, :]
         low_scale = repeat_blocks(tl.load(scales + low_at, mask=is_group, other=0.0).to(dtype), BN, BLOCKS, WIDTH // BLOCKS)
-        low_zero = repeat_blocks(load_zero(zeros, low_at, CODES, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
+        low_zero = repeat_blocks(load_zero(zeros, low_at, QUANT_TYPE, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
         high_scale, high_zero = low_scale, low_zero
         if GROUP_K == 16 and PACKED:
             high_scale = repeat_blocks(tl.load(scales + low_at + 1, mask=is_group, other=0.0).to(dtype), BN, BLOCKS, WIDTH // BLOCKS)
-            high_zero = repeat_blocks(load_zero(zeros, low_at + 1, CODES, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
+            high_zero = repeat_blocks(load_zero(zeros, low_at + 1, QUANT_TYPE, HAS_ZEROS, is_group), BN, BLOCKS, WIDTH // BLOCKS)
     if PACKED:
-        low, high = decode_nibbles(packed, low_zero, high_zero, CODES, dtype, PORTABLE)
+        low, high = decode_nibbles(packed, low_zero, high_zero, QUANT_TYPE, dtype, PORTABLE)
         if not PER_TILE:
             low, high = apply_scales(low, low_scale, dtype, PORTABLE), apply_scales(high, high_scale, dtype, PORTABLE)
         part = tl.dot(high, high_x, tl.dot(low, low_x))
     else:
-        low = decode_codes(packed, low_zero, CODES, dtype)
+        low = decode_quantized(packed, low_zero, QUANT_TYPE, dtype)
         if not PER_TILE:
             low = (low * low_scale).to(dtype)
         part = tl.dot(low, low_x)
@@ -185,27 +186,27 @@ def find_rows(ends, pid, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, BM: 
 
 @triton.jit(do_not_specialize=["M"])
 def weight_only_kernel(
-    x, codes, scales, zeros, outer, bias, ends, out, partial, counter, M, N, K, x_stride, code_stride, scale_stride,
-    CODES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    x, quantized, scales, zeros, outer, bias, ends, out, partial, counter, M, N, K, x_stride, code_stride, scale_stride,
+    QUANT_TYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,  # outputs and inputs per scale; GROUP_K 0: all inputs
     HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr,  # OUTER: 0 none, 1 multiplies, 2 divides
     HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr,
     dtype: tl.constexpr, PORTABLE: tl.constexpr, num_warps: tl.constexpr, num_stages: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = sum_k x[m, k] * (codes[n, k] - zeros[n, g]) * scales[n, g] (+ bias[n]). Grid:
-    (output tiles, SPLIT, row tiles).
+    """out[m, n] = sum_k x[m, k] * (quantized[n, k] - zeros[n, g]) * scales[n, g] (+
+    bias[n]). Grid: (output tiles, SPLIT, row tiles).
 
     If a scale covers whole tiles, it multiplies the float32 sums of a tile; otherwise the weights.
     With EXPERTS, rows are sorted by expert. Split-K as in `fp8_linear`.
     """
-    PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
+    PACKED: tl.constexpr = QUANT_TYPE == "int4" or QUANT_TYPE == "e2m1"
     WIDTH: tl.constexpr = BK // 2 if PACKED else BK  # columns of one MMA
     tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if EXPERTS > 0:
         expert, first_row, last_row = find_rows(ends, row_tile, EXPERTS, EXPERT_LANES, BM)
         if expert == EXPERTS:
             return
-        codes += expert.to(tl.int64) * N * code_stride
+        quantized += expert.to(tl.int64) * N * code_stride
         scale_rows = expert.to(tl.int64) * tl.cdiv(N, GROUP_N)
         outer += expert * N
     else:
@@ -220,12 +221,12 @@ def weight_only_kernel(
     steps = tl.cdiv(K, BK)
     start = steps * split // SPLIT * BK
     stop = steps * (split + 1) // SPLIT * BK
-    code_pointers = codes + row_of.to(tl.int64)[:, None] * code_stride + lanes[None, :]
+    code_pointers = quantized + row_of.to(tl.int64)[:, None] * code_stride + lanes[None, :]
     x_pointers = x + batch[None, :].to(tl.int64) * x_stride + columns[:, None]
     scale_offset = (scale_rows + row_of // GROUP_N) * scale_stride
     total = tl.zeros([BN, BM], tl.float32)
     for k in tl.range(start, stop, BK, num_stages=num_stages):
-        packed = load_codes(code_pointers, k, K, CODES, BK, EVEN_K)
+        packed = load_quantized(code_pointers, k, K, QUANT_TYPE, BK, EVEN_K)
         if EVEN_K:
             low_x = tl.load(x_pointers + k, mask=is_row[None, :], other=0.0)
         else:
@@ -236,8 +237,8 @@ def weight_only_kernel(
                 high_x = tl.load(x_pointers + k + 16, mask=is_row[None, :], other=0.0)
             else:
                 high_x = tl.load(x_pointers + k + 16, mask=(k + 16 + columns < K)[:, None] & is_row[None, :], other=0.0)
-        total += multiply_codes(
-            packed, scales, zeros, scale_offset, low_x, high_x, k, K, CODES, BN, BK, GROUP_K, HAS_ZEROS, dtype, PORTABLE
+        total += multiply_quantized(
+            packed, scales, zeros, scale_offset, low_x, high_x, k, K, QUANT_TYPE, BN, BK, GROUP_K, HAS_ZEROS, dtype, PORTABLE
         )
     if GROUP_K == 0:
         total *= tl.load(scales + scale_offset).to(tl.float32)[:, None]
@@ -277,13 +278,13 @@ def _load_scale(pointers, mask, factor, OUTER: tl.constexpr):
 
 @triton.jit
 def dequantize_kernel(
-    codes, scales, zeros, outer, minima, out, N, K, code_stride, scale_stride,
-    CODES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    quantized, scales, zeros, outer, minima, out, N, K, code_stride, scale_stride,
+    QUANT_TYPE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr, HAS_MINIMA: tl.constexpr, num_warps: tl.constexpr,
 ):  # fmt: skip
-    """out[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g] - minima[n, g], computed in float32.
-    Grid: (tiles of outputs, tiles of inputs)."""
-    PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
+    """out[n, k] = (quantized[n, k] - zeros[n, g]) * scales[n, g] - minima[n, g], computed in
+    float32. Grid: (tiles of outputs, tiles of inputs)."""
+    PACKED: tl.constexpr = QUANT_TYPE == "int4" or QUANT_TYPE == "e2m1"
     BLOCKS: tl.constexpr = BK // 32
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     row_of = tl.minimum(rows, N - 1).to(tl.int64)
@@ -292,27 +293,27 @@ def dequantize_kernel(
     lanes = tl.arange(0, BK // 2 if PACKED else BK)
     limit = (K + 31) // 32 * 16 if PACKED else K
     code_step = (first // 2 if PACKED else first) + lanes
-    packed = tl.load(codes + row_of[:, None] * code_stride + code_step[None, :], mask=(code_step < limit)[None, :], other=0.0)
+    packed = tl.load(quantized + row_of[:, None] * code_stride + code_step[None, :], mask=(code_step < limit)[None, :], other=0.0)
     block = first + tl.arange(0, BLOCKS) * 32
     at = (row_of // GROUP_N * scale_stride)[:, None] + (block // GROUP_K if GROUP_K > 0 else block * 0)[None, :]
     is_block = (block < K)[None, :]
     HALF: tl.constexpr = 16 if PACKED else 32
     factor = tl.load(outer + row_of)[:, None] if OUTER > 0 else 1.0
     low_scale = _load_scale(scales + at, is_block, factor, OUTER)
-    low_zero = load_zero(zeros, at, "int8" if HAS_MINIMA else CODES, HAS_ZEROS, is_block)
+    low_zero = load_zero(zeros, at, "int8" if HAS_MINIMA else QUANT_TYPE, HAS_ZEROS, is_block)
     if PACKED:
         high_scale, high_zero = low_scale, low_zero
         if GROUP_K == 16:
             is_half = (block + 16 < K)[None, :]
             high_scale = _load_scale(scales + at + 1, is_half, factor, OUTER)
-            high_zero = load_zero(zeros, at + 1, CODES, HAS_ZEROS, is_half)
+            high_zero = load_zero(zeros, at + 1, QUANT_TYPE, HAS_ZEROS, is_half)
         low_zero, high_zero = repeat_blocks(low_zero, BN, BLOCKS, HALF), repeat_blocks(high_zero, BN, BLOCKS, HALF)
-        low = decode_codes(packed & 15, low_zero, CODES, tl.float32) * repeat_blocks(low_scale, BN, BLOCKS, HALF)
-        high = decode_codes(packed >> 4, high_zero, CODES, tl.float32) * repeat_blocks(high_scale, BN, BLOCKS, HALF)
+        low = decode_quantized(packed & 15, low_zero, QUANT_TYPE, tl.float32) * repeat_blocks(low_scale, BN, BLOCKS, HALF)
+        high = decode_quantized(packed >> 4, high_zero, QUANT_TYPE, tl.float32) * repeat_blocks(high_scale, BN, BLOCKS, HALF)
         halves = tl.join(tl.reshape(low, (BN, BLOCKS, 16)), tl.reshape(high, (BN, BLOCKS, 16)))
         values = tl.reshape(tl.permute(halves, (0, 1, 3, 2)), (BN, BK))
     else:
-        values = decode_codes(packed, repeat_blocks(low_zero, BN, BLOCKS, HALF), CODES, tl.float32)
+        values = decode_quantized(packed, repeat_blocks(low_zero, BN, BLOCKS, HALF), QUANT_TYPE, tl.float32)
         values = values * repeat_blocks(low_scale, BN, BLOCKS, HALF)
     if HAS_MINIMA:
         values -= repeat_blocks(tl.load(minima + at, mask=is_block, other=0.0).to(tl.float32), BN, BLOCKS, 32)
@@ -372,7 +373,7 @@ def multiply(
     split-K. `ends` int32 [experts]: the weight has experts, and the rows of expert e end before
     ends[e]; rows after the last end have no result.
     """
-    rows, experts = len(x), 0 if ends is None else len(weight.codes)
+    rows, experts = len(x), 0 if ends is None else len(weight.quantized)
     outputs, inner = weight.outputs, weight.columns
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if not rows:
@@ -382,10 +383,10 @@ def multiply(
     row_tiles = -(-rows // plan.rows) if ends is None else min(rows, -(-rows // plan.rows) + experts)
     partial = torch.empty(plan.split * rows * outputs, dtype=torch.float32, device=x.device) if plan.split > 1 else scales
     weight_only_kernel[(-(-outputs // plan.outputs), plan.split, row_tiles)](
-        x, weight.codes, scales, scales if weight.zeros is None else weight.zeros, scales if weight.outer is None else weight.outer,
+        x, weight.quantized, scales, scales if weight.zeros is None else weight.zeros, scales if weight.outer is None else weight.outer,
         scales if bias is None else bias, scales if ends is None else ends, out, partial, counter, rows, outputs, inner,
-        x.stride(0), weight.codes.shape[-1], scales.shape[-1],
-        CODES=weight.scheme.codes, BM=plan.rows, BN=plan.outputs, BK=plan.inputs, SPLIT=plan.split,
+        x.stride(0), weight.quantized.shape[-1], scales.shape[-1],
+        QUANT_TYPE=weight.scheme.quant_type, BM=plan.rows, BN=plan.outputs, BK=plan.inputs, SPLIT=plan.split,
         GROUP_N=weight.scheme.group[0], GROUP_K=weight.scheme.group[1], HAS_ZEROS=weight.zeros is not None, OUTER=_outer(weight),
         HAS_BIAS=bias is not None, EVEN_N=outputs % plan.outputs == 0, EVEN_K=inner % plan.inputs == 0,
         EXPERTS=experts, EXPERT_LANES=triton.next_power_of_2(max(1, experts)), dtype=TYPES[x.dtype],
@@ -401,9 +402,9 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(weight.outputs, weight.columns, dtype=dtype, device=scales.device)
     bn, bk = 32, 128
     dequantize_kernel[(-(-weight.outputs // bn), -(-weight.columns // bk))](
-        weight.codes, scales, scales if weight.zeros is None else weight.zeros, scales if weight.outer is None else weight.outer,
+        weight.quantized, scales, scales if weight.zeros is None else weight.zeros, scales if weight.outer is None else weight.outer,
         scales if weight.minima is None else weight.minima, out,
-        weight.outputs, weight.columns, weight.codes.shape[-1], scales.shape[-1], CODES=weight.scheme.codes, BN=bn, BK=bk,
+        weight.outputs, weight.columns, weight.quantized.shape[-1], scales.shape[-1], QUANT_TYPE=weight.scheme.quant_type, BN=bn, BK=bk,
         GROUP_N=weight.scheme.group[0], GROUP_K=weight.scheme.group[1], HAS_ZEROS=weight.zeros is not None, OUTER=_outer(weight),
         HAS_MINIMA=weight.minima is not None, num_warps=4,
     )  # fmt: skip
@@ -413,11 +414,11 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
 def find_obstacle(weight: PackedWeight) -> str | None:
     """Why the kernel does not multiply this weight; None: it does."""
     rows, group = weight.scheme.group
-    if weight.codes.dim() > 2 and len(weight.codes) > _MAX_EXPERTS:
+    if weight.quantized.dim() > 2 and len(weight.quantized) > _MAX_EXPERTS:
         return f"it takes at most {_MAX_EXPERTS} experts"
-    if weight.minima is not None and (weight.codes.dim() > 2 or group % 32 or rows != 1 or weight.order is not None):
+    if weight.minima is not None and (weight.quantized.dim() > 2 or group % 32 or rows != 1 or weight.order is not None):
         return "it takes minima for groups of multiples of 32 inputs of one matrix, in their order"
-    is_packed = weight.scheme.codes in NIBBLES
+    is_packed = weight.scheme.quant_type in NIBBLES
     if not rows or (group and group % 32 and not (group == 16 and is_packed)):
         return f"it takes scales for all inputs or for multiples of 32, not for {group}"
     return None

@@ -2,10 +2,10 @@
 """Products of up to 16 rows with 4-bit weights in groups, for one matrix or for the experts of few
 pairs, bound by reading the weight.
 
-A thread loads the 16 bytes of 32 inputs and makes MMA fragments of the codes in registers. Scales
-multiply the sums: the eight columns of an MMA hold each row once for every group that its inputs
-meet. The first loads of a matrix precede the PDL wait, since no step writes weights. Depends on no
-layer and no checkpoint format.
+A thread loads the 16 bytes of 32 inputs and makes MMA fragments of the quantized values in
+registers. Scales multiply the sums: the eight columns of an MMA hold each row once for every group
+that its inputs meet. The first loads of a matrix precede the PDL wait, since no step writes
+weights. Depends on no layer and no checkpoint format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, ne
 from frame.kernels.moe.expert_kernels import activate
 from frame.kernels.moe.grouped_gemm import Activation
 
-_CHUNK = 128  # inputs of which four neighbouring threads load the codes of 32 each
+_CHUNK = 128  # inputs of which four neighbouring threads load the quantized values of 32 each
 _COLUMNS = 8  # of an MMA
 _MAX_SETS = 1  # of columns; measured on an H200, two are slower than the kernel for more rows
 _FEW_OUTPUTS, _MANY_OUTPUTS = 2560, 10240  # up to which more warps share a block, from which a program takes two
@@ -32,10 +32,10 @@ MAX_PAIRS = 64  # of tokens and experts
 
 
 @triton.jit
-def _decode_one(words, NUMBER: tl.constexpr, CODES: tl.constexpr):
+def _decode_one(words, NUMBER: tl.constexpr, QUANT_TYPE: tl.constexpr):
     """`decode_words` of one code, in portable operations."""
     code = (words >> (4 * NUMBER)) & 15
-    if CODES == "int4":
+    if QUANT_TYPE == "int4":
         return code.to(tl.float32)
     else:
         bits = ((code & 8) << 28) | ((code & 7) << 22)
@@ -43,15 +43,16 @@ def _decode_one(words, NUMBER: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
-def decode_words(words, CODES: tl.constexpr, PORTABLE: tl.constexpr):
-    """int32 words of eight codes -> eight tensors of their values, the lowest bits first. int4: the
-    codes and, unless PORTABLE, 128 more."""
+def decode_words(words, QUANT_TYPE: tl.constexpr, PORTABLE: tl.constexpr):
+    """int32 words of eight quantized values -> eight tensors of their values, the lowest bits
+    first. int4: the quantized values and, unless PORTABLE, 128 more."""
     if PORTABLE:
         return (
-            _decode_one(words, 0, CODES), _decode_one(words, 1, CODES), _decode_one(words, 2, CODES), _decode_one(words, 3, CODES),
-            _decode_one(words, 4, CODES), _decode_one(words, 5, CODES), _decode_one(words, 6, CODES), _decode_one(words, 7, CODES),
+            _decode_one(words, 0, QUANT_TYPE), _decode_one(words, 1, QUANT_TYPE), _decode_one(words, 2, QUANT_TYPE),
+            _decode_one(words, 3, QUANT_TYPE), _decode_one(words, 4, QUANT_TYPE), _decode_one(words, 5, QUANT_TYPE),
+            _decode_one(words, 6, QUANT_TYPE), _decode_one(words, 7, QUANT_TYPE),
         )  # fmt: skip
-    elif CODES == "int4":  # a code in the mantissa of 128
+    elif QUANT_TYPE == "int4":  # a code in the mantissa of 128
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, t, m, o;
@@ -158,7 +159,7 @@ def _split_bytes(half, WARPS: tl.constexpr):
 
 @triton.jit
 def _load_inputs(pointers, k, K, inputs, is_column, WARPS: tl.constexpr, dtype: tl.constexpr):
-    """The right operands of the eight codes of each word, for the inputs from `k` on."""
+    """The right operands of the eight quantized values of each word, for the inputs from `k` on."""
     halves = ()
     for half in tl.static_range(2):
         place = tl.max_contiguous(tl.multiple_of(pointers + (k + 16 * half), [1, 1, 1, 1, 16]), [6, 4, 3, 2, 8])
@@ -174,14 +175,14 @@ def _load_tile(words, scales, zeros, k, K, is_row, offsets, lanes, blocks, GROUP
     limit = (K + 31) // 32
     # the hints order the dimensions over the threads: words, then t and g, then warps
     pointers = tl.max_contiguous(words + k // 8, [8, 4, 2, 16])
-    codes = tl.load(pointers, mask=is_row & (k // 8 + lanes < limit * 4), other=0, eviction_policy="evict_first")
+    quantized = tl.load(pointers, mask=is_row & (k // 8 + lanes < limit * 4), other=0, eviction_policy="evict_first")
     group = (k // 32 + blocks) // (GROUP // 32)
     is_group = group * GROUP < K  # also of a block after the last input, whose thread holds sums of others
     scale = tl.load(scales + offsets[0] + group, mask=is_group, other=0), tl.load(scales + offsets[1] + group, mask=is_group, other=0)
     zero = scale
     if HAS_ZEROS:
         zero = tl.load(zeros + offsets[0] + group, mask=is_group, other=0), tl.load(zeros + offsets[1] + group, mask=is_group, other=0)
-    return codes, scale, zero
+    return quantized, scale, zero
 
 
 @triton.jit
@@ -202,12 +203,12 @@ def _multiply(left, right, WARPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "x_stride"])
 def weight_rows_kernel(
-    x, codes, scales, zeros, bias, ids, pair_weights, out, M, x_stride,
+    x, quantized, scales, zeros, bias, ids, pair_weights, out, M, x_stride,
     N: tl.constexpr, K: tl.constexpr, CODE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, GROUP: tl.constexpr,
     TOP: tl.constexpr,  # pairs that share a row of x; 0: one matrix
     EARLY: tl.constexpr,  # ids may be read before the PDL wait
     WEIGHTED: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    CODES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_BIAS: tl.constexpr, PORTABLE: tl.constexpr,
+    QUANT_TYPE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_BIAS: tl.constexpr, PORTABLE: tl.constexpr,
     GROUPS: tl.constexpr,  # that 128 inputs meet
     SETS: tl.constexpr, BLOCKS: tl.constexpr, DEPTH: tl.constexpr, num_warps: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +225,7 @@ def weight_rows_kernel(
     STEP: tl.constexpr = N if GATED else 16  # outputs from one part to the next
     TILE: tl.constexpr = 16 if GATED else 16 * BLOCKS
     EACH: tl.constexpr = 8 // GROUPS  # rows in a set of columns
-    OFFSET: tl.constexpr = 0.0 if PORTABLE or CODES != "int4" else 128.0
+    OFFSET: tl.constexpr = 0.0 if PORTABLE or QUANT_TYPE != "int4" else 128.0
     dtype: tl.constexpr = tl.float32 if PORTABLE else tl.bfloat16
     first = tl.program_id(0) * TILE
     number = tl.program_id(1)
@@ -237,7 +238,7 @@ def weight_rows_kernel(
     warp = tl.arange(0, WARPS)
     lanes = (warp[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, None, :]
     rows = (tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 2)[None, :])[:, None, :, None]
-    words = codes + (weight_row + rows).to(tl.int64) * CODE_STRIDE + lanes
+    words = quantized + (weight_row + rows).to(tl.int64) * CODE_STRIDE + lanes
     blocks = (tl.arange(0, 4)[:, None] + 4 * warp[None, :])[:, None, :]
     own_rows = tl.arange(0, 8)[None, :, None]
     is_row, offsets = (), ()
@@ -280,12 +281,12 @@ def weight_rows_kernel(
             for s in tl.static_range(SETS):
                 right = _load_inputs(pointers[s], k, K, inputs, is_column[s], WARPS, dtype)
                 rights += (right,)
-                if CODES == "int4":
+                if QUANT_TYPE == "int4":
                     inputs_sums += (_multiply((ones, ones, ones, ones, ones, ones, ones, ones), right, WARPS),)
             next_sums = ()
             for p in tl.static_range(PARTS):
                 packed, scale, zero = tiles[d * PARTS + p]
-                values = decode_words(packed, CODES, PORTABLE)
+                values = decode_words(packed, QUANT_TYPE, PORTABLE)
                 left = (
                     _to_left(values[0], WARPS), _to_left(values[1], WARPS), _to_left(values[2], WARPS), _to_left(values[3], WARPS),
                     _to_left(values[4], WARPS), _to_left(values[5], WARPS), _to_left(values[6], WARPS), _to_left(values[7], WARPS),
@@ -297,7 +298,7 @@ def weight_rows_kernel(
                         part -= OFFSET * inputs_sums[s]
                     elif HAS_ZEROS:
                         part -= (_spread(zero, WARPS) + OFFSET) * inputs_sums[s]
-                    elif CODES == "int4":
+                    elif QUANT_TYPE == "int4":
                         part -= (8.0 + OFFSET) * inputs_sums[s]
                     part = sums[p * SETS + s] + factor * part
                     next_sums += (part - _spread(zero, WARPS) * inputs_sums[s] if HAS_MINIMA else part,)
@@ -347,7 +348,7 @@ def count_max_rows(weight: PackedWeight, dtype: torch.dtype) -> int:
     scheme, scales = weight.scheme, weight.scales
     if dtype != torch.bfloat16 and not INTERPRETED:
         return 0
-    if scheme.codes not in ("int4", "e2m1") or weight.order is not None or weight.outer is not None or scales is None:
+    if scheme.quant_type not in ("int4", "e2m1") or weight.order is not None or weight.outer is not None or scales is None:
         return 0
     if scheme.group[0] != 1 or not scheme.group[1] or scheme.group[1] % 32:
         return 0
@@ -362,7 +363,7 @@ def choose_rows_plan(weight: PackedWeight, pairs: int = 0) -> RowsPlan:
     columns = weight.columns
     if pairs:
         warps = 4 if columns >= 2048 else 2
-        return RowsPlan(warps, min(4 if weight.scheme.codes == "int4" else 2, ceil_div(columns, warps * _CHUNK)))
+        return RowsPlan(warps, min(4 if weight.scheme.quant_type == "int4" else 2, ceil_div(columns, warps * _CHUNK)))
     if weight.outputs >= _MANY_OUTPUTS:
         return RowsPlan(4, 2, 2)
     return RowsPlan(8 if columns >= 4096 and weight.outputs <= _FEW_OUTPUTS else 4, 4)
@@ -414,13 +415,13 @@ def _launch(
     assert scales is not None
     if x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)  # rows are read by 16 bytes
-    codes = weight.codes.view(torch.int32)
+    quantized = weight.quantized.view(torch.int32)
     zeros = weight.zeros if weight.minima is None else weight.minima
     others = [scales if each is None else each for each in (zeros, bias, ids, pair_weights)]
-    tensors = (x, codes, scales, *others, out)
+    tensors = (x, quantized, scales, *others, out)
     sets = 1 if top else next_power_of_2(ceil_div(len(out) * groups, _COLUMNS))
-    key = out.shape[1], weight.columns, codes.shape[-1], scales.shape[-1], weight.scheme.group[1], top, groups, sets
-    traits = pair_weights is not None, weight.scheme.codes, zeros is not None, weight.minima is not None, bias is not None
+    key = out.shape[1], weight.columns, quantized.shape[-1], scales.shape[-1], weight.scheme.group[1], top, groups, sets
+    traits = pair_weights is not None, weight.scheme.quant_type, zeros is not None, weight.minima is not None, bias is not None
     launch = _prepared(tuple(each.dtype for each in tensors), key, traits, activation, plan, x.device)
     is_gated = activation is not None and activation.is_gated
     launch((ceil_div(out.shape[1], 16 if is_gated else 16 * plan.blocks), len(out) if top else 1, 1), tensors, (len(x), x.stride(0)))
@@ -432,7 +433,7 @@ def _prepared(
     plan: RowsPlan, device: torch.device,
 ) -> PreparedLaunch:  # fmt: skip
     constants: dict[str, object] = dict(zip(("N", "K", "CODE_STRIDE", "SCALE_STRIDE", "GROUP", "TOP", "GROUPS", "SETS"), key, strict=True))
-    constants |= dict(zip(("WEIGHTED", "CODES", "HAS_ZEROS", "HAS_MINIMA", "HAS_BIAS"), traits, strict=True))
+    constants |= dict(zip(("WEIGHTED", "QUANT_TYPE", "HAS_ZEROS", "HAS_MINIMA", "HAS_BIAS"), traits, strict=True))
     constants |= (activation or Activation("none")).constants
     constants |= {"EARLY": traits[0], "BLOCKS": plan.blocks, "DEPTH": plan.depth, "PORTABLE": INTERPRETED}
     return PreparedLaunch(weight_rows_kernel, (*types, 1, 8), constants, device, plan.warps)

@@ -18,7 +18,7 @@ import triton.language as tl
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, wait_for_previous
-from frame.kernels.linear.weight_only import TYPES, load_codes, multiply_codes
+from frame.kernels.linear.weight_only import TYPES, load_quantized, multiply_quantized
 from frame.kernels.moe.align import Alignment
 from frame.kernels.moe.expert_kernels import activate
 from frame.kernels.moe.grouped_gemm import Activation, Pairs
@@ -38,11 +38,11 @@ class ExpertPlan:
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def quantized_experts_kernel(
-    x, codes, scales, zeros, outer, bias, out, pair_weights, pairs_of, experts_of, used,
+    x, quantized, scales, zeros, outer, bias, out, pair_weights, pairs_of, experts_of, used,
     num_pairs, x_stride,
     N: tl.constexpr, K: tl.constexpr, CODE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     TOP: tl.constexpr,  # pairs that share a row of x
-    FIRST: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, CODES: tl.constexpr,
+    FIRST: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, QUANT_TYPE: tl.constexpr,
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZEROS: tl.constexpr, OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, dtype: tl.constexpr, PORTABLE: tl.constexpr, num_stages: tl.constexpr,
     PDL: tl.constexpr,
@@ -50,7 +50,7 @@ def quantized_experts_kernel(
     """out[pair, n] of the products of x[pair // TOP] and the pair's expert. FIRST: with the
     activation, of N gates and N ups if GATED; otherwise times the pair's weight. Grid: blocks of
     rows times blocks of N, the latter fastest."""
-    PACKED: tl.constexpr = CODES == "int4" or CODES == "e2m1"
+    PACKED: tl.constexpr = QUANT_TYPE == "int4" or QUANT_TYPE == "e2m1"
     WIDTH: tl.constexpr = BK // 2 if PACKED else BK
     EVEN_K: tl.constexpr = K % BK == 0
     ROWS: tl.constexpr = 2 * N if GATED else N  # of a weight
@@ -71,15 +71,15 @@ def quantized_experts_kernel(
     is_row = valid[None, :]  # padding rows are masked: all programs would request the same bytes at once
     x_pointers = x + source.to(tl.int64)[None, :] * x_stride + columns[:, None]
     first_row = expert * ROWS
-    code_pointers = codes + (first_row + row_of)[:, None] * CODE_STRIDE + lanes[None, :]
+    code_pointers = quantized + (first_row + row_of)[:, None] * CODE_STRIDE + lanes[None, :]
     scale_offset = (expert * tl.cdiv(ROWS, GROUP_N) + row_of // GROUP_N) * SCALE_STRIDE
     up_offset = (expert * tl.cdiv(ROWS, GROUP_N) + (N + row_of) // GROUP_N) * SCALE_STRIDE
     total = tl.zeros([BN, BM], tl.float32)
     up_total = tl.zeros([BN, BM], tl.float32)
     for k in tl.range(0, K, BK, num_stages=num_stages):
-        packed = load_codes(code_pointers, k, K, CODES, BK, EVEN_K)
+        packed = load_quantized(code_pointers, k, K, QUANT_TYPE, BK, EVEN_K)
         if GATED:
-            up_packed = load_codes(code_pointers + N * CODE_STRIDE, k, K, CODES, BK, EVEN_K)
+            up_packed = load_quantized(code_pointers + N * CODE_STRIDE, k, K, QUANT_TYPE, BK, EVEN_K)
         if EVEN_K:
             low_x = tl.load(x_pointers + k, mask=is_row, other=0.0)
         else:
@@ -90,12 +90,12 @@ def quantized_experts_kernel(
                 high_x = tl.load(x_pointers + k + 16, mask=is_row, other=0.0)
             else:
                 high_x = tl.load(x_pointers + k + 16, mask=(k + 16 + columns < K)[:, None] & is_row, other=0.0)
-        total += multiply_codes(
-            packed, scales, zeros, scale_offset, low_x, high_x, k, K, CODES, BN, BK, GROUP_K, HAS_ZEROS, dtype, PORTABLE
+        total += multiply_quantized(
+            packed, scales, zeros, scale_offset, low_x, high_x, k, K, QUANT_TYPE, BN, BK, GROUP_K, HAS_ZEROS, dtype, PORTABLE
         )
         if GATED:
-            up_total += multiply_codes(
-                up_packed, scales, zeros, up_offset, low_x, high_x, k, K, CODES, BN, BK, GROUP_K, HAS_ZEROS, dtype, PORTABLE
+            up_total += multiply_quantized(
+                up_packed, scales, zeros, up_offset, low_x, high_x, k, K, QUANT_TYPE, BN, BK, GROUP_K, HAS_ZEROS, dtype, PORTABLE
             )
     total = _finish_outputs(total, scales, scale_offset, outer, bias, first_row + row_of, GROUP_K, OUTER, HAS_BIAS)
     if GATED:
@@ -127,7 +127,7 @@ PLAN_ROWS = 8, 32, 64  # pairs per expert on average up to which each plan goes
 
 def choose_expert_plan(pairs: int, weight: PackedWeight, gated: bool) -> ExpertPlan:
     """The plan for so many pairs over the experts of the weight."""
-    group, rows = weight.scheme.group[1], pairs / len(weight.codes)
+    group, rows = weight.scheme.group[1], pairs / len(weight.quantized)
     step = 128 if not group or group % 128 == 0 else 64 if group % 64 == 0 else 128
     if weight.columns % step:
         step = 64
@@ -162,11 +162,11 @@ def multiply_pairs(
     scales = weight.scales
     assert scales is not None
     others = [scales if each is None else each for each in (weight.zeros, weight.outer, bias)]
-    tensors = (x, weight.codes, scales, *others, out, pairs.weights, order.pairs, order.experts, order.used)
+    tensors = (x, weight.quantized, scales, *others, out, pairs.weights, order.pairs, order.experts, order.used)
     traits = weight.scheme.group, weight.zeros is not None, 0 if weight.outer is None else 2 if weight.divides else 1, bias is not None
     launch = _prepared(
-        tuple(each.dtype for each in tensors), x.stride(0), (outputs, weight.columns), (weight.codes.shape[-1], scales.shape[-1]),
-        pairs.count // len(x), activation, weight.scheme.codes, traits, plan, x.device,
+        tuple(each.dtype for each in tensors), x.stride(0), (outputs, weight.columns), (weight.quantized.shape[-1], scales.shape[-1]),
+        pairs.count // len(x), activation, weight.scheme.quant_type, traits, plan, x.device,
     )  # fmt: skip
     launch((len(order.experts) * ceil_div(outputs, plan.outputs), 1, 1), tensors, (pairs.count, x.stride(0)))
     return out
@@ -180,13 +180,13 @@ def _prepared(
     strides: tuple[int, int],
     top: int,
     activation: Activation | None,
-    codes: str,
+    quantized: str,
     traits: tuple[tuple[int, int], bool, int, bool],
     plan: ExpertPlan,
     device: torch.device,
 ) -> PreparedLaunch:
     group, has_zeros, outer, has_bias = traits
-    constants = {"N": sizes[0], "K": sizes[1], "CODE_STRIDE": strides[0], "SCALE_STRIDE": strides[1], "TOP": top, "CODES": codes}
+    constants = {"N": sizes[0], "K": sizes[1], "CODE_STRIDE": strides[0], "SCALE_STRIDE": strides[1], "TOP": top, "QUANT_TYPE": quantized}
     constants |= {"FIRST": activation is not None, **(activation or Activation("none")).constants}
     constants |= {"GROUP_N": group[0], "GROUP_K": group[1], "HAS_ZEROS": has_zeros, "OUTER": outer, "HAS_BIAS": has_bias}
     constants |= {"BM": plan.rows, "BN": plan.outputs, "BK": plan.inputs, "dtype": TYPES[types[0]], "PORTABLE": INTERPRETED}

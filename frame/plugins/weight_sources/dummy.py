@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 PERIOD = 1_000_003  # random numbers that are drawn. A prime, so that the rows of a matrix differ
-_E2M1_DEVIATION = 2.9  # of uniform e2m1 codes
+_E2M1_DEVIATION = 2.9  # of uniform e2m1 values
 _ONES = ("norm", "ln_", "_scale")  # tensors with these parts in their names are ones
 
 
@@ -73,8 +73,8 @@ class RandomTensor:
         return made
 
     def _make_integers(self, dtype: torch.dtype) -> torch.Tensor:
-        """Numbers over the whole range of the dtype, such as packed codes. Exponents of MXFP4
-        scales are those of weights with standard deviation 1 / sqrt(inputs)."""
+        """Numbers over the whole range of the dtype, such as packed quantized values. Exponents of
+        MXFP4 scales are those of weights with standard deviation 1 / sqrt(inputs)."""
         if "scale" in self._name.rpartition(".")[2]:
             exponent = 127 - round(math.log2(_E2M1_DEVIATION * (32 * self.shape[-1]) ** 0.5))
             return torch.full(self.shape, exponent, device=self._numbers.device, dtype=dtype)

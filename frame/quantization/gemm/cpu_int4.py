@@ -20,7 +20,7 @@ class Int4CpuKernel(GemmKernel):
     minima: ClassVar[bool] = True
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        if weight.codes.device.type not in ("cpu", "meta"):
+        if weight.quantized.device.type not in ("cpu", "meta"):
             return "the weight is not on a CPU"
         if weight.scheme.group[0] != 1 or weight.scheme.group[1] not in _GROUPS:
             return f"it takes groups of {', '.join(map(str, _GROUPS))} inputs"
@@ -32,10 +32,10 @@ class Int4CpuKernel(GemmKernel):
         return Int4Product(weight)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
-        return EachExpert([Int4Product(weight.expert(index)) for index in range(len(weight.codes))])
+        return EachExpert([Int4Product(weight.expert(index)) for index in range(len(weight.quantized))])
 
     def count_bytes(self, weight: PackedWeight) -> int:
-        outputs = weight.codes.shape[:-1].numel()
+        outputs = weight.quantized.shape[:-1].numel()
         return outputs * weight.columns // 2 + outputs * weight.columns // weight.scheme.group[1] * 4
 
 
@@ -45,8 +45,8 @@ class Int4Product:
 
     def __init__(self, weight: PackedWeight) -> None:
         assert weight.scales is not None
-        codes = unpack_nibbles(weight.codes)[:, : weight.columns].to(torch.int32)
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)  # noqa: SLF001
+        quantized = unpack_nibbles(weight.quantized)[:, : weight.columns].to(torch.int32)
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(quantized, 1)  # noqa: SLF001
         scales = weight.scales.float()
         zeros = scales.new_zeros(()).expand_as(scales) if weight.zeros is None else (8 - weight.zeros.float()) * scales
         if weight.minima is not None:

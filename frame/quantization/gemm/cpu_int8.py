@@ -34,7 +34,7 @@ class Int8CpuKernel(GemmKernel):
     """int8 weights with one scale per output."""
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        if weight.codes.device.type not in ("cpu", "meta"):
+        if weight.quantized.device.type not in ("cpu", "meta"):
             return "the weight is not on a CPU"
         if weight.scheme.group != (1, 0) and weight.scheme.group != (1, weight.columns):
             return "it takes one scale per output"
@@ -46,12 +46,12 @@ class Int8CpuKernel(GemmKernel):
         return PackedInt8Product(weight) if self._packs() else Int8Product(weight, self.context.dtype)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
-        return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.codes))])
+        return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.quantized))])
 
     def count_bytes(self, weight: PackedWeight) -> int:
         copies = 2 if self._packs() and not weight.rounds_inputs and _has_amx() else 1
         scale = 4 if self._packs() else self.context.dtype.itemsize
-        return weight.codes.nbytes * copies + weight.codes.shape[:-1].numel() * scale
+        return weight.quantized.nbytes * copies + weight.quantized.shape[:-1].numel() * scale
 
     def _packs(self) -> bool:
         """Whether products read oneDNN's layout."""
@@ -64,19 +64,19 @@ class PackedInt8Product:
 
     Inputs become fixed-point numbers of 15 bits and one scale per row, which keep what bfloat16
     resolves; their two digits are rows of one product. Inputs of checkpoints made for rounded ones
-    have one digit. With AMX, other weights keep their codes beside for many rows: to read them from
-    oneDNN's layout takes as long as their product. Without AMX, and for few rows, oneDNN multiplies
-    signed inputs by its reference, so inputs are unsigned with a zero point.
+    have one digit. With AMX, other weights keep their quantized values beside for many rows: to
+    read them from oneDNN's layout takes as long as their product. Without AMX, and for few rows,
+    oneDNN multiplies signed inputs by its reference, so inputs are unsigned with a zero point.
     """
 
     def __init__(self, weight: PackedWeight) -> None:
         assert weight.scales is not None
-        self.packed = torch.ops.onednn.qlinear_prepack(weight.codes, None)
+        self.packed = torch.ops.onednn.qlinear_prepack(weight.quantized, None)
         self.scales = weight.scales.flatten().float()
         self._has_amx = _has_amx()
         self._rounds_inputs = weight.rounds_inputs
-        self._codes = weight.codes if self._has_amx and not weight.rounds_inputs else None
-        self.tensors = (self.packed, self.scales, *([] if self._codes is None else [self._codes]))
+        self._quantized = weight.quantized if self._has_amx and not weight.rounds_inputs else None
+        self.tensors = (self.packed, self.scales, *([] if self._quantized is None else [self._quantized]))
         self._zeros = torch.zeros(weight.outputs, dtype=torch.int64)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -84,7 +84,7 @@ class PackedInt8Product:
         if self._rounds_inputs:
             step = _find_step(flat, 127)
             out = self._multiply((flat / step).round_().to(torch.int8)).mul_(step).to(x.dtype)
-        elif self._codes is None or len(flat) <= _DIGIT_ROWS:
+        elif self._quantized is None or len(flat) <= _DIGIT_ROWS:
             step = _find_step(flat, _MAXIMUM)
             numbers = flat / step
             high = (numbers * (1 / _DIGIT)).round_()
@@ -92,7 +92,7 @@ class PackedInt8Product:
             first, second = self._multiply(digits).chunk(2)
             out = torch.add(second, first, alpha=_DIGIT).mul_(step).to(x.dtype)
         else:
-            out = F.linear(flat, self._codes.to(x.dtype)) * self.scales.to(x.dtype)
+            out = F.linear(flat, self._quantized.to(x.dtype)) * self.scales.to(x.dtype)
         if bias is not None:
             out += bias
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
@@ -120,18 +120,18 @@ def _find_step(x: torch.Tensor, maximum: int) -> torch.Tensor:
 
 
 class Int8Product:
-    """`torch._weight_int8pack_mm` for few rows of bfloat16; else the codes as numbers of the
-    model's dtype, with scales afterwards."""
+    """`torch._weight_int8pack_mm` for few rows of bfloat16; else the quantized values as numbers of
+    the model's dtype, with scales afterwards."""
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         assert weight.scales is not None
-        self.codes, self.scales = weight.codes, weight.scales.flatten().to(dtype)
-        self.tensors = (self.codes, self.scales)
-        self._fits = self.codes.shape[1] % _MULTIPLE == 0 and self.codes.is_contiguous()
+        self.quantized, self.scales = weight.quantized, weight.scales.flatten().to(dtype)
+        self.tensors = (self.quantized, self.scales)
+        self._fits = self.quantized.shape[1] % _MULTIPLE == 0 and self.quantized.is_contiguous()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._fits and x.dtype == torch.bfloat16 and x.dim() == 2 and 0 < x.shape[0] <= _KERNEL_ROWS:
-            out = torch._weight_int8pack_mm(x.contiguous(), self.codes, self.scales)  # noqa: SLF001
+            out = torch._weight_int8pack_mm(x.contiguous(), self.quantized, self.scales)  # noqa: SLF001
         else:
-            out = F.linear(x, self.codes.to(x.dtype)) * self.scales
+            out = F.linear(x, self.quantized.to(x.dtype)) * self.scales
         return out if bias is None else out + bias

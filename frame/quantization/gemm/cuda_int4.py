@@ -13,10 +13,11 @@ from frame.kernels.linear import blocked_int4
 
 
 class CudaInt4Kernel(GemmKernel):
-    """Multiplies int4 codes as it reads them; for very many rows, the dequantized weight."""
+    """Multiplies int4 values as it reads them; for very many rows, the dequantized
+    weight."""
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        device = weight.codes.device
+        device = weight.quantized.device
         if device.type != "meta":
             if device.type != "cuda" or nvidia.get_compute_capability(device)[0] != 9:
                 return "the device does not have compute capability 9.0"

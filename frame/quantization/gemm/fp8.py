@@ -13,11 +13,11 @@ class Fp8Kernel(GemmKernel):
     """Weights with one scale per output or per block of 128 x 128."""
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        if weight.codes.dim() > 2:
+        if weight.quantized.dim() > 2:
             return "experts are multiplied by the MoE runner"
         if weight.zeros is not None or weight.order is not None or weight.outer is not None:
             return "it takes no zero points, order or outer scales"
-        return find_obstacle(weight.codes, weight.scheme.group)
+        return find_obstacle(weight.quantized, weight.scheme.group)
 
     def prepare(self, weight: PackedWeight) -> Gemm:
         return RoundedGemm(weight)
@@ -31,14 +31,14 @@ class RoundedGemm:
 
     def __init__(self, weight: PackedWeight) -> None:
         assert weight.scales is not None
-        self.codes = weight.codes
-        self._matmul = RoundedMatmul(weight.codes, weight.scales, weight.scheme.group, weight.input_scale)
-        self.tensors = self._matmul.list_tensors(weight.codes)
+        self.quantized = weight.quantized
+        self._matmul = RoundedMatmul(weight.quantized, weight.scales, weight.scheme.group, weight.input_scale)
+        self.tensors = self._matmul.list_tensors(weight.quantized)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._matmul(x, self.codes, bias)
+        return self._matmul(x, self.quantized, bias)
 
     def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """SiLU(first half of the outputs) * second half; None where a separate activation is
         faster."""
-        return self._matmul.multiply_gated(x, self.codes, bias)
+        return self._matmul.multiply_gated(x, self.quantized, bias)

@@ -33,16 +33,16 @@ _INDEXED = '{"gemm_type": "indexed"}'
 
 
 class HummingKernel(GemmKernel):
-    """Dequantizes codes in registers, for any number of rows."""
+    """Dequantizes weights in registers, for any number of rows."""
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context)
-        self._keeps_codes = bool(getattr(options, "few_rows", False))
+        self._keeps_quantized = bool(getattr(options, "few_rows", False))
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         scheme, dtype = weight.scheme, self.context.dtype
-        if scheme.codes not in _NAMES:
-            return f"it has no kernel for {scheme.codes}"
+        if scheme.quant_type not in _NAMES:
+            return f"it has no kernel for {scheme.quant_type}"
         if weight.order is not None:
             return "the inputs are in act-order"
         if weight.outer is not None:
@@ -56,23 +56,23 @@ class HummingKernel(GemmKernel):
         return None
 
     def prepare(self, weight: PackedWeight) -> Gemm:
-        return HummingGemm(weight, WeightOnlyGemm(weight) if self._keeps_codes else None)
+        return HummingGemm(weight, WeightOnlyGemm(weight) if self._keeps_quantized else None)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
-        few = WeightOnlyGroupedGemm(weight, self.context.limits.max_tokens_per_step) if self._keeps_codes else None
+        few = WeightOnlyGroupedGemm(weight, self.context.limits.max_tokens_per_step) if self._keeps_quantized else None
         return HummingGroupedGemm(weight, few)
 
     def count_bytes(self, weight: PackedWeight) -> int:
         outputs, inputs = (-(-size // _TILE) * _TILE for size in (weight.outputs, weight.inputs))
-        values = weight.codes.shape[:-2].numel() * outputs * inputs
+        values = weight.quantized.shape[:-2].numel() * outputs * inputs
         groups = values // (weight.scheme.group[1] or inputs)
         found = values // 2 + groups * self.context.dtype.itemsize + groups // 2 * (weight.zeros is not None) + 4 * _LOCKS
-        return found + (super().count_bytes(weight) if self._keeps_codes else 0)
+        return found + (super().count_bytes(weight) if self._keeps_quantized else 0)
 
 
 class HummingGemm:
     """x times one weight, whose tensors are in the library's layout. `few` multiplies few rows, by
-    the codes in canonical form."""
+    the quantized values in canonical form."""
 
     def __init__(self, weight: PackedWeight, few: WeightOnlyGemm | None = None) -> None:
         from humming.forward import humming_forward
@@ -81,16 +81,18 @@ class HummingGemm:
 
         assert weight.scales is not None
         self._few = few
-        device, dtype = weight.codes.device, weight.scales.dtype
+        device, dtype = weight.quantized.device, weight.scales.dtype
         schema = HummingWeightSchema(
-            b_dtype=_NAMES[weight.scheme.codes], weight_scale_group_size=weight.scheme.group[1], has_zero_point=weight.zeros is not None
+            b_dtype=_NAMES[weight.scheme.quant_type],
+            weight_scale_group_size=weight.scheme.group[1],
+            has_zero_point=weight.zeros is not None,
         )
         self._config, tensors = prepare_and_transform_humming_tensors(
             _name_tensors(weight),
             weight.outputs,
             weight.inputs,
             schema,
-            num_experts=len(weight.codes) if weight.codes.dim() == 3 else None,
+            num_experts=len(weight.quantized) if weight.quantized.dim() == 3 else None,
             pad_n_to_multiple=_TILE,
             pad_k_to_multiple=_TILE,
             torch_dtype=dtype,
@@ -123,7 +125,7 @@ class HummingGroupedGemm(HummingGemm):
     def __init__(self, weight: PackedWeight, few: WeightOnlyGroupedGemm | None = None) -> None:
         super().__init__(weight)
         self._few_pairs = few
-        self._experts = len(weight.codes)
+        self._experts = len(weight.quantized)
         self._blocks: list[tuple[int, int]] = []  # (most pairs, rows of a block of one expert)
 
     @property
@@ -180,16 +182,16 @@ class HummingGroupedGemm(HummingGemm):
 
 
 def _name_tensors(weight: PackedWeight) -> dict[str, torch.Tensor]:
-    """The weight as the library reads it: unsigned codes in 32-bit words, the first in the lowest
-    bits, along the inputs; zero points along the outputs."""
+    """The weight as the library reads it: unsigned quantized values in 32-bit words, the first in
+    the lowest bits, along the inputs; zero points along the outputs."""
     assert weight.scales is not None
-    tensors = {"weight": _pack_words(unpack_nibbles(weight.codes)[..., : weight.inputs]), "weight_scale": weight.scales}
+    tensors = {"weight": _pack_words(unpack_nibbles(weight.quantized)[..., : weight.inputs]), "weight_scale": weight.scales}
     if weight.zeros is not None:
         tensors["zero_point"] = _pack_words(weight.zeros.to(torch.uint8).transpose(-1, -2)).transpose(-1, -2).contiguous()
     return tensors
 
 
-def _pack_words(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 codes below 16, [..., n] -> int32 [..., n / 8]."""
-    pairs = codes.unflatten(-1, (-1, 2))
+def _pack_words(quantized: torch.Tensor) -> torch.Tensor:
+    """uint8 values below 16, [..., n] -> int32 [..., n / 8]."""
+    pairs = quantized.unflatten(-1, (-1, 2))
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)

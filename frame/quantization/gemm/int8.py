@@ -16,13 +16,13 @@ class Int8Kernel(GemmKernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if not weight.rounds_inputs:
             return "the checkpoint does not round activations"
-        if weight.codes.dim() > 2:
+        if weight.quantized.dim() > 2:
             return "it has no products of experts"
         if weight.zeros is not None or weight.order is not None or weight.outer is not None:
             return "it takes no zero points, order or outer scales"
         if weight.scheme.group not in ((1, 0), (1, weight.columns)):
             return "it takes one scale per output"
-        return find_obstacle(weight.codes, (1, 0))
+        return find_obstacle(weight.quantized, (1, 0))
 
     def prepare(self, weight: PackedWeight) -> Gemm:
         assert weight.scales is not None

@@ -37,7 +37,7 @@ class Mixture:
         if self._maximum and top not in self._compiled and x.device.type == "cuda" and not nvidia.is_capturing():
             self._compiled.add(top)
             for count in self._list_thresholds(top):
-                spread = torch.arange(count * top, device=ids.device).remainder_(len(self._gate_up.codes)).view(count, top)
+                spread = torch.arange(count * top, device=ids.device).remainder_(len(self._gate_up.quantized)).view(count, top)
                 self._run(x.new_zeros(count, x.shape[1]), Pairs(spread, weights.new_zeros(count, top)), biases, activation)
         return self._run(x, Pairs(ids.contiguous(), weights.contiguous()), biases, activation)
 
@@ -48,7 +48,7 @@ class Mixture:
         if pairs.count <= MAX_PAIRS and all(count_max_rows(weight, x.dtype) for weight, _ in layers):
             return self._run_few(x, pairs, biases, activation)
         plans = [choose_expert_plan(pairs.count, weight, gated) for weight, gated in layers]
-        order = align_tokens(pairs.ids, len(self._gate_up.codes), plans[0].rows)
+        order = align_tokens(pairs.ids, len(self._gate_up.quantized), plans[0].rows)
         rows = multiply_pairs(x, self._gate_up, biases[0], pairs, order, plans[0], activation)
         return multiply_pairs(rows, self._down, biases[1], pairs, order, plans[1])
 
@@ -61,7 +61,7 @@ class Mixture:
 
     def _list_thresholds(self, top: int) -> list[int]:
         """Numbers of tokens that together use every variant of the kernels."""
-        experts = len(self._gate_up.codes)
+        experts = len(self._gate_up.quantized)
         limits = [pairs // top for pairs in (FEW_PAIRS, MAX_PAIRS, *CHUNKS, *(rows * experts for rows in PLAN_ROWS))]
         return sorted({min(self._maximum, max(1, count)) for limit in limits for count in (limit, limit + 1)})
 

@@ -12,12 +12,12 @@ class PlainKernel(GemmKernel):
     """Multiplies weights in the model's dtype."""
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        return None if weight.scheme.codes == "plain" else "the weight is quantized"
+        return None if weight.scheme.quant_type == "plain" else "the weight is quantized"
 
     def prepare(self, weight: PackedWeight) -> Gemm:
-        if can_pack(weight.codes):
-            return PackedGemm(pack_weight(weight.codes))
-        return PlainGemm(weight.codes)
+        if can_pack(weight.quantized):
+            return PackedGemm(pack_weight(weight.quantized))
+        return PlainGemm(weight.quantized)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
-        return PlainGroupedGemm(weight.codes)
+        return PlainGroupedGemm(weight.quantized)

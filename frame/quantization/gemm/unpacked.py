@@ -27,4 +27,4 @@ class UnpackedKernel(GemmKernel):
         return PlainGroupedGemm(weight.dequantize(self.context.dtype))
 
     def count_bytes(self, weight: PackedWeight) -> int:
-        return weight.codes.shape[:-1].numel() * weight.inputs * self.context.dtype.itemsize
+        return weight.quantized.shape[:-1].numel() * weight.inputs * self.context.dtype.itemsize

@@ -23,17 +23,18 @@ _COUNTERS = 1 << 16  # tiles whose split-K sums are counted
 
 
 class WeightOnlyKernel(GemmKernel):
-    """Dequantizes codes in registers; for many rows, or with minima, the whole weight once."""
+    """Dequantizes weights in registers; for many rows, or with minima, the whole weight
+    once."""
 
     minima: ClassVar[bool] = True
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         from frame.kernels.linear.weight_only import find_obstacle
 
-        device = weight.codes.device
+        device = weight.quantized.device
         if device.type != "meta" and not kernels.can_use_triton(device):
             return "the device does not run Triton"
-        floats = [weight.codes.dtype, weight.scales.dtype if weight.scales is not None else None]
+        floats = [weight.quantized.dtype, weight.scales.dtype if weight.scales is not None else None]
         if torch.float8_e4m3fn in floats and not kernels.supports_fp8(device):
             return "the device does not convert e4m3"
         return find_obstacle(weight)
@@ -53,8 +54,8 @@ class WeightOnlyGemm:
 
         self.weight = weight
         self.tensors = list(weight.tensors.values())
-        self._module, self._few, self._processors = weight_only, weight_rows, _count_processors(weight.codes.device)
-        self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.codes.device)
+        self._module, self._few, self._processors = weight_only, weight_rows, _count_processors(weight.quantized.device)
+        self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.quantized.device)
 
     def takes_few(self, x: torch.Tensor) -> bool:
         """Whether the kernel for few rows multiplies x."""
@@ -93,11 +94,11 @@ class WeightOnlyGroupedGemm:
         self.weight, self._maximum = weight, maximum
         self._mixture: Mixture | None = None
         self.tensors = list(weight.tensors.values())
-        self._module, self._processors = weight_only, _count_processors(weight.codes.device)
-        self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.codes.device)
+        self._module, self._processors = weight_only, _count_processors(weight.quantized.device)
+        self._counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=weight.quantized.device)
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        each = max(1, len(x) // len(self.weight.codes))  # rows of an expert, on average
+        each = max(1, len(x) // len(self.weight.quantized))  # rows of an expert, on average
         plan = self._module.choose_grouped_plan(each, self.weight)
         if self.weight.order is None:
             return self._module.multiply(x, self.weight, None, plan, self._counter, ends)

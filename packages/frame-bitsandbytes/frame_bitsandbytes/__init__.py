@@ -25,7 +25,7 @@ def register_weight_formats(registry: KindRegistry) -> None:
     registry.add(
         "bitsandbytes",
         "frame_bitsandbytes.format:BitsAndBytes",
-        capabilities=FormatCapabilities(checkpoints=("bitsandbytes",), codes=("plain", "nf4", "int8")),
+        capabilities=FormatCapabilities(checkpoints=("bitsandbytes",), quant_types=("plain", "nf4", "int8")),
         rank=20,
         summary="bitsandbytes: NF4 in blocks, and LLM.int8 with a scale per output.",
     )

@@ -103,9 +103,9 @@ class NF4Layer(LayerFormat):
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
         packed, scales = tensors["weight"], tensors["absmax"]
-        codes = torch.stack((packed >> 4, packed & 15), -1).flatten(-2)
-        scheme = WeightScheme("nf4", (1, codes.shape[-1] // scales.shape[-1]))
-        return PackedWeight(scheme, inputs, pack_nibbles(F.pad(codes, (0, -codes.shape[-1] % BLOCK))), scales)
+        quantized = torch.stack((packed >> 4, packed & 15), -1).flatten(-2)
+        scheme = WeightScheme("nf4", (1, quantized.shape[-1] // scales.shape[-1]))
+        return PackedWeight(scheme, inputs, pack_nibbles(F.pad(quantized, (0, -quantized.shape[-1] % BLOCK))), scales)
 
 
 @dataclass(frozen=True, slots=True)

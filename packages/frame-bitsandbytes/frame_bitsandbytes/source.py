@@ -121,8 +121,8 @@ class BitsAndBytesSource(WeightSource):
 
     def _read_scales(self, weight: str) -> torch.Tensor:
         """float32, one for each 64 weights: larger blocks run over the ends of rows, and are
-        repeated. Of double quantization the values of codes times a scale per block, plus an
-        offset."""
+        repeated. Of double quantization the values times a scale per block,
+        plus an offset."""
         scales, state = self._read(f"{weight}.absmax"), self._states[weight]
         if f"{weight}.nested_absmax" in self._files:
             outer = self._read(f"{weight}.nested_absmax")[torch.arange(len(scales)) // state["nested_blocksize"]]

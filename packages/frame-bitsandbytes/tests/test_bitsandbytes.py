@@ -61,21 +61,21 @@ def test_blocks_run_over_the_ends_of_rows(block: int, tmp_path: Path) -> None:
 def nf4(weight: torch.Tensor, block: int = 64) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """A weight in blocks, and the numbers that it stands for."""
     outputs, inputs = weight.shape
-    codes, scales = torch.randint(0, 16, (outputs, inputs)), torch.rand(-(-outputs * inputs // block)) * 0.1
+    quantized, scales = torch.randint(0, 16, (outputs, inputs)), torch.rand(-(-outputs * inputs // block)) * 0.1
     state = json.dumps({"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": [outputs, inputs]}).encode()
     stored = {
-        "weight": (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).reshape(-1, 1),
+        "weight": (quantized[:, ::2] << 4 | quantized[:, 1::2]).to(torch.uint8).reshape(-1, 1),
         "weight.absmax": scales,
         "weight.quant_map": torch.tensor(NF4),
         STATE: torch.tensor(list(state), dtype=torch.uint8),
     }
-    return stored, torch.tensor(NF4)[codes] * scales.repeat_interleave(block)[: outputs * inputs].view(outputs, inputs)
+    return stored, torch.tensor(NF4)[quantized] * scales.repeat_interleave(block)[: outputs * inputs].view(outputs, inputs)
 
 
 def int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    codes, largest = torch.randint(-127, 128, weight.shape), torch.rand(len(weight)) * 0.2
-    stored = {"weight": codes.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return stored, codes * (largest / 127)[:, None]
+    quantized, largest = torch.randint(-127, 128, weight.shape), torch.rand(len(weight)) * 0.2
+    stored = {"weight": quantized.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return stored, quantized * (largest / 127)[:, None]
 
 
 def make_pair(architecture: str, bits: int, folder: Path, part: str = "_proj", block: int = 64) -> tuple[Path, Path]:
@@ -105,9 +105,7 @@ def logits_of(folder: Path, **names: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 @pytest.mark.parametrize(("bits", "block"), [(4, 64), (4, 128), (8, 0)])
-def test_models_on_one_and_two_ranks(
-    architecture: str, bits: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_on_one_and_two_ranks(architecture: str, bits: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_package(monkeypatch, frame_bitsandbytes, "weight_source", "weight_format")
     stored, plain = make_pair(architecture, bits, tmp_path, block=block)
     with torch.no_grad():

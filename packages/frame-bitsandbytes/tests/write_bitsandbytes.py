@@ -32,9 +32,9 @@ def write() -> None:
     tensors = {}
     for name, (inputs, block, nested) in CASES.items():
         weight = (torch.randn(OUTPUTS, inputs) * 0.05).float()
-        codes, state = quantize_4bit(weight, blocksize=block, compress_statistics=nested, quant_type="nf4")
+        quantized, state = quantize_4bit(weight, blocksize=block, compress_statistics=nested, quant_type="nf4")
         tensors |= {f"{name}.weight.{key}": part for key, part in state.as_dict(packed=True).items()}
-        tensors |= {f"{name}.weight": codes, f"{name}.wanted": dequantize_4bit(codes, state)}
+        tensors |= {f"{name}.weight": quantized, f"{name}.wanted": dequantize_4bit(quantized, state)}
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, DATA)
 
 

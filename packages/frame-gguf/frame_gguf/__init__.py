@@ -25,6 +25,6 @@ def register_weight_formats(registry: KindRegistry) -> None:
     registry.add(
         "gguf",
         "frame_gguf.format:Gguf",
-        capabilities=FormatCapabilities(checkpoints=(None,), codes=("plain", "int4", "int8")),
+        capabilities=FormatCapabilities(checkpoints=(None,), quant_types=("plain", "int4", "int8")),
         summary="GGUF: Q4_0, Q4_1, Q4_K, Q8_0 and Q6_K as integers per block, other types dequantized.",
     )

@@ -74,24 +74,24 @@ class BlockLayer(LayerFormat):
         if self.type == "Q4_1":  # a scale, and what is added
             minima = -_floats(blocks[..., 2:4])
             return PackedWeight(_MINIMA, inputs, blocks[..., 4:].flatten(-2), _floats(blocks[..., :2]), minima=minima)
-        scales, codes = _floats(blocks[..., :2]), blocks[..., 2:].flatten(-2)
+        scales, quantized = _floats(blocks[..., :2]), blocks[..., 2:].flatten(-2)
         if self.type == "Q4_0":  # the low nibbles are the first half of a block, as in the canonical form
-            return PackedWeight(WeightScheme("int4", (1, 32)), inputs, codes, scales)
-        return PackedWeight(WeightScheme("int8", (1, 32)), inputs, codes.view(torch.int8), scales)
+            return PackedWeight(WeightScheme("int4", (1, 32)), inputs, quantized, scales)
+        return PackedWeight(WeightScheme("int8", (1, 32)), inputs, quantized.view(torch.int8), scales)
 
 
 def _decode_q4(blocks: torch.Tensor, inputs: int) -> PackedWeight:
     """Two float16 factors, 12 bytes of eight scales and eight minima with 6 bits each, and 128 of
     nibbles, 32 low ones before the 32 high ones of the same bytes."""
-    outer, small, codes = blocks.split((4, 12, 128), -1)
+    outer, small, quantized = blocks.split((4, 12, 128), -1)
     scales, minima, rest = small.unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((scales & 63, (rest & 15) | (scales >> 2 & 48)), -1)
     minima = torch.cat((minima & 63, (rest >> 4) | (minima >> 2 & 48)), -1)
     factors = outer.contiguous().view(torch.float16).float()
-    codes = codes.unflatten(-1, (4, 1, 32))
-    codes = pack_nibbles(torch.cat((codes & 15, codes >> 4), -2).flatten(-3))
+    quantized = quantized.unflatten(-1, (4, 1, 32))
+    quantized = pack_nibbles(torch.cat((quantized & 15, quantized >> 4), -2).flatten(-3))
     scales, minima = factors[..., :1] * scales, factors[..., 1:] * minima
-    return PackedWeight(_MINIMA, inputs, codes.flatten(-2), scales.flatten(-2), minima=minima.flatten(-2))
+    return PackedWeight(_MINIMA, inputs, quantized.flatten(-2), scales.flatten(-2), minima=minima.flatten(-2))
 
 
 def _decode_q6(blocks: torch.Tensor, inputs: int) -> PackedWeight:
@@ -101,9 +101,9 @@ def _decode_q6(blocks: torch.Tensor, inputs: int) -> PackedWeight:
     low = torch.cat((low & 15, low >> 4), -2).flatten(-3)
     high = high.unflatten(-1, (2, 1, 32))
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2).flatten(-3)
-    codes = (low | high << 4).view(torch.int8) - 32
+    quantized = (low | high << 4).view(torch.int8) - 32
     scales = _floats(outer).float().unsqueeze(-1) * inner.contiguous().view(torch.int8)
-    return PackedWeight(WeightScheme("int8", (1, 16)), inputs, codes.flatten(-2), scales.flatten(-2))
+    return PackedWeight(WeightScheme("int8", (1, 16)), inputs, quantized.flatten(-2), scales.flatten(-2))
 
 
 def _floats(pairs: torch.Tensor) -> torch.Tensor:

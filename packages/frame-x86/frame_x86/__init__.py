@@ -9,7 +9,7 @@ from pathlib import Path
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed
 from frame.core.interfaces.plugin import Reason
-from frame.core.interfaces.weight_format import Codes
+from frame.core.interfaces.weight_format import QuantType
 from frame.registration import KindRegistry, hookimpl
 
 # Relative to oneDNN's product with a bfloat16 weight in its own layout, in the layers of Qwen3-0.6B
@@ -21,7 +21,7 @@ _AMX_SPEEDS = (
 )
 # Relative to oneDNN without AMX (2026-11-24-cpu-products-avx512.json), so `auto` compares them only
 # on CPUs without it. Plain weights with more than 64 rows: 0.94 to 0.98, without a second copy.
-_AVX512_FIGURES: tuple[tuple[Codes, int, float], ...] = (
+_AVX512_FIGURES: tuple[tuple[QuantType, int, float], ...] = (
     *(("plain", 2, 1.4), ("plain", 8, 1.1), ("plain", 0, 1.0)),
     *(("int8", 2, 2.8), ("int8", 8, 2.5), ("int8", 0, 3.0)),
     *(("int4", 4, 4.1), ("int4", 16, 3.2), ("int4", 0, 2.8)),

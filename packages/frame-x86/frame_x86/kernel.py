@@ -47,16 +47,16 @@ class X86Kernel(GemmKernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if self._library is None:
             return "this CPU has no AVX-512 with VNNI and BF16"
-        if weight.codes.device.type not in ("cpu", "meta") or self.context.dtype != torch.bfloat16:
+        if weight.quantized.device.type not in ("cpu", "meta") or self.context.dtype != torch.bfloat16:
             return "it takes bfloat16 activations on a CPU"
         if weight.outputs % _OUTPUTS or weight.columns % _INPUTS or weight.columns > _MAX_INPUTS:
             return f"it takes multiples of {_OUTPUTS} outputs, and of {_INPUTS} inputs up to {_MAX_INPUTS}"
         if weight.order is not None or weight.outer is not None:
             return "it takes no order and no second scale"
-        if weight.scheme.codes == "plain":
+        if weight.scheme.quant_type == "plain":
             return None
         rows, width = weight.scheme.group[0], weight.scheme.group[1] or weight.columns
-        if weight.scheme.codes == "int8" and (rows != 1 or width != weight.columns or weight.zeros is not None):
+        if weight.scheme.quant_type == "int8" and (rows != 1 or width != weight.columns or weight.zeros is not None):
             return "int8 has one scale per output and no zero points"
         if rows != 1 or width % _INPUTS or weight.columns % width:
             return f"it takes groups of one output and a multiple of {_INPUTS} inputs that divides all inputs"
@@ -66,7 +66,7 @@ class X86Kernel(GemmKernel):
     def prepare(self, weight: PackedWeight) -> X86Product: ...
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
-        return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.codes))])
+        return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.quantized))])
 
     def count_bytes(self, weight: PackedWeight) -> int:
         scales = weight.scales
@@ -74,7 +74,7 @@ class X86Kernel(GemmKernel):
 
 
 class AmxKernel(X86Kernel):
-    """By AMX tiles, from the codes of the weight itself."""
+    """By AMX tiles, from the quantized values of the weight itself."""
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -87,7 +87,7 @@ class AmxKernel(X86Kernel):
 
     def prepare(self, weight: PackedWeight) -> X86Product:
         assert self._library is not None
-        return X86Product(self._library.frame_x86_multiply, weight, (weight.codes, weight.scales, weight.zeros), _TILE_ROWS)
+        return X86Product(self._library.frame_x86_multiply, weight, (weight.quantized, weight.scales, weight.zeros), _TILE_ROWS)
 
 
 class Avx512Kernel(X86Kernel):
@@ -96,41 +96,41 @@ class Avx512Kernel(X86Kernel):
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if (obstacle := super().find_obstacle(weight)) is not None:
             return obstacle
-        if weight.scheme.codes == "int4" and (weight.scheme.group[1] or weight.columns) > _MAX_GROUP:
+        if weight.scheme.quant_type == "int4" and (weight.scheme.group[1] or weight.columns) > _MAX_GROUP:
             return f"it takes groups of up to {_MAX_GROUP} inputs"
         return "it multiplies rounded inputs slower than the kernel without this package" if weight.rounds_inputs else None
 
     def prepare(self, weight: PackedWeight) -> X86Product:
         assert self._library is not None
-        if weight.scheme.codes == "plain":
-            return X86Product(self._library.frame_x86_multiply_few, weight, (weight.codes, None, None), _FEW_ROWS)
+        if weight.scheme.quant_type == "plain":
+            return X86Product(self._library.frame_x86_multiply_few, weight, (weight.quantized, None, None), _FEW_ROWS)
         return X86Product(self._library.frame_x86_multiply_panels, weight, pack_panels(weight))
 
 
 def pack_panels(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(codes, scales, zero points) in panels of 16 outputs.
+    """(quantized values, scales, zero points) in panels of 16 outputs.
 
-    Codes uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added; int4 in pairs, inputs 8
-    n to 8 n + 3 in the low nibbles and the next four in the high ones. Scales and zero points
-    [outputs / 16, groups, 16].
+    Quantized values uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added; int4 in
+    pairs, inputs 8 n to 8 n + 3 in the low nibbles and the next four in the high ones. Scales and
+    zero points [outputs / 16, groups, 16].
     """
 
     def split(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
 
-    if weight.scheme.codes == "int8":
-        codes = (weight.codes.view(torch.uint8) ^ 128).unflatten(1, (-1, 4))
+    if weight.scheme.quant_type == "int8":
+        quantized = (weight.quantized.view(torch.uint8) ^ 128).unflatten(1, (-1, 4))
     else:
-        low, high = unpack_nibbles(weight.codes)[:, : weight.columns].unflatten(1, (-1, 2, 4)).unbind(2)
-        codes = low | high << 4
+        low, high = unpack_nibbles(weight.quantized)[:, : weight.columns].unflatten(1, (-1, 2, 4)).unbind(2)
+        quantized = low | high << 4
     assert weight.scales is not None
-    return split(codes), split(weight.scales), None if weight.zeros is None else split(weight.zeros)
+    return split(quantized), split(weight.scales), None if weight.zeros is None else split(weight.zeros)
 
 
 class X86Product:
-    """The product with one weight, by `multiply` of the library. It keeps the `tensors`: codes,
-    scales and zero points in the order that the function takes. Of plain weights the function takes
-    up to `max_plain` rows, and PyTorch multiplies more."""
+    """The product with one weight, by `multiply` of the library. It keeps the `tensors`: quantized
+    values, scales and zero points in the order that the function takes. Of plain weights the
+    function takes up to `max_plain` rows, and PyTorch multiplies more."""
 
     def __init__(
         self,
@@ -139,20 +139,20 @@ class X86Product:
         tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
         max_plain: int = 0,
     ) -> None:
-        codes, scales, zeros = tensors
+        quantized, scales, zeros = tensors
         self._multiply = multiply
-        self._max_plain = max_plain if weight.scheme.codes == "plain" else None
+        self._max_plain = max_plain if weight.scheme.quant_type == "plain" else None
         self.outputs, self._inputs = weight.outputs, weight.columns
-        self.codes = codes.contiguous()
+        self.quantized = quantized.contiguous()
         self._scales = None if scales is None else scales.float().contiguous()
         self._zeros = None if zeros is None else zeros.to(torch.int8).contiguous()
-        self.tensors = tuple(tensor for tensor in (self.codes, self._scales, self._zeros) if tensor is not None)
+        self.tensors = tuple(tensor for tensor in (self.quantized, self._scales, self._zeros) if tensor is not None)
         sizes = (self.outputs, self._inputs, weight.scheme.group[1] or self._inputs)
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in (self.codes, self._scales, self._zeros)]
-        self._weight = (_KINDS[weight.scheme.codes], *sizes, *addresses)
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in (self.quantized, self._scales, self._zeros)]
+        self._weight = (_KINDS[weight.scheme.quant_type], *sizes, *addresses)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = self._run(x, self.outputs, 0) if self._takes(x) else F.linear(x, self.codes)
+        out = self._run(x, self.outputs, 0) if self._takes(x) else F.linear(x, self.quantized)
         return out if bias is None else out.add_(bias)
 
     def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements, AttentionSpec
 from frame.core.interfaces.gemm_kernel import GemmChoice, GemmRequirements, Speed, choose_ranges
 from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
-from frame.core.interfaces.weight_format import Codes, WeightScheme
+from frame.core.interfaces.weight_format import QuantType, WeightScheme
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.norm import RMSNorm
 from frame.plugins.loader import load_registry
@@ -166,7 +166,7 @@ def test_largest_sums() -> None:
     """Sums of as many inputs as the kernel takes fit an int32."""
     for scheme, inputs in ((WeightScheme("int8"), 1 << 17), (WeightScheme("int4", (1, 1 << 13), zeros=True), 1 << 14)):
         weight = make_weight(scheme, 32, inputs, dtype=torch.bfloat16)
-        weight.codes.fill_(127 if scheme.codes == "int8" else 255)
+        weight.quantized.fill_(127 if scheme.quant_type == "int8" else 255)
         if weight.zeros is not None:
             weight.zeros.zero_()
         for sign in (1, -1):
@@ -191,7 +191,7 @@ def test_tied_head_shares_the_weight(kernel_class: type[X86Kernel]) -> None:
     embedding.weight.data.copy_(torch.randn(64, 32))
     head.finish()
     assert isinstance(head.gemm, X86Product)
-    assert head.gemm.codes.data_ptr() == embedding.weight.data_ptr()
+    assert head.gemm.quantized.data_ptr() == embedding.weight.data_ptr()
     x = torch.randn(3, 32).bfloat16()
     close(head(x), x.double() @ embedding.weight.double().t())
 
@@ -313,13 +313,13 @@ def test_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no AVX-512" in str(make_kernel().find_obstacle(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize("codes", ["plain", "int8", "int4"])
-def test_auto_takes_one_kernel_without_tiles(codes: Codes) -> None:
+@pytest.mark.parametrize("quant_type", ["plain", "int8", "int4"])
+def test_auto_takes_one_kernel_without_tiles(quant_type: QuantType) -> None:
     """A second one for other numbers of rows would keep the weights twice."""
     kernel = make_kernel()
     speeds = tuple(replace(speed, automatic=True) for speed in frame_x86.AVX512.speeds)
     choices = [GemmChoice("avx512", kernel, speeds), *make_gemm_kernels(kernel.context)]
-    assert [(rows, choice.name) for rows, choice in choose_ranges(choices, codes)] == [(0, "avx512")]
+    assert [(rows, choice.name) for rows, choice in choose_ranges(choices, quant_type)] == [(0, "avx512")]
 
 
 def test_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

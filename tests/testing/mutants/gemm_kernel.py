@@ -60,7 +60,7 @@ class DenseExperts:
         return out
 
 
-SPEEDS = tuple(Speed(codes, 0, 0.1) for codes in ("int4", "int8", "e2m1", "e4m3"))  # type: ignore[arg-type]
+SPEEDS = tuple(Speed(quantized, 0, 0.1) for quantized in ("int4", "int8", "e2m1", "e4m3"))  # type: ignore[arg-type]
 mutant = MUTANTS = MutantList(
     "gemm_kernel", reference=Dequantized, capabilities=GemmCapabilities(("cpu", "cuda"), SPEEDS, dtypes=("float32",))
 )
@@ -111,10 +111,10 @@ class SwapsNibbles(Dequantized):
     """Takes the high nibble of a byte for the first input."""
 
     def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-        codes = weight.codes
-        if codes.dtype == torch.uint8:
-            codes = codes << 4 | codes >> 4
-        return replace(weight, codes=codes).dequantize(dtype)
+        quantized = weight.quantized
+        if quantized.dtype == torch.uint8:
+            quantized = quantized << 4 | quantized >> 4
+        return replace(weight, quantized=quantized).dequantize(dtype)
 
 
 @mutant
@@ -180,11 +180,12 @@ class SkipsEmptyExperts(Dequantized):
 
 @mutant
 class KeepsADequantizedCopy(Dequantized):
-    """Lists the codes as its tensors but multiplies a copy, which an update does not reach."""
+    """Lists the quantized values as its tensors but multiplies a copy, which an update does not
+    reach."""
 
     def prepare(self, weight: PackedWeight) -> Gemm:
         product = DenseGemm(self, weight)
-        copy = replace(weight, codes=weight.codes.clone())
+        copy = replace(weight, quantized=weight.quantized.clone())
         product.weight = copy
         return product
 
@@ -194,4 +195,4 @@ class CountsUnquantizedWeights(Dequantized):
     """Tells the memory plan the bytes of unquantized weights."""
 
     def count_bytes(self, weight: PackedWeight) -> int:
-        return weight.codes.shape[:-1].numel() * weight.inputs * 4
+        return weight.quantized.shape[:-1].numel() * weight.inputs * 4

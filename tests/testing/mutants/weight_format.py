@@ -98,12 +98,12 @@ class NamesTheWrongGroup(Grouped):
 
 @mutant
 class WidensTheCodes(Grouped):
-    """Returns the codes as int16 numbers."""
+    """Returns the quantized values as int16 numbers."""
 
     class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             found = super().decode(tensors, inputs)
-            return replace(found, codes=found.codes.to(torch.int16))
+            return replace(found, quantized=found.quantized.to(torch.int16))
 
 
 @mutant
@@ -123,19 +123,19 @@ class RepeatsTheFirstPart(Grouped):
     class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             found = super().decode(tensors, inputs)
-            return replace(found, codes=found.codes[..., :64, :].repeat_interleave(found.outputs // 64, -2))
+            return replace(found, quantized=found.quantized[..., :64, :].repeat_interleave(found.outputs // 64, -2))
 
 
 @mutant
 class SharesOneExpert(Grouped):
-    """Gives all experts the codes and scales of the first."""
+    """Gives all experts the quantized values and scales of the first."""
 
     class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             found = super().decode(tensors, inputs)
-            if found.codes.dim() < 3 or found.scales is None:
+            if found.quantized.dim() < 3 or found.scales is None:
                 return found
-            return replace(found, codes=found.codes[:1].expand_as(found.codes), scales=found.scales[:1].expand_as(found.scales))
+            return replace(found, quantized=found.quantized[:1].expand_as(found.quantized), scales=found.scales[:1].expand_as(found.scales))
 
 
 @mutant
@@ -146,17 +146,18 @@ class RemembersTheFirstLoad(Grouped):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             kept = self.__dict__.setdefault("kept", {})
             key = tuple(tensors["weight"].shape), tensors["weight"].flatten()[:8].tolist()[0] if not kept else next(iter(kept))[1]
-            return kept.setdefault(key, replace(super().decode(tensors, inputs), codes=tensors["weight"].clone()))
+            return kept.setdefault(key, replace(super().decode(tensors, inputs), quantized=tensors["weight"].clone()))
 
 
 @mutant
 class LosesTheOffset(Grouped):
-    """Reads the codes as unsigned numbers, which float8 cannot hold."""
+    """Reads the quantized values as unsigned numbers, which float8 cannot hold."""
 
     class layer(Stored):
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
             found = super().decode(tensors, inputs)
-            return replace(found, codes=(found.codes.float() * float("inf")).to(torch.int8), scales=tensors["weight_scale"] * float("inf"))
+            infinite = (found.quantized.float() * float("inf")).to(torch.int8)
+            return replace(found, quantized=infinite, scales=tensors["weight_scale"] * float("inf"))
 
 
 @mutant
@@ -172,11 +173,11 @@ class RoundsToNothing(Grouped):
         __hash__ = None  # type: ignore[assignment]
 
         def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
-            return {"codes": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "scales": StoredTensor(torch.float32, (OUTPUTS, 1))}
+            return {"quantized": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "scales": StoredTensor(torch.float32, (OUTPUTS, 1))}
 
         def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
             scales = weight.abs().amax(1, keepdim=True) * 100 / 127
-            return {"codes": (weight / scales).round().to(torch.int8), "scales": scales}
+            return {"quantized": (weight / scales).round().to(torch.int8), "scales": scales}
 
         def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-            return PackedWeight(WeightScheme("int8"), inputs, tensors["codes"], tensors["scales"])
+            return PackedWeight(WeightScheme("int8"), inputs, tensors["quantized"], tensors["scales"])

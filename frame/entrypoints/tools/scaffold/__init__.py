@@ -37,7 +37,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     ),
     "prefix_cache": ("frame.core.interfaces.cache", "PrefixCacheCapabilities(eviction_policy=False)"),
     "weight_source": ("frame.core.interfaces.weights", "WeightSourceCapabilities()"),
-    "weight_format": ("frame.core.interfaces.weight_format", 'FormatCapabilities(checkpoints=(None,), codes=("plain", "int8"))'),
+    "weight_format": ("frame.core.interfaces.weight_format", 'FormatCapabilities(checkpoints=(None,), quant_types=("plain", "int8"))'),
     "gemm_kernel": (
         "frame.core.interfaces.gemm_kernel",
         'GemmCapabilities(devices=("cpu", "cuda"), speeds=(Speed("int8", 0, 0.2), Speed("e4m3", 0, 0.2)))',

@@ -76,15 +76,15 @@ class ExpertWeights:
         decoded = {name: stored.decode() for name, stored in self.stored.items()}
         weights = {name: parts[0] for name, parts in decoded.items()}
         is_whole = all(len(parts) == 1 for parts in decoded.values())
-        if is_whole and all(weight.scheme.codes == "plain" for weight in weights.values()):
-            self._expose({name: weight.codes for name, weight in weights.items()})
+        if is_whole and all(weight.scheme.quant_type == "plain" for weight in weights.values()):
+            self._expose({name: weight.quantized for name, weight in weights.items()})
             return
         scales = self._select_scales(weights) if is_whole else None
         if scales is not None:
             for name, weight in weights.items():
-                self._expose_tensor(name, weight.codes)
+                self._expose_tensor(name, weight.quantized)
                 self._expose_tensor(f"{name}_fp8_scale", scales[name])
-                self.stored[name].release([weight.codes, scales[name]])
+                self.stored[name].release([weight.quantized, scales[name]])
             return
         if all(find_kernel(self.choices, part, self.prefix).unpacks for parts in decoded.values() for part in parts):
             dense = {name: _dequantize(parts, self.dtype) for name, parts in decoded.items()}
@@ -146,10 +146,11 @@ class ExpertWeights:
         """The float8 scales in a form that the runner takes; None if it takes none, on this device
         and for these sizes."""
         first = weights["down"]
-        device = first.codes.device
-        if any(weight.scheme.codes != "e4m3" or weight.order is not None or weight.outer is not None for weight in weights.values()):
+        device = first.quantized.device
+        if any(weight.scheme.quant_type != "e4m3" or weight.order is not None or weight.outer is not None for weight in weights.values()):
             return None
-        if any(size % _BLOCK for size in first.codes.shape[1:]) or not (kernels.can_use_triton(device) and kernels.supports_fp8(device)):
+        can_run = kernels.can_use_triton(device) and kernels.supports_fp8(device)
+        if any(size % _BLOCK for size in first.quantized.shape[1:]) or not can_run:
             return None
         blocks = {name: _to_block_scales(weight) for name, weight in weights.items()}
         found = {name: scales for name, scales in blocks.items() if scales is not None}
@@ -177,7 +178,7 @@ def pack_small_experts(layer: nn.Module, gate_up: torch.Tensor, down: torch.Tens
 
 def _dequantize(parts: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tensor:
     """[experts, outputs, inputs], one expert after another, to need little memory besides."""
-    first = parts[0].codes
+    first = parts[0].quantized
     dense = torch.empty(len(first), sum(part.outputs for part in parts), parts[0].inputs, dtype=dtype, device=first.device)
     for expert, numbers in enumerate(dense):
         numbers.copy_(torch.cat([part.expert(expert).dequantize(dtype) for part in parts]))

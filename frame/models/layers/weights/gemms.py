@@ -47,14 +47,15 @@ def count_bytes(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], 
     found = 0
     for weight in weights:
         used = _choose(choices, weight, name)
-        if weight.codes.dim() > 2:
+        if weight.quantized.dim() > 2:
             used = used[-1:]  # one kernel multiplies experts
         found += sum(choice.kernel.count_bytes(weight) for choice in {choice.name: choice for _, choice in used}.values())
     return found
 
 
 def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> list[tuple[int, GemmChoice]]:
-    obstacles = {choice.name: find_kernel_obstacle(choice.kernel, weight) for choice in choices if choice.multiplies(weight.scheme.codes)}
+    quant_type = weight.scheme.quant_type
+    obstacles = {choice.name: find_kernel_obstacle(choice.kernel, weight) for choice in choices if choice.multiplies(quant_type)}
     for choice in choices:
         obstacle = obstacles.get(choice.name)
         if choice.required and obstacle:
@@ -63,9 +64,9 @@ def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> l
                 f"{obstacle}; leave model.gemm_kernel open."
             )
     usable = [choice for choice in choices if choice.name in obstacles and obstacles[choice.name] is None]
-    found = choose_ranges(usable, weight.scheme.codes)
+    found = choose_ranges(usable, quant_type)
     if not found:
-        why = "; ".join(f"{kernel}: {obstacle}" for kernel, obstacle in obstacles.items()) or "none is made for these codes"
+        why = "; ".join(f"{kernel}: {obstacle}" for kernel, obstacle in obstacles.items()) or "none is made for this type"
         raise ConfigurationError(
             f"no gemm kernel multiplies {name} ({weight.scheme}, {weight.outputs} x {weight.inputs}): {why}; set model.gemm_kernel: torch."
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from frame.core.interfaces.weight_format import Codes, LayerFormat, LayerKind
+from frame.core.interfaces.weight_format import LayerFormat, LayerKind, QuantType
 from frame.models.layers.weights.gemms import build_gemm, count_bytes
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 
@@ -86,14 +86,15 @@ class LayerWeight:
         return self.gemm
 
 
-def count_growth(choices: Sequence[GemmChoice], stored: Sequence[StoredWeight], name: str, kept: Codes = "plain") -> int:
-    """The bytes that the products of all `stored` weights keep, minus those of their parameters, on
-    the meta device; 0 for codes that are `kept` as stored, and where a format looks at values."""
+def count_growth(choices: Sequence[GemmChoice], stored: Sequence[StoredWeight], name: str, kept: QuantType = "plain") -> int:
+    """The bytes that the GEMMs of all `stored` weights keep, minus those of their parameters, on
+    the meta device; 0 for weights of the type `kept`, which stay as stored, and where a format
+    looks at values."""
     try:
         weights = [weight for each in stored for weight in each.decode()]
     except RuntimeError:  # the meta device has no values
         return 0
-    if any(weight.scheme.codes == kept for weight in weights):
+    if any(weight.scheme.quant_type == kept for weight in weights):
         return 0
     return count_bytes(choices, weights, name) - sum(each.num_bytes for each in stored)
 

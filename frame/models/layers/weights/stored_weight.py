@@ -226,10 +226,8 @@ def join(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
         same_order = first.order is None if other.order is None else first.order is not None and torch.equal(first.order, other.order)
         if other.scheme != first.scheme or not same_order or first.tensors.keys() != other.tensors.keys():
             return list(weights)
-    lead = first.codes.dim() - 2
-    joined: dict[str, Any] = {
-        name: torch.cat([each.tensors[name] for each in weights], lead) for name in first.tensors if name != "order"
-    }
+    lead = first.quantized.dim() - 2
+    joined: dict[str, Any] = {name: torch.cat([each.tensors[name] for each in weights], lead) for name in first.tensors if name != "order"}
     return [replace(first, **joined)]
 
 
