@@ -60,18 +60,18 @@ class FlashAttention3Backend(PageTableBackend):
         """`against_values`: further query parts that are scored against the values (the library's
         `qv`), for absorbed latents."""
         outs: list[torch.Tensor] = []
-        for part in (plan.decodes, plan.extends):
-            if part is None:
+        for rows in (plan.decodes, plan.extends):
+            if rows is None:
                 continue
             out = self._attend(
-                q[part.tokens],
+                q[rows.tokens],
                 keys,
                 values,
-                qv=None if against_values is None else against_values[part.tokens],
-                cache_seqlens=part.seq_lens,
-                page_table=part.table,
-                cu_seqlens_q=part.query_starts,
-                max_seqlen_q=part.max_queries,
+                qv=None if against_values is None else against_values[rows.tokens],
+                cache_seqlens=rows.seq_lens,
+                page_table=rows.table,
+                cu_seqlens_q=rows.query_starts,
+                max_seqlen_q=rows.max_queries,
                 softmax_scale=spec.scale,
                 causal=True,
                 window_size=(-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0),

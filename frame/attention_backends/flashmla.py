@@ -54,8 +54,8 @@ class FlashMLABackend(PageTableBackend):
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         plan: PageTablePlan = batch.plan
-        part = plan.decodes
-        if part is None or plan.extends is not None:
+        rows = plan.decodes
+        if rows is None or plan.extends is not None:
             raise TypeError("Attention backend 'flashmla' computes decodes only; name another backend for prompts.")
         (cached,) = batch.kv.layer(layer.spec.layer)
         if self._first_layer is None or layer.spec.layer <= self._first_layer:
@@ -64,8 +64,8 @@ class FlashMLABackend(PageTableBackend):
         out, _ = self._kernels.decode(
             torch.cat((layer.absorb(q_nope), q_rope), dim=-1)[:, None],
             cached[:, :, None],
-            part.table,
-            part.seq_lens,
+            rows.table,
+            rows.seq_lens,
             layer.kv_lora_rank,
             self._schedule,
             softmax_scale=layer.spec.scale,

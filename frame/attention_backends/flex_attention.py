@@ -50,10 +50,10 @@ class FlexAttentionBackend(TorchNativeBackend):
 
     def attend(self, spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q = _by_head(q, group.rows, group.query_len)
-        k, v = (_by_head(part, group.rows, group.key_len) for part in (k, v))
+        k, v = (_by_head(tensor, group.rows, group.key_len) for tensor in (k, v))
         width = v.shape[-1]
         if q.shape[-1] < MIN_WIDTH or width < MIN_WIDTH:
-            q, k, v = (torch.nn.functional.pad(part, (0, max(0, MIN_WIDTH - part.shape[-1]))) for part in (q, k, v))
+            q, k, v = (torch.nn.functional.pad(tensor, (0, max(0, MIN_WIDTH - tensor.shape[-1]))) for tensor in (q, k, v))
         # a tensor: a Python number would become a constant of the compiled code
         offset = torch.full((), group.offset, dtype=torch.int32, device=q.device)
         with nvidia.allow_sync(q.device):  # compiles for a new shape
@@ -90,9 +90,9 @@ class FlexAttentionBackend(TorchNativeBackend):
         return self._masks[key]
 
 
-def _by_head(part: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+def _by_head(tensor: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     """[rows * length, heads, width] -> [rows, heads, length, width]."""
-    return part.reshape(rows, length, *part.shape[1:]).transpose(1, 2)
+    return tensor.reshape(rows, length, *tensor.shape[1:]).transpose(1, 2)
 
 
 def _kernel_options(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:

@@ -147,8 +147,8 @@ def _has_kernels() -> bool:
     """Whether FlashInfer has prebuilt kernels or can compile them."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return True
-    found = importlib.util.find_spec("flashinfer")
-    for folder in found.submodule_search_locations or () if found is not None else ():
+    spec = importlib.util.find_spec("flashinfer")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
         if any(Path(folder, "data", "aot").glob("*/*.so")):
             return True
     has_compiler = bool(os.environ.get("CUDA_HOME") or shutil.which("nvcc")) or Path("/usr/local/cuda/bin/nvcc").exists()

@@ -48,7 +48,7 @@ class RowRange:
 class ExpandedChunk:
     """Extend rows whose latents are expanded together."""
 
-    part: RowRange
+    row_range: RowRange
     places: torch.Tensor | None  # int64 [keys]: KV slots, row after row; None: the keys are this step's own
 
 
@@ -83,8 +83,8 @@ class PageTableBackend(AttentionBackend):
         if self._tables is None:
             width = self._width(batch, batch.page_table.shape[1])
             self._tables = torch.zeros(limits.max_decodes, width, dtype=torch.int32, device=self.context.device)
-        part = RowRange(slice(0, rows), self._tables[:rows], batch.seq_lens, batch.query_starts, 1, limits.max_context)
-        plan = PageTablePlan(part, None, [])
+        row_range = RowRange(slice(0, rows), self._tables[:rows], batch.seq_lens, batch.query_starts, 1, limits.max_context)
+        plan = PageTablePlan(row_range, None, [])
         self.replay_plan(plan, batch)
         return plan
 
@@ -116,9 +116,9 @@ class PageTableBackend(AttentionBackend):
         while first < batch.num_rows:
             fits = int(np.searchsorted(np.cumsum(keys[first:]), EXPANDED_KEYS, side="right"))
             stop = first + max(1, fits)
-            part = self._make_range(batch, first, stop)
+            row_range = self._make_range(batch, first, stop)
             is_fresh = bool((keys[first:stop] == batch.host.query_lens[first:stop]).all())
-            yield ExpandedChunk(part, None if is_fresh else locate_keys(batch, first, int(keys[first:stop].sum()), stop))
+            yield ExpandedChunk(row_range, None if is_fresh else locate_keys(batch, first, int(keys[first:stop].sum()), stop))
             first = stop
 
 
@@ -126,5 +126,5 @@ def gather_latents(chunk: ExpandedChunk, latent: torch.Tensor, cached: torch.Ten
     """The chunk's latents [keys, width]: this step's own, or those of the cache [pages, page_size,
     width]."""
     if chunk.places is None:
-        return latent[chunk.part.tokens]
+        return latent[chunk.row_range.tokens]
     return cached.view(-1, cached.shape[-1]).index_select(0, chunk.places)

@@ -74,8 +74,8 @@ def compile_ahead(rank: int = 0, ranks: int = 1) -> Iterator[None]:
         yield
     max_length = sorted(jobs.values(), key=lambda job: -job.length)  # first, so that none begins last
     with ThreadPoolExecutor(THREADS, "compile-ahead") as executor:
-        for part in range(ranks):
-            for job in max_length[(rank + part) % ranks :: ranks]:
+        for share in range(ranks):
+            for job in max_length[(rank + share) % ranks :: ranks]:
                 executor.submit(job.run)
     for each in launches:
         if isinstance(each.compiled, _Code) and each.compiled.exception() is None:

@@ -34,11 +34,11 @@ def allocate_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: 
 
 
 @gluon.jit
-def multiply_items(x, w, ready, free, item, steps, PART: gl.constexpr):
+def multiply_items(x, w, ready, free, item, steps, CONSUMER: gl.constexpr):
     """Sum of x_tile @ w_tile.T over `steps` items, starting at `item` -> float32 [64, 256].
 
-    Computed by one consumer group (four warps) for its 64 rows; PART is 0 or 1. Each item has 64
-    inputs. The MMA of an item overlaps the wait for the next one.
+    Computed by one consumer group (four warps) for its 64 rows; CONSUMER is 0 or 1. Each item has
+    64 inputs. The MMA of an item overlaps the wait for the next one.
     """
     STAGES: gl.constexpr = ready.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -46,7 +46,7 @@ def multiply_items(x, w, ready, free, item, steps, PART: gl.constexpr):
     for k in range(steps):
         stage = item % STAGES
         mbarrier.wait(ready.index(stage), item // STAGES & 1)
-        sums = warpgroup_mma(x.index(stage * 2 + PART), view(w, stage * 2, 256, 64).permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma(x.index(stage * 2 + CONSUMER), view(w, stage * 2, 256, 64).permute((1, 0)), sums, is_async=True)
         sums = warpgroup_mma_wait(1, deps=(sums,))  # the previous item's MMA has completed: release its stage
         mbarrier.arrive(free.index((item + STAGES - 1) % STAGES), count=1, pred=k > 0)
         item += 1

@@ -110,10 +110,10 @@ def _score_kernel(
             rows = cached + (page * PAGE + at % PAGE)[:, None] * SIZE + columns[None, :]
             keys = tl.load(rows, mask=visible[:, None] & (columns < SIZE)[None, :], other=0.0)
             keys = keys.to(tl.float32) if UPCAST else keys
-            products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-            found = tl.sum(tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * factors[:, None], 0)
-            tl.store(scores + token * width + at, found, mask=visible)
-            digits = (_order(found) >> (32 - BITS)).to(tl.int32)
+            dots = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+            sums = tl.sum(tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * factors[:, None], 0)
+            tl.store(scores + token * width + at, sums, mask=visible)
+            digits = (_order(sums) >> (32 - BITS)).to(tl.int32)
             tl.atomic_add(counts + token * (1 << BITS) + digits, 1, mask=visible, sem="relaxed")
 
 
@@ -164,10 +164,10 @@ def _select_kernel(
                     tl.atomic_add(counts + token * (1 << BITS) + digits, 1, mask=is_counted, sem="relaxed")
                 tl.debug_barrier()
             # other threads wrote them, so the first-level cache is bypassed
-            found = tl.load(counted, cache_modifier=".cg")
-            at_least = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # keys in this bin and higher ones
-            digit = tl.sum((at_least >= left).to(tl.int32), 0) - 1
-            left -= tl.sum(tl.where(bins > digit, found, 0), 0)
+            sums = tl.load(counted, cache_modifier=".cg")
+            from_here = tl.sum(sums, 0) - tl.cumsum(sums, 0) + sums  # keys in this bin and higher ones
+            digit = tl.sum((from_here >= left).to(tl.int32), 0) - 1
+            left -= tl.sum(tl.where(bins > digit, sums, 0), 0)
             best = (best << (above - shift)) | digit.to(tl.uint32)
         taken = tl.zeros([1], tl.int32)  # keys so far that are better, and those that are equal
         ties = tl.zeros([1], tl.int32)

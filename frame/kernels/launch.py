@@ -90,15 +90,15 @@ def ceil_div(number: int, size: int) -> int:
 def choose_warps(elements: int, loads: int = 1) -> int:
     """Warps for a program over `elements` elements, so that each thread holds `loads` 16-byte
     loads; at most 16 warps."""
-    wanted = next_power_of_2(max(1, elements // (32 * _ELEMENTS_PER_LOAD * loads)))
-    return min(wanted, _MAX_WARPS)
+    padded = next_power_of_2(max(1, elements // (32 * _ELEMENTS_PER_LOAD * loads)))
+    return min(padded, _MAX_WARPS)
 
 
 def choose_rows_per_program(rows: int, maximum: int) -> int:
     """How many short rows one program takes, a power of two: at most `maximum` (a power of two or
     0) on a GPU, at most 64 under the interpreter."""
-    wanted = next_power_of_2(rows)
-    return min(wanted, _INTERPRETED_ROWS if kernels.INTERPRETED else max(1, maximum))
+    padded = next_power_of_2(rows)
+    return min(padded, _INTERPRETED_ROWS if kernels.INTERPRETED else max(1, maximum))
 
 
 @triton.jit

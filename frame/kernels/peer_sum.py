@@ -65,11 +65,13 @@ def sum_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     out = torch.empty_like(x)
     flat, results, maximum = x.view(-1), out.view(-1), LARGEST // x.itemsize
     for start in range(0, len(flat), maximum):
-        part = flat[start : start + maximum]
-        piece = min(max(next_power_of_2(ceil_div(len(part), CHANNELS)), _MINIMUM // x.itemsize), REGION // x.itemsize)
+        chunk = flat[start : start + maximum]
+        piece = min(max(next_power_of_2(ceil_div(len(chunk), CHANNELS)), _MINIMUM // x.itemsize), REGION // x.itemsize)
         launch = _prepared(peers.rank, peers.size, piece, "", (x.dtype, x.dtype), x.device)
         target = results[start : start + maximum]
-        launch((ceil_div(len(part), piece), 1, 1), (part, part, part, target, peers.turns, peers.addresses), (len(part), MULTIPLE, 0.0))
+        launch(
+            (ceil_div(len(chunk), piece), 1, 1), (chunk, chunk, chunk, target, peers.turns, peers.addresses), (len(chunk), MULTIPLE, 0.0)
+        )
     return out
 
 
@@ -86,11 +88,11 @@ def gather_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     rows, columns = x.shape
     out = x.new_empty(rows, peers.size * columns)
     maximum = max(1, LARGEST // (columns * x.itemsize))
-    for part, target in zip(x.split(maximum), out.split(maximum), strict=True):
-        count = part.numel()
+    for chunk, target in zip(x.split(maximum), out.split(maximum), strict=True):
+        count = chunk.numel()
         piece = min(max(next_power_of_2(ceil_div(count, CHANNELS)), _MINIMUM // x.itemsize), REGION // x.itemsize)
         launch = _prepared(peers.rank, peers.size, piece, "gather", (x.dtype, x.dtype), x.device)
-        launch((ceil_div(count, piece), 1, 1), (part, part, part, target, peers.turns, peers.addresses), (count, columns, 0.0))
+        launch((ceil_div(count, piece), 1, 1), (chunk, chunk, chunk, target, peers.turns, peers.addresses), (count, columns, 0.0))
     return out
 
 
@@ -159,8 +161,8 @@ def _sum_peers(
         scale = tl.load(weight + columns, mask=columns < PIECE, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     turn = tl.load(turns + channel)
-    own = tl.load(x + places, mask=inside, other=0.0)
-    bits = own.to(BITS, bitcast=True)
+    local = tl.load(x + places, mask=inside, other=0.0)
+    bits = local.to(BITS, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits)
     half = ((turn & 1) * RANKS * CHANNELS + channel) * REGION
     for peer in tl.static_range(RANKS):
@@ -172,10 +174,10 @@ def _sum_peers(
     total = tl.zeros((BLOCK,), tl.float32)
     for source in tl.static_range(RANKS):
         if source == RANK:
-            found = bits
+            arrived = bits
         else:
-            found = _receive(received + source * CHANNELS * REGION, inside, EMPTY)
-        values = found.to(x.dtype.element_ty, bitcast=True)
+            arrived = _receive(received + source * CHANNELS * REGION, inside, EMPTY)
+        values = arrived.to(x.dtype.element_ty, bitcast=True)
         if GATHER:
             tl.store(out + (places // width * RANKS + source) * width + places % width, values, mask=inside)
         else:
@@ -195,8 +197,8 @@ def _sum_peers(
 @triton.jit
 def _receive(places, inside, EMPTY: tl.constexpr):
     """Wait for the values of another rank, and clear their places."""
-    found = tl.load(places, mask=inside, other=0, volatile=True)
-    while tl.max((found == EMPTY).to(tl.int32), 0) != 0:
-        found = tl.load(places, mask=inside, other=0, volatile=True)
-    tl.store(places, tl.full(found.shape, EMPTY, found.dtype), mask=inside)
-    return found
+    arrived = tl.load(places, mask=inside, other=0, volatile=True)
+    while tl.max((arrived == EMPTY).to(tl.int32), 0) != 0:
+        arrived = tl.load(places, mask=inside, other=0, volatile=True)
+    tl.store(places, tl.full(arrived.shape, EMPTY, arrived.dtype), mask=inside)
+    return arrived

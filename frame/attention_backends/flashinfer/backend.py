@@ -43,11 +43,11 @@ class StepPlan:
         """Page lists of rows `first` … `stop - 1`; None for an empty range."""
         if first == stop:
             return None
-        found = self._lists.get((first, stop))
-        if found is None:
-            found = list_pages(self.batch, first, stop, self.buffers)
-            self._lists[first, stop] = found
-        return found
+        row_lists = self._lists.get((first, stop))
+        if row_lists is None:
+            row_lists = list_pages(self.batch, first, stop, self.buffers)
+            self._lists[first, stop] = row_lists
+        return row_lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +149,12 @@ class FlashInferBackend(AttentionBackend):
         batch, decodes, page_size = plan.batch, plan.num_decodes, plan.batch.kv.page_size
         rows = batch.num_rows
         if isinstance(shape, MHAShape):
-            own, others = plan.get_lists(0, decodes), plan.get_lists(decodes, rows)
+            absorbed_lists, others = plan.get_lists(0, decodes), plan.get_lists(decodes, rows)
             decode = None
-            if own is not None and plan.buffers is not None:
-                decode = self._wrappers.plan_captured_decode(shape, own, page_size, plan.buffers)
-            elif own is not None:
-                decode = self._wrappers.plan_decode(shape, own, page_size)
+            if absorbed_lists is not None and plan.buffers is not None:
+                decode = self._wrappers.plan_captured_decode(shape, absorbed_lists, page_size, plan.buffers)
+            elif absorbed_lists is not None:
+                decode = self._wrappers.plan_decode(shape, absorbed_lists, page_size)
             extends: Wrapper | RaggedExtend | None = None
             if others is not None and self._wrappers.prefers_ragged(shape, others):
                 extends = _plan_ragged_extend(plan, lambda *starts: self._wrappers.plan_ragged(shape, *starts))
@@ -167,15 +167,15 @@ class FlashInferBackend(AttentionBackend):
             if decodes < rows and self._expands(shape, batch)
             else None
         )
-        own = plan.get_lists(0, decodes if expanded is not None else rows)
-        absorbed = None if own is None else self._wrappers.plan_latent(shape, own, page_size, plan.buffers)
+        absorbed_lists = plan.get_lists(0, decodes if expanded is not None else rows)
+        absorbed = None if absorbed_lists is None else self._wrappers.plan_latent(shape, absorbed_lists, page_size, plan.buffers)
         plan.latents[shape] = absorbed, expanded
 
     def _expands(self, shape: MLAShape, batch: ForwardBatch) -> bool:
         """Whether the expanded form of this step's extends needs fewer multiplications than the
         absorbed form, and fits into `expanded_bytes`."""
         first = batch.num_decodes
-        queries, keys = (part[first:].astype(np.int64) for part in (batch.host.query_lens, batch.host.seq_lens))
+        queries, keys = (lengths[first:].astype(np.int64) for lengths in (batch.host.query_lens, batch.host.seq_lens))
         nope = shape.width - shape.rope
         projected = nope + shape.value_width
         size = int(keys.sum()) * shape.heads * (projected + shape.rope) * shape.dtype.itemsize
@@ -251,7 +251,7 @@ def _attend(
     elif extends.places is None:
         extends.wrapper.run(extended, make_rows_contiguous(step[1][first:]), replace_non_finite(step[2][first:]), out=written)
     else:
-        keys, values = (part.flatten(0, 1).index_select(0, extends.places) for part in cache)
+        keys, values = (lengths.flatten(0, 1).index_select(0, extends.places) for lengths in cache)
         extends.wrapper.run(extended, keys, replace_non_finite(values, in_place=True), out=written)
     return out
 

@@ -156,8 +156,8 @@ def find_cuda_home() -> Path | None:
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if named:
         return Path(named)
-    found = shutil.which("nvcc")
-    for home in ([Path(found).resolve().parents[1]] if found else []) + [Path("/usr/local/cuda")]:
+    compiler = shutil.which("nvcc")
+    for home in ([Path(compiler).resolve().parents[1]] if compiler else []) + [Path("/usr/local/cuda")]:
         if (home / "bin" / "nvcc").exists() and (home / "include" / "cuda.h").exists():
             return home
     return None

@@ -109,17 +109,17 @@ class Wrappers:
 
     def __init__(self, library: Library | None, device: torch.device, capability: tuple[int, int], workspace_bytes: int) -> None:
         """`library` None: the installed library, imported on first use."""
-        self._given = library
+        self._chosen_library = library
         self._device = device
         self._capability = capability
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         # device side, shared by the batch sizes of a role
         self._plans: dict[tuple[str, MHAShape | MLAShape], torch.Tensor] = {}
-        self._made: dict[tuple[str, MHAShape | MLAShape, int], Wrapper] = {}
+        self._wrappers: dict[tuple[str, MHAShape | MLAShape, int], Wrapper] = {}
 
     @cached_property
     def _library(self) -> Library:
-        return self._given or Library.load()
+        return self._chosen_library or Library.load()
 
     def compile(self, shapes: Iterable[MHAShape | MLAShape], on_compile: Callable[[str], None] | None = None) -> None:
         """Compile the missing modules of `shapes`."""
@@ -136,18 +136,18 @@ class Wrappers:
         """A planned wrapper for captured decodes, with all device memory at fixed addresses; one
         wrapper per number of rows."""
         rows = lists.rows
-        known = ("decode", shape, rows) in self._made
+        known = ("decode", shape, rows) in self._wrappers
 
         def make() -> Any:
-            made = self._decoder(
+            decoder = self._decoder(
                 shape,
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=buffers.page_starts[: rows + 1],
                 paged_kv_indices_buffer=buffers.pages,
                 paged_kv_last_page_len_buffer=buffers.last_page[:rows],
             )
-            made.reset_workspace_buffer(self._workspace, self._plan_memory("decode", shape))
-            return made
+            decoder.reset_workspace_buffer(self._workspace, self._plan_memory("decode", shape))
+            return decoder
 
         wrapper = self._get("decode", shape, rows, make)
         if not known:
@@ -296,9 +296,9 @@ class Wrappers:
 
     def _get(self, role: str, shape: MHAShape | MLAShape, rows: int, make: Any) -> Wrapper:
         key = (role, shape, rows)
-        if key not in self._made:
-            self._made[key] = Wrapper(make(), self._device)
-        return self._made[key]
+        if key not in self._wrappers:
+            self._wrappers[key] = Wrapper(make(), self._device)
+        return self._wrappers[key]
 
     def _plan_memory(self, role: str, shape: MHAShape | MLAShape) -> torch.Tensor:
         if (role, shape) not in self._plans:

@@ -47,7 +47,7 @@ class StepGroups:
         return groups
 
     def _token_bytes(self, layer: int) -> int:
-        return sum(part[0, 0].numel() * part.element_size() for part in self._batch.kv.layer(layer))
+        return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in self._batch.kv.layer(layer))
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -69,7 +69,7 @@ class TorchNativeBackend(AttentionBackend):
         groups = self._groups(spec, batch)
         if not spec.causal:
             each = groups.extends
-            return _assemble(q.shape[0], each, [self.attend(spec, g, *(take(part, g.tokens) for part in (q, k, v))) for g in each])
+            return _assemble(q.shape[0], each, [self.attend(spec, g, *(take(tensor, g.tokens) for tensor in (q, k, v))) for g in each])
         cached_k, cached_v = open_cache(spec, batch)
         work = [*groups.decodes, *groups.extends]
         # round this step's keys as every later step reads them
@@ -170,7 +170,7 @@ def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, 
     """q [rows * query_len, heads, d], k [rows * key_len, kv_heads, d], v […, kv_heads, dv] ->
     [rows, query_len, heads, dv]."""
     q = q.view(group.rows, group.query_len, *q.shape[1:])
-    k, v = (part.view(group.rows, group.key_len, *part.shape[1:]) for part in (k, v))
+    k, v = (tensor.view(group.rows, group.key_len, *tensor.shape[1:]) for tensor in (k, v))
     plain = spec.soft_cap is not None or spec.sinks is not None  # PyTorch's attention supports neither
     if group.query_len == 1 or group.mask is not None or not spec.causal:
         return _attend_unfused(spec, q, k, v, group.mask) if plain else _attend_sdpa(spec, q, k, v, group.mask)
@@ -220,7 +220,7 @@ def _attend_sdpa(
     rows, queries, heads, width = q.shape
     kv_heads, value_width = k.shape[2], v.shape[3]
     if value_width != width:
-        q, k, v = (_widened(part, max(width, value_width)) for part in (q, k, v))
+        q, k, v = (_widened(tensor, max(width, value_width)) for tensor in (q, k, v))
     if queries == 1:  # query heads that share keys become queries of one head, so keys are read once
         q = q.reshape(rows, kv_heads, heads // kv_heads, -1)
     else:
@@ -235,8 +235,8 @@ def _attend_sdpa(
     return out[..., :value_width]
 
 
-def _widened(part: torch.Tensor, width: int) -> torch.Tensor:
-    return F.pad(part, (0, width - part.shape[3])) if part.shape[3] < width else part
+def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    return F.pad(tensor, (0, width - tensor.shape[3])) if tensor.shape[3] < width else tensor
 
 
 def _attend_unfused(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -245,7 +245,7 @@ def _attend_unfused(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: to
     rows, queries, heads, _ = q.shape
     kv_heads, dtype = k.shape[2], q.dtype
     q = q.float().view(rows, queries, kv_heads, heads // kv_heads, -1).permute(0, 2, 3, 1, 4)
-    k, v = (part.float().transpose(1, 2)[:, :, None] for part in (k, v))
+    k, v = (tensor.float().transpose(1, 2)[:, :, None] for tensor in (k, v))
     scores = q @ k.transpose(-1, -2) * spec.scale  # [rows, kv_heads, heads / kv_heads, queries, keys]
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)

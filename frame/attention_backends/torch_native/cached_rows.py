@@ -41,12 +41,12 @@ class CachedRows(NamedTuple):
 
 def open_cache(spec: AttentionSpec, batch: ForwardBatch) -> list[CachedRows]:
     """The keys and values, or the latents, of a layer, by slot."""
-    parts = [part.flatten(0, 1) for part in batch.kv.layer(spec.layer)]
-    if parts[0].dtype == torch.int8:
-        scales: list[float | torch.Tensor] = [part.flatten(0, 1) for part in batch.kv.scales(spec.layer)]
+    tensors = [tensor.flatten(0, 1) for tensor in batch.kv.layer(spec.layer)]
+    if tensors[0].dtype == torch.int8:
+        scales: list[float | torch.Tensor] = [tensor.flatten(0, 1) for tensor in batch.kv.scales(spec.layer)]
     else:
         scales = [spec.k_scale, spec.v_scale]
-    return [CachedRows(part, scale) for part, scale in zip(parts, scales, strict=False)]  # a latent has one scale
+    return [CachedRows(tensor, scale) for tensor, scale in zip(tensors, scales, strict=False)]  # a latent has one scale
 
 
 def take(source: torch.Tensor, places: Index) -> torch.Tensor:

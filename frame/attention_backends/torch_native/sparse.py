@@ -22,12 +22,12 @@ def attend_sparse(
     """As `AttentionBackend.run_mla`, absorbed. slots: int64 [tokens, keys], -1 for no key."""
     rank, scale = layer.kv_lora_rank, layer.spec.scale
     q = torch.cat((layer.absorb(q_nope), q_rope), -1)
-    step, found = max(1, GATHERED // (slots.shape[1] * q.shape[2])), []
-    for part in range(0, len(q), step):
-        some = slots[part : part + step]
+    step, outs = max(1, GATHERED // (slots.shape[1] * q.shape[2])), []
+    for first in range(0, len(q), step):
+        some = slots[first : first + step]
         none = (some < 0)[:, None]
         rows = cached.read(some.clamp_min(0).flatten(), q.dtype).view(*some.shape, -1).masked_fill_(none.mT, 0)
-        scores = (q[part : part + step] @ rows.transpose(1, 2)).float() * scale
+        scores = (q[first : first + step] @ rows.transpose(1, 2)).float() * scale
         weights = scores.masked_fill_(none, -torch.inf).softmax(-1)
-        found.append(weights.to(q.dtype) @ rows[..., :rank])
-    return layer.unabsorb(torch.cat(found))
+        outs.append(weights.to(q.dtype) @ rows[..., :rank])
+    return layer.unabsorb(torch.cat(outs))

@@ -66,7 +66,7 @@ class TritonBackend(AttentionBackend):
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         q = make_rows_contiguous(q)
-        cached_k, cached_v = [part.flatten(0, 1) for part in batch.kv.layer(spec.layer)]
+        cached_k, cached_v = [piece.flatten(0, 1) for piece in batch.kv.layer(spec.layer)]
         page_size, scales = batch.kv.page_size, _scales(spec, cached_k, batch)
         plan, starts, ragged = _plan(batch), None, None
         if not len(plan.query_lens):
@@ -99,7 +99,7 @@ class TritonBackend(AttentionBackend):
         if absorbed:
             keys = cached[:, None]
             q = make_rows_contiguous(layer.absorb(q_nope[:absorbed]))
-            scales = tuple([part.unsqueeze(1) for part in _scales(spec, cached, batch)])
+            scales = tuple([piece.unsqueeze(1) for piece in _scales(spec, cached, batch)])
             halves = keys[..., :rank], keys[..., rank:]
             operands = Operands(q, make_rows_contiguous(q_rope), *halves, None, batch.kv.page_size, scales=scales)
             attended = q.new_empty(absorbed, spec.num_heads, rank)
@@ -140,15 +140,15 @@ class TritonBackend(AttentionBackend):
         return spec.sliding_window is None and plan.num_pairs >= max(1, keys) * DEQUANTIZED_QUERIES and size <= maximum
 
     def _dequantize(
-        self, spec: AttentionSpec, parts: tuple[torch.Tensor, ...], dtype: torch.dtype, batch: ForwardBatch
+        self, spec: AttentionSpec, pieces: tuple[torch.Tensor, ...], dtype: torch.dtype, batch: ForwardBatch
     ) -> tuple[torch.Tensor, ...]:
         """The keys of all extends, of each part of a quantized cache: rows in `dtype`."""
-        places, scales = _plan(batch).key_places, _scales(spec, parts[0], batch)
+        places, scales = _plan(batch).key_places, _scales(spec, pieces[0], batch)
         factors = spec.k_scale, spec.v_scale
         return tuple(
             [
-                self._dequantizer.gather(part, places, factors[index], scales[index] if scales else None, dtype)
-                for index, part in enumerate(parts)
+                self._dequantizer.gather(piece, places, factors[index], scales[index] if scales else None, dtype)
+                for index, piece in enumerate(pieces)
             ]
         )
 
@@ -205,7 +205,7 @@ def _scales(spec: AttentionSpec, cached: torch.Tensor, batch: ForwardBatch) -> t
     """The scales of an int8 cache by slot; none for another."""
     if cached.dtype != torch.int8:
         return ()
-    return tuple([part.flatten(0, 1) for part in batch.kv.scales(spec.layer)])
+    return tuple([piece.flatten(0, 1) for piece in batch.kv.scales(spec.layer)])
 
 
 def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_size: int) -> Operands:

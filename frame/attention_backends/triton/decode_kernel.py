@@ -12,34 +12,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.merge_kernel import merge_parts, store_part
+from frame.attention_backends.triton.merge_kernel import merge_partials, store_partials
 from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TAIL, TREE, attend_keys, load_queries, store_rows
 from frame.attention_backends.triton.split_schedule import HEADER, ITEM, ROW
 
-SHARED_PART = tl.constexpr(1 << 16)  # counters hold own items in the low bits, shared items above
+SHARED_ARRIVAL = tl.constexpr(1 << 16)  # counters hold suffix items in the low bits, shared items above
 
 
 @triton.jit
 def arrive_shared(arrival, valid):
-    """Count one more written part of the rows' shared prefix."""
-    tl.debug_barrier()  # all threads must have written their part before the count
-    tl.atomic_add(arrival, SHARED_PART, mask=valid, sem="release", scope="gpu")
+    """Count one more written result of the rows' shared prefix."""
+    tl.debug_barrier()  # all threads must have written their result before the count
+    tl.atomic_add(arrival, SHARED_ARRIVAL, mask=valid, sem="release", scope="gpu")
 
 
 @triton.jit
-def arrive_own(arrival, own_count, shared_count, TILE_ROWS: tl.constexpr):
-    """Count one own part of a row as written. Returns whether it was the last, after all shared
-    parts of the row have been written too.
+def arrive_suffix(arrival, suffix_count, shared_count, TILE_ROWS: tl.constexpr):
+    """Count one suffix result of a row as written. Returns whether it was the last, after all
+    shared results of the row have been written too.
 
-    The wait for shared parts cannot deadlock: their items come first, so their programs have
+    The wait for shared results cannot deadlock: their items come first, so their programs have
     already started.
     """
     tl.debug_barrier()
     before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
-    is_last = before % SHARED_PART == own_count - 1
+    is_last = before % SHARED_ARRIVAL == suffix_count - 1
     if is_last:
         if TILE_ROWS > 0:
-            while before // SHARED_PART < shared_count:
+            while before // SHARED_ARRIVAL < shared_count:
                 before = tl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
         tl.store(arrival, 0)  # ready for the next launch
     tl.debug_barrier()
@@ -99,7 +99,7 @@ def decode_kernel(
     k2_pointer,
     v_pointer,
     out_pointer,  # [rows, heads, value]
-    parts_pointer,  # float32 [lines, value]: partial results
+    partials_pointer,  # float32 [lines, value]: partial results
     weights_pointer,  # float32 [lines]: log2 of the partial sums of weights
     sinks_pointer,
     schedule,
@@ -112,7 +112,7 @@ def decode_kernel(
     table_stride,
     capacity,
     max_items,
-    own_items,
+    suffix_items,
     scale,
     value_scale,
     Q1_STRIDE: tl.constexpr,
@@ -157,7 +157,7 @@ def decode_kernel(
     """out[r, h] = softmax(q[r, h] · K[r].T * scale) V[r]. Grid: (kv heads * blocks of `HEADS` query
     heads, items).
 
-    The last program to finish a row's own items merges all partial results of the row, without
+    The last program to finish a row's suffix items merges all partial results of the row, without
     another launch; for wide values `merge_kernel` merges.
     """
     if PDL:
@@ -167,10 +167,10 @@ def decode_kernel(
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks
     first_head = tl.program_id(0) % blocks * HEADS
-    row_part = schedule + HEADER
-    item = row_part + capacity * ROW + index * ITEM
-    arrivals = row_part + capacity * ROW + max_items * ITEM
-    own_lines = own_items * TOKENS * NUM_HEADS  # lines of own parts, token by token; those of shared prefixes come after them
+    row_records = schedule + HEADER
+    item = row_records + capacity * ROW + index * ITEM
+    arrivals = row_records + capacity * ROW + max_items * ITEM
+    suffix_lines = suffix_items * TOKENS * NUM_HEADS  # lines of suffix results, token by token; those of shared prefixes come after them
     queries = q1_pointer, q2_pointer
     keys = k1_pointer, k2_pointer, v_pointer
     scales = k_scales, v_scales
@@ -199,8 +199,8 @@ def decode_kernel(
                 page_table + slot * table_stride, kv_head, keys, scales, STRIDES, HEAD_STRIDES, PAGE_SIZE, WIDTHS, BLOCKS,
                 TILE_KEYS, SOFT_CAP, VALUES_IN_KEYS, TILE_LANES, TAIL, WIDE, UPCAST,
             )  # fmt: skip
-            line = own_lines + ((index * TILE_ROWS + in_tile) * NUM_HEADS + head).to(tl.int64)
-            store_part(parts_pointer, weights_pointer, line, out, weight, valid, VALUE)
+            line = suffix_lines + ((index * TILE_ROWS + in_tile) * NUM_HEADS + head).to(tl.int64)
+            store_partials(partials_pointer, weights_pointer, line, out, weight, valid, VALUE)
             if MERGE_IN_KERNEL:
                 arrive_shared(arrivals + row * tl.num_programs(0) + tl.program_id(0), valid & (lane % HEADS == 0))
     elif index < num_items:
@@ -212,7 +212,7 @@ def decode_kernel(
             valid = (token < num_tokens) & (in_group < GROUP)
             row = token + which
             query_at = token + tl.load(item + 5)
-            first_line = index - num_shared + token * own_items
+            first_line = index - num_shared + token * suffix_items
         else:
             in_group = first_head + lane
             valid = (lane < HEADS) & (in_group < GROUP)
@@ -224,16 +224,16 @@ def decode_kernel(
             bits = tl.load(tree_bits + row, mask=valid, other=-1)
             query_at = tl.load(seq_lens + row, mask=valid, other=1) - 1
         head = kv_head * GROUP + in_group
-        info = row_part + which * ROW
-        own_first = tl.load(info)
-        own_count = tl.load(info + 1)
+        info = row_records + which * ROW
+        suffix_first = tl.load(info)
+        suffix_count = tl.load(info + 1)
         shared_first = tl.load(info + 2)
         shared_count = tl.load(info + 3)
         within = tl.load(info + 4)
         row_max = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_QUERIES], tl.float32)
         if HAS_SINKS:  # noqa: SIM102 - a constexpr, then a device value
-            if index - num_shared == own_first:  # a sink counts once per row, not once per part
+            if index - num_shared == suffix_first:  # a sink counts once per row, not once per item
                 row_max = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
                 row_sum = tl.full([BLOCK_QUERIES], 1.0, tl.float32)
         out, weight = attend_item(
@@ -241,11 +241,11 @@ def decode_kernel(
             page_table + slot * table_stride, kv_head, keys, scales, STRIDES, HEAD_STRIDES, PAGE_SIZE, WIDTHS, BLOCKS,
             BLOCK_KEYS, SOFT_CAP, VALUES_IN_KEYS, BLOCK_QUERIES, TREE if TREES else CAUSAL if TOKENS > 1 else TAIL, WIDE, UPCAST,
         )  # fmt: skip
-        if own_count + shared_count == 1:
+        if suffix_count + shared_count == 1:
             store_rows(out_pointer, row.to(tl.int64), head, out, valid, OUT_STRIDE, OUT_HEAD, VALUE)
         else:
             line = (first_line * NUM_HEADS + head).to(tl.int64)
-            store_part(parts_pointer, weights_pointer, line, out, weight, valid, VALUE)
+            store_partials(partials_pointer, weights_pointer, line, out, weight, valid, VALUE)
             if MERGE_IN_KERNEL:
                 few = tl.arange(0, MERGE_LANES)
                 none = tl.zeros([MERGE_LANES], tl.int32)
@@ -253,16 +253,16 @@ def decode_kernel(
                     valid_few = (few // HEADS < num_tokens) & (first_head + few % HEADS < GROUP)
                     head_few = kv_head * GROUP + first_head + few % HEADS
                     row_few = which + few // HEADS
-                    own_few = own_first + few // HEADS * own_items
+                    first_few = suffix_first + few // HEADS * suffix_items
                 else:
                     valid_few = (few < HEADS) & (first_head + few < GROUP)
                     head_few = kv_head * GROUP + first_head + few
                     row_few = none + which
-                    own_few = none + own_first
+                    first_few = none + suffix_first
                 arrival = arrivals + which * tl.num_programs(0) + tl.program_id(0)
-                if arrive_own(arrival, own_count, shared_count, TILE_ROWS):
-                    merge_parts(
-                        parts_pointer, weights_pointer, out_pointer, own_few, none + own_count, none + shared_first,
-                        none + shared_count, none + within, own_lines, row_few, head_few, valid_few,
+                if arrive_suffix(arrival, suffix_count, shared_count, TILE_ROWS):
+                    merge_partials(
+                        partials_pointer, weights_pointer, out_pointer, first_few, none + suffix_count, none + shared_first,
+                        none + shared_count, none + within, suffix_lines, row_few, head_few, valid_few,
                         NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS, OUT_STRIDE, OUT_HEAD, MERGE_LANES,
                     )  # fmt: skip

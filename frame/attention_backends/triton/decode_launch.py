@@ -38,7 +38,7 @@ class DecodeVariant:
     sizes: DecodeSizes
     split: SplitConfig
     trees: bool  # rows may be tokens of trees
-    parts: torch.Tensor  # float32 [lines, value]: partial results
+    partials: torch.Tensor  # float32 [lines, value]: partial results
     weights: torch.Tensor  # float32 [lines]: log2 of the partial sums of weights
     is_latent: bool = False  # `latent_decode` computes it
     launch: PreparedLaunch | None = None  # compiled at the first launch
@@ -68,35 +68,35 @@ class DecodeLauncher:
         trees = batch.get(TreeMask)
         shares = self._shares and rows >= SHARING_ROWS and spec.sliding_window is None and not batch.group and trees is None
         key = (spec.layer, shares, trees is None, operands.layout)
-        found = self._layers.get(key)
-        if found is None or found[0] is not spec:
-            found = spec, self._find_variant(spec, operands, out, shares, trees is not None), compute_scales(spec, operands)
-            self._layers[key] = found
-        variant = found[1]
-        split, parts, weights = variant.split, variant.parts, variant.weights
+        known = self._layers.get(key)
+        if known is None or known[0] is not spec:
+            known = spec, self._find_variant(spec, operands, out, shares, trees is not None), compute_scales(spec, operands)
+            self._layers[key] = known
+        variant = known[1]
+        split, partials, weights = variant.split, variant.partials, variant.weights
         schedule = plan.get_schedule(split, batch, self._pdl)
         sinks = or_unused(spec.sinks, out)
         planned = schedule, plan.prefixes.order, batch.page_table
         masks = batch.seq_lens if trees is None else trees.bits, batch.seq_lens
-        tensors = (*operands.get_tensors(), out, parts, weights, sinks, *planned, *operands.get_scales(), *masks)
-        numbers = (batch.page_table.stride(0), split.capacity, split.count_items(split.capacity), split.max_own_items, *found[2])
+        tensors = (*operands.get_tensors(), out, partials, weights, sinks, *planned, *operands.get_scales(), *masks)
+        numbers = (batch.page_table.stride(0), split.capacity, split.count_items(split.capacity), split.max_suffix_items, *known[2])
         if variant.launch is None and not (variant.is_latent and variant.merge):
             self._prepare(variant, spec, operands, (*tensors, *numbers))
         if variant.launch is None:
-            _latents().attend_latents(operands, (out, parts, weights, schedule, batch.page_table), split, found[2][0])
+            _latents().attend_latents(operands, (out, partials, weights, schedule, batch.page_table), split, known[2][0])
         else:
             variant.launch((split.blocks, split.count_items(rows), 1), tensors, numbers)
         if variant.merge is not None:
-            variant.merge((ceil_div(split.heads, MERGE_HEADS), rows, 1), (parts, weights, out, schedule), (split.max_own_items,))
+            variant.merge((ceil_div(split.heads, MERGE_HEADS), rows, 1), (partials, weights, out, schedule), (split.max_suffix_items,))
 
     def _find_variant(self, spec: AttentionSpec, operands: Operands, out: torch.Tensor, shares: bool, trees: bool) -> DecodeVariant:
         """The variant of a layer that was not seen before."""
         constants = operands.make_constants(spec, out)
         heads, kv_heads = operands.q1.shape[1], operands.k1.shape[1]
         key = (shares, trees, get_window(spec), heads, kv_heads, operands.q1.dtype, operands.k1.dtype, *constants.values())
-        found = self._variants.get(key)
-        if found is not None:
-            return found
+        known = self._variants.get(key)
+        if known is not None:
+            return known
         group = operands.group
         itemsizes = operands.q1.element_size(), operands.k1.element_size()
         sizes = choose_decode(group, operands.loaded_widths, itemsizes[0], self._limits.shared_memory, itemsizes[1])
@@ -139,18 +139,18 @@ class DecodeLauncher:
             names = ("NUM_HEADS", "VALUE", "BLOCK_VALUE", "TILE_ROWS", "OUT_STRIDE", "OUT_HEAD")
             wide = {**{name: constants[name] for name in names}, "HEADS": MERGE_HEADS}
             variant.merge = PreparedLaunch(
-                merge_kernel, (*example[6:8], out, example[9], variant.split.max_own_items), wide, self._device, MERGE_WARPS
+                merge_kernel, (*example[6:8], out, example[9], variant.split.max_suffix_items), wide, self._device, MERGE_WARPS
             )
         if not variant.is_latent:
             variant.launch = PreparedLaunch(decode_kernel, example, constants, self._device, tile.warps)
 
     def _space_for(self, split: SplitConfig, value: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        lines = (split.max_own_items * split.tokens + split.max_shared_items * split.tile_rows) * split.heads
-        found = self._space.get((lines, value))
-        if found is None:
-            found = torch.empty(lines, value, device=device), torch.empty(lines, device=device)
-            self._space[lines, value] = found
-        return found
+        lines = (split.max_suffix_items * split.tokens + split.max_shared_items * split.tile_rows) * split.heads
+        known = self._space.get((lines, value))
+        if known is None:
+            known = torch.empty(lines, value, device=device), torch.empty(lines, device=device)
+            self._space[lines, value] = known
+        return known
 
 
 @cache

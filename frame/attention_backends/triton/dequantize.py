@@ -41,12 +41,12 @@ class Dequantizer:
         lines = launch.choose_rows_per_program(count, max(1, _ELEMENTS // block))
         tensors = cached, cached if scales is None else scales, places, out
         key = cached.dtype, dtype, heads, width, lines
-        if (found := self._launches.get(key)) is None:
+        if (prepared := self._launches.get(key)) is None:
             sizes = {"HEADS": heads, "WIDTH": width, "BLOCK_LINES": lines, "BLOCK": block}
             constants = {**sizes, "HAS_SCALES": scales is not None}
-            found = PreparedLaunch(_dequantize_kernel, (*tensors, count, factor), constants, self._device, _WARPS)
-            self._launches[key] = found
-        found((launch.ceil_div(count, lines), 1, 1), tensors, (count, factor))
+            prepared = PreparedLaunch(_dequantize_kernel, (*tensors, count, factor), constants, self._device, _WARPS)
+            self._launches[key] = prepared
+        prepared((launch.ceil_div(count, lines), 1, 1), tensors, (count, factor))
         return out.to(dtype)
 
 

@@ -101,11 +101,11 @@ class ExtendLauncher:
         assert ragged_or_cached is not None
         trees = batch.get(TreeMask)
         key = (spec.layer, cached is None, trees is None, ragged_or_cached.layout)  # the cache's strides never change
-        found = self._layers.get(key)
-        if found is None or found[0] is not spec:
-            found = spec, self._find_variant(spec, cached, ragged, out, trees is not None), compute_scales(spec, cached_or_ragged)
-            self._layers[key] = found
-        variant = found[1]
+        known = self._layers.get(key)
+        if known is None or known[0] is not spec:
+            known = spec, self._find_variant(spec, cached, ragged, out, trees is not None), compute_scales(spec, cached_or_ragged)
+            self._layers[key] = known
+        variant = known[1]
         use_tma = ragged is not None and variant.can_use_tma and ragged.is_aligned
         step: ExtendStep | None = plan.launch_state.get((variant, use_tma))
         if step is None:
@@ -115,11 +115,11 @@ class ExtendLauncher:
             keys: tuple[Any, ...] = ragged_or_cached.get_tensors()[2:]
         else:
             keys = tuple(
-                [_retarget(box, part, ragged_or_cached.k1) for box, part in zip(step.descriptors, ragged_or_cached[2:5], strict=True)]
+                [_retarget(box, piece, ragged_or_cached.k1) for box, piece in zip(step.descriptors, ragged_or_cached[2:5], strict=True)]
             )
         tensors = (*cached_or_ragged.get_tensors(), *keys, out, or_unused(spec.sinks, out), *step.tensors, *cached_or_ragged.get_scales())
         tensors = (*tensors, batch.seq_lens if trees is None else trees.bits)
-        numbers = (*step.numbers, *found[2])
+        numbers = (*step.numbers, *known[2])
         if step.launch is None:
             step.launch = self._prepare(variant, step.tile, use_tma, (*tensors, *numbers))
         step.launch(step.grid, tensors, numbers)
@@ -140,7 +140,7 @@ class ExtendLauncher:
         cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
         assert cached_or_ragged is not None
         assert ragged_or_cached is not None
-        names = [f"{part}_{what}" for part in ("RAGGED1", "RAGGED2", "RAGGED_V") for what in ("STRIDE", "HEAD")]
+        names = [f"{piece}_{what}" for piece in ("RAGGED1", "RAGGED2", "RAGGED_V") for what in ("STRIDE", "HEAD")]
         constants = {
             **cached_or_ragged.make_constants(spec, out),
             **dict(zip(names, ragged_or_cached.get_strides()[4:], strict=True)),
@@ -193,10 +193,10 @@ def _expanded() -> ModuleType:
     return expanded_extend
 
 
-def _retarget(box: TensorDescriptor | None, part: torch.Tensor | None, instead: torch.Tensor) -> TensorDescriptor | torch.Tensor:
+def _retarget(box: TensorDescriptor | None, piece: torch.Tensor | None, instead: torch.Tensor) -> TensorDescriptor | torch.Tensor:
     """The descriptor with another tensor of the same shape and strides; without a descriptor, a
     pointer that the kernel does not use."""
     if box is None:
         return instead
-    box.base = part
+    box.base = piece
     return box

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment,misc"
-"""Merges the partial results of split-KV decode: out = sum_i 2^w[i] * part[i] / sum_i 2^w[i].
+"""Merges the partial results of split-KV decode: out = sum_i 2^w[i] * partial[i] / sum_i 2^w[i].
 
 Called by the last program of a row (`decode_kernel`), or as its own kernel. Depends on no keys.
 """
@@ -14,28 +14,30 @@ from frame.attention_backends.triton.split_schedule import HEADER, ROW
 
 
 @triton.jit
-def locate_part(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr):
-    """The line of a row and head's `part`-th part. Parts of shared prefixes (by item, row of the
-    tile, head) come after own ones."""
-    own = (own_first + part) * NUM_HEADS + head
+def locate_partial(
+    suffix_first, suffix_count, shared_first, within, index, suffix_lines, head, TILE_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr
+):
+    """The line of a row and head's `index`-th partial result. Those of shared prefixes (by item,
+    row of the tile, head) come after those of suffixes."""
+    suffix = (suffix_first + index) * NUM_HEADS + head
     if TILE_ROWS > 0:
-        shared = own_lines + ((shared_first + part - own_count) * TILE_ROWS + within) * NUM_HEADS + head
-        return tl.where(part < own_count, own, shared).to(tl.int64)
+        shared = suffix_lines + ((shared_first + index - suffix_count) * TILE_ROWS + within) * NUM_HEADS + head
+        return tl.where(index < suffix_count, suffix, shared).to(tl.int64)
     else:
-        return own.to(tl.int64)
+        return suffix.to(tl.int64)
 
 
 @triton.jit
-def load_part(
-    parts_pointer,
+def load_partial(
+    partials_pointer,
     weights_pointer,
-    own_first,  # [N], as all of the following
-    own_count,
+    suffix_first,  # [N], as all of the following
+    suffix_count,
     shared_first,
     shared_count,
     within,
-    part,  # scalar, as the next
-    own_lines,
+    index,  # scalar, as the next
+    suffix_lines,
     head,
     valid,
     NUM_HEADS: tl.constexpr,
@@ -43,15 +45,15 @@ def load_part(
     BLOCK_VALUE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """(log2 of its sum of weights [N], -inf where a row has no such part; 1 or 0 [N]; its result
+    """(log2 of its sum of weights [N], -inf where a row has no such result; 1 or 0 [N]; its result
     [N, value])."""
     columns = tl.arange(0, BLOCK_VALUE)
-    used = valid & (part < own_count + shared_count)
-    line = locate_part(own_first, own_count, shared_first, within, part, own_lines, head, TILE_ROWS, NUM_HEADS)
+    used = valid & (index < suffix_count + shared_count)
+    line = locate_partial(suffix_first, suffix_count, shared_first, within, index, suffix_lines, head, TILE_ROWS, NUM_HEADS)
     # other programs wrote them while this one ran, so the first-level cache is bypassed
     weight = tl.load(weights_pointer + line, mask=used, other=float("-inf"), cache_modifier=".cg")
     mask = used[:, None] & (columns < VALUE)[None, :]
-    value = tl.load(parts_pointer + line[:, None] * VALUE + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    value = tl.load(partials_pointer + line[:, None] * VALUE + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg")
     return weight, used.to(tl.float32), value
 
 
@@ -65,25 +67,25 @@ def merge_softmax(one, other):
 
 
 @triton.jit
-def store_part(parts_pointer, weights_pointer, line, value, weight, valid, VALUE: tl.constexpr):
+def store_partials(partials_pointer, weights_pointer, line, value, weight, valid, VALUE: tl.constexpr):
     """Store partial results [N, value], and log2 of their sums of weights [N], to lines [N]."""
     columns = tl.arange(0, value.shape[1])
     mask = valid[:, None] & (columns < VALUE)[None, :]
-    tl.store(parts_pointer + line[:, None] * VALUE + columns[None, :], value, mask=mask)
+    tl.store(partials_pointer + line[:, None] * VALUE + columns[None, :], value, mask=mask)
     tl.store(weights_pointer + line, weight, mask=valid)
 
 
 @triton.jit
-def merge_parts(
-    parts_pointer,
+def merge_partials(
+    partials_pointer,
     weights_pointer,
     out_pointer,
-    own_first,  # [N], as all of the following
-    own_count,
+    suffix_first,  # [N], as all of the following
+    suffix_count,
     shared_first,
     shared_count,
     within,
-    own_lines,  # scalar
+    suffix_lines,  # scalar
     row,
     head,
     valid,
@@ -95,18 +97,18 @@ def merge_parts(
     OUT_HEAD: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Merge the parts of rows and heads, and store the result. Four parts are loaded at a time;
+    """Merge the partial results of rows and heads, and store the result. Four are loaded at a time;
     each thread merges what it loaded."""
     row_max = tl.full([LANES], float("-inf"), tl.float32)
     row_sum = tl.zeros([LANES], tl.float32)
     acc = tl.zeros([LANES, BLOCK_VALUE], tl.float32)
-    for part in range(0, tl.max(tl.where(valid, own_count + shared_count, 0), 0), 4):
+    for index in range(0, tl.max(tl.where(valid, suffix_count + shared_count, 0), 0), 4):
         loaded = ()
         for ahead in tl.static_range(4):
             loaded += (
-                load_part(
-                    parts_pointer, weights_pointer, own_first, own_count, shared_first, shared_count, within, part + ahead,
-                    own_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
+                load_partial(
+                    partials_pointer, weights_pointer, suffix_first, suffix_count, shared_first, shared_count, within, index + ahead,
+                    suffix_lines, head, valid, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS,
                 ),
             )  # fmt: skip
         left = merge_softmax(loaded[0], loaded[1])
@@ -118,11 +120,11 @@ def merge_parts(
 
 @triton.jit(do_not_specialize=["own_items"])
 def merge_kernel(
-    parts_pointer,
+    partials_pointer,
     weights_pointer,
     out_pointer,
     schedule,
-    own_items,
+    suffix_items,
     NUM_HEADS: tl.constexpr,
     VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
@@ -132,18 +134,18 @@ def merge_kernel(
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (blocks of HEADS heads, rows). For shapes whose parts are too large for one merging
-    program."""
+    """Grid: (blocks of HEADS heads, rows). For shapes whose partial results are too large for one
+    merging program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.zeros([HEADS], tl.int32) + tl.program_id(1)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     info = schedule + HEADER + row * ROW
-    own_count = tl.load(info + 1)
+    suffix_count = tl.load(info + 1)
     shared_count = tl.load(info + 3)
-    if tl.max(own_count + shared_count, 0) > 1:
-        merge_parts(
-            parts_pointer, weights_pointer, out_pointer, tl.load(info), own_count, tl.load(info + 2), shared_count, tl.load(info + 4),
-            own_items * NUM_HEADS, row, head, head < NUM_HEADS, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS, OUT_STRIDE, OUT_HEAD, HEADS,
+    if tl.max(suffix_count + shared_count, 0) > 1:
+        merge_partials(
+            partials_pointer, weights_pointer, out_pointer, tl.load(info), suffix_count, tl.load(info + 2), shared_count, tl.load(info + 4),
+            suffix_items * NUM_HEADS, row, head, head < NUM_HEADS, NUM_HEADS, VALUE, BLOCK_VALUE, TILE_ROWS, OUT_STRIDE, OUT_HEAD, HEADS,
         )  # fmt: skip

@@ -23,9 +23,9 @@ class Operands(NamedTuple):
     """Queries [tokens, heads, …], keys [slots, kv_heads, …] and values [slots, kv_heads, width] of
     one layer.
 
-    Queries and keys are split into two parts (`q1`/`q2`, `k1`/`k2`; the second may be None): latent
-    and rotated, or a width that is no power of two. `v` None: the values are the first part of the
-    keys (MLA). Last dimensions are contiguous.
+    Queries and keys are split into two pieces (`q1`/`q2`, `k1`/`k2`; the second may be None):
+    latent and rotated, or a width that is no power of two. `v` None: the values are the first piece
+    of the keys (MLA). Last dimensions are contiguous.
     """
 
     q1: torch.Tensor
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
 
     @property
     def block_widths(self) -> tuple[int, int, int]:
-        """Padded widths of both key parts and of the values."""
+        """Padded widths of both key pieces and of the values."""
         return pad_width(self.k1.shape[2]), 16 if self.k2 is None else pad_width(self.k2.shape[2]), pad_width(self.value_width)
 
     @property
@@ -60,10 +60,10 @@ class Operands(NamedTuple):
     @property
     def wide(self) -> bool:
         """Whether an element offset in the keys or values exceeds int32."""
-        return any(part.shape[0] * part.stride(0) >= 1 << 31 for part in (self.k1, self.k2, self.v) if part is not None)
+        return any(piece.shape[0] * piece.stride(0) >= 1 << 31 for piece in (self.k1, self.k2, self.v) if piece is not None)
 
     def get_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The kernel arguments, with placeholders for missing parts."""
+        """The kernel arguments, with placeholders for missing pieces."""
         return self.q1, or_unused(self.q2, self.q1), self.k1, or_unused(self.k2, self.k1), or_unused(self.v, self.k1)
 
     def get_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,15 +73,15 @@ class Operands(NamedTuple):
     @property
     def layout(self) -> tuple[tuple[int, ...], ...]:
         """The strides of all present tensors."""
-        return tuple([part.stride() for part in self[:5] if part is not None])
+        return tuple([piece.stride() for piece in self[:5] if piece is not None])
 
     @property
     def can_use_tma(self) -> bool:
         """Whether TMA can load keys and values, if they are aligned: 16-bit types, no padding, and
         row strides that are multiples of 16 bytes."""
-        parts = [part for part in (self.k1, self.k2, self.v) if part is not None]
-        fits = all(part.shape[2] == pad_width(part.shape[2]) <= MAX_BOX and part.element_size() == 2 for part in parts)
-        return fits and all(part.stride(0) * 2 % ALIGNMENT == 0 for part in parts)
+        pieces = [piece for piece in (self.k1, self.k2, self.v) if piece is not None]
+        fits = all(piece.shape[2] == pad_width(piece.shape[2]) <= MAX_BOX and piece.element_size() == 2 for piece in pieces)
+        return fits and all(piece.stride(0) * 2 % ALIGNMENT == 0 for piece in pieces)
 
     @property
     def is_aligned(self) -> bool:
@@ -90,18 +90,18 @@ class Operands(NamedTuple):
         return places % ALIGNMENT == 0
 
     def make_descriptors(self, rows: int) -> tuple[TensorDescriptor | None, ...]:
-        """TMA descriptors of both key parts and of the values, as [tokens, columns of all heads]
+        """TMA descriptors of both key pieces and of the values, as [tokens, columns of all heads]
         with boxes of `rows` rows."""
-        return tuple(None if part is None else _make_descriptor(part, rows) for part in self[2:5])
+        return tuple(None if piece is None else _make_descriptor(piece, rows) for piece in self[2:5])
 
     def get_strides(self) -> tuple[int, ...]:
         """Strides of tokens (or slots) and of heads, in the order of `get_tensors`."""
-        return tuple(stride for part in self.get_tensors() for stride in (part.stride(0), part.stride(1)))
+        return tuple(stride for piece in self.get_tensors() for stride in (piece.stride(0), piece.stride(1)))
 
     def make_constants(self, spec: AttentionSpec, out: torch.Tensor) -> dict[str, Any]:
         """The constexpr arguments that both kernels have, except those of a tile."""
         first, second, value = self.block_widths
-        names = [f"{part}_{what}" for part in ("Q1", "Q2", "K1", "K2", "V") for what in ("STRIDE", "HEAD")]
+        names = [f"{piece}_{what}" for piece in ("Q1", "Q2", "K1", "K2", "V") for what in ("STRIDE", "HEAD")]
         return {
             **dict(zip(names, self.get_strides(), strict=True)),
             "SCALE_STRIDE": self.scales[0].stride(0) if self.scales else 0,
@@ -123,10 +123,10 @@ class Operands(NamedTuple):
         }
 
 
-def _make_descriptor(part: torch.Tensor, rows: int) -> TensorDescriptor:
-    width = part.shape[2]
-    columns = (part.shape[1] - 1) * part.stride(1) + width
-    return TensorDescriptor(part, [part.shape[0], columns], [part.stride(0), 1], [rows, width])
+def _make_descriptor(piece: torch.Tensor, rows: int) -> TensorDescriptor:
+    width = piece.shape[2]
+    columns = (piece.shape[1] - 1) * piece.stride(1) + width
+    return TensorDescriptor(piece, [piece.shape[0], columns], [piece.stride(0), 1], [rows, width])
 
 
 def compute_scales(spec: AttentionSpec, operands: Operands) -> tuple[float, float]:

@@ -45,24 +45,24 @@ class StepPlan:
     def get_tiles(self, queries: int) -> torch.Tensor:
         """int32 [2, tiles]: extend row and first query of each tile of `queries` queries; tiles
         with most keys come first."""
-        found = self._tiles.get(queries)
-        if found is None:
+        computed = self._tiles.get(queries)
+        if computed is None:
             counts = -(-self.query_lens // queries)
             rows = np.repeat(np.arange(len(counts)), counts)
             starts = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
             order = np.argsort(-(self.key_lens - self.query_lens)[rows] - starts, kind="stable")
-            found = self._copy(np.stack((rows[order], starts[order])).astype(np.int32))
-            self._tiles[queries] = found
-        return found
+            computed = self._copy(np.stack((rows[order], starts[order])).astype(np.int32))
+            self._tiles[queries] = computed
+        return computed
 
     def get_schedule(self, config: SplitConfig, batch: ForwardBatch, pdl: bool) -> torch.Tensor:
         """The split schedule of this step's decodes, computed on the device when the first layer
         with this configuration needs it."""
-        found = self._schedules.get(config)
-        if found is None:
-            found = make_schedule(config, self.num_decodes, batch.seq_lens, batch.request_slots, self.prefixes.tensor, pdl)
-            self._schedules[config] = found
-        return found
+        computed = self._schedules.get(config)
+        if computed is None:
+            computed = make_schedule(config, self.num_decodes, batch.seq_lens, batch.request_slots, self.prefixes.tensor, pdl)
+            self._schedules[config] = computed
+        return computed
 
     @cached_property
     def key_starts(self) -> torch.Tensor:

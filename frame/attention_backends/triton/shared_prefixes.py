@@ -30,7 +30,7 @@ def group_prefixes(host: HostView, rows: int, page_size: int) -> np.ndarray | No
         return None
     lens = host.seq_lens if host.min_lens is None else host.min_lens
     pages = (lens[:rows].astype(np.int64) - 1) // page_size  # pages that a row can share
-    found = np.zeros((FIELDS, rows), np.int32)
+    described = np.zeros((FIELDS, rows), np.int32)
     free, taken = np.arange(rows), 0
     for _ in range(ROUNDS):
         level = _best_level(host, free, pages, page_size)
@@ -43,13 +43,13 @@ def group_prefixes(host: HostView, rows: int, page_size: int) -> np.ndarray | No
         keep = (sizes - 1) * lengths * page_size >= MIN_SAVED
         order, sizes, lengths = order[np.repeat(keep, sizes)], sizes[keep], lengths[keep]
         places = np.arange(len(order))
-        found[0, order] = np.repeat(lengths * page_size, sizes)
-        found[1, order] = taken + places
-        found[2, order] = places - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        found[3, order] = np.repeat(sizes, sizes)
-        found[4, taken : taken + len(order)] = order
+        described[0, order] = np.repeat(lengths * page_size, sizes)
+        described[1, order] = taken + places
+        described[2, order] = places - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        described[3, order] = np.repeat(sizes, sizes)
+        described[4, taken : taken + len(order)] = order
         taken += len(order)
-    return found if taken else None
+    return described if taken else None
 
 
 def _best_level(host: HostView, rows: np.ndarray, pages: np.ndarray, page_size: int) -> tuple[int, np.ndarray, np.ndarray] | None:
@@ -126,22 +126,22 @@ class SharedPrefixes:
         self._slots, self._seq_lens = slots.copy(), seq_lens.copy()
         if goes_on:
             return
-        found = group_prefixes(host, rows, page_size)
-        self._ends = np.maximum(found[0] // page_size - 1, 0) if found is not None else np.zeros(rows, np.int32)
+        described = group_prefixes(host, rows, page_size)
+        self._ends = np.maximum(described[0] // page_size - 1, 0) if described is not None else np.zeros(rows, np.int32)
         self._pages = host.page_table[slots, self._ends]
-        if found is not None:
-            self._put(found)
+        if described is not None:
+            self._put(described)
         elif self._are_shared:
             self._put(np.zeros((FIELDS, self.tensor.shape[1]), np.int32))
-        self._are_shared = found is not None
+        self._are_shared = described is not None
 
-    def _put(self, found: np.ndarray) -> None:
+    def _put(self, described: np.ndarray) -> None:
         self._turn = 1 - self._turn
         if self._copied:
             self._copied[self._turn].synchronize()  # the copy of two changes ago
         staged = self._staged[self._turn]
         staged.zero_()
-        staged.numpy()[:, : found.shape[1]] = found
+        staged.numpy()[:, : described.shape[1]] = described
         self.tensor.copy_(staged, non_blocking=True)
         if self._copied:
             self._copied[self._turn].record()

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.merge_kernel import merge_parts
+from frame.attention_backends.triton.merge_kernel import merge_partials
 from frame.attention_backends.triton.online_softmax import LOG2E, VALUE_UNIT, cast_queries, widen
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, next_power_of_2
@@ -22,7 +22,7 @@ _WIDE_HEADS, _WIDE_WARPS = 64, 8  # where tokens are many: fewer programs read t
 _WIDE_MEMORY = 160 << 10  # shared memory that such programs need
 _WIDE_PROGRAMS = 128  # programs at least
 _KEY_BYTES = 64  # of one column of a step's keys
-_SPLIT_KEYS = 128  # that a program reads at least; the merge of shorter parts costs more than they gain
+_SPLIT_KEYS = 128  # that a program reads at least; the merge of shorter pieces costs more than they gain
 PROGRAMS = 256  # keys are divided among about so many
 STAGES = 3  # slots are loaded two steps ahead, keys one
 
@@ -43,20 +43,20 @@ def attend_sparse(
     splits = max(1, min(PROGRAMS // (tokens * blocks), keys // _SPLIT_KEYS))
     share = ceil_div(keys, splits * step) * step
     out, block_rank = q.new_empty(q.shape), max(16, next_power_of_2(rank))
-    parts, weights = out, out
+    partials, weights = out, out
     if splits > 1:
-        parts = torch.empty(tokens * splits * heads, rank, device=q.device)
+        partials = torch.empty(tokens * splits * heads, rank, device=q.device)
         weights = torch.empty(tokens * splits * heads, device=q.device)
     v_scale = k_scale if scales is None else k_scale / VALUE_UNIT.value
     numbers = (scale * k_scale, v_scale, keys, share, *q.stride()[:2], *q_rope.stride()[:2], *out.stride()[:2], cached.stride(0))
     _sparse_kernel[(tokens, blocks, splits)](
-        q, q_rope, cached, slots, slots if scales is None else scales, out, parts, weights, *numbers, slots.stride(0), HEADS=heads,
+        q, q_rope, cached, slots, slots if scales is None else scales, out, partials, weights, *numbers, slots.stride(0), HEADS=heads,
         RANK=rank, ROPE=rope, BLOCK_HEADS=taken, BLOCK_RANK=block_rank, BLOCK_ROPE=max(16, next_power_of_2(rope)), BLOCK_KEYS=step,
         BLOCK_ALL=next_power_of_2(keys), IS_SPLIT=splits > 1, HAS_SCALES=scales is not None, UPCAST=INTERPRETED, num_warps=warps,
         num_stages=STAGES,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(heads, tokens)](parts, weights, out, splits, HEADS=heads, RANK=rank, BLOCK_RANK=block_rank)
+        _merge_kernel[(heads, tokens)](partials, weights, out, splits, HEADS=heads, RANK=rank, BLOCK_RANK=block_rank)
     return out
 
 
@@ -64,8 +64,8 @@ def attend_sparse(
 def _load_columns(base, rows, first, valid, SIZE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
     """[rows, BLOCK]: SIZE columns from `first` on, of rows at these offsets."""
     columns = tl.arange(0, BLOCK)
-    found = tl.load(base + rows[:, None] + first + columns[None, :], mask=valid[:, None] & (columns < SIZE)[None, :], other=0.0)
-    return found.to(tl.float32) if UPCAST else found
+    loaded = tl.load(base + rows[:, None] + first + columns[None, :], mask=valid[:, None] & (columns < SIZE)[None, :], other=0.0)
+    return loaded.to(tl.float32) if UPCAST else loaded
 
 
 @triton.jit(do_not_specialize=["scale", "v_scale", "num_keys", "share"])
@@ -76,7 +76,7 @@ def _sparse_kernel(
     slots,
     scales,  # float16 [slots of the cache] of an int8 cache
     out,
-    parts,  # float32 [tokens * splits * HEADS, RANK]: results of the parts of the keys
+    partials,  # float32 [tokens * splits * HEADS, RANK]: results of the pieces of the keys
     weights,  # float32 [tokens * splits * HEADS]: log2 of their sums of weights, -inf without a key
     scale,
     v_scale,
@@ -102,7 +102,7 @@ def _sparse_kernel(
     HAS_SCALES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid: (tokens, blocks of heads, parts of the keys)."""
+    """Grid: (tokens, blocks of heads, pieces of the keys)."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     begin = tl.program_id(2) * share
@@ -114,9 +114,9 @@ def _sparse_kernel(
     top = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, BLOCK_RANK], tl.float32)
-    own = begin + tl.arange(0, BLOCK_ALL)
-    listed = tl.load(slots + token * slots_row + own, mask=own < tl.minimum(begin + share, num_keys), other=-1)
-    for first in range(begin, tl.max(tl.where(listed >= 0, own + 1, 0), 0), BLOCK_KEYS):
+    listed_at = begin + tl.arange(0, BLOCK_ALL)
+    listed = tl.load(slots + token * slots_row + listed_at, mask=listed_at < tl.minimum(begin + share, num_keys), other=-1)
+    for first in range(begin, tl.max(tl.where(listed >= 0, listed_at + 1, 0), 0), BLOCK_KEYS):
         places = first + tl.arange(0, BLOCK_KEYS)
         slot = tl.load(slots + token * slots_row + places, mask=places < num_keys, other=-1)
         valid = slot >= 0
@@ -143,7 +143,7 @@ def _sparse_kernel(
     mask = inside[:, None] & (columns < RANK)[None, :]
     if IS_SPLIT:
         lines = (token * tl.num_programs(2) + tl.program_id(2)) * HEADS + heads
-        tl.store(parts + lines[:, None] * RANK + columns[None, :], result, mask=mask)
+        tl.store(partials + lines[:, None] * RANK + columns[None, :], result, mask=mask)
         tl.store(weights + lines, top + tl.log2(total), mask=inside)
     else:
         targets = out + token * out_token + (heads * out_head)[:, None] + columns[None, :]
@@ -152,7 +152,7 @@ def _sparse_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
-    parts,
+    partials,
     weights,
     out,
     splits,
@@ -163,7 +163,7 @@ def _merge_kernel(
     """Grid: (heads, tokens)."""
     none = tl.zeros([1], tl.int32)
     token, head = none + tl.program_id(1), none + tl.program_id(0)
-    merge_parts(
-        parts, weights, out, token * splits, none + splits, none, none, none, 0, token, head, none == 0,
+    merge_partials(
+        partials, weights, out, token * splits, none + splits, none, none, none, 0, token, head, none == 0,
         HEADS, RANK, BLOCK_RANK, 0, HEADS * RANK, RANK, 1,
     )  # fmt: skip

@@ -4,7 +4,7 @@ lengths (load-balanced split-KV, as in FlashDecoding and FlashInfer's planning).
 
 Because the device computes the schedule, a captured graph serves rows of any length: its grid has
 room for the largest number of items, and unused programs return at once. An item is a run of one
-row's own keys, or of a prefix that a tile of rows shares. Layers of equal shape and window share a
+row's suffix, or of a prefix that a tile of rows shares. Layers of equal shape and window share a
 step's schedule. Depends on no query, key or value tensor.
 """
 
@@ -19,16 +19,16 @@ import triton.language as tl
 from frame.attention_backends.triton.shared_prefixes import MIN_ROWS
 
 # A schedule is one int32 tensor: header (number of items, number of shared items); 8 per row (first
-# own item, own items, first shared item, shared items, position in its tile); 8 per item (row, or
-# first index in the order of shared rows; page-table row; first key; last key + 1; rows of the
-# tile, or tokens of one request; position of the first of these); 1 arrival counter per row and
+# suffix item, suffix items, first shared item, shared items, position in its tile); 8 per item
+# (row, or first index in the order of shared rows; page-table row; first key; last key + 1; rows of
+# the tile, or tokens of one request; position of the first of these); 1 arrival counter per row and
 # block of heads, zero between launches. With shares: header (number of items, 0, number of shares),
 # and as an item's fifth number the first item of the share of the same index.
 HEADER, ROW, ITEM = tl.constexpr(8), tl.constexpr(8), tl.constexpr(8)
 CLASSES = tl.constexpr(8)  # classes of pieces by length
 # What a row costs besides its keys (queries, result), in blocks of keys, where there are many rows
 ROW_COST = tl.constexpr(2)
-MAX_PARTS = tl.constexpr(64)  # of a row that is divided into shares, about; the merge reads four after four
+MAX_PIECES = tl.constexpr(64)  # of a row that is divided into shares, about; the merge reads four after four
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SplitConfig:
         return rows + (self.shares or self.count_pieces(rows)[2])
 
     @property
-    def max_own_items(self) -> int:
+    def max_suffix_items(self) -> int:
         return self.capacity + 2 * self.target
 
     @property
@@ -115,33 +115,33 @@ def count_tokens(seq_lens, request_slots, begins, rows, num_rows, TOKENS: tl.con
 
 @triton.jit
 def divide_evenly(
-    schedule, item_part, row_part, rows, slot, keys, num_rows, BLOCK_KEYS: tl.constexpr, MIN_KEYS: tl.constexpr, SHARES: tl.constexpr
+    schedule, item_records, row_records, rows, slot, keys, num_rows, BLOCK_KEYS: tl.constexpr, MIN_KEYS: tl.constexpr, SHARES: tl.constexpr
 ):
     """Divide all rows, one after another, into SHARES runs of equal cost, as FlashMLA does; an item
-    is a row's part of a run. Returns the number of items."""
+    is a row's piece of a run. Returns the number of items."""
     blocks = tl.cdiv(keys, BLOCK_KEYS)
     row_cost = tl.where(2 * num_rows > SHARES, ROW_COST, 0)
     cost = tl.where(blocks > 0, blocks + row_cost, 0)
     stop = tl.cumsum(cost, 0)
     start, first_block = stop - cost, stop - blocks
     total = tl.sum(cost, 0)
-    minimum = tl.maximum(MIN_KEYS // BLOCK_KEYS, tl.cdiv(tl.max(blocks, 0), MAX_PARTS))
+    minimum = tl.maximum(MIN_KEYS // BLOCK_KEYS, tl.cdiv(tl.max(blocks, 0), MAX_PIECES))
     share = tl.maximum(tl.cdiv(total, SHARES), minimum + row_cost)
     share_of_first = first_block // share
     count = tl.where(blocks > 0, (stop - 1) // share - share_of_first + 1, 0)
     first = tl.cumsum(count, 0) - count
     begins_share = (start == 0) | ((start - 1) // share < share_of_first)
-    tl.store(row_part, first, mask=rows < num_rows)
-    tl.store(row_part + 1, count, mask=rows < num_rows)
+    tl.store(row_records, first, mask=rows < num_rows)
+    tl.store(row_records + 1, count, mask=rows < num_rows)
     for number in range(tl.max(count, 0)):
         used = number < count
         at = share_of_first + number
-        item = item_part + (first + number) * ITEM
+        item = item_records + (first + number) * ITEM
         tl.store(item, rows, mask=used)
         tl.store(item + 1, slot, mask=used)
         tl.store(item + 2, tl.maximum(0, at * share - first_block) * BLOCK_KEYS, mask=used)
         tl.store(item + 3, tl.minimum(keys, ((at + 1) * share - first_block) * BLOCK_KEYS), mask=used)
-        tl.store(item_part + at * ITEM + 4, first + number, mask=used & (begins_share | (number > 0)))
+        tl.store(item_records + at * ITEM + 4, first + number, mask=used & (begins_share | (number > 0)))
     tl.store(schedule + 2, tl.cdiv(total, share))
     return tl.sum(count, 0)
 
@@ -182,19 +182,19 @@ def schedule_kernel(
         begin = tl.maximum(0, seq_len - WINDOW)
     elif WINDOW < 0:  # chunks of -WINDOW keys
         begin = tl.maximum(0, seq_len - 1) // -WINDOW * -WINDOW
-    row_part = schedule + HEADER + rows * ROW
-    item_part = schedule + HEADER + capacity * ROW
+    row_records = schedule + HEADER + rows * ROW
+    item_records = schedule + HEADER + capacity * ROW
     num_shared = 0
     if TILE_ROWS > 0:
         begin = tl.load(prefixes + rows, mask=valid, other=0)
     end = seq_len
-    own = seq_len - begin
+    suffix = seq_len - begin
     tokens = tl.full([BLOCK_ROWS], 1, tl.int32)
     if TOKENS > 1:
         tokens = count_tokens(seq_lens, request_slots, prefixes, rows, num_rows, TOKENS, TILE_ROWS)
         end = seq_len + tokens - 1
-        own = tl.where(tokens > 0, end - begin, 0)
-    total = tl.sum(own, 0)
+        suffix = tl.where(tokens > 0, end - begin, 0)
+    total = tl.sum(suffix, 0)
     split = tl.maximum(MIN_KEYS, tl.cdiv(total, pieces))
     if TILE_ROWS > 0:
         place = tl.load(prefixes + capacity + rows, mask=valid, other=0)
@@ -211,30 +211,30 @@ def schedule_kernel(
         counts = tl.where(leads, count, 0)
         first = tl.cumsum(counts, 0) - counts
         num_shared = tl.sum(counts, 0)
-        tl.store(row_part + 2, first, mask=valid)
+        tl.store(row_records + 2, first, mask=valid)
         tl.debug_barrier()
         leader = tl.load(prefixes + 4 * capacity + place - within, mask=valid & (begin > 0), other=0)
         tl.debug_barrier()
-        tl.store(row_part + 2, tl.load(schedule + HEADER + leader * ROW + 2, mask=valid, other=0), mask=valid & ~leads)
-        tl.store(row_part + 3, tl.where(begin > 0, count, 0), mask=valid)
-        tl.store(row_part + 4, within, mask=valid)
+        tl.store(row_records + 2, tl.load(schedule + HEADER + leader * ROW + 2, mask=valid, other=0), mask=valid & ~leads)
+        tl.store(row_records + 3, tl.where(begin > 0, count, 0), mask=valid)
+        tl.store(row_records + 4, within, mask=valid)
         for number in range(tl.max(counts, 0)):
             used = leads & (number < counts)
-            item = item_part + (first + number) * ITEM
+            item = item_records + (first + number) * ITEM
             tl.store(item, place, mask=used)
             tl.store(item + 1, slot, mask=used)
             tl.store(item + 2, number * length, mask=used)
             tl.store(item + 3, tl.minimum(begin, (number + 1) * length), mask=used)
             tl.store(item + 4, tl.minimum(group - position, TILE_ROWS), mask=used)
     else:
-        tl.store(row_part + 3, tl.zeros([BLOCK_ROWS], tl.int32), mask=valid)
+        tl.store(row_records + 3, tl.zeros([BLOCK_ROWS], tl.int32), mask=valid)
     if SHARES > 0:
-        taken = divide_evenly(schedule, item_part, row_part, rows, slot, own, num_rows, BLOCK_KEYS, MIN_KEYS, SHARES)
+        taken = divide_evenly(schedule, item_records, row_records, rows, slot, suffix, num_rows, BLOCK_KEYS, MIN_KEYS, SHARES)
     else:
-        count, length = split_keys(own, split, BLOCK_KEYS)
+        count, length = split_keys(suffix, split, BLOCK_KEYS)
         count = tl.where(valid, count, 0)
         # long pieces start first, so that short ones fill the gaps at the end
-        piece = tl.minimum(own, length)
+        piece = tl.minimum(suffix, length)
         rank = tl.minimum(CLASSES - 1, piece * CLASSES // (tl.max(piece, 0) + 1))
         first = tl.zeros([BLOCK_ROWS], tl.int32)
         taken = 0
@@ -242,11 +242,11 @@ def schedule_kernel(
             of_class = tl.where(rank == CLASSES - 1 - step, count, 0)
             first = tl.where(rank == CLASSES - 1 - step, taken + tl.cumsum(of_class, 0) - of_class, first)
             taken += tl.sum(of_class, 0)
-        tl.store(row_part, first, mask=valid)
-        tl.store(row_part + 1, count, mask=valid)
+        tl.store(row_records, first, mask=valid)
+        tl.store(row_records + 1, count, mask=valid)
         for number in range(tl.max(count, 0)):
             used = number < count
-            item = item_part + (num_shared + first + number) * ITEM
+            item = item_records + (num_shared + first + number) * ITEM
             tl.store(item, rows, mask=used)
             tl.store(item + 1, slot, mask=used)
             tl.store(item + 2, begin + number * length, mask=used)
@@ -258,7 +258,7 @@ def schedule_kernel(
     tl.store(schedule + 1, num_shared)
     for start in range(0, num_rows * BLOCKS, BLOCK_ARRIVALS):
         arrivals = start + tl.arange(0, BLOCK_ARRIVALS)
-        tl.store(item_part + max_items * ITEM + arrivals, tl.zeros([BLOCK_ARRIVALS], tl.int32), mask=arrivals < num_rows * BLOCKS)
+        tl.store(item_records + max_items * ITEM + arrivals, tl.zeros([BLOCK_ARRIVALS], tl.int32), mask=arrivals < num_rows * BLOCKS)
 
 
 def make_schedule(

@@ -55,7 +55,7 @@ def choose_tile(queries: int, columns: tuple[int, int, int], itemsize: int, shar
     """The first of the tile sizes (fastest first, measured on an H200) that fits into the shared
     memory.
 
-    `columns`: padded widths of both key parts, and of values that are loaded separately (0: the
+    `columns`: padded widths of both key pieces, and of values that are loaded separately (0: the
     values are the keys' first part).
     """
     key_bytes = sum(columns) * itemsize
@@ -107,12 +107,12 @@ class DecodeSizes:
 def choose_extend(group: int, max_length: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, gathers: bool) -> Tile:
     """Sizes for rows of at most `max_length` queries. `gathers`: some keys are read from the cache,
     page by page."""
-    wanted = next_power_of_2(max_length * group)
-    if gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 160 << 10:
+    queries_padded = next_power_of_2(max_length * group)
+    if gathers and queries_padded >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 160 << 10:
         return Tile(128, 64, 8, 2, registers=128)  # half of the registers, so that two programs share a multiprocessor
-    if columns[1] and not gathers and wanted >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 176 << 10:
+    if columns[1] and not gathers and queries_padded >= 128 and itemsize == 2 and max(columns) <= 128 and shared_memory >= 176 << 10:
         return Tile(128, 64, 8, 3)  # keys in two parts, as expanded latents have
-    return choose_tile(max(16, min(get_max_queries(columns, itemsize), wanted)), columns, itemsize, shared_memory)
+    return choose_tile(max(16, min(get_max_queries(columns, itemsize), queries_padded)), columns, itemsize, shared_memory)
 
 
 def choose_decode(group: int, columns: tuple[int, int, int], itemsize: int, shared_memory: int, cached_itemsize: int) -> DecodeSizes:

@@ -56,33 +56,33 @@ class TrtllmMHABackend(PageTableBackend):
         q = make_rows_contiguous(q)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         cache = batch.kv.layer(spec.layer)
-        if (part := plan.decodes) is not None:
-            self._kernels.decode(max_seq_len=part.max_keys, backend="trtllm-gen", **self._arguments(spec, q, cache, out, part))
-        if (part := plan.extends) is not None:
+        if (row_range := plan.decodes) is not None:
+            self._kernels.decode(max_seq_len=row_range.max_keys, backend="trtllm-gen", **self._arguments(spec, q, cache, out, row_range))
+        if (row_range := plan.extends) is not None:
             self._kernels.context(
-                max_q_len=part.max_queries,
-                max_kv_len=part.max_keys,
-                batch_size=part.rows,
-                cum_seq_lens_q=part.query_starts,
-                cum_seq_lens_kv=part.compute_key_starts(),
+                max_q_len=row_range.max_queries,
+                max_kv_len=row_range.max_keys,
+                batch_size=row_range.rows,
+                cum_seq_lens_q=row_range.query_starts,
+                cum_seq_lens_kv=row_range.compute_key_starts(),
                 causal=True,
-                **self._arguments(spec, q, cache, out, part),
+                **self._arguments(spec, q, cache, out, row_range),
             )
         return out
 
     def _arguments(
-        self, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...], out: torch.Tensor, part: RowRange
+        self, spec: AttentionSpec, q: torch.Tensor, cache: tuple[torch.Tensor, ...], out: torch.Tensor, row_range: RowRange
     ) -> dict[str, Any]:
         return {
-            "query": q[part.tokens],
+            "query": q[row_range.tokens],
             "kv_cache": cache,
             "workspace_buffer": self._workspace,
-            "block_tables": part.table,
-            "seq_lens": part.seq_lens,
+            "block_tables": row_range.table,
+            "seq_lens": row_range.seq_lens,
             "bmm1_scale": spec.scale,
             "bmm2_scale": 1.0,
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
-            "out": out[part.tokens],
+            "out": out[row_range.tokens],
             "sinks": None if spec.sinks is None else spec.sinks.float(),
             "kv_layout": "NHD",
         }

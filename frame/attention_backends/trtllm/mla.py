@@ -69,12 +69,12 @@ class TrtllmMLABackend(PageTableBackend):
         if decoded is not None:
             out[: decoded.shape[0]] = decoded
         for chunk in plan.chunks:
-            q = torch.cat((q_nope[chunk.part.tokens], q_rope[chunk.part.tokens]), dim=-1)
-            self._extend(layer, q, gather_latents(chunk, latent, cached), chunk, out[chunk.part.tokens])
+            q = torch.cat((q_nope[chunk.row_range.tokens], q_rope[chunk.row_range.tokens]), dim=-1)
+            self._extend(layer, q, gather_latents(chunk, latent, cached), chunk, out[chunk.row_range.tokens])
         return out
 
     def _decode(
-        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor, part: RowRange
+        self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor, row_range: RowRange
     ) -> torch.Tensor:
         query = torch.cat((layer.absorb(q_nope), q_rope), dim=-1)[:, None]
         out = query.new_empty(*query.shape[:3], layer.kv_lora_rank)
@@ -85,9 +85,9 @@ class TrtllmMLABackend(PageTableBackend):
             qk_nope_head_dim=layer.qk_nope_head_dim,
             kv_lora_rank=layer.kv_lora_rank,
             qk_rope_head_dim=layer.qk_rope_head_dim,
-            block_tables=part.table,
-            seq_lens=part.seq_lens,
-            max_seq_len=part.max_keys,
+            block_tables=row_range.table,
+            seq_lens=row_range.seq_lens,
+            max_seq_len=row_range.max_keys,
             out=out,
             bmm1_scale=layer.spec.scale,
             bmm2_scale=1.0,
@@ -96,23 +96,23 @@ class TrtllmMLABackend(PageTableBackend):
         return layer.unabsorb(out[:, 0])
 
     def _extend(self, layer: LatentProjections, q: torch.Tensor, latents: torch.Tensor, chunk: ExpandedChunk, out: torch.Tensor) -> None:
-        part = chunk.part
+        row_range = chunk.row_range
         key, value = expand_latents(layer, latents)
         self._kernels.ragged(
             query=q,
             key=key,
             value=value,
             workspace_buffer=self._workspace,
-            seq_lens=part.seq_lens,
-            max_q_len=part.max_queries,
-            max_kv_len=part.max_keys,
+            seq_lens=row_range.seq_lens,
+            max_q_len=row_range.max_queries,
+            max_kv_len=row_range.max_keys,
             bmm1_scale=layer.spec.scale,
             bmm2_scale=1.0,
             o_sf_scale=-1.0,
-            batch_size=part.rows,
+            batch_size=row_range.rows,
             window_left=-1,
-            cum_seq_lens_q=part.query_starts,
-            cum_seq_lens_kv=part.compute_key_starts(),
+            cum_seq_lens_q=row_range.query_starts,
+            cum_seq_lens_kv=row_range.compute_key_starts(),
             enable_pdl=None,
             is_causal=True,
             return_lse=False,

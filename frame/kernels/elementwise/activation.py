@@ -59,9 +59,7 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _prepared_gate(
-    heads: int, dim: int, dtype: torch.dtype, strides: tuple[int, ...], device: torch.device
-) -> tuple[PreparedLaunch, int]:
+def _prepared_gate(heads: int, dim: int, dtype: torch.dtype, strides: tuple[int, ...], device: torch.device) -> tuple[PreparedLaunch, int]:
     """The launch, and the entries of a program."""
     block = min(_COLUMNS, next_power_of_2(heads * dim))
     constants = {"SIZE": heads * dim, "DIM": dim, "BLOCK": block}
@@ -88,8 +86,8 @@ def _silu_mul(gate_up, out, rows, stride, INNER: tl.constexpr, BLOCK: tl.constex
     wait_for_previous(PDL)
     gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(places + INNER, mask=inside, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * INNER + columns, product.to(out.dtype.element_ty), mask=inside)
+    gated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * INNER + columns, gated.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

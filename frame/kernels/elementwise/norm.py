@@ -43,22 +43,22 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     rounded first (the outputs of an MoE layer's experts).
     """
     rows, size = x.shape[0], x.shape[-1]
-    parts = x.shape[1] if x.dim() == 3 else 1
+    partials = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     stream = x if residual is None else residual
     together = 1 if size > _ELEMENTS and not INTERPRETED else choose_rows_per_program(rows, _ELEMENTS // next_power_of_2(size))
     strides = x.stride(0), stream.stride(0)
-    launch = _prepared(size, together, parts, residual is not None, (x.dtype, weight.dtype), strides, x.device)
+    launch = _prepared(size, together, partials, residual is not None, (x.dtype, weight.dtype), strides, x.device)
     launch((ceil_div(rows, together), 1, 1), (x, stream, weight, out), (rows, *strides, eps))
     return out, stream
 
 
 @lru_cache(maxsize=256)
 def _prepared(
-    size: int, rows: int, parts: int, adds: bool, types: tuple[torch.dtype, torch.dtype], strides: tuple[int, int], device: torch.device
+    size: int, rows: int, partials: int, adds: bool, types: tuple[torch.dtype, torch.dtype], strides: tuple[int, int], device: torch.device
 ) -> PreparedLaunch:
     dtype, weight = types
-    constants = {"SIZE": size, "BLOCK": next_power_of_2(size), "ROWS": rows, "PARTS": parts, "ADDS": adds}
+    constants = {"SIZE": size, "BLOCK": next_power_of_2(size), "ROWS": rows, "PARTIALS": partials, "ADDS": adds}
     return PreparedLaunch(
         _add_rms_norm, (dtype, dtype, weight, dtype, 0, *strides, 0.0), constants, device, choose_warps(next_power_of_2(size) * rows)
     )
@@ -77,7 +77,7 @@ def _add_rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,  # rows of x that are summed to one
+    PARTIALS: tl.constexpr,  # rows of x that are summed to one
     ADDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -92,9 +92,9 @@ def _add_rms_norm(
     row = row.to(tl.int64)
     wait_for_previous(PDL)
     stream = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if PARTS > 1:
-        for part in tl.static_range(1, PARTS):
-            stream += tl.load(x + row * x_stride + part * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    if PARTIALS > 1:
+        for partial in tl.static_range(1, PARTIALS):
+            stream += tl.load(x + row * x_stride + partial * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
         stream = stream.to(x.dtype.element_ty).to(tl.float32)
     if ADDS:
         places = residual + row * residual_stride + columns

@@ -56,7 +56,7 @@ def norm_rope_store(
     q = qkv.new_empty((tokens, heads.num_heads, heads.dim))
     weights, eps = norm if norm is not None else (table, 0.0)
     slots, k_cache, v_cache, k_scale, v_scale, *scales = cache if cache is not None else KVCacheTarget(positions, q, q)
-    k_scales, v_scales = (slots if part is None else part for part in scales)
+    k_scales, v_scales = (slots if tensor is None else tensor for tensor in scales)
     types = qkv.dtype, table.dtype, weights.dtype, k_cache.dtype, k_scales.dtype
     tile = _tile(tokens)
     launch, across = _prepared_heads(heads, tile, norm is not None, cache is not None, types, stride, qkv.device)

@@ -95,9 +95,9 @@ def _pack_values(quantized: torch.Tensor) -> torch.Tensor:
     """Quantized values [rows, columns] -> uint8 [blocks, units, 8, 32, 16]."""
     rows, columns = quantized.shape
     # block, tile, half of its outputs, g, unit, word, half of its inputs, t, input
-    parts = quantized.view(rows // BLOCK, 8, 2, 8, columns // UNIT, 4, 2, 4, 2)
+    pieces = quantized.view(rows // BLOCK, 8, 2, 8, columns // UNIT, 4, 2, 4, 2)
     # a word's nibbles: inputs, then halves of the inputs, then halves of the outputs
-    words = parts.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).reshape(rows // BLOCK, columns // UNIT, 8, 32, 16, 2)
+    words = pieces.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).reshape(rows // BLOCK, columns // UNIT, 8, 32, 16, 2)
     return words[..., 0] | words[..., 1] << 4
 
 
@@ -169,7 +169,7 @@ def choose_tiles_plan(rows: int, outputs: int, inputs: int, processors: int, clu
 
     max_rows = choose_tile_rows(rows)
     length = count_tiles(rows, outputs, max_rows) * units / processors
-    found = [(estimate(max_rows, length, 2100 + 48 * max_rows), TilesPlan(max_rows))]
+    candidates = [(estimate(max_rows, length, 2100 + 48 * max_rows), TilesPlan(max_rows))]
     # clusters with tiles of 32 rows were not measured
     for tile_rows in sorted({max_rows, choose_tile_rows(rows, _MAX_ROWS_OF_TILE // 2)} - {_ROW_STEP}):
         tiles = count_tiles(rows, outputs, tile_rows)
@@ -177,8 +177,8 @@ def choose_tiles_plan(rows: int, outputs: int, inputs: int, processors: int, clu
             maximum = processors if cluster == 1 else clusters.get(cluster, 0)
             if cluster <= units and ceil_div(tiles, each) <= maximum:  # each block has work, also if the last cluster has one tile
                 sums = 2800 if each % cluster else 3 * tile_rows
-                found.append((estimate(tile_rows, ceil_div(each * units, cluster), sums), TilesPlan(tile_rows, cluster, each)))
-    return min(found, key=lambda entry: entry[0])[1]
+                candidates.append((estimate(tile_rows, ceil_div(each * units, cluster), sums), TilesPlan(tile_rows, cluster, each)))
+    return min(candidates, key=lambda entry: entry[0])[1]
 
 
 def choose_tile_rows(rows: int, maximum: int = _MAX_ROWS_OF_TILE) -> int:
@@ -233,10 +233,10 @@ class BlockedGemms:
         out, x = x.new_empty(rows, weight.outputs), _align(x)
         tiles = count_tiles(rows, weight.outputs, plan.rows)
         if plan.cluster:
-            blocks = parts = ceil_div(tiles, plan.tiles) * plan.cluster
+            blocks = pieces = ceil_div(tiles, plan.tiles) * plan.cluster
         else:  # the sums of a tile are counted by blocks, so none is without work
-            blocks, parts = min(self._processors, tiles * (weight.inputs // UNIT)), 2 * self._processors
-        partial = torch.empty(parts * BLOCK * plan.rows, dtype=torch.float32, device=x.device)
+            blocks, pieces = min(self._processors, tiles * (weight.inputs // UNIT)), 2 * self._processors
+        partial = torch.empty(pieces * BLOCK * plan.rows, dtype=torch.float32, device=x.device)
         box = cuda_source.make_tensor_map(x, plan.rows, UNIT)
         others = weight.quantized, weight.scales, x if bias is None else bias, out, partial, self._counter
         launch((blocks, 1), box, *others, rows, weight.outputs, weight.inputs, plan.tiles)
@@ -275,13 +275,13 @@ class BlockedGemms:
         return cuda_source.start_compilation(read_source(kind, constants), constants, _ARCHITECTURE)
 
     def _prepare(self, kind: str, constants: tuple[tuple[str, int], ...], threads: int, shared_bytes: int, cluster: int = 1) -> CudaLaunch:
-        found = self._launches.get((kind, constants, cluster))
-        if found is None:
+        candidates = self._launches.get((kind, constants, cluster))
+        if candidates is None:
             device = self.weight.quantized.device
             function = cuda_source.load_function(self._start(kind, constants), f"int4_{kind}", shared_bytes, nvidia.get_index(device))
-            found = CudaLaunch(function, _PARAMETERS[kind], threads, shared_bytes, device, cluster)
-            self._launches[kind, constants, cluster] = found
-        return found
+            candidates = CudaLaunch(function, _PARAMETERS[kind], threads, shared_bytes, device, cluster)
+            self._launches[kind, constants, cluster] = candidates
+        return candidates
 
 
 _clusters: dict[int, dict[int, int]] = {}  # by device

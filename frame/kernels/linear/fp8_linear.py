@@ -84,7 +84,7 @@ def skinny_fp8_kernel(
     sums the partial results in a fixed order. Weights, which no step writes, are prefetched to L2
     before the PDL wait.
     """
-    PARTS: tl.constexpr = 2 if GATED else 1
+    PIECES: tl.constexpr = 2 if GATED else 1
     tile = tl.program_id(0)
     split = tl.program_id(1)
     first = tile * BN
@@ -116,17 +116,17 @@ def skinny_fp8_kernel(
         if UPCAST:
             inputs = inputs.to(tl.float32)
         # summed outside the MMA: the fp8 accumulator of the tensor cores has too few bits
-        part = tl.dot(weights, inputs)
+        dots = tl.dot(weights, inputs)
         if GATED:
-            part_up = tl.dot(load_weights(up_pointers + k, k + columns, K, EVEN_K, UPCAST), inputs)
+            up_dots = tl.dot(load_weights(up_pointers + k, k + columns, K, EVEN_K, UPCAST), inputs)
         if GROUP_K > 0:
             factors = tl.load(x_scale + (k // GROUP_K) * x_scale_stride + batch, mask=is_row, other=0.0)[None, :]
-            part *= factors * load_weight_scale(w_scale, first, row_of, w_scale_stride, k, BN, GROUP_N, GROUP_K)
+            dots *= factors * load_weight_scale(w_scale, first, row_of, w_scale_stride, k, BN, GROUP_N, GROUP_K)
             if GATED:
-                part_up *= factors * load_weight_scale(w_scale, first + N, row_of + N, w_scale_stride, k, BN, GROUP_N, GROUP_K)
-        total += part
+                up_dots *= factors * load_weight_scale(w_scale, first + N, row_of + N, w_scale_stride, k, BN, GROUP_N, GROUP_K)
+        total += dots
         if GATED:
-            total_up += part_up
+            total_up += up_dots
     if GROUP_K == 0:
         factors = tl.load(x_scale + batch, mask=is_row, other=0.0)[None, :]
         total = total.to(tl.float32) * (tl.load(w_scale + row_of)[:, None] * factors)
@@ -139,9 +139,9 @@ def skinny_fp8_kernel(
     mask = is_row[None, :] & (rows < N)[:, None]
     is_last = True
     if SPLIT > 1:
-        tl.store(partial + split * PARTS * size + places, total, mask=mask)
+        tl.store(partial + split * PIECES * size + places, total, mask=mask)
         if GATED:
-            tl.store(partial + (split * PARTS + 1) * size + places, total_up, mask=mask)
+            tl.store(partial + (split * PIECES + 1) * size + places, total_up, mask=mask)
         tl.debug_barrier()
         is_last = tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLIT - 1
     if is_last:
@@ -149,9 +149,9 @@ def skinny_fp8_kernel(
             total = tl.zeros([BN, BM], tl.float32)
             total_up = total
             for other in tl.static_range(SPLIT):
-                total += tl.load(partial + other * PARTS * size + places, mask=mask, other=0.0, cache_modifier=".cg")
+                total += tl.load(partial + other * PIECES * size + places, mask=mask, other=0.0, cache_modifier=".cg")
                 if GATED:
-                    total_up += tl.load(partial + (other * PARTS + 1) * size + places, mask=mask, other=0.0, cache_modifier=".cg")
+                    total_up += tl.load(partial + (other * PIECES + 1) * size + places, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(counter + tile, 0)
         if HAS_BIAS:
             total += tl.load(bias + row_of).to(tl.float32)[:, None]
@@ -178,10 +178,10 @@ class Plan:
     prefetch: int = 512
     warps: int = 4
 
-    def fit_shared_memory(self, shared_memory: int, parts: int = 1) -> Plan:
-        """The plan with as many stages as fit into `shared_memory` bytes. `parts`: weight tiles
+    def fit_shared_memory(self, shared_memory: int, pieces: int = 1) -> Plan:
+        """The plan with as many stages as fit into `shared_memory` bytes. `pieces`: weight tiles
         that a program holds."""
-        stage = (self.outputs * parts + MAX_ROWS) * self.inputs
+        stage = (self.outputs * pieces + MAX_ROWS) * self.inputs
         return replace(self, stages=max(1, min(self.stages, (shared_memory - _OTHER_SHARED) // stage)))
 
 
@@ -257,10 +257,10 @@ def skinny_fp8_linear(
     after the call. `pdl`: launch with PDL (`frame.kernels.supports_pdl`).
     """
     outputs, inner = weight.shape
-    parts = 2 if gated else 1
-    outputs //= parts
+    pieces = 2 if gated else 1
+    outputs //= pieces
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    partial = torch.empty(plan.split * parts * rows * outputs, dtype=torch.float32, device=x.device) if plan.split > 1 else x_scale
+    partial = torch.empty(plan.split * pieces * rows * outputs, dtype=torch.float32, device=x.device) if plan.split > 1 else x_scale
     is_even = outputs % plan.outputs == 0
     skinny_fp8_kernel[(-(-outputs // plan.outputs), plan.split)](
         x, x_scale, weight, w_scale, w_scale if bias is None else bias, out, partial, counter, rows, outputs, inner,

@@ -41,17 +41,17 @@ def round_to_fp8(values, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    x, out, scale, given, K, x_stride, BLOCK: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr
+    x, out, scale, static, K, x_stride, BLOCK: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
-    """Grid: rows. GIVEN: by the scale at `given`."""
+    """Grid: rows. STATIC: by the scale at `static`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     wait_and_launch_dependents(PDL)
     values = tl.load(x + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
     IS_INTEGER: tl.constexpr = out.dtype.element_ty == tl.int8
     LARGEST: tl.constexpr = 127.0 if IS_INTEGER else 448.0
-    if GIVEN:
-        step = tl.load(given)
+    if STATIC:
+        step = tl.load(static)
         values = tl.clamp(values, -LARGEST * step, LARGEST * step, propagate_nan=tl.PropagateNan.ALL)
     else:
         step = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, _SMALLEST)
@@ -83,7 +83,7 @@ def groups_kernel(
 
 
 @triton.jit
-def rescale_kernel(products, out, by_row, by_column, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def rescale_kernel(sums, out, by_row, by_column, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: (rows, blocks of BLOCK columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -91,22 +91,22 @@ def rescale_kernel(products, out, by_row, by_column, N, BLOCK: tl.constexpr, PDL
     # scales of a weight: no step writes them, so they are read before the wait
     factors = tl.load(by_column + columns, mask=mask, other=0.0)
     wait_and_launch_dependents(PDL)
-    values = tl.load(products + row * N + columns, mask=mask).to(tl.float32)
+    values = tl.load(sums + row * N + columns, mask=mask).to(tl.float32)
     tl.store(out + row * N + columns, (values * (factors * tl.load(by_row + row))).to(out.dtype.element_ty), mask=mask)
 
 
 def quantize_rows(
-    x: torch.Tensor, pdl: bool = False, dtype: torch.dtype = FP8, given: torch.Tensor | None = None
+    x: torch.Tensor, pdl: bool = False, dtype: torch.dtype = FP8, static: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K], rows contiguous -> (e4m3 or int8 [M, K], float32 [M, 1]). The largest magnitude of
-    a row becomes 448 or 127, unless a scale is `given`, float32 [1]."""
+    a row becomes 448 or 127, unless a scale is `static`, float32 [1]."""
     rows, inner = x.shape
     out = torch.empty(rows, inner, dtype=dtype, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = 1 << (inner - 1).bit_length()
     rows_kernel[(rows,)](
-        x, out, scale, scale if given is None else given, inner, x.stride(0),
-        BLOCK=block, GIVEN=given is not None, PDL=pdl, INTERPRETED=INTERPRETED,
+        x, out, scale, scale if static is None else static, inner, x.stride(0),
+        BLOCK=block, STATIC=static is not None, PDL=pdl, INTERPRETED=INTERPRETED,
         num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
     return out, scale
@@ -130,11 +130,11 @@ def quantize_groups(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, t
 
 
 def rescale(
-    products: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor, pdl: bool = False, dtype: torch.dtype | None = None
+    sums: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor, pdl: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """products [M, N], contiguous, times by_row float32 [M, 1] and by_column float32 [N], in place,
     or as a new tensor of `dtype`."""
-    rows, columns = products.shape
-    out = products if dtype is None else torch.empty_like(products, dtype=dtype)
-    rescale_kernel[(rows, -(-columns // 1024))](products, out, by_row, by_column, columns, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    rows, columns = sums.shape
+    out = sums if dtype is None else torch.empty_like(sums, dtype=dtype)
+    rescale_kernel[(rows, -(-columns // 1024))](sums, out, by_row, by_column, columns, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return out

@@ -83,7 +83,7 @@ def produce(xs, weights, x, w, ready, free, inner, down, across, steps, TALL: gl
 
 
 @gluon.jit
-def consume(out, x, w, results, ready, free, down, across, steps, PART: gl.constexpr, TALL: gl.constexpr):
+def consume(out, x, w, results, ready, free, down, across, steps, CONSUMER: gl.constexpr, TALL: gl.constexpr):
     """A consumer group (four warps): multiply 64 rows of each tile, apply the activation, store by
     TMA."""
     HALF: gl.constexpr = w.shape[1]
@@ -91,15 +91,15 @@ def consume(out, x, w, results, ready, free, down, across, steps, PART: gl.const
     item = 0
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
         m, n = locate_tile(tile, down, across, TALL)
-        sums = multiply_items(x, w, ready, free, item, steps, PART)
+        sums = multiply_items(x, w, ready, free, item, steps, CONSUMER)
         item += steps
         gate, up = sums.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
         gate = gl.convert_layout(gate, half_layout, assert_trivial=True)
         up = gl.convert_layout(up, half_layout, assert_trivial=True)
         tma.store_wait(0)
-        results.index(PART).store((gate / (1.0 + gl.exp(-gate)) * up).to(w.dtype))
+        results.index(CONSUMER).store((gate / (1.0 + gl.exp(-gate)) * up).to(w.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [m * 128 + PART * 64, n * HALF], results.index(PART))
+        tma.async_copy_shared_to_global(out, [m * 128 + CONSUMER * 64, n * HALF], results.index(CONSUMER))
     tma.store_wait(0)
 
 

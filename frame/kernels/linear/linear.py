@@ -50,8 +50,8 @@ def apply_epilogue(totals, rows, bias, N, PARTS: tl.constexpr, HAS_BIAS: tl.cons
 def partial_sums(weights, row, LANES: tl.constexpr):
     """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over the LANES values of a row that one thread
     holds."""
-    products = weights.to(tl.float32) * row.to(tl.float32)[None, :]
-    return tl.sum(tl.reshape(products, [weights.shape[0], weights.shape[1] // LANES, LANES]), 2)
+    terms = weights.to(tl.float32) * row.to(tl.float32)[None, :]
+    return tl.sum(tl.reshape(terms, [weights.shape[0], weights.shape[1] // LANES, LANES]), 2)
 
 
 @triton.jit(do_not_specialize_on_alignment=["M"])
@@ -81,11 +81,11 @@ def vector_kernel(
     columns = tl.arange(0, BK)
     valid = (rows < N)[:, None]
     pointers = w + rows.to(tl.int64)[:, None] * w_stride + columns[None, :]
-    part = N.to(tl.int64) * w_stride
+    up_offset = N.to(tl.int64) * w_stride
     tiles = ()
     for d in tl.static_range(DEPTH):
         for p in tl.static_range(PARTS):
-            tiles += (load_weights(pointers + p * part + d * BK, valid & (d * BK + columns < K)[None, :], UPCAST),)
+            tiles += (load_weights(pointers + p * up_offset + d * BK, valid & (d * BK + columns < K)[None, :], UPCAST),)
     launch_dependents(PDL)
     wait_for_previous(PDL)
     inputs = ()
@@ -107,7 +107,7 @@ def vector_kernel(
                     next_sums += (sums[m * PARTS + p] + partial_sums(tiles[d * PARTS + p], inputs[m], LANES),)
             fresh = k + DEPTH * BK
             for p in tl.static_range(PARTS):
-                next_tiles += (load_weights(pointers + p * part + fresh, valid & (fresh + columns < K)[None, :], UPCAST),)
+                next_tiles += (load_weights(pointers + p * up_offset + fresh, valid & (fresh + columns < K)[None, :], UPCAST),)
             inputs = next_inputs
             sums = next_sums
         tiles = next_tiles
@@ -174,11 +174,11 @@ def fragment_kernel(
     x_columns = columns[None, :, :]
     valid = w_rows < N
     pointers = w + w_rows.to(tl.int64) * w_stride + w_columns
-    part = N.to(tl.int64) * w_stride
+    up_offset = N.to(tl.int64) * w_stride
     tiles = ()
     for d in tl.static_range(DEPTH):
         for p in tl.static_range(PARTS):
-            tiles += (load_weights(pointers + p * part + d * SPAN, valid & (d * SPAN + w_columns < K), UPCAST),)
+            tiles += (load_weights(pointers + p * up_offset + d * SPAN, valid & (d * SPAN + w_columns < K), UPCAST),)
     launch_dependents(PDL)
     wait_for_previous(PDL)
     inputs = ()
@@ -206,7 +206,7 @@ def fragment_kernel(
                     next_sums += (tl.dot(left, right, sums[g * PARTS + p], input_precision="ieee"),)
             fresh = k + DEPTH * SPAN
             for p in tl.static_range(PARTS):
-                next_tiles += (load_weights(pointers + p * part + fresh, valid & (fresh + w_columns < K), UPCAST),)
+                next_tiles += (load_weights(pointers + p * up_offset + fresh, valid & (fresh + w_columns < K), UPCAST),)
             inputs = next_inputs
             sums = next_sums
         tiles = next_tiles

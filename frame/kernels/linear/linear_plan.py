@@ -52,8 +52,8 @@ def choose_plans(
     """The plan for each number of rows, 0 … MAX_ROWS; None where PyTorch's GEMM is as fast, or
     where the plan needs more shared memory than a program may use. `streams`: whether the device
     runs the `stream` kernel (`frame.kernels.supports_tma_streaming`)."""
-    found = [None, *(choose_plan(rows, outputs, inner, gated, streams) for rows in range(1, MAX_ROWS + 1))]
-    return tuple(None if some and some.kernel == "tile" and shared_memory < _SHARED else some for some in found)
+    plans = [None, *(choose_plan(rows, outputs, inner, gated, streams) for rows in range(1, MAX_ROWS + 1))]
+    return tuple(None if some and some.kernel == "tile" and shared_memory < _SHARED else some for some in plans)
 
 
 def choose_plan(rows: int, outputs: int, inner: int, gated: bool = False, streams: bool = False) -> Plan | None:
@@ -125,25 +125,25 @@ def _many_rows(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
 
 def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
     """The `stream` plan of 16-bit weights. `outputs` counts those of the result."""
-    parts = 2 if gated else 1
-    if outputs * inner * parts < (_SMALL + 1 if gated else _STREAMED):
+    pieces = 2 if gated else 1
+    if outputs * inner * pieces < (_SMALL + 1 if gated else _STREAMED):
         return None
     # e.g. Qwen3-14B: the `vector` kernel already reaches the memory bandwidth for one row
     if rows == 1 and (inner % 2048 or (_share(outputs // _SLICES) or 0) < 24):
         return None
-    return _slice(rows, outputs, parts, 2)
+    return _slice(rows, outputs, pieces, 2)
 
 
 def choose_float8_stream(rows: int, outputs: int, inner: int, gated: bool = False) -> Plan | None:
     """The `stream` plan of float8 weights with one scale per output; None where the kernel of
     `fp8_linear` is faster. `outputs` counts gate and up together."""
-    parts = 2 if gated else 1
+    pieces = 2 if gated else 1
     if rows > _FLOAT8_ROWS or outputs * inner < _FLOAT8_STREAMED:
         return None
-    return _slice(rows, outputs // parts, parts, 1)
+    return _slice(rows, outputs // pieces, pieces, 1)
 
 
-def _slice(rows: int, outputs: int, parts: int, size: int) -> Plan | None:
+def _slice(rows: int, outputs: int, pieces: int, size: int) -> Plan | None:
     """Equal slices of the outputs of a result, in one wave or in whole waves; `size`: bytes of a
     weight."""
     share = None if outputs % _SLICES else _share(outputs // _SLICES)
@@ -151,8 +151,8 @@ def _slice(rows: int, outputs: int, parts: int, size: int) -> Plan | None:
         return None
     warps = 4 if share <= 64 else 8
     # by 64 bytes; the MMA sums float8 with 14 bits, so it sums no more than 256 inputs
-    chunks = 4 if size == 1 else 2 if warps == 8 else 4 if rows > 32 or parts == 2 else 8
-    boxes = parts * share + max(8, 1 << (rows - 1).bit_length())  # rows of all boxes of one pipeline item
+    chunks = 4 if size == 1 else 2 if warps == 8 else 4 if rows > 32 or pieces == 2 else 8
+    boxes = pieces * share + max(8, 1 << (rows - 1).bit_length())  # rows of all boxes of one pipeline item
     beyond = (1 << (share - 1).bit_length()) if share > 64 else 64
     depth = (_UNDER_WAY - 128 * (beyond - share)) // (boxes * 64 * chunks)
     return Plan("stream", warps, min(16, depth), share, chunks * 2 // size)

@@ -45,7 +45,9 @@ def fetch_box(box, w, barrier, place, row, column, SLICE: gl.constexpr):
 
 
 @gluon.jit
-def fetch_weights(large, medium, small, w, x, ready, item, first, column, N, SLICE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr):
+def fetch_weights(
+    large, medium, small, w, x, ready, item, first, column, N, SLICE: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr
+):
     """Start the copies of an item's weights, and make its barrier expect them and the item's
     inputs."""
     STAGES: gl.constexpr = ready.shape[0]
@@ -53,10 +55,10 @@ def fetch_weights(large, medium, small, w, x, ready, item, first, column, N, SLI
     COLUMNS: gl.constexpr = x.shape[2]
     stage = item % STAGES
     barrier = ready.index(stage)
-    mbarrier.expect(barrier, (PARTS * SLICE + x.shape[1]) * CHUNKS * 128)
+    mbarrier.expect(barrier, (PIECES * SLICE + x.shape[1]) * CHUNKS * 128)
     for c in gl.static_range(CHUNKS):
-        for p in gl.static_range(PARTS):
-            place = ((stage * CHUNKS + c) * PARTS + p) * (SLICE // 8)
+        for p in gl.static_range(PIECES):
+            place = ((stage * CHUNKS + c) * PIECES + p) * (SLICE // 8)
             fetch_box(large, w, barrier, place, first + p * N, column + c * COLUMNS, SLICE)
             if BOXES > 1:
                 fetch_box(medium, w, barrier, place, first + p * N, column + c * COLUMNS, SLICE)
@@ -77,7 +79,7 @@ def fetch_inputs(inputs, x, ready, item, column):
 @gluon.jit
 def produce(
     inputs, large, medium, small, w, x, ready, free, steps, total, N,
-    SLICE: gl.constexpr, PARTS: gl.constexpr, BOXES: gl.constexpr, PDL: gl.constexpr,
+    SLICE: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: load all items in turn, each when its stage is free. Weights of the first
     items are loaded before the PDL wait, their inputs after it."""
@@ -85,19 +87,19 @@ def produce(
     WIDTH: gl.constexpr = x.shape[0] // STAGES * x.shape[2]
     for item in range(min(STAGES, total)):
         first = (gl.program_id(0) + item // steps * gl.num_programs(0)) * SLICE
-        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SLICE, PARTS, BOXES)
+        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SLICE, PIECES, BOXES)
     wait_for_previous(PDL)
     for item in range(min(STAGES, total)):
         fetch_inputs(inputs, x, ready, item, item % steps * WIDTH)
     for item in range(STAGES, total):
         mbarrier.wait(free.index(item % STAGES), (item // STAGES & 1) ^ 1)
         first = (gl.program_id(0) + item // steps * gl.num_programs(0)) * SLICE
-        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SLICE, PARTS, BOXES)
+        fetch_weights(large, medium, small, w, x, ready, item, first, item % steps * WIDTH, N, SLICE, PIECES, BOXES)
         fetch_inputs(inputs, x, ready, item, item % steps * WIDTH)
 
 
 @gluon.jit
-def store_slice(gate, up, bias, out, M, N, first, SLICE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr):
+def store_slice(gate, up, bias, out, M, N, first, SLICE: gl.constexpr, PIECES: gl.constexpr, HAS_BIAS: gl.constexpr):
     """Store a slice's results, from output `first` on: plus bias; with two parts, SiLU(gate) * up
     of rounded values."""
     dtype: gl.constexpr = out.dtype.element_ty
@@ -107,7 +109,7 @@ def store_slice(gate, up, bias, out, M, N, first, SLICE: gl.constexpr, PARTS: gl
     inside = outputs < SLICE
     if HAS_BIAS:
         gate += gl.load(bias + first + outputs, mask=inside, other=0.0).to(gl.float32)[:, None]
-    if PARTS == 2:
+    if PIECES == 2:
         if HAS_BIAS:
             up += gl.load(bias + N + first + outputs, mask=inside, other=0.0).to(gl.float32)[:, None]
         gate = gate.to(dtype).to(gl.float32)
@@ -119,7 +121,7 @@ def store_slice(gate, up, bias, out, M, N, first, SLICE: gl.constexpr, PARTS: gl
 @gluon.jit
 def consume(
     w, x, ready, free, by_row, by_output, bias, out, M, N, slices, steps,
-    SLICE: gl.constexpr, TILE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+    SLICE: gl.constexpr, TILE: gl.constexpr, PIECES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumer warps: multiply each item when it is ready, and store each slice. Products of
     float8 items are summed outside the MMA, whose float8 sums have too few bits."""
@@ -136,7 +138,7 @@ def consume(
         up = gl.zeros([TILE, ROWS], gl.float32, layout)
         if SCALED:
             factors = load_factors(by_row, by_output + cut * SLICE, M, SLICE, TILE, layout)
-            factors_up = load_factors(by_row, by_output + (PARTS - 1) * N + cut * SLICE, M, SLICE, TILE, layout)
+            factors_up = load_factors(by_row, by_output + (PIECES - 1) * N + cut * SLICE, M, SLICE, TILE, layout)
         for _ in range(steps):
             stage = item % STAGES
             mbarrier.wait(ready.index(stage), item // STAGES & 1)
@@ -144,9 +146,9 @@ def consume(
             ups = warpgroup_mma_init(up)
             for c in gl.static_range(CHUNKS):
                 right = x.index(stage * CHUNKS + c).permute((1, 0))
-                place = (stage * CHUNKS + c) * PARTS * (SLICE // 8)
+                place = (stage * CHUNKS + c) * PIECES * (SLICE // 8)
                 gates = warpgroup_mma(view(w, place, TILE, COLUMNS), right, gates, use_acc=c > 0 or not SCALED, is_async=True)
-                if PARTS == 2:
+                if PIECES == 2:
                     ups = warpgroup_mma(view(w, place + SLICE // 8, TILE, COLUMNS), right, ups, use_acc=c > 0 or not SCALED, is_async=True)
             sums, sums_up = warpgroup_mma_wait(0, deps=(gates, ups))
             mbarrier.arrive(free.index(stage), count=1)
@@ -156,7 +158,7 @@ def consume(
         if SCALED:
             gate *= factors
             up *= factors_up
-        store_slice(gate, up, bias, out, M, N, cut * SLICE, SLICE, PARTS, HAS_BIAS)
+        store_slice(gate, up, bias, out, M, N, cut * SLICE, SLICE, PIECES, HAS_BIAS)
 
 
 @gluon.jit
@@ -171,12 +173,12 @@ def load_factors(by_row, by_output, M, SLICE: gl.constexpr, TILE: gl.constexpr, 
 @gluon.jit(do_not_specialize=["M", "N", "slices", "steps"])
 def stream_kernel(
     inputs,  # TMA descriptor of [M, K], box [ROWS, CHUNKS * 128 bytes]
-    large,  # TMA descriptor of the weights [PARTS * N, K], box [a power of two, 128 bytes]
+    large,  # TMA descriptor of the weights [PIECES * N, K], box [a power of two, 128 bytes]
     medium,
     small,
     by_row,  # float8: scales [M]; else not read
-    by_output,  # float8: scales [PARTS * N]; else not read
-    bias,  # [PARTS * N]
+    by_output,  # float8: scales [PIECES * N]; else not read
+    bias,  # [PIECES * N]
     out,  # [M, N]
     M,
     N,
@@ -186,7 +188,7 @@ def stream_kernel(
     SLICE: gl.constexpr,  # outputs per slice
     TILE: gl.constexpr,  # SLICE rounded up to a power of two
     CHUNKS: gl.constexpr,  # chunks of 128 bytes of inputs per item
-    PARTS: gl.constexpr,  # 2: gate and up
+    PIECES: gl.constexpr,  # 2: gate and up
     BOXES: gl.constexpr,  # boxes per slice
     STAGES: gl.constexpr,  # pipeline stages
     HAS_BIAS: gl.constexpr,
@@ -203,7 +205,7 @@ def stream_kernel(
     """
     BEYOND: gl.constexpr = (TILE - SLICE) // 8  # rows past the last slice that its MMA reads
     COLUMNS: gl.constexpr = large.block_shape[1]
-    w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PARTS * SLICE // 8 + BEYOND, 8, COLUMNS], large.layout)
+    w = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS * PIECES * SLICE // 8 + BEYOND, 8, COLUMNS], large.layout)
     x = gl.allocate_shared_memory(large.dtype, [STAGES * CHUNKS, ROWS, COLUMNS], large.layout)
     ready, free = allocate_barriers(STAGES, 1, 1)
     fence_async_shared()
@@ -211,8 +213,11 @@ def stream_kernel(
     launch_dependents(PDL)
     gl.warp_specialize(
         [
-            (consume, (w, x, ready, free, by_row, by_output, bias, out, M, N, slices, steps, SLICE, TILE, PARTS, HAS_BIAS, PDL, num_warps)),
-            (produce, (inputs, large, medium, small, w, x, ready, free, steps, total, N, SLICE, PARTS, BOXES, PDL)),
+            (
+                consume,
+                (w, x, ready, free, by_row, by_output, bias, out, M, N, slices, steps, SLICE, TILE, PIECES, HAS_BIAS, PDL, num_warps),
+            ),
+            (produce, (inputs, large, medium, small, w, x, ready, free, steps, total, N, SLICE, PIECES, BOXES, PDL)),
         ],
         [1],
         [40],
@@ -235,11 +240,11 @@ def stream_linear(
     `plan.chunks` is a multiple of four.
     """
     rows, inner = x.shape
-    parts = 2 if gated else 1
-    outputs = weight.shape[0] // parts
+    pieces = 2 if gated else 1
+    outputs = weight.shape[0] // pieces
     slices = outputs // plan.outputs
     dtype = dtype or x.dtype
-    shape = _Shape(next_power_of_2(max(rows, _MIN_ROWS)), parts, bias is not None, x.dtype, dtype)
+    shape = _Shape(next_power_of_2(max(rows, _MIN_ROWS)), pieces, bias is not None, x.dtype, dtype)
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     tensors = (*_boxes(x, weight, shape.rows, plan), *(scales or (out, out)), out if bias is None else bias, out)
     programs = ceil_div(slices, ceil_div(slices, PROCESSORS))
@@ -252,7 +257,7 @@ class _Shape:
     """What a kernel variant depends on besides its plan."""
 
     rows: int  # rows of the box of inputs
-    parts: int
+    pieces: int
     has_bias: bool
     dtype: torch.dtype  # of the rows and weights
     result: torch.dtype
@@ -282,9 +287,9 @@ def _prepared(shape: _Shape, plan: Plan, device: torch.device) -> PreparedLaunch
     scale = torch.float32 if x.itemsize == 1 else shape.result
     example = (*boxes, scale, scale, shape.result, shape.result, 0, 0, 0, 0)
     tile = next_power_of_2(max(plan.outputs, _MIN_OUTPUTS))
-    sums = shape.rows * tile * shape.parts // (32 * plan.warps)
+    sums = shape.rows * tile * shape.pieces // (32 * plan.warps)
     chunks = 32 * plan.chunks // columns
-    constants = {"ROWS": shape.rows, "SLICE": plan.outputs, "TILE": tile, "CHUNKS": chunks, "PARTS": shape.parts}
+    constants = {"ROWS": shape.rows, "SLICE": plan.outputs, "TILE": tile, "CHUNKS": chunks, "PIECES": shape.pieces}
     constants |= {"BOXES": len(_heights(plan.outputs)), "STAGES": plan.depth, "HAS_BIAS": shape.has_bias}
     constants |= {"maxnreg": _MANY_REGISTERS if sums > 24 else _FEW_REGISTERS}
     return PreparedLaunch(stream_kernel, example, constants, device, plan.warps)

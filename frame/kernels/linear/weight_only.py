@@ -159,15 +159,15 @@ def multiply_quantized(
         low, high = decode_nibbles(packed, low_zero, high_zero, QUANT_TYPE, dtype, PORTABLE)
         if not PER_TILE:
             low, high = apply_scales(low, low_scale, dtype, PORTABLE), apply_scales(high, high_scale, dtype, PORTABLE)
-        part = tl.dot(high, high_x, tl.dot(low, low_x))
+        sums = tl.dot(high, high_x, tl.dot(low, low_x))
     else:
         low = decode_quantized(packed, low_zero, QUANT_TYPE, dtype)
         if not PER_TILE:
             low = (low * low_scale).to(dtype)
-        part = tl.dot(low, low_x)
+        sums = tl.dot(low, low_x)
     if PER_TILE and GROUP_K > 0:
-        part *= tl.load(scales + scale_offset + group).to(tl.float32)[:, None]
-    return part
+        sums *= tl.load(scales + scale_offset + group).to(tl.float32)[:, None]
+    return sums
 
 
 @triton.jit
@@ -348,10 +348,10 @@ def choose_plan(rows: int, weight: PackedWeight, processors: int) -> Plan:
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
     bn = 64 if rows <= 16 else 128
     tiles = -(-weight.outputs // bn)
-    wanted = (4 if bn == 64 else 1.5) * processors  # programs: many small tiles hide the latency of loads
+    programs_aimed = (4 if bn == 64 else 1.5) * processors  # programs: many small tiles hide the latency of loads
     maximum = max(1, min(weight.columns // step // 2, weight.columns // (16 * rows), 8))
     split = 1
-    while split * 2 <= maximum and split * tiles < wanted:
+    while split * 2 <= maximum and split * tiles < programs_aimed:
         split *= 2
     return Plan(bm, bn, step, 3, split)
 

@@ -135,17 +135,17 @@ def decode_words(words, QUANT_TYPE: tl.constexpr, PORTABLE: tl.constexpr):
 
 
 @triton.jit
-def _to_left(part, WARPS: tl.constexpr):
+def _to_left(words_values, WARPS: tl.constexpr):
     """Values [8, WARPS, 2, 16], word 4 t + 2 j + b -> left MMA operand [WARPS, 16, 16], column
     8 j + 2 t + b, which is where the thread holds it."""
-    part = tl.reshape(part, [8, WARPS, 2, 4, 2, 2])
-    return tl.reshape(tl.permute(part, (1, 2, 0, 4, 3, 5)), [WARPS, 16, 16])
+    words_values = tl.reshape(words_values, [8, WARPS, 2, 4, 2, 2])
+    return tl.reshape(tl.permute(words_values, (1, 2, 0, 4, 3, 5)), [WARPS, 16, 16])
 
 
 @triton.jit
-def _to_right(part, WARPS: tl.constexpr):
+def _to_right(words_values, WARPS: tl.constexpr):
     """Inputs [t, g, WARPS, j, b] of word 2 j + b -> right MMA operand [WARPS, 16, 8]."""
-    return tl.reshape(tl.permute(part, (2, 3, 0, 4, 1)), [WARPS, 16, 8])
+    return tl.reshape(tl.permute(words_values, (2, 3, 0, 4, 1)), [WARPS, 16, 8])
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def weight_rows_kernel(
     """
     WARPS: tl.constexpr = num_warps
     SPAN: tl.constexpr = WARPS * 128
-    PARTS: tl.constexpr = 2 if GATED else BLOCKS
+    PIECES: tl.constexpr = 2 if GATED else BLOCKS
     STEP: tl.constexpr = N if GATED else 16  # outputs from one part to the next
     TILE: tl.constexpr = 16 if GATED else 16 * BLOCKS
     EACH: tl.constexpr = 8 // GROUPS  # rows in a set of columns
@@ -240,17 +240,17 @@ def weight_rows_kernel(
     rows = (tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 2)[None, :])[:, None, :, None]
     words = quantized + (weight_row + rows).to(tl.int64) * CODE_STRIDE + lanes
     blocks = (tl.arange(0, 4)[:, None] + 4 * warp[None, :])[:, None, :]
-    own_rows = tl.arange(0, 8)[None, :, None]
+    low_rows = tl.arange(0, 8)[None, :, None]
     is_row, offsets = (), ()
-    for p in tl.static_range(PARTS):
+    for p in tl.static_range(PIECES):
         place = first + (0 if GATED else p * 16)
         is_row += (place + rows < N,)
-        low = (weight_row + tl.minimum(own_rows, N - 1 - place) + p * STEP) * SCALE_STRIDE
-        high = (weight_row + tl.minimum(own_rows + 8, N - 1 - place) + p * STEP) * SCALE_STRIDE
+        low = (weight_row + tl.minimum(low_rows, N - 1 - place) + p * STEP) * SCALE_STRIDE
+        high = (weight_row + tl.minimum(low_rows + 8, N - 1 - place) + p * STEP) * SCALE_STRIDE
         offsets += ((low, high),)
     tiles = ()
     for d in tl.static_range(DEPTH):
-        for p in tl.static_range(PARTS):
+        for p in tl.static_range(PIECES):
             place = words + p * STEP * CODE_STRIDE
             tiles += (_load_tile(place, scales, zeros, d * SPAN, K, is_row[p], offsets[p], lanes, blocks, GROUP, HAS_ZEROS),)
     if TOP == 0 or EARLY:
@@ -271,7 +271,7 @@ def weight_rows_kernel(
         is_column += (is_group & is_row_of,)
     ones = tl.full([WARPS, 16, 16], 1.0, dtype)
     sums = ()
-    for _ in tl.static_range(SETS * PARTS):
+    for _ in tl.static_range(SETS * PIECES):
         sums += (tl.zeros([WARPS, 16, 8], tl.float32),)
     for start in tl.range(0, K, DEPTH * SPAN, num_stages=1):
         next_tiles = ()
@@ -284,8 +284,8 @@ def weight_rows_kernel(
                 if QUANT_TYPE == "int4":
                     inputs_sums += (_multiply((ones, ones, ones, ones, ones, ones, ones, ones), right, WARPS),)
             next_sums = ()
-            for p in tl.static_range(PARTS):
-                packed, scale, zero = tiles[d * PARTS + p]
+            for p in tl.static_range(PIECES):
+                packed, scale, zero = tiles[d * PIECES + p]
                 values = decode_words(packed, QUANT_TYPE, PORTABLE)
                 left = (
                     _to_left(values[0], WARPS), _to_left(values[1], WARPS), _to_left(values[2], WARPS), _to_left(values[3], WARPS),
@@ -293,15 +293,15 @@ def weight_rows_kernel(
                 )  # fmt: skip
                 factor = _spread(scale, WARPS)
                 for s in tl.static_range(SETS):
-                    part = _multiply(left, rights[s], WARPS)
+                    words_values = _multiply(left, rights[s], WARPS)
                     if HAS_MINIMA:
-                        part -= OFFSET * inputs_sums[s]
+                        words_values -= OFFSET * inputs_sums[s]
                     elif HAS_ZEROS:
-                        part -= (_spread(zero, WARPS) + OFFSET) * inputs_sums[s]
+                        words_values -= (_spread(zero, WARPS) + OFFSET) * inputs_sums[s]
                     elif QUANT_TYPE == "int4":
-                        part -= (8.0 + OFFSET) * inputs_sums[s]
-                    part = sums[p * SETS + s] + factor * part
-                    next_sums += (part - _spread(zero, WARPS) * inputs_sums[s] if HAS_MINIMA else part,)
+                        words_values -= (8.0 + OFFSET) * inputs_sums[s]
+                    words_values = sums[p * SETS + s] + factor * words_values
+                    next_sums += (words_values - _spread(zero, WARPS) * inputs_sums[s] if HAS_MINIMA else words_values,)
                 place = words + p * STEP * CODE_STRIDE
                 fresh = k + DEPTH * SPAN
                 next_tiles += (_load_tile(place, scales, zeros, fresh, K, is_row[p], offsets[p], lanes, blocks, GROUP, HAS_ZEROS),)
@@ -311,16 +311,16 @@ def weight_rows_kernel(
     lane = tl.arange(0, EACH)
     for s in tl.static_range(SETS):
         totals = ()
-        for p in tl.static_range(PARTS):
+        for p in tl.static_range(PIECES):
             total = tl.sum(tl.reshape(tl.sum(sums[p * SETS + s], 0), [16, GROUPS, EACH]), 1)
             if HAS_BIAS:
                 at = weight_row + tl.minimum(outputs, N - 1 - first - (0 if GATED else p * 16)) + p * STEP
                 total += tl.load(bias + at).to(tl.float32)[:, None]
             totals += (total,)
-        for p in tl.static_range(1 if GATED else PARTS):
+        for p in tl.static_range(1 if GATED else PIECES):
             result = totals[p]
             if ACTIVATION != "none":
-                result = activate(result, totals[PARTS - 1 if GATED else p], ACTIVATION, ALPHA, LIMIT)
+                result = activate(result, totals[PIECES - 1 if GATED else p], ACTIVATION, ALPHA, LIMIT)
             if WEIGHTED:
                 result *= tl.load(pair_weights + number).to(tl.float32)
             if TOP > 0:
@@ -328,9 +328,9 @@ def weight_rows_kernel(
             else:
                 places = (number * SETS + s) * EACH + lane
                 valid = places < M
-            own = first + p * 16 + outputs
-            mask = valid[None, :] & (own < N)[:, None]
-            tl.store(out + places[None, :].to(tl.int64) * N + own[:, None], result.to(out.dtype.element_ty), mask=mask)
+            output = first + p * 16 + outputs
+            mask = valid[None, :] & (output < N)[:, None]
+            tl.store(out + places[None, :].to(tl.int64) * N + output[:, None], result.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,19 +116,19 @@ def _accumulate(
 def _invert(system, SUB: tl.constexpr, TOKENS: tl.constexpr, SOLVE: tl.constexpr):
     """(1 + system)^-1 of a strictly lower triangular `system` [TOKENS, TOKENS]: blocks of SUB on
     the diagonal by substitution, the others by the finite series of a block-triangular matrix."""
-    PARTS: tl.constexpr = TOKENS // SUB
+    PIECES: tl.constexpr = TOKENS // SUB
     rows, columns = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None]
     is_diagonal = rows // SUB == columns // SUB
     first, second = tl.arange(0, SUB)[None, :, None], tl.arange(0, SUB)[None, None]
-    # the blocks of the diagonal, [PARTS, SUB, SUB]
-    blocks = -tl.sum(tl.reshape(tl.where(is_diagonal, system, 0.0), (PARTS, SUB, PARTS, SUB)), 2)
+    # the blocks of the diagonal, [PIECES, SUB, SUB]
+    blocks = -tl.sum(tl.reshape(tl.where(is_diagonal, system, 0.0), (PIECES, SUB, PIECES, SUB)), 2)
     inverse = blocks
     for index in range(2, SUB):
-        line = tl.sum(tl.where(first == index, blocks, 0.0), 1)  # [PARTS, SUB]
+        line = tl.sum(tl.where(first == index, blocks, 0.0), 1)  # [PIECES, SUB]
         line += tl.sum(line[:, :, None] * inverse, 1)
         inverse = tl.where(first == index, line[:, None], inverse)
     inverse += tl.where(first == second, 1.0, 0.0)
-    whole = tl.broadcast_to(inverse[:, :, None], (PARTS, SUB, PARTS, SUB))
+    whole = tl.broadcast_to(inverse[:, :, None], (PIECES, SUB, PIECES, SUB))
     inverse = tl.where(is_diagonal, tl.reshape(whole, (TOKENS, TOKENS)), 0.0)
     others = -tl.dot(inverse, tl.where(is_diagonal, 0.0, system), input_precision=SOLVE)
     squared = tl.dot(others, others, input_precision=SOLVE)
@@ -187,10 +187,10 @@ def _prepare(
         total = tl.load(places, mask=has, other=0.0)
         qk = tl.zeros([TOKENS, TOKENS], tl.float32)
         kk = tl.zeros([TOKENS, TOKENS], tl.float32)
-        for part in tl.static_range(1, TOKENS // SUB):  # queries of one block with keys of the blocks before it
-            first = tl.sum(tl.where(rows == part * SUB, total, 0.0), 0)[None]
-            later = tl.where((rows // SUB == part) & inside[:, None], tl.exp(tl.minimum(total - first, 0.0)), 0.0)
-            earlier = tl.where(rows < part * SUB, tl.exp(tl.minimum(first - total, 0.0)), 0.0)
+        for piece in tl.static_range(1, TOKENS // SUB):  # queries of one block with keys of the blocks before it
+            first = tl.sum(tl.where(rows == piece * SUB, total, 0.0), 0)[None]
+            later = tl.where((rows // SUB == piece) & inside[:, None], tl.exp(tl.minimum(total - first, 0.0)), 0.0)
+            earlier = tl.where(rows < piece * SUB, tl.exp(tl.minimum(first - total, 0.0)), 0.0)
             others = tl.trans((k * earlier).to(mixed.dtype.element_ty))
             qk += tl.dot((q * later).to(mixed.dtype.element_ty), others, input_precision=PRECISION)
             kk += tl.dot((k * later).to(mixed.dtype.element_ty), others, input_precision=PRECISION)
@@ -281,18 +281,18 @@ def _extend(
             kept = tl.exp(end)
         held = state.to(mixed.dtype.element_ty)
         if DELTA:
-            own = tl.load(solved + (at * HEADS + head) * VALUES + values[None], mask=inside & has_value, other=0.0)
+            value_block = tl.load(solved + (at * HEADS + head) * VALUES + values[None], mask=inside & has_value, other=0.0)
             reads = tl.load(read + (at * HEADS + head) * KEYS + keys[None], mask=inside & has_key, other=0.0)
-            new = own - tl.dot(reads, held, input_precision=PRECISION)
+            new = value_block - tl.dot(reads, held, input_precision=PRECISION)
         else:
-            own = tl.load(mixed + at * CHANNELS + V + head * VALUES + values[None], mask=inside & has_value, other=0.0)
-            new = own * tl.load(strength + at * HEADS + head, mask=inside, other=0.0)
+            value_block = tl.load(mixed + at * CHANNELS + V + head * VALUES + values[None], mask=inside & has_value, other=0.0)
+            new = value_block * tl.load(strength + at * HEADS + head, mask=inside, other=0.0)
         new = new.to(mixed.dtype.element_ty)
         pairs = tl.load(attention + (at * HEADS + head) * TOKENS + count[None], mask=inside, other=0.0)
         result = tl.dot((q * tl.exp(total)).to(mixed.dtype.element_ty), held, input_precision=PRECISION)
         result += tl.dot(pairs, new, input_precision=PRECISION)
         if HAS_SKIP:
-            result += tl.load(skips + head) * own
+            result += tl.load(skips + head) * value_block
         tl.store(out + (at * HEADS + head) * VALUES + values[None], result.to(out.dtype.element_ty), mask=inside & has_value)
         state = state * kept + tl.dot(tl.trans(written.to(mixed.dtype.element_ty)), new, input_precision=PRECISION)
     tl.store(states + tl.load(targets + row) * (HEADS * KEYS * VALUES) + entries, state, mask=has_both)

@@ -123,13 +123,13 @@ def _convolve_tokens(
         total += old.to(tl.float32) * tl.load(weight + channels * WIDTH + index, mask=has, other=0.0).to(tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + channels, mask=has, other=0.0).to(tl.float32)
-    own_weight = tl.load(weight + channels * WIDTH + WIDTH - 1, mask=has, other=0.0).to(tl.float32)
+    last_weight = tl.load(weight + channels * WIDTH + WIDTH - 1, mask=has, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     new = tl.load(x + row * x_stride + channels, mask=has, other=0.0)
     for index in tl.static_range(1, WIDTH - 1):
         tl.store(target + (index - 1) * CHANNELS, tl.load(source + index * CHANNELS, mask=has), mask=has)
     tl.store(target + (WIDTH - 2) * CHANNELS, new, mask=has)
-    total += new.to(tl.float32) * own_weight
+    total += new.to(tl.float32) * last_weight
     total = _finish(total, head, has, scale, SIZE, QUERY_HEADS, EPS)
     tl.store(out + row * CHANNELS + channels, total.to(out.dtype.element_ty), mask=has)
 

@@ -108,8 +108,8 @@ def _scan(
         at = tl.cast(token, tl.int64)
         place = mixed + at * CHANNELS
         queries = tl.load(place + Q + key_head * KEYS + keys, mask=has_key, other=0.0).to(tl.float32)
-        own_keys = tl.load(place + K + key_head * KEYS + keys, mask=has_key, other=0.0).to(tl.float32)
-        own = tl.load(place + V + head * VALUES + values, mask=has_value, other=0.0).to(tl.float32)
+        row_keys = tl.load(place + K + key_head * KEYS + keys, mask=has_key, other=0.0).to(tl.float32)
+        row_values = tl.load(place + V + head * VALUES + values, mask=has_value, other=0.0).to(tl.float32)
         beta = tl.load(betas + at * beta_stride + head).to(tl.float32)
         if BY_KEY:
             decay = tl.load(decays + at * decay_stride + head * KEYS + keys, mask=has_key, other=0.0).to(tl.float32)
@@ -119,12 +119,12 @@ def _scan(
             decay = tl.load(decays + at * decay_stride + head).to(tl.float32)
             decay, strength = activate(decay, beta, log_decay, bias, minimum, DELTA)
             state *= tl.exp(decay)
-        new = own
+        new = row_values
         if DELTA:
-            new -= tl.sum(state * own_keys[:, None], 0)
-        state += own_keys[:, None] * (new * strength)[None]
+            new -= tl.sum(state * row_keys[:, None], 0)
+        state += row_keys[:, None] * (new * strength)[None]
         result = tl.sum(state * queries[:, None], 0)
         if HAS_SKIP:
-            result += skip * own
+            result += skip * row_values
         tl.store(out + (at * HEADS + head) * VALUES + values, result.to(out.dtype.element_ty), mask=has_value)
     tl.store(states + tl.load(targets + row) * (HEADS * KEYS * VALUES) + entries, state, mask=has_both)

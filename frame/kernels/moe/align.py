@@ -49,18 +49,18 @@ def align_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     blocks = (pairs + min(num_experts, pairs) * (block - 1)) // block
     # all four parts are 16-byte aligned
     numbers = torch.empty(8 + blocks * (block + 1), dtype=torch.int32, device=device)
-    found = Alignment(numbers[8 : 8 + blocks * block], numbers[8 + blocks * block :], numbers[:1], numbers[1:2], numbers[4:6], block)
+    alignment = Alignment(numbers[8 : 8 + blocks * block], numbers[8 + blocks * block :], numbers[:1], numbers[1:2], numbers[4:6], block)
     experts = next_power_of_2(num_experts)
-    tensors = found.pairs, found.experts, found.used, found.counts
+    tensors = alignment.pairs, alignment.experts, alignment.used, alignment.counts
     if pairs <= CHUNKS[-1]:
         chunk = next(size for size in CHUNKS if pairs <= size)
         _prepared_align(experts, block, chunk, device)((num_experts, 1, 1), (ids, *tensors), (pairs,))
-        return found
+        return alignment
     chunks = ceil_div(pairs, _COUNTED)
     counts = torch.empty((2 * chunks, experts), dtype=torch.int32, device=device)
     _prepared_count(experts, device)((chunks, 1, 1), (ids, counts), (pairs,))
     _prepared_place(experts, block, device)((chunks, 1, 1), (ids, counts, *tensors), (pairs, chunks))
-    return found
+    return alignment
 
 
 @lru_cache(maxsize=64)
@@ -99,23 +99,23 @@ def _align_kernel(
     """Grid: experts. Each program scans all pairs for those of its expert."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    own_expert = tl.program_id(0)
+    current = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     lanes = tl.arange(0, CHUNK)
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
-    found = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
-    blocks = (found + BLOCK - 1) // BLOCK
-    first = tl.sum(tl.where(experts < own_expert, blocks, 0))
-    is_own = ((expert == own_expert) & (lanes < pairs)).to(tl.int32)
-    tl.store(pairs_out + first * BLOCK + tl.cumsum(is_own, 0) - 1, lanes, mask=is_own > 0)
-    count = tl.sum(is_own)
-    own_blocks = (count + BLOCK - 1) // BLOCK
+    alignment = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
+    blocks = (alignment + BLOCK - 1) // BLOCK
+    first = tl.sum(tl.where(experts < current, blocks, 0))
+    is_current = ((expert == current) & (lanes < pairs)).to(tl.int32)
+    tl.store(pairs_out + first * BLOCK + tl.cumsum(is_current, 0) - 1, lanes, mask=is_current > 0)
+    count = tl.sum(is_current)
+    num_blocks = (count + BLOCK - 1) // BLOCK
     pads = tl.arange(0, LANES)
     lane_zeros = tl.zeros([LANES], tl.int32)
-    tl.store(pairs_out + first * BLOCK + count + pads, lane_zeros + pairs, mask=pads < own_blocks * BLOCK - count)
-    for block in range(0, own_blocks, LANES):
-        tl.store(experts_out + first + block + pads, lane_zeros + own_expert, mask=block + pads < own_blocks)
-    if own_expert == 0:
+    tl.store(pairs_out + first * BLOCK + count + pads, lane_zeros + pairs, mask=pads < num_blocks * BLOCK - count)
+    for block in range(0, num_blocks, LANES):
+        tl.store(experts_out + first + block + pads, lane_zeros + current, mask=block + pads < num_blocks)
+    if current == 0:
         tl.store(used, tl.sum(blocks))
         tl.store(used + 1, tl.sum(blocks) * BLOCK)
         tl.store(zeros + tl.arange(0, 2), tl.zeros([2], tl.int32))
@@ -153,14 +153,14 @@ def _place_kernel(
     wait_for_previous(PDL)
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
-    found = tl.zeros([EXPERTS], tl.int32)
+    alignment = tl.zeros([EXPERTS], tl.int32)
     before_chunk = tl.zeros([EXPERTS], tl.int32)
     for start in range(0, chunks, TOGETHER):
         each = start + tl.arange(0, TOGETHER)[:, None]
         counted = tl.load(counts + each * EXPERTS + experts[None, :], mask=each < chunks, other=0)
-        found += tl.sum(counted, 0)
+        alignment += tl.sum(counted, 0)
         before_chunk += tl.sum(tl.where(each < chunk, counted, 0), 0)
-    blocks = (found + BLOCK - 1) // BLOCK
+    blocks = (alignment + BLOCK - 1) // BLOCK
     ends = tl.cumsum(blocks, 0)
     firsts = ends - blocks
     nexts = counts + (chunks + chunk) * EXPERTS
@@ -170,14 +170,14 @@ def _place_kernel(
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0)
     place = tl.atomic_add(nexts + expert, 1, mask=lanes < pairs, sem="relaxed")
     tl.store(pairs_out + place, lanes, mask=lanes < pairs)
-    own_expert = experts % chunks == chunk
-    rests = blocks * BLOCK - found
+    current = experts % chunks == chunk
+    rests = blocks * BLOCK - alignment
     for start in range(0, BLOCK, PADS):
         pads = start + tl.arange(0, PADS)[None, :]
-        places = (firsts * BLOCK + found)[:, None] + pads
-        tl.store(pairs_out + places, tl.zeros([EXPERTS, PADS], tl.int32) + pairs, mask=own_expert[:, None] & (pads < rests[:, None]))
-    for number in range(tl.max(tl.where(own_expert, blocks, 0))):
-        tl.store(experts_out + firsts + number, experts, mask=own_expert & (number < blocks))
+        places = (firsts * BLOCK + alignment)[:, None] + pads
+        tl.store(pairs_out + places, tl.zeros([EXPERTS, PADS], tl.int32) + pairs, mask=current[:, None] & (pads < rests[:, None]))
+    for number in range(tl.max(tl.where(current, blocks, 0))):
+        tl.store(experts_out + firsts + number, experts, mask=current & (number < blocks))
     if chunk == 0:
         tl.store(used, tl.sum(blocks))
         tl.store(used + 1, tl.sum(blocks) * BLOCK)

@@ -46,9 +46,9 @@ def _multiply_accumulate(x, tile, acc, x_scale, scale, SWAP: tl.constexpr, SCALE
     else:
         left, right = x, tl.trans(tile)
     if SCALED:
-        part = tl.dot(left, right, input_precision="ieee") * scale
-        part *= x_scale[None, :] if SWAP else x_scale[:, None]
-        acc += part
+        dots = tl.dot(left, right, input_precision="ieee") * scale
+        dots *= x_scale[None, :] if SWAP else x_scale[:, None]
+        acc += dots
     else:
         acc = tl.dot(left, right, acc, input_precision="ieee")
     return acc
@@ -353,10 +353,10 @@ def combine_kernel(
     for place in tl.static_range(TOP):
         pair = token * TOP + place
         row = tl.load(places + pair, mask=token < tokens, other=0) if PLACED else pair
-        part = tl.load(rows + row[:, None] * N + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        dots = tl.load(rows + row[:, None] * N + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
-            part *= tl.load(pair_weights + pair, mask=token < tokens, other=0.0)[:, None]
-        total += part
+            dots *= tl.load(pair_weights + pair, mask=token < tokens, other=0.0)[:, None]
+        total += dots
     tl.store(out + token[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -364,8 +364,8 @@ def combine_kernel(
 def _partial_sums(tile, row, LANES: tl.constexpr):
     """[BN, BK] times [BK] -> [BN, BK / LANES]: sums over the LANES values of a row that one thread
     holds."""
-    products = tile.to(tl.float32) * row[None, :]
-    return tl.sum(tl.reshape(products, [tile.shape[0], tile.shape[1] // LANES, LANES]), 2)
+    terms = tile.to(tl.float32) * row[None, :]
+    return tl.sum(tl.reshape(terms, [tile.shape[0], tile.shape[1] // LANES, LANES]), 2)
 
 
 @triton.jit
@@ -476,8 +476,8 @@ def vector_down_kernel(
         places = step // STEPS * PLACES + tl.arange(0, PLACES)
         inputs = (step % STEPS * BK + tl.arange(0, BK))[None, None, :]
         row = tl.load(act + ((token * TOP + places) * INNER)[:, None, None] + inputs, mask=inputs < INNER, other=0.0).to(tl.float32)
-        products = tile.to(tl.float32) * row
-        acc += tl.sum(tl.reshape(products, [PLACES, BN, BK // LANES, LANES]), 3)
+        terms = tile.to(tl.float32) * row
+        acc += tl.sum(tl.reshape(terms, [PLACES, BN, BK // LANES, LANES]), 3)
     total = tl.sum(tl.sum(acc, 2), 0)
     if BIASED:
         for place in tl.static_range(TOP):

@@ -122,17 +122,17 @@ def reset_counters(counts):
 
 
 @gluon.jit
-def wait_for_store_turn(store_turn, number, PART: gl.constexpr):
+def wait_for_store_turn(store_turn, number, CONSUMER: gl.constexpr):
     """The second consumer group stores a tile's results after the first has, and multiplies
     meanwhile."""
-    if PART == 1:
+    if CONSUMER == 1:
         mbarrier.wait(store_turn.index(number % store_turn.shape[0]), number // store_turn.shape[0] & 1)
 
 
 @gluon.jit
-def signal_store_turn(store_turn, number, PART: gl.constexpr):
+def signal_store_turn(store_turn, number, CONSUMER: gl.constexpr):
     """The first consumer group is done with a tile."""
-    if PART == 0:
+    if CONSUMER == 0:
         mbarrier.arrive(store_turn.index(number % store_turn.shape[0]), count=1)
 
 
@@ -215,7 +215,7 @@ def produce_gate_up(tensors, shared, sizes, TOP: gl.constexpr, SCALED: gl.conste
 
 
 @gluon.jit
-def consume_gate_up(out, pairs_of, used, shared, num_pairs, across, steps, PART: gl.constexpr):
+def consume_gate_up(out, pairs_of, used, shared, num_pairs, across, steps, CONSUMER: gl.constexpr):
     """A consumer group (four warps) of the first product: 64 rows of each tile times gate and up,
     then the activation."""
     x, w, results, ready, free, tile_queue, tile_ready, store_turn = shared
@@ -224,26 +224,26 @@ def consume_gate_up(out, pairs_of, used, shared, num_pairs, across, steps, PART:
     item = 0
     number = 0
     tile = gl.program_id(0)
-    start = min(tile, total - 1) // across * 128 + PART * 64
+    start = min(tile, total - 1) // across * 128 + CONSUMER * 64
     pair = gl.load(pairs_of + start)
     while tile < total:
         first = tile % across * 128
         tile = receive_tile(tile_queue, tile_ready, number)
-        next_start = min(tile, total - 1) // across * 128 + PART * 64
+        next_start = min(tile, total - 1) // across * 128 + CONSUMER * 64
         next_pair = gl.load(pairs_of + next_start)
         if pair < num_pairs:
-            sums = multiply_items(x, w, ready, free, item, steps, PART)
-            wait_for_store_turn(store_turn, number, PART)
+            sums = multiply_items(x, w, ready, free, item, steps, CONSUMER)
+            wait_for_store_turn(store_turn, number, CONSUMER)
             gate, up = sums.reshape([64, 2, 128]).permute((0, 2, 1)).split()
             gate = gl.convert_layout(gate, layout, assert_trivial=True)
             up = gl.convert_layout(up, layout, assert_trivial=True)
             tma.store_wait(0)
-            results.index(PART).store((gate / (1.0 + gl.exp(-gate)) * up).to(w.dtype))
+            results.index(CONSUMER).store((gate / (1.0 + gl.exp(-gate)) * up).to(w.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out, [start, first], results.index(PART))
+            tma.async_copy_shared_to_global(out, [start, first], results.index(CONSUMER))
         else:
             skip_items(ready, free, item, steps)
-        signal_store_turn(store_turn, number, PART)
+        signal_store_turn(store_turn, number, CONSUMER)
         number += 1
         item += steps
         start, pair = next_start, next_pair
@@ -294,7 +294,7 @@ def scatter_halves(results, left, right, targets, inside, LINES: gl.constexpr):
 
 
 @gluon.jit
-def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, PART: gl.constexpr):
+def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, CONSUMER: gl.constexpr):
     """A consumer group (four warps) of the second product: 64 rows of each tile, times the pairs'
     weights, scattered to the pairs' rows."""
     x, w, results, ready, free, tile_queue, tile_ready, store_turn = shared
@@ -308,7 +308,7 @@ def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, s
     item = 0
     number = 0
     tile = gl.program_id(0)
-    start = min(tile, total - 1) // across * 128 + PART * 64
+    start = min(tile, total - 1) // across * 128 + CONSUMER * 64
     next_pair = gl.load(pairs_of + start)
     next_pairs = gl.load(pairs_of + start + rows)
     while tile < total:
@@ -316,22 +316,22 @@ def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, s
         places = gl.load(pairs_of + start + lined)
         weight = gl.load(pair_weights + pairs, mask=pairs < num_pairs, other=0.0)
         tile = receive_tile(tile_queue, tile_ready, number)
-        start = min(tile, total - 1) // across * 128 + PART * 64
+        start = min(tile, total - 1) // across * 128 + CONSUMER * 64
         next_pair = gl.load(pairs_of + start)
         next_pairs = gl.load(pairs_of + start + rows)
         if pair < num_pairs:
-            sums = multiply_items(x, w, ready, free, item, steps, PART)
-            wait_for_store_turn(store_turn, number, PART)
+            sums = multiply_items(x, w, ready, free, item, steps, CONSUMER)
+            wait_for_store_turn(store_turn, number, CONSUMER)
             sums *= weight[:, None]
             inside = (places < num_pairs)[:, None]
             targets = out + places.to(gl.int64)[:, None] * (across * 256) + (first + columns)[None, :]
             left, right = sums.to(w.dtype).reshape([64, 2, 128]).permute((0, 2, 1)).split()
             left = gl.convert_layout(left, half_layout, assert_trivial=True)
             right = gl.convert_layout(right, half_layout, assert_trivial=True)
-            scatter_halves(results.index(PART), left, right, targets, inside, lines)
+            scatter_halves(results.index(CONSUMER), left, right, targets, inside, lines)
         else:
             skip_items(ready, free, item, steps)
-        signal_store_turn(store_turn, number, PART)
+        signal_store_turn(store_turn, number, CONSUMER)
         number += 1
         item += steps
 

@@ -115,14 +115,14 @@ def _prepared_down(dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
 
 
 @gluon.jit
-def multiply_scaled_items(shared, item, steps, left_scales, right_scales, PART: gl.constexpr):
+def multiply_scaled_items(shared, item, steps, left_scales, right_scales, CONSUMER: gl.constexpr):
     """Scaled sums of x_tile @ w_tile.T over `steps` items, starting at `item` -> two float32 [64,
     128]: the halves of the outputs.
 
-    Computed by one consumer group (four warps) for its 64 rows; PART is 0 or 1. `left_scales` and
-    `right_scales`: pointers to the scales of the halves' weights. While one group adds, the other
-    one multiplies. The rows' scales come from shared memory: the compiler copies registers that
-    were loaded ahead between two MMA instructions, which then wait for the load.
+    Computed by one consumer group (four warps) for its 64 rows; CONSUMER is 0 or 1. `left_scales`
+    and `right_scales`: pointers to the scales of the halves' weights. While one group adds, the
+    other one multiplies. The rows' scales come from shared memory: the compiler copies registers
+    that were loaded ahead between two MMA instructions, which then wait for the load.
     """
     x, w, _, ready, free, _, _, _, row_scales = shared
     STAGES: gl.constexpr = ready.shape[0]
@@ -134,10 +134,10 @@ def multiply_scaled_items(shared, item, steps, left_scales, right_scales, PART: 
         stage = item % STAGES
         by_left, by_right = gl.load(left_scales + k), gl.load(right_scales + k)
         mbarrier.wait(ready.index(stage), item // STAGES & 1)
-        rows = x.index(stage * 2 + PART)
+        rows = x.index(stage * 2 + CONSUMER)
         sums = warpgroup_mma(rows, w.index(stage * 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(sums,))
-        row = row_scales.index(stage * 2 + PART).load(gl.SliceLayout(1, layout))
+        row = row_scales.index(stage * 2 + CONSUMER).load(gl.SliceLayout(1, layout))
         left += sums * (row * by_left)[:, None]
         sums = warpgroup_mma(rows, w.index(stage * 2 + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(sums,))
@@ -148,15 +148,15 @@ def multiply_scaled_items(shared, item, steps, left_scales, right_scales, PART: 
 
 
 @gluon.jit
-def look_up_tile(tile, total, across, pairs_of, experts_of, PART: gl.constexpr):
+def look_up_tile(tile, total, across, pairs_of, experts_of, CONSUMER: gl.constexpr):
     """(block of rows, first pair of the group's rows, expert) of a tile; after the last tile, of
     that one."""
     block = min(tile, total - 1) // across
-    return block, gl.load(pairs_of + block * 128 + PART * 64), gl.load(experts_of + block)
+    return block, gl.load(pairs_of + block * 128 + CONSUMER * 64), gl.load(experts_of + block)
 
 
 @gluon.jit
-def consume_gate_up(tensors, shared, sizes, PART: gl.constexpr):
+def consume_gate_up(tensors, shared, sizes, CONSUMER: gl.constexpr):
     """A consumer group (four warps) of the first product: 64 rows of each tile times gate and up,
     the activation, and its rounding to float8 with one scale per row."""
     out, w_scale, out_scale, pairs_of, experts_of, used = tensors
@@ -168,32 +168,32 @@ def consume_gate_up(tensors, shared, sizes, PART: gl.constexpr):
     item = 0
     number = 0
     tile = gl.program_id(0)
-    block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, PART)
+    block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, CONSUMER)
     while tile < total:
-        column, start, pair = tile % across, block * 128 + PART * 64, next_pair
+        column, start, pair = tile % across, block * 128 + CONSUMER * 64, next_pair
         gates = w_scale + (next_expert.to(gl.int64) * (2 * across) + column) * steps
         tile = receive_tile(tile_queue, tile_ready, number)
-        block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, PART)
+        block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, CONSUMER)
         if pair < num_pairs:
-            gate, up = multiply_scaled_items(shared, item, steps, gates, gates + across * steps, PART)
-            wait_for_store_turn(store_turn, number, PART)
+            gate, up = multiply_scaled_items(shared, item, steps, gates, gates + across * steps, CONSUMER)
+            wait_for_store_turn(store_turn, number, CONSUMER)
             act = gate / (1.0 + gl.exp(-gate)) * up
             scale = gl.maximum(gl.max(gl.abs(act), 1) / 448.0, 1e-12)
             gl.store(out_scale + column * scale_stride + start + rows, scale)
             tma.store_wait(0)
-            results.index(PART).store((act * (1.0 / scale)[:, None]).to(gl.float8e4nv))
+            results.index(CONSUMER).store((act * (1.0 / scale)[:, None]).to(gl.float8e4nv))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out, [start, column * 128], results.index(PART))
+            tma.async_copy_shared_to_global(out, [start, column * 128], results.index(CONSUMER))
         else:
             skip_items(ready, free, item, steps)
-        signal_store_turn(store_turn, number, PART)
+        signal_store_turn(store_turn, number, CONSUMER)
         number += 1
         item += steps
     tma.store_wait(0)
 
 
 @gluon.jit
-def consume_down(tensors, shared, sizes, PART: gl.constexpr):
+def consume_down(tensors, shared, sizes, CONSUMER: gl.constexpr):
     """A consumer group (four warps) of the second product: 64 rows of each tile, times the pairs'
     weights, scattered to the pairs' rows."""
     out, w_scale, pair_weights, pairs_of, experts_of, used = tensors
@@ -208,25 +208,25 @@ def consume_down(tensors, shared, sizes, PART: gl.constexpr):
     item = 0
     number = 0
     tile = gl.program_id(0)
-    block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, PART)
+    block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, CONSUMER)
     while tile < total:
-        column, start, pair = tile % across, block * 128 + PART * 64, next_pair
+        column, start, pair = tile % across, block * 128 + CONSUMER * 64, next_pair
         scales = w_scale + (next_expert.to(gl.int64) * across + column) * 2 * steps
         tile = receive_tile(tile_queue, tile_ready, number)
-        block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, PART)
+        block, next_pair, next_expert = look_up_tile(tile, total, across, pairs_of, experts_of, CONSUMER)
         if pair < num_pairs:
-            left, right = multiply_scaled_items(shared, item, steps, scales, scales + steps, PART)
-            wait_for_store_turn(store_turn, number, PART)
+            left, right = multiply_scaled_items(shared, item, steps, scales, scales + steps, CONSUMER)
+            wait_for_store_turn(store_turn, number, CONSUMER)
             pairs = gl.load(pairs_of + start + rows)
             weight = gl.load(pair_weights + pairs, mask=pairs < num_pairs, other=0.0)[:, None]
             places = gl.load(pairs_of + start + lined)
             inside = (places < num_pairs)[:, None]
             targets = out + places.to(gl.int64)[:, None] * (across * 256) + (column * 256 + columns)[None, :]
             left, right = (left * weight).to(results.dtype), (right * weight).to(results.dtype)
-            scatter_halves(results.index(PART), left, right, targets, inside, lines)
+            scatter_halves(results.index(CONSUMER), left, right, targets, inside, lines)
         else:
             skip_items(ready, free, item, steps)
-        signal_store_turn(store_turn, number, PART)
+        signal_store_turn(store_turn, number, CONSUMER)
         number += 1
         item += steps
 

@@ -282,9 +282,9 @@ def _descriptor(dtype: torch.dtype, rows: int, columns: int, device: torch.devic
 
 @lru_cache(maxsize=64)
 def _prepared_combine(
-    hidden: int, top: int, given: tuple[bool, bool], bm: int, bn: int, dtype: torch.dtype, device: torch.device
+    hidden: int, top: int, present: tuple[bool, bool], bm: int, bn: int, dtype: torch.dtype, device: torch.device
 ) -> PreparedLaunch:
-    placed, weighted = given
+    placed, weighted = present
     example = dtype, dtype, torch.int64 if placed else dtype, torch.float32 if weighted else dtype, 0
     constants = {"N": hidden, "TOP": top, "PLACED": placed, "WEIGHTED": weighted, "BM": bm, "BN": bn}
     return PreparedLaunch(combine_kernel, example, constants, device, 4)

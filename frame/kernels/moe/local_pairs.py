@@ -31,8 +31,10 @@ def select_local_pairs(ids: torch.Tensor, weights: torch.Tensor, first: int, cou
 
 
 @lru_cache(maxsize=64)
-def _prepared(top: int, rows: int, own: tuple[int, int], types: tuple[torch.dtype, torch.dtype], device: torch.device) -> PreparedLaunch:
-    constants = {"TOP": top, "BLOCK": next_power_of_2(top), "ROWS": rows, "FIRST": own[0], "COUNT": own[1]}
+def _prepared(
+    top: int, rows: int, local_range: tuple[int, int], types: tuple[torch.dtype, torch.dtype], device: torch.device
+) -> PreparedLaunch:
+    constants = {"TOP": top, "BLOCK": next_power_of_2(top), "ROWS": rows, "FIRST": local_range[0], "COUNT": local_range[1]}
     return PreparedLaunch(_select, (*types, *types, 0), constants, device, 1)
 
 
@@ -59,9 +61,9 @@ def _select(
     wait_for_previous(PDL)
     expert = tl.load(ids + places, mask=inside, other=-1).to(tl.int32) - FIRST
     weight = tl.load(weights + places, mask=inside, other=0.0)
-    is_own = inside & (expert >= 0) & (expert < COUNT)
-    first = tl.min(tl.where(is_own, columns, BLOCK), 1, keep_dims=True)
+    is_local = inside & (expert >= 0) & (expert < COUNT)
+    first = tl.min(tl.where(is_local, columns, BLOCK), 1, keep_dims=True)
     shared = tl.sum(tl.where(columns == first, expert, 0), 1, keep_dims=True)
     shared = tl.where(first < BLOCK, shared, row % COUNT)
-    tl.store(local + places, tl.where(is_own, expert, shared).to(local.dtype.element_ty), mask=inside)
-    tl.store(kept + places, tl.where(is_own, weight, 0.0), mask=inside)
+    tl.store(local + places, tl.where(is_local, expert, shared).to(local.dtype.element_ty), mask=inside)
+    tl.store(kept + places, tl.where(is_local, weight, 0.0), mask=inside)

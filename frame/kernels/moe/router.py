@@ -189,8 +189,8 @@ def _normed_logits_kernel(
     if tl.program_id(0) == 0:
         tl.store(stream_out + token * HIDDEN + columns, stream, mask=inside)
         tl.store(normed_out + token * HIDDEN + columns, normed, mask=inside)
-    found = tl.sum(rows.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
-    tl.store(logits + token * EXPERTS + experts, found.to(logits.dtype.element_ty), mask=experts < EXPERTS)
+    dots = tl.sum(rows.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
+    tl.store(logits + token * EXPERTS + experts, dots.to(logits.dtype.element_ty), mask=experts < EXPERTS)
 
 
 @triton.jit

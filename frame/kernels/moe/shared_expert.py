@@ -30,7 +30,7 @@ def add_shared_expert(
     _add_shared_expert[(tokens,)](
         routed, shared, x if gated else shared, gate if gated else shared, out,
         routed.stride(0), routed.stride(1), shared.stride(0), 0 if x is None else x.stride(0),
-        HIDDEN=hidden, BLOCK=block, PARTS=routed.shape[1] if routed.dim() == 3 else 1, GATED=gated,
+        HIDDEN=hidden, BLOCK=block, PARTIALS=routed.shape[1] if routed.dim() == 3 else 1, GATED=gated,
         PDL=kernels.supports_pdl(shared.device), num_warps=choose_warps(block),
     )  # fmt: skip
     return out
@@ -44,12 +44,12 @@ def _add_shared_expert(
     gate,
     out,
     routed_stride,
-    part_stride,
+    partial_stride,
     shared_stride,
     x_stride,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -64,6 +64,6 @@ def _add_shared_expert(
         values = tl.load(x + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
         weights = tl.load(gate + columns, mask=inside, other=0.0).to(tl.float32)
         total *= tl.sigmoid(tl.sum(values * weights))
-    for part in tl.static_range(PARTS):
-        total += tl.load(routed + token * routed_stride + part * part_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    for partial in tl.static_range(PARTIALS):
+        total += tl.load(routed + token * routed_stride + partial * partial_stride + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)

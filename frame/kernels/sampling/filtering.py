@@ -399,9 +399,9 @@ def search_kernel(
             columns = list_columns(groups, GROUP)
             values = load_logits(logits, row, stride, columns, vocab)
             is_kept = (values >= limit) & ((values - top) * scale >= min_p) & (columns < vocab)
-            found, column = race_groups(values, groups, is_kept, top, scale, key, GROUP)
-            token = tl.where(found > score, column, token)
-            score = tl.maximum(found, score)
+            winner, column = race_groups(values, groups, is_kept, top, scale, key, GROUP)
+            token = tl.where(winner > score, column, token)
+            score = tl.maximum(winner, score)
         store_token(token, row, token_ids, table, slots, STORE_LAST)
 
 
@@ -466,12 +466,12 @@ def sample_filtered(
     stats = compute_block_stats(logits, filters.temperature, with_groups=True, with_weights=True)
     token_ids, best = unfiltered or draw_tokens(logits, filters.temperature, filters.key, stats, last_tokens)
     remembered = last_tokens or (token_ids, token_ids)
-    found = find_candidates(logits, filters, best, stats)
+    winner = find_candidates(logits, filters, best, stats)
     pending = torch.empty(rows, dtype=torch.int32, device=device)
     blocks, low_bits = next_power_of_2(stats.num_blocks), _LOW_BITS[logits.dtype]
     pick_kernel[(rows,)](
         filters.temperature, filters.key, filters.top_k, filters.top_p, filters.log_min_p, best, stats.block_max, stats.block_weight,
-        found.bounds, found.counts, found.values, found.columns, pending, token_ids, *remembered, vocab, stats.num_blocks,
+        winner.bounds, winner.counts, winner.values, winner.columns, pending, token_ids, *remembered, vocab, stats.num_blocks,
         blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, RACE_GROUP, last_tokens is not None, **launch_options(device, _WARPS),
     )  # fmt: skip
     search_kernel[(rows,)](

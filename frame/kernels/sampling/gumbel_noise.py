@@ -47,5 +47,5 @@ def leader_of_group(key, group):
 @triton.jit
 def noise_of_tokens(key, columns, minimum, leader):
     """log2(E) = -G / ln 2 of tokens, float32. columns: int32. least, leader: of their groups."""
-    own = -tl.log2(((hash_words(key, columns) >> 9).to(tl.float32) + 0.5) * (2.0**-23))
-    return tl.log2(minimum + tl.where(columns == leader, 0.0, own))
+    noise = -tl.log2(((hash_words(key, columns) >> 9).to(tl.float32) + 0.5) * (2.0**-23))
+    return tl.log2(minimum + tl.where(columns == leader, 0.0, noise))

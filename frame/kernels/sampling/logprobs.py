@@ -106,15 +106,15 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     top_ids = torch.empty(rows, num_top, dtype=torch.int64, device=device)
     top_logprobs = torch.empty(rows, num_top, dtype=torch.float32, device=device)
-    found = (best, token_ids, best, token_ids)  # placeholders that the kernel does not read
+    outputs = (best, token_ids, best, token_ids)  # placeholders that the kernel does not read
     if num_top:
         top_k = torch.full_like(token_ids, num_top, dtype=torch.int32)
-        wanted = Filters(temperature, best, top_k, torch.ones_like(best), torch.full_like(best, -math.inf))
-        among = find_candidates(logits, wanted, best, stats)
-        found = (among.bounds, among.counts, among.values, among.columns)
-    room = found[2].shape[1] if num_top else 1
+        filters = Filters(temperature, best, top_k, torch.ones_like(best), torch.full_like(best, -math.inf))
+        among = find_candidates(logits, filters, best, stats)
+        outputs = (among.bounds, among.counts, among.values, among.columns)
+    room = outputs[2].shape[1] if num_top else 1
     rank_kernel[(rows,)](
-        logits, logits.stride(0), temperature, token_ids, best, stats.block_max, stats.block_weight, *found,
+        logits, logits.stride(0), temperature, token_ids, best, stats.block_max, stats.block_weight, *outputs,
         logprobs, top_ids, top_logprobs,
         vocab, stats.num_blocks, num_top,
         next_power_of_2(stats.num_blocks), room, TILE, num_top > 0, **launch_options(device, _WARPS),

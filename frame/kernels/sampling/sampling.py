@@ -148,9 +148,9 @@ def race_row(
         columns = list_columns(chosen, GROUP)
         may_win = (best > score)[:, None] & (columns < vocab)
         values = tl.load(logits + row.to(tl.int64) * stride + columns, mask=may_win, other=MINUS_INFINITY).to(tl.float32)
-        found, column = race_groups(values, chosen, may_win, top, scale, key, GROUP)
-        token = tl.where(found > score, column, token)
-        score = tl.maximum(found, score)
+        winner, column = race_groups(values, chosen, may_win, top, scale, key, GROUP)
+        token = tl.where(winner > score, column, token)
+        score = tl.maximum(winner, score)
         bounds = tl.where(groups == chosen[None, :], MINUS_INFINITY, bounds)
     return token
 

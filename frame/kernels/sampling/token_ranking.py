@@ -92,14 +92,14 @@ def _rank_kernel(
     scores = tl.where(is_in & (scores == scores), scores, MINUS_INFINITY)
     scores, columns = tl.reshape(scores, [SEARCHED * GROUP]), tl.reshape(tl.where(is_in, columns, vocab - 1), [SEARCHED * GROUP])
     order = tl.arange(0, PLACES)
-    found_scores, found_ids = tl.full([PLACES], MINUS_INFINITY, tl.float32), tl.full([PLACES], 0, tl.int32)
+    best_scores, best_ids = tl.full([PLACES], MINUS_INFINITY, tl.float32), tl.full([PLACES], 0, tl.int32)
     for place in range(COUNT):
         best = tl.max(scores, 0)
         column = tl.min(tl.where(scores == best, columns, NO_COLUMN), 0)
-        found_scores, found_ids = tl.where(order == place, best, found_scores), tl.where(order == place, column, found_ids)
+        best_scores, best_ids = tl.where(order == place, best, best_scores), tl.where(order == place, column, best_ids)
         scores = tl.where(columns == column, MINUS_INFINITY, scores)
-    tl.store(scores_out + branch * COUNT + order, found_scores, mask=order < COUNT)
-    tl.store(ids_out + branch * COUNT + order, found_ids.to(tl.int64), mask=order < COUNT)
+    tl.store(scores_out + branch * COUNT + order, best_scores, mask=order < COUNT)
+    tl.store(ids_out + branch * COUNT + order, best_ids.to(tl.int64), mask=order < COUNT)
 
 
 def find_likeliest(

@@ -24,14 +24,14 @@ def _branch_kernel(
     wait_for_previous(PDL)
     row, lanes, cells = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, CELLS)
     left = tl.load(values + row * WIDTH * WIDTH + cells, mask=cells < WIDTH * WIDTH, other=MINUS_INFINITY)
-    found, chosen = tl.full([LANES], MINUS_INFINITY, tl.float32), tl.full([LANES], 0, tl.int32)
+    best_keys, chosen = tl.full([LANES], MINUS_INFINITY, tl.float32), tl.full([LANES], 0, tl.int32)
     for lane in range(WIDTH):
         best, cell = tl.max(left, 0, return_indices=True)
-        found, chosen = tl.where(lanes == lane, best, found), tl.where(lanes == lane, cell, chosen)
+        best_keys, chosen = tl.where(lanes == lane, best, best_keys), tl.where(lanes == lane, cell, chosen)
         left = tl.where(cells == cell, MINUS_INFINITY, left)
     is_in, places, branch = lanes < WIDTH, row * WIDTH + lanes, chosen // WIDTH
     seen = tl.load(bits + row * WIDTH + branch, mask=is_in, other=0)
-    tl.store(values_out + places, found, mask=is_in)
+    tl.store(values_out + places, best_keys, mask=is_in)
     tl.store(ids_out + places, tl.load(ids + row * WIDTH * WIDTH + chosen, mask=is_in, other=0), mask=is_in)
     tl.store(numbers_out + places, (chosen + start).to(tl.int64), mask=is_in)
     tl.store(sources_out + places, (row * WIDTH + branch).to(tl.int64), mask=is_in)
@@ -65,12 +65,12 @@ def find_branches(values: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor, s
     """`choose_branches`. bits: int32 [rows, width], of the branches before. -> the fields of
     `Branches`."""
     rows, width = bits.shape
-    found = [torch.empty_like(bits, dtype=dtype) for dtype in (torch.float32, *(3 * (torch.int64,)), torch.int32)]
+    best_keys = [torch.empty_like(bits, dtype=dtype) for dtype in (torch.float32, *(3 * (torch.int64,)), torch.int32)]
     _branch_kernel[(rows,)](
-        values, ids, bits.contiguous(), *found, start,
+        values, ids, bits.contiguous(), *best_keys, start,
         width, next_power_of_2(width), next_power_of_2(width * width), **launch_options(bits.device, 1),
     )  # fmt: skip
-    return tuple(found)
+    return tuple(best_keys)
 
 
 def find_nodes(values: torch.Tensor, ids: torch.Tensor, numbers: torch.Tensor, width: int, maximum: int) -> torch.Tensor:

@@ -41,7 +41,8 @@ def can_run(spec: AttentionSpec, operands: Operands) -> bool:
         return False
     is_plain = spec.causal and not (spec.sliding_window or spec.soft_cap or spec.sinks is not None)
     widths = operands.k1.shape[2], operands.k2.shape[2], operands.v.shape[2]
-    aligned = all(part.data_ptr() % 16 == 0 and part.stride(0) % 8 == part.stride(1) % 8 == 0 for part in operands[:2] if part is not None)
+    queries = [piece for piece in operands[:2] if piece is not None]
+    aligned = all(piece.data_ptr() % 16 == 0 and piece.stride(0) % 8 == piece.stride(1) % 8 == 0 for piece in queries)
     return is_plain and widths == _WIDTHS and aligned
 
 
@@ -59,7 +60,7 @@ def attend_prompts(
     with most keys first. `rows`: query_starts int32, seq_lens int32 and the start of each extend
     row among the keys, int32; `first_row`: the first extend row. `scale` of the scores.
     """
-    q1, q2, k1, k2, v = (part for part in operands[:5] if part is not None)
+    q1, q2, k1, k2, v = (piece for piece in operands[:5] if piece is not None)
     boxes = _boxes(q1, QUERIES // 2), _boxes(q2, QUERIES // 2), _boxes(k1, _KEYS), _boxes(k2, _KEYS), _boxes(v, _KEYS)
     heads, count = q1.shape[1], tiles.shape[1]
     columns = q1.stride(1), q2.stride(1), k1.stride(1), k2.stride(1), v.stride(1)
@@ -68,11 +69,11 @@ def attend_prompts(
     prepare(out.dtype, out.device)(grid, (*boxes, out, tiles, *rows), numbers)
 
 
-def _boxes(part: torch.Tensor, rows: int) -> TensorDescriptor:
+def _boxes(piece: torch.Tensor, rows: int) -> TensorDescriptor:
     """[rows, columns of all heads] in boxes of one head."""
-    width = part.shape[2]
-    columns = (part.shape[1] - 1) * part.stride(1) + width
-    return TensorDescriptor(part, [part.shape[0], columns], [part.stride(0), 1], [rows, width], _LAYOUT)
+    width = piece.shape[2]
+    columns = (piece.shape[1] - 1) * piece.stride(1) + width
+    return TensorDescriptor(piece, [piece.shape[0], columns], [piece.stride(0), 1], [rows, width], _LAYOUT)
 
 
 @lru_cache(maxsize=16)
@@ -115,9 +116,9 @@ def produce(boxes, shared, rows, sizes, columns):
         head, token, _, _, _, start, items = locate_tile(number, rows, sizes)
         mbarrier.wait(free_q.index(0), (number // programs & 1) ^ 1)
         mbarrier.expect(ready_q.index(0), 128 * (128 + 64) * 2)
-        for part in gl.static_range(2):
-            tma.async_copy_global_to_shared(q1_boxes, [token + part * 64, head * q1_head], ready_q.index(0), q1.index(part))
-            tma.async_copy_global_to_shared(q2_boxes, [token + part * 64, head * q2_head], ready_q.index(0), q2.index(part))
+        for piece in gl.static_range(2):
+            tma.async_copy_global_to_shared(q1_boxes, [token + piece * 64, head * q1_head], ready_q.index(0), q1.index(piece))
+            tma.async_copy_global_to_shared(q2_boxes, [token + piece * 64, head * q2_head], ready_q.index(0), q2.index(piece))
         for k in range(items):
             stage = item % STAGES
             parity = (item // STAGES & 1) ^ 1
@@ -132,13 +133,13 @@ def produce(boxes, shared, rows, sizes, columns):
 
 
 @gluon.jit
-def begin_turn(turns, number, PART: gl.constexpr):
+def begin_turn(turns, number, CONSUMER: gl.constexpr):
     """Wait until the other group has issued the products of its turn; `number` counts the turns."""
-    mbarrier.wait(turns.index(PART), (number & 1) ^ (1 - PART))
+    mbarrier.wait(turns.index(CONSUMER), (number & 1) ^ (1 - CONSUMER))
 
 
 @gluon.jit
-def attend_items(state, shared, first, last, items, item, turn, position, seq_len, unit, MASKED: gl.constexpr, PART: gl.constexpr):
+def attend_items(state, shared, first, last, items, item, turn, position, seq_len, unit, MASKED: gl.constexpr, CONSUMER: gl.constexpr):
     """The items first … last - 1 of `items`: scores, softmax in base 2, and values. `item` counts
     the items of all tiles. `turn`: the group's turn in which it multiplies item 0's values, and
     item 1's scores. MASKED: some queries do not see all keys.
@@ -156,9 +157,9 @@ def attend_items(state, shared, first, last, items, item, turn, position, seq_le
         stage = (item + k) % STAGES
         parity = (item + k) // STAGES & 1
         mbarrier.wait(ready_k.index(stage), parity)
-        scores = warpgroup_mma(q1.index(PART), k1.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma(q2.index(PART), k2.index(stage).permute((1, 0)), scores, is_async=True)
-        mbarrier.arrive(turns.index(1 - PART), count=1)
+        scores = warpgroup_mma(q1.index(CONSUMER), k1.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q2.index(CONSUMER), k2.index(stage).permute((1, 0)), scores, is_async=True)
+        mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(free_k.index(stage), count=1)
         mbarrier.arrive(free_q.index(0), count=1, pred=k == items - 1)
@@ -174,13 +175,13 @@ def attend_items(state, shared, first, last, items, item, turn, position, seq_le
         left = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, layout, 2))
         mbarrier.wait(ready_v.index(stage), parity)
         if MASKED and k * 128 + 128 > seq_len:
-            for part in gl.static_range(4):
-                values = v.index(stage).slice(part * 32, 32)
-                inside = k * 128 + part * 32 + gl.arange(0, 32, gl.SliceLayout(1, lines)) < seq_len
+            for piece in gl.static_range(4):
+                values = v.index(stage).slice(piece * 32, 32)
+                inside = k * 128 + piece * 32 + gl.arange(0, 32, gl.SliceLayout(1, lines)) < seq_len
                 values.store(gl.where(inside[:, None], values.load(lines), 0.0))
             fence_async_shared()
             gl.thread_barrier()
-        begin_turn(turns, turn + k, PART)
+        begin_turn(turns, turn + k, CONSUMER)
         acc = warpgroup_mma(left, v.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free_v.index(stage), count=1)
@@ -188,28 +189,28 @@ def attend_items(state, shared, first, last, items, item, turn, position, seq_le
 
 
 @gluon.jit
-def consume(out, shared, rows, sizes, unit, strides, PART: gl.constexpr):
+def consume(out, shared, rows, sizes, unit, strides, CONSUMER: gl.constexpr):
     """A consumer group (four warps): 64 queries of each tile."""
     out_stride, out_head = strides
     ready_q, turns = shared[5], shared[11]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    places = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    places = CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
     item = 0
     programs = gl.num_programs(0)
     for number in range(gl.program_id(0), sizes[0] * sizes[2], programs):
         head, token, first, query_len, seq_len, _, items = locate_tile(number, rows, sizes)
         position = seq_len - query_len + first + places
-        whole = min(items, (seq_len - query_len + first + PART * 64 + 1) // 128)  # items that all queries see
+        whole = min(items, (seq_len - query_len + first + CONSUMER * 64 + 1) // 128)  # items that all queries see
         mbarrier.wait(ready_q.index(0), number // programs & 1)
         row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
         row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
         state = row_max, row_sum, gl.zeros([64, 128], gl.float32, layout)
         turn = item + number // programs
-        begin_turn(turns, turn, PART)
-        state = attend_items(state, shared, 0, whole, items, item, turn + 1, position, seq_len, unit, False, PART)
-        state = attend_items(state, shared, whole, items, items, item, turn + 1, position, seq_len, unit, True, PART)
-        mbarrier.arrive(turns.index(1 - PART), count=1)
+        begin_turn(turns, turn, CONSUMER)
+        state = attend_items(state, shared, 0, whole, items, item, turn + 1, position, seq_len, unit, False, CONSUMER)
+        state = attend_items(state, shared, whole, items, items, item, turn + 1, position, seq_len, unit, True, CONSUMER)
+        mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
         item += items
         inside = (first + places < query_len)[:, None]
         targets = out + (token + places).to(gl.int64)[:, None] * out_stride + (head * out_head + columns)[None, :]
@@ -259,8 +260,8 @@ def expanded_extend_kernel(
     ready_k, free_k = allocate_barriers(STAGES, 1, 2)
     ready_v, free_v = allocate_barriers(STAGES, 1, 2)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(2):
-        mbarrier.init(turns.index(part), count=1)
+    for piece in gl.static_range(2):
+        mbarrier.init(turns.index(piece), count=1)
     shared = q1, q2, k1, k2, v, ready_q, free_q, ready_k, free_k, ready_v, free_v, turns
     fence_async_shared()
     boxes = q1_boxes, q2_boxes, k1_boxes, k2_boxes, v_boxes

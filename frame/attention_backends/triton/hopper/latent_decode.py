@@ -45,7 +45,7 @@ def can_run(spec: AttentionSpec, operands: Operands, split: SplitConfig) -> bool
     is_plain = not (spec.sliding_window or spec.soft_cap or spec.sinks is not None or split.tile_rows or split.tokens > 1)
     joined = k2.data_ptr() == k1.data_ptr() + _WIDTHS[0] * k1.element_size() and k1.stride(0) == k2.stride(0)
     shaped = k1.shape[1] == 1 and q1.shape[1] % HEADS == 0 and operands.page_size % _PAGE == 0 and k1.dtype == q1.dtype
-    aligned = all(part.stride(0) % 8 == part.stride(1) % 8 == 0 for part in (q1, q2)) and k1.stride(0) % 8 == 0
+    aligned = all(piece.stride(0) % 8 == piece.stride(1) % 8 == 0 for piece in (q1, q2)) and k1.stride(0) % 8 == 0
     return is_plain and joined and shaped and aligned and k1.element_size() == 2
 
 
@@ -55,7 +55,7 @@ def attend_latents(
     split: SplitConfig,
     scale: float,
 ) -> None:
-    """Write the attention of all decode rows to `out`, or to `parts` what `merge_kernel` merges.
+    """Write the attention of all decode rows to `out`, or to `partials` what `merge_kernel` merges.
 
     `tensors`: out [rows, heads, 512], contiguous; parts float32 [lines, 512] and weights float32
     [lines], see `decode_kernel`; the schedule; the page table int32 [slots, pages]. `scale` of the
@@ -111,16 +111,16 @@ def find_slots(table, first, end, page_size, COUNT: gl.constexpr):
     """The KV slots of COUNT times 16 keys from `first` on; of those behind the last key, the slots
     of the last 16 keys again."""
     slots = ()
-    for part in gl.static_range(COUNT):
-        key = min(first + part * 16, (end - 1) // 16 * 16)
+    for piece in gl.static_range(COUNT):
+        key = min(first + piece * 16, (end - 1) // 16 * 16)
         slots = slots + (gl.load(table + key // page_size) * page_size + key % page_size,)  # noqa: RUF005 - Gluon has no unpacking
     return slots
 
 
 @gluon.jit
-def view_query(q, part, boxes):
+def view_query(q, piece, boxes):
     """64 columns of the queries as the box of a TMA copy."""
-    return q.index(part)._reinterpret(q.dtype, [1, 64, 64], boxes.layout)  # noqa: SLF001 - Gluon has no public function
+    return q.index(piece)._reinterpret(q.dtype, [1, 64, 64], boxes.layout)  # noqa: SLF001 - Gluon has no public function
 
 
 @gluon.jit
@@ -140,18 +140,18 @@ def produce(boxes, shared, schedule, table, numbers):
         slots = find_slots(pages, begin, end, page_size, PAGES)
         mbarrier.wait(free_q.index(0), (index - first_item & 1) ^ 1)
         mbarrier.expect(ready_q.index(0), 64 * 576 * 2)
-        for part in gl.static_range(8):
-            tma.async_copy_global_to_shared(q1_boxes, [row, head, part * 64], ready_q.index(0), view_query(q, part, q1_boxes))
+        for piece in gl.static_range(8):
+            tma.async_copy_global_to_shared(q1_boxes, [row, head, piece * 64], ready_q.index(0), view_query(q, piece, q1_boxes))
         tma.async_copy_global_to_shared(q2_boxes, [row, head, 0], ready_q.index(0), view_query(q, 8, q2_boxes))
         for first in range(begin, end, KEYS):
             next_slots = find_slots(pages, first + KEYS, end, page_size, PAGES)  # read while the stage is waited for
             stage = tile % STAGES
             mbarrier.wait(free_k.index(stage), (tile // STAGES & 1) ^ 1)
             mbarrier.expect(ready_k.index(stage), KEYS * 576 * 2)
-            for part in gl.static_range(9):
+            for piece in gl.static_range(9):
                 for page in gl.static_range(PAGES):
-                    target = k.index((stage * 9 + part) * PAGES + page)
-                    tma.async_copy_global_to_shared(k_boxes, [slots[page], part * 64], ready_k.index(stage), target)
+                    target = k.index((stage * 9 + piece) * PAGES + page)
+                    tma.async_copy_global_to_shared(k_boxes, [slots[page], piece * 64], ready_k.index(stage), target)
             slots = next_slots
             tile += 1
 
@@ -211,8 +211,8 @@ def attend_tiles(shared, results, schedule, numbers, unit):
             factors.store(rescale)
             if first + KEYS > end:  # the values of keys behind the last one may not be finite
                 is_key = first + gl.arange(0, KEYS, gl.SliceLayout(1, lines)) < end
-                for part in gl.static_range(4):
-                    values = view(k, (stage * 9 + part * 2) * PAGES, KEYS, 128)
+                for piece in gl.static_range(4):
+                    values = view(k, (stage * 9 + piece * 2) * PAGES, KEYS, 128)
                     values.store(gl.where(is_key[:, None], values.load(lines), 0.0))
             fence_async_shared()
             gl.thread_barrier()
@@ -276,8 +276,8 @@ def multiply_values(shared, results, schedule, numbers):
 @gluon.jit
 def store_result(result, results, is_whole, index, row, head, FIRST: gl.constexpr):
     """Store 256 columns of 64 heads: to the output if the item is its row's only one, else as a
-    part."""
-    out, parts, _, num_heads = results
+    partial result."""
+    out, partials, _, num_heads = results
     layout: gl.constexpr = result.type.layout
     heads = head + gl.arange(0, 64, gl.SliceLayout(1, layout))
     columns = FIRST + gl.arange(0, 256, gl.SliceLayout(0, layout))
@@ -286,7 +286,7 @@ def store_result(result, results, is_whole, index, row, head, FIRST: gl.constexp
         gl.store(out + places, result.to(out.dtype.element_ty))
     else:
         places = (index * num_heads + heads).to(gl.int64)[:, None] * 512 + columns[None, :]
-        gl.store(parts + places, result)
+        gl.store(partials + places, result)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "capacity", "num_heads", "page_size", "unit"])
@@ -295,7 +295,7 @@ def latent_decode_kernel(
     q2_boxes,
     k_boxes,  # TMA descriptor of [slots, 576]; boxes of 16 slots
     out,  # [rows, heads, 512]
-    parts,  # float32 [lines, 512]
+    partials,  # float32 [lines, 512]
     weights,  # float32 [lines]
     schedule,
     page_table,
@@ -325,7 +325,7 @@ def latent_decode_kernel(
     fence_async_shared()
     wait_for_previous(PDL)
     launch_dependents(PDL)
-    results = out, parts, weights, num_heads
+    results = out, partials, weights, num_heads
     numbers = table_stride, capacity, num_heads // 64, page_size
     gl.warp_specialize(
         [
