@@ -75,23 +75,13 @@ def _score_kernel(
     q,  # [tokens, HEADS, SIZE]
     weights,  # [tokens, HEADS]
     cached,  # [pages, PAGE, SIZE]
-    table,
-    owners,
-    positions,
+    table, owners, positions,
     scores,  # float32 [tokens, width]
     counts,  # int32 [tokens, 1 << BITS]
-    table_stride,
-    width,
-    TOP_K: tl.constexpr,
-    PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BITS: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    table_stride, width,
+    TOP_K: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr, BITS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Grid: (tokens, programs that share a token's keys)."""
     token = tl.program_id(0).to(tl.int64)
     seen = tl.load(positions + token).to(tl.int32) + 1
@@ -121,17 +111,11 @@ def _score_kernel(
 def _select_kernel(
     scores,  # float32 [tokens, width]
     counts,  # int32 [tokens, 1 << BITS]: keys by the first bits of their score
-    table,
-    owners,
-    positions,
+    table, owners, positions,
     slots,  # int64 [tokens, TOP_K]
-    table_stride,
-    width,
-    TOP_K: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-):
+    table_stride, width,
+    TOP_K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """Grid: (tokens). Finds the TOP_K-th best score, BITS bits at a time; of keys with this score,
     the first ones are selected."""
     token = tl.program_id(0).to(tl.int64)

@@ -126,26 +126,15 @@ def _prepared(rank: int, size: int, piece: int, form: str, types: tuple[torch.dt
 
 @triton.jit
 def _sum_peers(
-    x,
-    residual,
-    weight,
-    out,
-    turns,
-    addresses,
-    count,
+    x, residual, weight, out, turns, addresses, count,
     width,  # columns that GATHER gets from each rank
     eps,
-    PIECE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REGION: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    NORM: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr, REGION: tl.constexpr, CHANNELS: tl.constexpr, NORM: tl.constexpr,
     GATHER: tl.constexpr,  # no sums
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr,
     WIDE: tl.constexpr,  # values of 32 bits, not of 16
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: pieces of `count` elements. A rank's memory is [2 turns, RANKS, CHANNELS, REGION]."""
     BITS: tl.constexpr = tl.int32 if WIDE else tl.int16
     EMPTY: tl.constexpr = -0x7FFF8000 if WIDE else -0x8000

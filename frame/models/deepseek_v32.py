@@ -106,9 +106,7 @@ class Indexer(nn.Module):
         rotate_(heads[..., : rotary.dim], batch.positions, rotary.table, rotary.interleaved)
         return heads
 
-    def _select(
-        self, q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, max_length: int
-    ) -> torch.Tensor:
+    def _select(self, q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, max_length: int) -> torch.Tensor:
         """As `select_keys`, for some tokens at a time."""
         owners, found = batch.request_slots, []
         if batch.num_decodes < len(q):
@@ -145,9 +143,7 @@ def select_keys(
     return slots.masked_fill_(best == -torch.inf, -1)
 
 
-def score_keys(
-    q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def score_keys(q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Scores of all keys in the pages of each token's row, int32 [tokens, pages], -inf after its
     position. -> float32 [tokens, keys]."""
     keys = cached.index_select(0, rows.flatten()).view(len(q), -1, q.shape[2]).float()

@@ -13,7 +13,7 @@ from torch import nn
 
 from frame.core.errors import ConfigurationError
 from frame.models.layers.attention import AttentionOptions
-from frame.models.layers.decoder import Decoder, Norm
+from frame.models.layers.decoder import Decoder, Layer, Norm
 from frame.models.layers.linear_attention.convolution import StepPositions
 from frame.models.layers.linear_attention.mamba2 import Mamba2, MambaSizes
 from frame.models.layers.mlp import GatedMLP, read_activation
@@ -23,6 +23,7 @@ from frame.models.layers.weights.fused_tensors import split_layers
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.model import LazyTensor
+    from frame.models.layers.linear import RankSum
 
 _LAST_NORM = "model.final_layernorm."
 _NO_LIMIT = {"__float__": "Infinity"}  # as transformers writes infinity
@@ -81,41 +82,29 @@ class FalconH1ForCausalLM(Decoder):
 class Scaled(nn.Module):
     """A part that mixes tokens, with factors of its input and of its result."""
 
-    def __init__(self, part: nn.Module, before: float, after: float) -> None:
+    def __init__(self, mixer: nn.Module, before: float, after: float) -> None:
         super().__init__()
-        self.part = part
+        self.mixer = mixer
         self.before, self.after = before, after
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
-        out: torch.Tensor = self.part(x * self.before, rows, batch)
+        out: torch.Tensor = self.mixer(x * self.before, rows, batch)
         return out * self.after
 
 
-class HybridLayer(nn.Module):
+class HybridLayer(Layer):
     """Attention and a recurrence have the same input, and the feed-forward follows their sum.
     `norms`: before the two, and before the feed-forward."""
 
     def __init__(self, norms: tuple[Norm, Norm], attention: nn.Module, recurrence: nn.Module, mlp: nn.Module) -> None:
-        super().__init__()
-        self.input_norm, self.post_norm = norms
-        self.attention, self.recurrence = attention, recurrence
-        self.mlp = mlp
+        super().__init__(norms[0], attention, mlp)
+        self.post_norm, self.recurrence = norms[1], recurrence
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        batch: ForwardBatch,
-        selected: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `DecoderLayer.forward`."""
-        x, residual = self.input_norm.add_residual(x, residual)
-        x = self.recurrence(x, rows, batch) + self.attention(x, rows, batch)
-        if selected is not None:
-            x, residual = x.index_select(0, selected), residual.index_select(0, selected)
-            if not len(selected):
-                return x, residual
+    def mix_tokens(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
+        mixed: torch.Tensor = self.recurrence(x, rows, batch) + self.attention(x, rows, batch)
+        return mixed
+
+    def feed_forward(self, x: torch.Tensor | RankSum, residual: torch.Tensor) -> tuple[torch.Tensor | RankSum, torch.Tensor]:
         x, residual = self.post_norm.add_residual(x, residual)
         return self.mlp(x), residual
 

@@ -79,9 +79,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
             return SharedKVAttention(self.context, sizes, prefix, self.get_rotary(layer), self.sources[kind], self._eps)
         bias = bool(config.get("attention_bias", False))
         window = config.get("sliding_window") if kind == _SLIDING else None
-        options = AttentionOptions(
-            qkv_bias=bias, out_bias=bias, qk_norm=self._eps, value_norm=self._eps, sliding_window=window, scale=1.0
-        )
+        options = AttentionOptions(qkv_bias=bias, out_bias=bias, qk_norm=self._eps, value_norm=self._eps, sliding_window=window, scale=1.0)
         found = Attention(self.context, sizes, layer, prefix, self.get_rotary(layer), options)
         self.sources[kind] = found
         return found

@@ -11,7 +11,7 @@ from torch import nn
 
 from frame.core.errors import ConfigurationError
 from frame.models.layers.attention import AttentionOptions
-from frame.models.layers.decoder import Decoder, DraftNames, MixerLayer
+from frame.models.layers.decoder import Decoder, DraftNames, Layer
 from frame.models.layers.linear_attention.convolution import StepPositions
 from frame.models.layers.linear_attention.mamba2 import Mamba2, MambaSizes
 from frame.models.layers.mlp import PlainMLP
@@ -71,11 +71,10 @@ class NemotronHForCausalLM(Decoder):
         name = f"{prefix}.mixer"
         norm = self.build_norm(f"{prefix}.norm")
         if kind == "linear_attention":
-            return MixerLayer(norm, Mamba2(self.context, index, name, self.sizes, self.positions), mixes_tokens=True)
+            return Layer(norm, Mamba2(self.context, index, name, self.sizes, self.positions), None)
         if kind == "full_attention":
-            return MixerLayer(norm, self.build_attention(index, name), mixes_tokens=True)
-        part = self._build_experts(name) if kind == "moe" else self.build_mlp(index, name)
-        return MixerLayer(norm, part, mixes_tokens=False)
+            return Layer(norm, self.build_attention(index, name), None)
+        return Layer(norm, None, self._build_experts(name) if kind == "moe" else self.build_mlp(index, name))
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
         return replace(super().get_attention_options(layer), rotates=False)
@@ -88,9 +87,7 @@ class NemotronHForCausalLM(Decoder):
     def _build_experts(self, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size
         bias = self.has_bias("mlp_bias")
-        sizes = ExpertSizes(
-            self.model_config.num_experts, hidden, config["moe_intermediate_size"], activation=squared_relu, gated=False
-        )
+        sizes = ExpertSizes(self.model_config.num_experts, hidden, config["moe_intermediate_size"], activation=squared_relu, gated=False)
         rule = read_sigmoid_rule(config)
         inner = config["moe_shared_expert_intermediate_size"]
         shared = PlainMLP(self.context, f"{prefix}.shared_experts", hidden, inner, bias, squared_relu)
@@ -102,8 +99,8 @@ class NemotronHForCausalLM(Decoder):
     @staticmethod
     def _rename_body(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         for name, tensor in weights:
-            found = next((prefix for prefix in _RENAMED if name.startswith(prefix)), None)
-            yield (name if found is None else _RENAMED[found] + name.removeprefix(found)), tensor
+            known = next((prefix for prefix in _RENAMED if name.startswith(prefix)), None)
+            yield (name if known is None else _RENAMED[known] + name.removeprefix(known)), tensor
 
 
 def _read_kinds(listed: list[str] | str) -> list[str]:

@@ -53,30 +53,14 @@ def attend_item(
     query_at,  # [M] position of each query, for MASK >= CAUSAL
     query_bits,  # [M], for MASK == TREE
     head,  # [M]
-    valid,
-    row_max,
-    row_sum,
-    begin,
-    end,
-    scale,
-    value_scale,
-    table,
-    kv_head,
+    valid, row_max, row_sum, begin, end, scale, value_scale, table, kv_head,
     keys,  # pointers of (k1, k2, v)
     scales,  # of an int8 cache: pointers of those of keys and of values
     STRIDES: tl.constexpr,  # of the rows of q1, q2, k1, k2 and v, and of a cache's scales
     HEAD_STRIDES: tl.constexpr,  # of the heads of q1, q2, k1, k2 and v
-    PAGE_SIZE: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    VALUES_IN_KEYS: tl.constexpr,
-    LANES: tl.constexpr,
-    MASK: tl.constexpr,
-    WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    PAGE_SIZE: tl.constexpr, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SOFT_CAP: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr, LANES: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """One item's keys -> (normalised result of each lane, log2 of its sum of weights)."""
     loaded = load_queries(queries, row.to(tl.int64), head, valid, keys[0], STRIDES, HEAD_STRIDES, WIDTHS, BLOCKS, UPCAST)
     columns = kv_head * HEAD_STRIDES[2], kv_head * HEAD_STRIDES[3], kv_head * HEAD_STRIDES[4]
@@ -93,67 +77,33 @@ def attend_item(
 
 @triton.jit(do_not_specialize=["table_stride", "capacity", "max_items", "own_items"])
 def decode_kernel(
-    q1_pointer,
-    q2_pointer,
-    k1_pointer,
-    k2_pointer,
-    v_pointer,
+    q1_pointer, q2_pointer, k1_pointer, k2_pointer, v_pointer,
     out_pointer,  # [rows, heads, value]
     partials_pointer,  # float32 [lines, value]: partial results
     weights_pointer,  # float32 [lines]: log2 of the partial sums of weights
-    sinks_pointer,
-    schedule,
+    sinks_pointer, schedule,
     order_pointer,  # int32: rows with shared prefixes, group by group
     page_table,
     k_scales,  # float16 [slots, kv heads] of an int8 cache, if SCALE_STRIDE > 0
     v_scales,
     tree_bits,  # int32 [rows], if TREES
     seq_lens,  # int32 [rows], if TREES
-    table_stride,
-    capacity,
-    max_items,
-    suffix_items,
-    scale,
-    value_scale,
-    Q1_STRIDE: tl.constexpr,
-    Q1_HEAD: tl.constexpr,
-    Q2_STRIDE: tl.constexpr,
-    Q2_HEAD: tl.constexpr,
-    K1_STRIDE: tl.constexpr,
-    K1_HEAD: tl.constexpr,
-    K2_STRIDE: tl.constexpr,
-    K2_HEAD: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
+    table_stride, capacity, max_items, suffix_items, scale, value_scale,
+    Q1_STRIDE: tl.constexpr, Q1_HEAD: tl.constexpr, Q2_STRIDE: tl.constexpr, Q2_HEAD: tl.constexpr, K1_STRIDE: tl.constexpr,
+    K1_HEAD: tl.constexpr, K2_STRIDE: tl.constexpr, K2_HEAD: tl.constexpr, V_STRIDE: tl.constexpr, V_HEAD: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_HEAD: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # 0: no shared prefixes
-    TILE_LANES: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
+    TILE_LANES: tl.constexpr, TILE_KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr,  # see `SplitConfig`
     TREES: tl.constexpr,  # rows may be tokens of trees, whose last 32 keys are masked
     MERGE_LANES: tl.constexpr,  # HEADS * TOKENS, padded to a power of two
-    NUM_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WIDTH1: tl.constexpr,
-    WIDTH2: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK1: tl.constexpr,
-    BLOCK2: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    VALUES_IN_KEYS: tl.constexpr,
-    WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
+    WIDE: tl.constexpr, UPCAST: tl.constexpr,
     MERGE_IN_KERNEL: tl.constexpr,  # False: `merge_kernel` merges
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """out[r, h] = softmax(q[r, h] · K[r].T * scale) V[r]. Grid: (kv heads * blocks of `HEADS` query
     heads, items).
 

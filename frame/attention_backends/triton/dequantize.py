@@ -52,19 +52,10 @@ class Dequantizer:
 
 @triton.jit(do_not_specialize=["count"])
 def _dequantize_kernel(
-    cached,
-    scales,
-    places,
-    out,
-    count,
-    factor,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    cached, scales, places, out, count, factor,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: blocks of lines; a line is one head of one row."""
     wait_for_previous(PDL)
     launch_dependents(PDL)

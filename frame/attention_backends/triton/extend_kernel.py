@@ -17,16 +17,11 @@ from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TREE, 
 
 @triton.jit(do_not_specialize=["num_tiles", "first_row", "table_stride"])
 def extend_kernel(
-    q1_pointer,
-    q2_pointer,
+    q1_pointer, q2_pointer,
     k1_pointer,  # of the cache, if PAGED
-    k2_pointer,
-    v_pointer,
+    k2_pointer, v_pointer,
     ragged1,  # ragged keys and values, if HAS_RAGGED: pointers, or TMA descriptors if USE_TMA
-    ragged2,
-    ragged_v,
-    out_pointer,
-    sinks_pointer,
+    ragged2, ragged_v, out_pointer, sinks_pointer,
     tiles,  # int32 [2, num_tiles]: extend row of each tile, and its first query in the row
     query_starts,  # int32 [rows + 1]
     seq_lens,  # int32 [rows]
@@ -38,52 +33,23 @@ def extend_kernel(
     tree_bits,  # int32 [tokens], if TREES
     num_tiles,
     first_row,  # index of the first extend row
-    table_stride,
-    scale,
-    value_scale,
-    Q1_STRIDE: tl.constexpr,
-    Q1_HEAD: tl.constexpr,
-    Q2_STRIDE: tl.constexpr,
-    Q2_HEAD: tl.constexpr,
-    K1_STRIDE: tl.constexpr,
-    K1_HEAD: tl.constexpr,
-    K2_STRIDE: tl.constexpr,
-    K2_HEAD: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    RAGGED1_STRIDE: tl.constexpr,
-    RAGGED1_HEAD: tl.constexpr,
-    RAGGED2_STRIDE: tl.constexpr,
-    RAGGED2_HEAD: tl.constexpr,
-    RAGGED_V_STRIDE: tl.constexpr,
-    RAGGED_V_HEAD: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
+    table_stride, scale, value_scale,
+    Q1_STRIDE: tl.constexpr, Q1_HEAD: tl.constexpr, Q2_STRIDE: tl.constexpr, Q2_HEAD: tl.constexpr, K1_STRIDE: tl.constexpr,
+    K1_HEAD: tl.constexpr, K2_STRIDE: tl.constexpr, K2_HEAD: tl.constexpr, V_STRIDE: tl.constexpr, V_HEAD: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr, RAGGED1_STRIDE: tl.constexpr, RAGGED1_HEAD: tl.constexpr, RAGGED2_STRIDE: tl.constexpr,
+    RAGGED2_HEAD: tl.constexpr, RAGGED_V_STRIDE: tl.constexpr, RAGGED_V_HEAD: tl.constexpr, OUT_STRIDE: tl.constexpr,
     OUT_HEAD: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per key head
     HEADS: tl.constexpr,  # query heads per program
-    PAGE_SIZE: tl.constexpr,
-    WIDTH1: tl.constexpr,
-    WIDTH2: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK1: tl.constexpr,
-    BLOCK2: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    VALUES_IN_KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, VALUE: tl.constexpr, BLOCK1: tl.constexpr,
+    BLOCK2: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
     PAGED: tl.constexpr,  # some keys are read from the paged cache
     HAS_RAGGED: tl.constexpr,  # some keys are ragged: this step's own, or all
-    RAGGED_HAS_ALL: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    RAGGED_HAS_ALL: tl.constexpr, USE_TMA: tl.constexpr,
     TREES: tl.constexpr,  # some rows are trees of drafted tokens, of at most 32 tokens each
-    WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    WIDE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (kv heads * blocks of `HEADS` query heads, tiles). Tiles with most keys come first, and
     start on all heads first."""
     if PDL:

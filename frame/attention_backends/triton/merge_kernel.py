@@ -29,22 +29,13 @@ def locate_partial(
 
 @triton.jit
 def load_partial(
-    partials_pointer,
-    weights_pointer,
+    partials_pointer, weights_pointer,
     suffix_first,  # [N], as all of the following
-    suffix_count,
-    shared_first,
-    shared_count,
-    within,
+    suffix_count, shared_first, shared_count, within,
     index,  # scalar, as the next
-    suffix_lines,
-    head,
-    valid,
-    NUM_HEADS: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
+    suffix_lines, head, valid,
+    NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
     """(log2 of its sum of weights [N], -inf where a row has no such result; 1 or 0 [N]; its result
     [N, value])."""
     columns = tl.arange(0, BLOCK_VALUE)
@@ -77,26 +68,14 @@ def store_partials(partials_pointer, weights_pointer, line, value, weight, valid
 
 @triton.jit
 def merge_partials(
-    partials_pointer,
-    weights_pointer,
-    out_pointer,
+    partials_pointer, weights_pointer, out_pointer,
     suffix_first,  # [N], as all of the following
-    suffix_count,
-    shared_first,
-    shared_count,
-    within,
+    suffix_count, shared_first, shared_count, within,
     suffix_lines,  # scalar
-    row,
-    head,
-    valid,
-    NUM_HEADS: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    row, head, valid,
+    NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, TILE_ROWS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, OUT_HEAD: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Merge the partial results of rows and heads, and store the result. Four are loaded at a time;
     each thread merges what it loaded."""
     row_max = tl.full([LANES], float("-inf"), tl.float32)
@@ -120,20 +99,10 @@ def merge_partials(
 
 @triton.jit(do_not_specialize=["own_items"])
 def merge_kernel(
-    partials_pointer,
-    weights_pointer,
-    out_pointer,
-    schedule,
-    suffix_items,
-    NUM_HEADS: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    HEADS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partials_pointer, weights_pointer, out_pointer, schedule, suffix_items,
+    NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, TILE_ROWS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, OUT_HEAD: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of HEADS heads, rows). For shapes whose partial results are too large for one
     merging program."""
     if PDL:

@@ -107,16 +107,11 @@ def widen(numbers, dtype: tl.constexpr, UPCAST: tl.constexpr):
 @triton.jit
 def load_keys(
     source,  # a pointer, or a TMA descriptor of [rows, columns]
-    column,
-    row,
-    places,
+    column, row, places,
     STRIDE: tl.constexpr,
     columns,
-    WIDTH: tl.constexpr,
-    dtype: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    WIDTH: tl.constexpr, dtype: tl.constexpr, USE_TMA: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """[keys, columns] of keys or values in `dtype`, from `column` on: a box of consecutive rows
     from `row` on, or rows at any slots."""
     if USE_TMA:

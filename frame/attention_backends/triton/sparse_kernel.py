@@ -70,38 +70,18 @@ def _load_columns(base, rows, first, valid, SIZE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["scale", "v_scale", "num_keys", "share"])
 def _sparse_kernel(
-    q,
-    q_rope,
-    cached,
-    slots,
+    q, q_rope, cached, slots,
     scales,  # float16 [slots of the cache] of an int8 cache
     out,
     partials,  # float32 [tokens * splits * HEADS, RANK]: results of the pieces of the keys
     weights,  # float32 [tokens * splits * HEADS]: log2 of their sums of weights, -inf without a key
-    scale,
-    v_scale,
-    num_keys,
+    scale, v_scale, num_keys,
     share,  # keys of a program
-    q_token,
-    q_head,
-    rope_token,
-    rope_head,
-    out_token,
-    out_head,
-    cached_row,
-    slots_row,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_ALL: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    q_token, q_head, rope_token, rope_head, out_token, out_head, cached_row, slots_row,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_ALL: tl.constexpr, IS_SPLIT: tl.constexpr,
+    HAS_SCALES: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Grid: (tokens, blocks of heads, pieces of the keys)."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

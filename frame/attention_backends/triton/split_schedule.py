@@ -148,27 +148,13 @@ def divide_evenly(
 
 @triton.jit(do_not_specialize=["num_rows", "capacity", "max_items", "pieces", "tiled_pieces", "max_pieces"])
 def schedule_kernel(
-    schedule,
-    seq_lens,
-    request_slots,
+    schedule, seq_lens, request_slots,
     prefixes,  # int32 [5, capacity], see `shared_prefixes.py`
-    num_rows,
-    capacity,
-    max_items,
-    pieces,
-    tiled_pieces,
+    num_rows, capacity, max_items, pieces, tiled_pieces,
     max_pieces,  # pieces and tiles of shared prefixes together, at most
-    BLOCK_ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SHARES: tl.constexpr,
-    BLOCK_ARRIVALS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_ROWS: tl.constexpr, BLOCKS: tl.constexpr, MIN_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARES: tl.constexpr, BLOCK_ARRIVALS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -270,24 +256,9 @@ def make_schedule(
     size = HEADER.value + config.capacity * (ROW.value + config.blocks) + maximum * ITEM.value
     schedule = torch.empty(size, dtype=torch.int32, device=seq_lens.device)
     schedule_kernel[(1,)](
-        schedule,
-        seq_lens,
-        request_slots,
-        prefixes,
-        rows,
-        config.capacity,
-        maximum,
-        *config.count_pieces(rows),
-        BLOCK_ROWS=max(16, triton.next_power_of_2(rows)),
-        BLOCKS=config.blocks,
-        MIN_KEYS=config.min_keys,
-        BLOCK_KEYS=config.block_keys,
-        WINDOW=config.window,
-        TILE_ROWS=config.tile_rows,
-        TOKENS=config.tokens,
-        SHARES=config.shares,
-        BLOCK_ARRIVALS=1024,
-        PDL=pdl,
-        launch_pdl=pdl,
-    )
+        schedule, seq_lens, request_slots, prefixes, rows, config.capacity, maximum, *config.count_pieces(rows),
+        BLOCK_ROWS=max(16, triton.next_power_of_2(rows)), BLOCKS=config.blocks, MIN_KEYS=config.min_keys,
+        BLOCK_KEYS=config.block_keys, WINDOW=config.window, TILE_ROWS=config.tile_rows, TOKENS=config.tokens,
+        SHARES=config.shares, BLOCK_ARRIVALS=1024, PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
     return schedule

@@ -92,17 +92,9 @@ def _silu_mul(gate_up, out, rows, stride, INNER: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _sigmoid_mul(
-    x,
-    gate,
-    out,
-    x_stride,
-    token_stride,
-    head_stride,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, gate, out, x_stride, token_stride, head_stride,
+    SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (tokens, blocks of BLOCK entries)."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)

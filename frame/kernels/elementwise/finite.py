@@ -39,16 +39,10 @@ def _prepared(size: int, stride: int, dtype: torch.dtype, device: torch.device, 
 
 @triton.jit(do_not_specialize=["rows"])
 def _replace_non_finite_kernel(
-    x,
-    out,
-    rows,
-    SIZE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, out, rows,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, MAXIMUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: (blocks of ROWS rows, blocks of COLUMNS columns)."""
     launch_dependents(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]

@@ -35,20 +35,11 @@ def gated_norm(
 
 @triton.jit
 def _gated_norm(
-    x,
-    gate,
-    weight,
-    out,
-    gate_stride,
-    eps,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, gate, weight, out, gate_stride, eps,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     SHARED: tl.constexpr,  # all groups have the same weights
-    GATES_FIRST: tl.constexpr,
-    SILU: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    GATES_FIRST: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: tokens, groups."""
     launch_dependents(PDL)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -66,21 +66,11 @@ def _prepared(
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm(
-    x,
-    residual,
-    weight,
-    out,
-    rows,
-    x_stride,
-    residual_stride,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, residual, weight, out, rows, x_stride, residual_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PARTIALS: tl.constexpr,  # rows of x that are summed to one
-    ADDS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ADDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: blocks of ROWS rows. A program holds whole rows."""
     launch_dependents(PDL)
     columns = tl.arange(0, BLOCK)[None, :]

@@ -237,35 +237,17 @@ def store_scales(pointers, largest, valid):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _norm_rope_store(
-    qkv,
-    positions,
-    table,
-    weights,
-    slots,
-    k_cache,
-    v_cache,
+    qkv, positions, table, weights, slots, k_cache, v_cache,
     k_scales,  # of an int8 cache
-    v_scales,
-    q_out,
-    tokens,
-    stride,
-    eps,
+    v_scales, q_out, tokens, stride, eps,
     k_inverse,  # 1 / k_scale
     v_inverse,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    ROTATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_TAIL: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
     STORE: tl.constexpr,
     QUERY_STEP: tl.constexpr,  # heads from one query to the next
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program takes TOKENS tokens by HEADS heads, all of them queries, keys or values. Grid:
     (blocks of tokens, blocks of query heads, then of key heads, then of value heads)."""
     launch_dependents(PDL)
@@ -346,20 +328,10 @@ def _norm_rope_store(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rotate(
-    x,
-    positions,
-    table,
-    tokens,
-    token_stride,
-    head_stride,
-    HEADS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, positions, table, tokens, token_stride, head_stride,
+    HEADS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of TOKENS tokens, blocks of BLOCK_HEADS heads)."""
     launch_dependents(PDL)
     places = tl.arange(0, TOKENS * BLOCK_HEADS)[:, None]
@@ -376,28 +348,13 @@ def _rotate(
 
 @triton.jit
 def _latent_norm_rope_store(
-    x,
-    positions,
-    table,
-    weight,
-    q_weight,
-    slots,
-    cache,
+    x, positions, table, weight, q_weight, slots, cache,
     scales,  # of an int8 cache
-    q_out,
-    stride,
-    eps,
+    q_out, stride, eps,
     inverse,  # 1 / scale of the cache
-    Q_RANK: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    STORE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    Q_RANK: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (tokens, 2). The first program of a token makes the latent row, the second the query
     input."""
     launch_dependents(PDL)

@@ -68,17 +68,9 @@ def _gated_linear(
     x,  # TMA descriptor of [rows, inputs]
     weight,  # TMA descriptor of [2, inner, inputs]
     out,  # TMA descriptor of [rows, inner]
-    rows,
-    inner,
-    inputs,
-    programs,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    TALL: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows, inner, inputs, programs,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TALL: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: programs. Each takes every `programs`-th tile."""
     launch_dependents(PDL)
     wait_for_previous(PDL)

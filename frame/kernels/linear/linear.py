@@ -31,13 +31,13 @@ def load_weights(pointers, inside, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def apply_epilogue(totals, rows, bias, N, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+def apply_epilogue(totals, rows, bias, N, HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
     """Add the bias; with two parts, return SiLU(gate) * up of values rounded as separate products
     would be."""
     gate = totals[0]
     if HAS_BIAS:
         gate += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
-    if PARTS == 2:
+    if HALVES == 2:
         up = totals[1]
         if HAS_BIAS:
             up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)
@@ -57,24 +57,16 @@ def partial_sums(weights, row, LANES: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["M"])
 def vector_kernel(
     x,  # [M, K]
-    w,  # [PARTS * N, K]
-    bias,  # [PARTS * N]
+    w,  # [HALVES * N, K]
+    bias,  # [HALVES * N]
     out,  # [M, N]
-    M,
-    N,
-    K,
-    x_stride,
-    w_stride,
-    out_stride,
+    M, N, K, x_stride, w_stride, out_stride,
     ROWS: tl.constexpr,  # at least M
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
     DEPTH: tl.constexpr,  # weight tiles in flight
-    PARTS: tl.constexpr,  # 2: gate and up
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    HALVES: tl.constexpr,  # 2: gate and up
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Grid: blocks of BN outputs. Dot products on the CUDA cores, for one or two rows."""
     LANES: tl.constexpr = 8
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -84,7 +76,7 @@ def vector_kernel(
     up_offset = N.to(tl.int64) * w_stride
     tiles = ()
     for d in tl.static_range(DEPTH):
-        for p in tl.static_range(PARTS):
+        for p in tl.static_range(HALVES):
             tiles += (load_weights(pointers + p * up_offset + d * BK, valid & (d * BK + columns < K)[None, :], UPCAST),)
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -92,7 +84,7 @@ def vector_kernel(
     sums = ()
     for m in tl.static_range(ROWS):
         inputs += (tl.load(x + m * x_stride + columns, mask=columns < tl.where(m < M, K, 0), other=0.0),)
-        for _ in tl.static_range(PARTS):
+        for _ in tl.static_range(HALVES):
             sums += (tl.zeros([BN, BK // LANES], tl.float32),)
     for start in range(0, K, DEPTH * BK):
         next_tiles = ()
@@ -103,19 +95,19 @@ def vector_kernel(
             next_sums = ()
             for m in tl.static_range(ROWS):
                 next_inputs += (tl.load(x + m * x_stride + after, mask=after < tl.where(m < M, K, 0), other=0.0),)
-                for p in tl.static_range(PARTS):
-                    next_sums += (sums[m * PARTS + p] + partial_sums(tiles[d * PARTS + p], inputs[m], LANES),)
+                for p in tl.static_range(HALVES):
+                    next_sums += (sums[m * HALVES + p] + partial_sums(tiles[d * HALVES + p], inputs[m], LANES),)
             fresh = k + DEPTH * BK
-            for p in tl.static_range(PARTS):
+            for p in tl.static_range(HALVES):
                 next_tiles += (load_weights(pointers + p * up_offset + fresh, valid & (fresh + columns < K)[None, :], UPCAST),)
             inputs = next_inputs
             sums = next_sums
         tiles = next_tiles
     for m in tl.static_range(ROWS):
         totals = ()
-        for p in tl.static_range(PARTS):
-            totals += (tl.sum(sums[m * PARTS + p], 1),)
-        result = apply_epilogue(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+        for p in tl.static_range(HALVES):
+            totals += (tl.sum(sums[m * HALVES + p], 1),)
+        result = apply_epilogue(totals, rows, bias, N, HALVES, HAS_BIAS, out.dtype.element_ty)
         tl.store(out + m * out_stride + rows, result, mask=rows < tl.where(m < M, N, 0))
 
 
@@ -144,24 +136,16 @@ def to_right_operand(tile, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["M"])
 def fragment_kernel(
     x,  # [M, K]
-    w,  # [PARTS * N, K]
-    bias,  # [PARTS * N]
+    w,  # [HALVES * N, K]
+    bias,  # [HALVES * N]
     out,  # [M, N]
-    M,
-    N,
-    K,
-    x_stride,
-    w_stride,
-    out_stride,
+    M, N, K, x_stride, w_stride, out_stride,
     GROUPS: tl.constexpr,  # groups of eight rows; at least M rows in all
     CHUNKS: tl.constexpr,  # chunks of 32 inputs per warp and tile
     DEPTH: tl.constexpr,  # weight tiles in flight
-    PARTS: tl.constexpr,  # 2: gate and up
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-    UPCAST: tl.constexpr,
-    num_warps: tl.constexpr,
-):
+    HALVES: tl.constexpr,  # 2: gate and up
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr, UPCAST: tl.constexpr, num_warps: tl.constexpr,
+):  # fmt: skip
     """Grid: blocks of 16 outputs. MMA from registers, for groups of eight rows."""
     WARPS: tl.constexpr = num_warps
     SPAN: tl.constexpr = CHUNKS * WARPS * 32
@@ -177,7 +161,7 @@ def fragment_kernel(
     up_offset = N.to(tl.int64) * w_stride
     tiles = ()
     for d in tl.static_range(DEPTH):
-        for p in tl.static_range(PARTS):
+        for p in tl.static_range(HALVES):
             tiles += (load_weights(pointers + p * up_offset + d * SPAN, valid & (d * SPAN + w_columns < K), UPCAST),)
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -186,7 +170,7 @@ def fragment_kernel(
     for g in tl.static_range(GROUPS):
         group = x_rows + 8 * g
         inputs += (tl.load(x + group * x_stride + x_columns, mask=(group < M) & (x_columns < K), other=0.0),)
-        for _ in tl.static_range(PARTS):
+        for _ in tl.static_range(HALVES):
             sums += (tl.zeros([WARPS, 16, 8], tl.float32),)
     for start in range(0, K, DEPTH * SPAN):
         next_tiles = ()
@@ -201,11 +185,11 @@ def fragment_kernel(
                 right = to_right_operand(inputs[g], CHUNKS, WARPS)
                 if UPCAST:
                     right = right.to(tl.float32)
-                for p in tl.static_range(PARTS):
-                    left = to_left_operand(tiles[d * PARTS + p], CHUNKS, WARPS)
-                    next_sums += (tl.dot(left, right, sums[g * PARTS + p], input_precision="ieee"),)
+                for p in tl.static_range(HALVES):
+                    left = to_left_operand(tiles[d * HALVES + p], CHUNKS, WARPS)
+                    next_sums += (tl.dot(left, right, sums[g * HALVES + p], input_precision="ieee"),)
             fresh = k + DEPTH * SPAN
-            for p in tl.static_range(PARTS):
+            for p in tl.static_range(HALVES):
                 next_tiles += (load_weights(pointers + p * up_offset + fresh, valid & (fresh + w_columns < K), UPCAST),)
             inputs = next_inputs
             sums = next_sums
@@ -213,9 +197,9 @@ def fragment_kernel(
     rows = (first + tl.arange(0, 16))[:, None]
     for g in tl.static_range(GROUPS):
         totals = ()
-        for p in tl.static_range(PARTS):
-            totals += (tl.sum(sums[g * PARTS + p], 0),)
-        result = apply_epilogue(totals, rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+        for p in tl.static_range(HALVES):
+            totals += (tl.sum(sums[g * HALVES + p], 0),)
+        result = apply_epilogue(totals, rows, bias, N, HALVES, HAS_BIAS, out.dtype.element_ty)
         group = (8 * g + eight)[None, :]
         tl.store(out + group * out_stride + rows, result, mask=(group < M) & (rows < N))
 
@@ -223,26 +207,17 @@ def fragment_kernel(
 @triton.jit(do_not_specialize_on_alignment=["M"])
 def tile_kernel(
     x,  # [M, K]
-    w,  # [PARTS * N, K]
-    bias,  # [PARTS * N]
+    w,  # [HALVES * N, K]
+    bias,  # [HALVES * N]
     out,  # [M, N]
-    M,
-    N,
-    K,
-    x_stride,
-    w_stride,
-    out_stride,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    M, N, K, x_stride, w_stride, out_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PIECES: tl.constexpr,  # pieces of BK inputs, one per warp: blocks of few outputs cannot be split otherwise
-    PARTS: tl.constexpr,  # 2: gate and up
+    HALVES: tl.constexpr,  # 2: gate and up
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,  # whole blocks cover N and K
-    PDL: tl.constexpr,
-    UPCAST: tl.constexpr,
-    num_stages: tl.constexpr,
-):
+    PDL: tl.constexpr, UPCAST: tl.constexpr, num_stages: tl.constexpr,
+):  # fmt: skip
     """Grid: blocks of BN outputs. Software-pipelined MMA through shared memory, for up to 64
     rows."""
     launch_dependents(PDL)
@@ -269,7 +244,7 @@ def tile_kernel(
         if UPCAST:
             inputs = inputs.to(tl.float32)
         total = tl.dot(load_tile(pointers + k, w_rows, k + w_columns, N, K, EVEN, UPCAST), inputs, total, input_precision="ieee")
-        if PARTS == 2:
+        if HALVES == 2:
             up = load_tile(up_pointers + k, w_rows, k + w_columns, N, K, EVEN, UPCAST)
             total_up = tl.dot(up, inputs, total_up, input_precision="ieee")
     if PIECES > 1:
@@ -277,7 +252,7 @@ def tile_kernel(
         total_up = tl.sum(total_up, 0)
     rows = outputs[:, None]
     batch = tl.arange(0, BM)[None, :]
-    result = apply_epilogue((total, total_up), rows, bias, N, PARTS, HAS_BIAS, out.dtype.element_ty)
+    result = apply_epilogue((total, total_up), rows, bias, N, HALVES, HAS_BIAS, out.dtype.element_ty)
     tl.store(out + batch * out_stride + rows, result, mask=(batch < M) & (rows < N))
 
 
@@ -301,11 +276,11 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     `plan` comes from `linear_plan`. The last dimensions must be contiguous.
     """
     rows, inner = x.shape
-    parts = 2 if gated else 1
-    outputs = weight.shape[0] // parts
+    halves = 2 if gated else 1
+    outputs = weight.shape[0] // halves
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tensors = (x, weight, weight if bias is None else bias, out, rows, outputs, inner, x.stride(0), weight.stride(0), outputs)
-    sizes = {"PARTS": parts, "HAS_BIAS": bias is not None, "UPCAST": INTERPRETED} | launch_options(x.device, plan.warps)
+    sizes = {"HALVES": halves, "HAS_BIAS": bias is not None, "UPCAST": INTERPRETED} | launch_options(x.device, plan.warps)
     if plan.kernel == "tile":
         block = 32 * plan.chunks
         pieces = plan.warps if plan.outputs < _WIDE else 1

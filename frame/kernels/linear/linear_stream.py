@@ -174,15 +174,12 @@ def load_factors(by_row, by_output, M, SLICE: gl.constexpr, TILE: gl.constexpr, 
 def stream_kernel(
     inputs,  # TMA descriptor of [M, K], box [ROWS, CHUNKS * 128 bytes]
     large,  # TMA descriptor of the weights [PIECES * N, K], box [a power of two, 128 bytes]
-    medium,
-    small,
+    medium, small,
     by_row,  # float8: scales [M]; else not read
     by_output,  # float8: scales [PIECES * N]; else not read
     bias,  # [PIECES * N]
     out,  # [M, N]
-    M,
-    N,
-    slices,
+    M, N, slices,
     steps,  # pipeline items per slice
     ROWS: gl.constexpr,  # at least M
     SLICE: gl.constexpr,  # outputs per slice
@@ -191,10 +188,8 @@ def stream_kernel(
     PIECES: gl.constexpr,  # 2: gate and up
     BOXES: gl.constexpr,  # boxes per slice
     STAGES: gl.constexpr,  # pipeline stages
-    HAS_BIAS: gl.constexpr,
-    PDL: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+    HAS_BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     """Grid: programs. Each takes the slices program_id, program_id + programs, …
 
     The outputs are divided into equal slices, so that all programs end together. In each program

@@ -70,25 +70,10 @@ def extend_rows(
 
 @triton.jit(do_not_specialize_on_alignment=["starts"])  # slices that start at any row
 def _accumulate(
-    decays,
-    betas,
-    log_decays,
-    biases,
-    starts,
-    row_of,
-    begins,
-    total,
-    strength,
-    decay_stride,
-    beta_stride,
-    minimum,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    BY_KEY: tl.constexpr,
-    DELTA: tl.constexpr,
-    TOKENS: tl.constexpr,
+    decays, betas, log_decays, biases, starts, row_of, begins, total, strength, decay_stride, beta_stride, minimum,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, BY_KEY: tl.constexpr, DELTA: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: chunks, heads. The log decays of a chunk's tokens, summed from its first token on, and
     the write strengths."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -139,32 +124,11 @@ def _invert(system, SUB: tl.constexpr, TOKENS: tl.constexpr, SOLVE: tl.constexpr
 
 @triton.jit(do_not_specialize_on_alignment=["starts"])  # slices that start at any row
 def _prepare(
-    mixed,
-    totals,
-    strength,
-    starts,
-    row_of,
-    begins,
-    attention,
-    solved,
-    read,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BY_KEY: tl.constexpr,
-    DELTA: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SUB: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SOLVE: tl.constexpr,
-):
+    mixed, totals, strength, starts, row_of, begins, attention, solved, read,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_KEY: tl.constexpr, DELTA: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+):  # fmt: skip
     """Grid: chunks, heads. `attention` [tokens, heads, TOKENS]: decayed products of each query with
     the chunk's keys. `solved` and `read`: the values that the delta rule writes if the state is 0,
     and what it reads of the state before the chunk."""
@@ -222,34 +186,11 @@ def _prepare(
 
 @triton.jit(do_not_specialize_on_alignment=["sources", "targets", "starts"])  # slices that start at any row
 def _extend(
-    mixed,
-    totals,
-    strength,
-    attention,
-    solved,
-    read,
-    skips,
-    states,
-    sources,
-    targets,
-    starts,
-    out,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BY_KEY: tl.constexpr,
-    DELTA: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-):
+    mixed, totals, strength, attention, solved, read, skips, states, sources, targets, starts, out,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_KEY: tl.constexpr, DELTA: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, HAS_SKIP: tl.constexpr,
+):  # fmt: skip
     """Grid: rows, heads, blocks of values. A program takes the state of its row through the row's
     chunks."""
     row, head = tl.program_id(0), tl.program_id(1)

@@ -91,24 +91,10 @@ def _finish(total, head, has, scale, SIZE: tl.constexpr, QUERY_HEADS: tl.constex
 
 @triton.jit(do_not_specialize_on_alignment=["sources", "targets"])  # slices that start at any row
 def _convolve_tokens(
-    x,
-    weight,
-    bias,
-    past,
-    sources,
-    targets,
-    out,
-    x_stride,
-    scale,
-    CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUERY_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, past, sources, targets, out, x_stride, scale,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, QUERY_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    EPS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: rows, blocks of channels."""
     launch_dependents(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -136,26 +122,10 @@ def _convolve_tokens(
 
 @triton.jit(do_not_specialize_on_alignment=["sources", "starts"])  # slices that start at any row
 def _convolve_chunks(
-    x,
-    weight,
-    bias,
-    past,
-    sources,
-    starts,
-    row_of,
-    begins,
-    out,
-    x_stride,
-    scale,
-    CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUERY_HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    x, weight, bias, past, sources, starts, row_of, begins, out, x_stride, scale,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, QUERY_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """Grid: chunks, blocks of channels."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     row, begin = tl.load(row_of + chunk), tl.load(begins + chunk).to(tl.int64)

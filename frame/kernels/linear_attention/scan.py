@@ -51,37 +51,15 @@ def scan_rows(
 
 @triton.jit(do_not_specialize_on_alignment=["sources", "targets", "starts", "lens"])  # slices that start at any row
 def _scan(
-    mixed,
-    decays,
-    betas,
-    log_decays,
-    biases,
-    skips,
-    states,
-    sources,
-    targets,
-    starts,
-    lens,
-    out,
-    decay_stride,
-    beta_stride,
+    mixed, decays, betas, log_decays, biases, skips, states, sources, targets, starts, lens, out, decay_stride, beta_stride,
     minimum,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BY_KEY: tl.constexpr,  # the decay differs between key entries
-    DELTA: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
+    DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SKIP: tl.constexpr,
     SINGLE: tl.constexpr,  # row r is token r
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: rows, heads, blocks of values."""
     launch_dependents(PDL)
     row, head = tl.program_id(0), tl.program_id(1)

@@ -84,18 +84,11 @@ def _prepared_place(experts: int, block: int, device: torch.device) -> PreparedL
 
 @triton.jit(do_not_specialize=["pairs"])
 def _align_kernel(
-    ids,
-    pairs_out,
-    experts_out,
-    used,
-    zeros,
-    pairs,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids, pairs_out, experts_out, used, zeros, pairs,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr,  # BLOCK rounded up to a power of two
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: experts. Each program scans all pairs for those of its expert."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -135,19 +128,11 @@ def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
 def _place_kernel(
     ids,
     counts,  # int32 [2 * chunks, EXPERTS]: the counts of each chunk, then each chunk's next row of each expert
-    pairs_out,
-    experts_out,
-    used,
-    zeros,
-    pairs,
-    chunks,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    pairs_out, experts_out, used, zeros, pairs, chunks,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     TOGETHER: tl.constexpr,  # chunks whose counts are summed at a time
-    PADS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: chunks. Each program places its chunk's pairs after those of earlier chunks."""
     launch_dependents(PDL)
     wait_for_previous(PDL)

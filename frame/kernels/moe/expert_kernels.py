@@ -109,42 +109,12 @@ def _add_bias(acc, bias, rows, SWAP: tl.constexpr):
 
 @triton.jit
 def _compute_tile(
-    x,
-    w,
-    out,
-    pair_weights,
-    pairs_of,
-    x_scale,
-    w_scale,
-    out_scale,
-    bias,
-    expert,
-    start,
-    first,
-    num_pairs,
-    x_stride,
-    x_scale_stride,
-    out_scale_stride,
-    w_expert,
-    w_row,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP: tl.constexpr,
-    FIRST: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BIASED: tl.constexpr,
-    SCALED: tl.constexpr,
-    BY_OUTPUT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    TMA: tl.constexpr,
-    SWAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, expert, start, first, num_pairs, x_stride,
+    x_scale_stride, out_scale_stride, w_expert, w_row,
+    N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, BY_OUTPUT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """BM rows from `start` on, of one expert, times BN of its outputs from `first` on."""
     places = start + tl.arange(0, BM)
     pairs = tl.load(pairs_of + places)
@@ -217,40 +187,21 @@ def experts_kernel(
     x,  # [tokens, K]; in the second product [rows, K]
     w,  # [experts, weight rows, K], or a descriptor of [experts * weight rows, K]
     out,  # first product: [rows, N]; second product: [pairs, N]
-    pair_weights,
-    pairs_of,
-    experts_of,
-    used,
+    pair_weights, pairs_of, experts_of, used,
     x_scale,  # float32 [K / 128, tokens or rows]
     w_scale,  # float32 [experts, blocks of weight rows, K / 128]; if BY_OUTPUT [experts, weight rows]
     out_scale,  # float32 [N / 128, rows]
     bias,  # [experts, weight rows]
-    num_pairs,
-    x_scale_stride,
-    out_scale_stride,
-    x_stride,
-    w_expert,
-    w_row,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP: tl.constexpr,
+    num_pairs, x_scale_stride, out_scale_stride, x_stride, w_expert, w_row,
+    N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr,
     FIRST: tl.constexpr,  # the first product, which applies the activation; the second applies the pairs' weights
     GATED: tl.constexpr,  # the weights are gates, then ups
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BIASED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr,
     SCALED: tl.constexpr,  # x, weights and the first product are float8 with scales
-    BY_OUTPUT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    TMA: tl.constexpr,
-    SWAP: tl.constexpr,
+    BY_OUTPUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
     HALF_BLOCKS: tl.constexpr,  # an expert's last block computes half of the rows if that suffices
-    PDL: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    PDL: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Grid: blocks of rows times blocks of N, the latter fastest."""
     wait_for_previous(PDL)
     launch_dependents(PDL)
@@ -283,20 +234,10 @@ def persistent_down_kernel(
     x,  # a descriptor of [rows, K]
     w,  # a descriptor of [experts * N, K]
     out,  # [pairs, N]
-    pair_weights,
-    pairs_of,
-    experts_of,
-    used,
-    num_pairs,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PDL: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    pair_weights, pairs_of, experts_of, used, num_pairs,
+    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Grid: PROGRAMS. The second product with persistent programs: the first tiles of the next
     block are loaded while the last block's results are stored, which is much of the time when K is
     short.
@@ -329,19 +270,14 @@ def persistent_down_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def combine_kernel(
-    rows,
-    out,
+    rows, out,
     places,  # int64 [tokens * TOP]: the row of each pair
-    pair_weights,
-    tokens,
-    N: tl.constexpr,
-    TOP: tl.constexpr,
+    pair_weights, tokens,
+    N: tl.constexpr, TOP: tl.constexpr,
     PLACED: tl.constexpr,  # rows are at `places`; otherwise in the order of pairs
     WEIGHTED: tl.constexpr,  # rows get their weights here
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """[rows, N] -> [tokens, N]: sums over each token's pairs, in float32. Grid: (blocks of tokens,
     blocks of N)."""
     wait_for_previous(PDL)
@@ -370,27 +306,14 @@ def _partial_sums(tile, row, LANES: tl.constexpr):
 
 @triton.jit
 def vector_gate_up_kernel(
-    x,
-    w,
+    x, w,
     act,  # [pairs, INNER], already times the pairs' weights
-    ids,
-    pair_weights,
+    ids, pair_weights,
     bias,  # [experts, weight rows]
-    x_stride,
-    w_expert,
-    w_row,
-    INNER: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    TOP: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BIASED: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_stride, w_expert, w_row,
+    INNER: tl.constexpr, HIDDEN: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of INNER, pairs)."""
     LANES: tl.constexpr = 8
     wait_for_previous(PDL)
@@ -438,20 +361,13 @@ def vector_down_kernel(
     act,  # [pairs, INNER], already times the pairs' weights
     w,
     out,  # [tokens, HIDDEN]
-    ids,
-    pair_weights,
+    ids, pair_weights,
     bias,  # [experts, HIDDEN]
-    w_expert,
-    w_row,
-    INNER: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    TOP: tl.constexpr,
+    w_expert, w_row,
+    INNER: tl.constexpr, HIDDEN: tl.constexpr, TOP: tl.constexpr,
     PLACES: tl.constexpr,  # experts loaded at a time
-    BIASED: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BIASED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of HIDDEN, tokens). A program sums its token's experts.
 
     The first weights are loaded before the PDL wait. That is safe for the ids too: the kernel

@@ -361,9 +361,7 @@ def gate_up_kernel(
     source,  # [tokens, hidden]
     weights,  # TMA descriptor of [experts * 2 * inner, hidden], box [128, 64]
     out,  # TMA descriptor of [rows, inner], box [64, 128]
-    pairs_of,
-    experts_of,
-    used,
+    pairs_of, experts_of, used,
     counts,  # zeros before and after
     num_pairs,
     stride,  # stride of tokens
@@ -372,10 +370,8 @@ def gate_up_kernel(
     steps,  # pipeline items per tile
     TOP: gl.constexpr,
     STAGES: gl.constexpr,  # pipeline stages
-    REGISTERS: gl.constexpr,
-    FEW_REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Grid: min(multiprocessors, blocks * output tiles).
 
     Four producer warps gather token rows with 16-byte asynchronous copies and keep the
@@ -405,19 +401,14 @@ def down_kernel(
     acts,  # TMA descriptor of [rows, inner], box [128, 64]
     weights,  # TMA descriptor of [experts * hidden, inner], box [256, 64]
     out,  # [pairs, hidden]
-    pair_weights,
-    pairs_of,
-    experts_of,
-    used,
+    pair_weights, pairs_of, experts_of, used,
     counts,  # zeros before and after
     num_pairs,
     across,  # output tiles
     steps,  # pipeline items per tile
     STAGES: gl.constexpr,  # pipeline stages
-    REGISTERS: gl.constexpr,
-    FEW_REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Grid: min(multiprocessors, blocks * output tiles). As `gate_up_kernel`, with one producer
     warp that loads by TMA; results are scattered to the pairs' rows."""
     results = gl.allocate_shared_memory(weights.dtype, [2, 64, 128], weights.layout)

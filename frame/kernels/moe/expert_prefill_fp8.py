@@ -245,9 +245,7 @@ def gate_up_fp8_kernel(
     x_scale,  # [hidden / 128, tokens]
     w_scale,  # [experts, 2 * inner / 128, hidden / 128]
     out_scale,  # [inner / 128, rows]
-    pairs_of,
-    experts_of,
-    used,
+    pairs_of, experts_of, used,
     counts,  # zeros before and after
     num_pairs,
     stride,  # stride of tokens
@@ -258,10 +256,8 @@ def gate_up_fp8_kernel(
     steps,  # pipeline items per tile
     TOP: gl.constexpr,
     STAGES: gl.constexpr,  # pipeline stages
-    REGISTERS: gl.constexpr,
-    FEW_REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Grid: min(multiprocessors, blocks * output tiles). As `expert_prefill.gate_up_kernel`."""
     results = gl.allocate_shared_memory(out.dtype, [2, 64, 128], out.layout)
     shared = allocate_pipeline(weights, results, STAGES, 2) + (allocate_row_scales(STAGES),)  # noqa: RUF005 - Gluon has no unpacking
@@ -288,19 +284,14 @@ def down_fp8_kernel(
     act_scale,  # TMA descriptor of [inner / 128, rows], box [1, 128]
     out,  # [pairs, hidden]
     w_scale,  # [experts, hidden / 128, inner / 128]
-    pair_weights,
-    pairs_of,
-    experts_of,
-    used,
+    pair_weights, pairs_of, experts_of, used,
     counts,  # zeros before and after
     num_pairs,
     across,  # output tiles
     steps,  # pipeline items per tile
     STAGES: gl.constexpr,  # pipeline stages
-    REGISTERS: gl.constexpr,
-    FEW_REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Grid: min(multiprocessors, blocks * output tiles). As `expert_prefill.down_kernel`."""
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     results = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 128], half)

@@ -40,18 +40,9 @@ def _prepared(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _select(
-    ids,
-    weights,
-    local,
-    kept,
-    tokens,
-    TOP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids, weights, local, kept, tokens,
+    TOP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: blocks of ROWS tokens."""
     launch_dependents(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]

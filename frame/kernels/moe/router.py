@@ -98,17 +98,9 @@ def _prepared_logits(
 
 @triton.jit
 def _few_logits_kernel(
-    x,
-    weight,
-    logits,
-    x_stride,
-    weight_stride,
-    EXPERTS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, logits, x_stride, weight_stride,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of TOGETHER experts, tokens)."""
     launch_dependents(PDL)
     experts = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
@@ -153,23 +145,9 @@ def _prepared_normed(
 
 @triton.jit
 def _normed_logits_kernel(
-    x,
-    residual,
-    scale,
-    weight,
-    logits,
-    normed_out,
-    stream_out,
-    x_stride,
-    residual_stride,
-    weight_stride,
-    eps,
-    EXPERTS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, scale, weight, logits, normed_out, stream_out, x_stride, residual_stride, weight_stride, eps,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of experts, tokens). A token's first program stores the normed row and the
     sum."""
     launch_dependents(PDL)
@@ -223,28 +201,13 @@ def _select_groups(choice, ids, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
-    logits,
-    correction,
-    ids_out,
-    weights_out,
-    tokens,
-    stride,
-    scale,
+    logits, correction, ids_out, weights_out, tokens, stride, scale,
     SIZE: tl.constexpr,  # experts per group
-    GROUPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, CORRECTED: tl.constexpr,
     PACKED: tl.constexpr,  # 16-bit logits whose largest values are selected directly: a key also holds the expert id
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: blocks of ROWS tokens. Selects the top k by repeated maximum."""
     launch_dependents(PDL)
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -38,21 +38,9 @@ def add_shared_expert(
 
 @triton.jit
 def _add_shared_expert(
-    routed,
-    shared,
-    x,
-    gate,
-    out,
-    routed_stride,
-    partial_stride,
-    shared_stride,
-    x_stride,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    routed, shared, x, gate, out, routed_stride, partial_stride, shared_stride, x_stride,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: tokens. It follows kernels of two streams, so that it is launched without PDL; the next
     kernel may still start early."""
     launch_dependents(PDL)

@@ -85,19 +85,13 @@ def bound_kernel(
     top_p,  # float32 [rows]
     log_min_p,  # float32 [rows]: log2(min_p); -inf: off
     best,  # float32 [rows]
-    block_max,
-    block_weight,
-    group_max,
+    block_max, block_weight, group_max,
     bounds,  # float32 [rows]: candidates are the columns from this value on; infinity: none
     counts,  # int32 [rows], reset to 0
-    vocab,
-    num_blocks,
+    vocab, num_blocks,
     num_groups,  # pairs of groups
-    BLOCKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STEPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCKS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: rows. A logit from which on the row has what its filters keep: certain for top-k and
     min-p, and for top-p if it keeps few columns."""
     launch_dependents(PDL)
@@ -136,20 +130,13 @@ def bound_kernel(
 
 @triton.jit(do_not_specialize=["span"])
 def gather_kernel(
-    logits,
-    stride,
-    block_max,
-    bounds,
+    logits, stride, block_max, bounds,
     counts,  # int32 [rows]: candidates found, including those that do not fit
     values_out,  # float32 [rows, CANDIDATES]
     columns_out,  # int32 [rows, CANDIDATES]
-    vocab,
-    num_blocks,
-    span,
-    BLOCK: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    vocab, num_blocks, span,
+    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (spans of `span` blocks, rows). Collects the candidates, in any order."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -238,30 +225,14 @@ def choose_token(
 def pick_kernel(
     temperature,
     keys,  # int64 [rows]
-    top_k,
-    top_p,
-    log_min_p,
-    best,
-    block_max,
-    block_weight,
-    bounds,
-    counts,
-    values_in,
-    columns_in,
+    top_k, top_p, log_min_p, best, block_max, block_weight, bounds, counts, values_in, columns_in,
     pending,  # int32 [rows]: 1 where the whole row must be searched
     token_ids,  # int64 [rows]
-    table,
-    slots,
-    vocab,
-    num_blocks,
-    BLOCKS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    table, slots, vocab, num_blocks,
+    BLOCKS: tl.constexpr, CANDIDATES: tl.constexpr,
     FEW: tl.constexpr,  # a candidate count that most rows do not exceed
-    LOW_BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STORE_LAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    LOW_BITS: tl.constexpr, GROUP: tl.constexpr, STORE_LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: rows. Draws a row's token from its candidates."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -342,29 +313,12 @@ def search_row_threshold(
 
 @triton.jit
 def search_kernel(
-    logits,
-    stride,
-    temperature,
+    logits, stride, temperature,
     keys,  # int64 [rows]
-    top_k,
-    top_p,
-    log_min_p,
-    best,
-    block_max,
-    block_weight,
-    pending,
-    token_ids,
-    table,
-    slots,
-    vocab,
-    num_blocks,
-    BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STORE_LAST: tl.constexpr,
+    top_k, top_p, log_min_p, best, block_max, block_weight, pending, token_ids, table, slots, vocab, num_blocks,
+    BLOCKS: tl.constexpr, TILE: tl.constexpr, LOW_BITS: tl.constexpr, GROUP: tl.constexpr, STORE_LAST: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: rows. Draws the token of a pending row, by passes over all columns."""
     launch_dependents(PDL)
     wait_for_previous(PDL)

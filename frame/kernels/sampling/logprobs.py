@@ -37,25 +37,15 @@ def rank_kernel(
     stride,
     temperature,  # float32 [rows], all ln 2 (temperature 1)
     token_ids,  # int64 [rows]
-    best,
-    block_max,
-    block_weight,
-    bounds,
-    counts,
-    values_in,
-    columns_in,
+    best, block_max, block_weight, bounds, counts, values_in, columns_in,
     logprobs,  # float32 [rows]
     top_ids,  # int64 [rows, num_top]
     top_logprobs,  # float32 [rows, num_top]
-    vocab,
-    num_blocks,
-    num_top,
-    BLOCKS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
+    vocab, num_blocks, num_top,
+    BLOCKS: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
     RANKED: tl.constexpr,  # num_top > 0
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: rows."""
     launch_dependents(PDL)
     wait_for_previous(PDL)

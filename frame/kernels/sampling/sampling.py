@@ -162,22 +162,17 @@ def draw_kernel(
     temperature,  # float32 [rows], temperature * ln 2; 0: greedy
     keys,  # int64 [rows]
     block_max,  # results of `block_stats_kernel`
-    block_argmax,
-    group_max,
+    block_argmax, group_max,
     token_ids,  # int64 [rows]
     best,  # float32 [rows]
     table,  # int64 [slots]: the table of last tokens
     slots,  # int64 [rows]
-    vocab,
-    num_blocks,
-    num_groups,
+    vocab, num_blocks, num_groups,
     BLOCKS: tl.constexpr,  # num_blocks rounded up to a power of two
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,  # LANES * DEPTH is at least num_groups
-    GROUP: tl.constexpr,
-    STORE_LAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    GROUP: tl.constexpr, STORE_LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: rows. Greedy: the first column of the maximum; otherwise the winner of the Gumbel race.
     Logits are read in their own dtype; scores are float32."""
     launch_dependents(PDL)

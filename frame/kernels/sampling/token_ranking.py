@@ -38,22 +38,17 @@ def _rank_kernel(
     temperature,  # float32 [rows], times ln 2; 0: greedy
     keys,  # int64 [rows]
     block_max,  # results of `block_stats_kernel` at temperature 1
-    block_weight,
-    group_max,
+    block_weight, group_max,
     scores_out,  # float32 [rows * branches, COUNT]
     ids_out,  # int64 [rows * branches, COUNT]
-    vocab,
-    num_blocks,
-    num_groups,
-    BRANCHES: tl.constexpr,
-    COUNT: tl.constexpr,
+    vocab, num_blocks, num_groups,
+    BRANCHES: tl.constexpr, COUNT: tl.constexpr,
     PLACES: tl.constexpr,  # COUNT rounded up to a power of two
     BLOCKS: tl.constexpr,  # num_blocks rounded up to a power of two
     GROUPS: tl.constexpr,  # num_groups rounded up to a power of two
     SEARCHED: tl.constexpr,  # groups, a power of two
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: rows * branches. Scores are in units of ln 2 until they are stored."""
     launch_dependents(PDL)
     wait_for_previous(PDL)

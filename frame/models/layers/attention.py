@@ -86,9 +86,7 @@ class Attention(nn.Module):
         self.value_norm = options.value_norm
         self.shares_kv = False  # whether another layer reads `step_kv`
         self.step_kv: tuple[torch.Tensor, torch.Tensor] | None = None  # this step's keys and values
-        self.qkv_proj = QKVLinear(
-            context, names, options.input_size or model_config.hidden_size, heads, options.qkv_bias, options.gated
-        )
+        self.qkv_proj = QKVLinear(context, names, options.input_size or model_config.hidden_size, heads, options.qkv_bias, options.gated)
         self.o_proj = RowLinear(
             context, f"{prefix}.o_proj", model_config.num_heads * model_config.head_dim, model_config.hidden_size, options.out_bias
         )

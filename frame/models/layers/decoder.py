@@ -2,15 +2,15 @@
 norm, head.
 
 An architecture derives from `Decoder` and overrides what differs: options of the attention, the
-feed-forward part, checkpoint names. The layers are pre-norm; `NormedOutputLayer` and
-`ParallelLayer` are the other forms.
+feed-forward part, checkpoint names. The layers are pre-norm (`DecoderLayer`); `NormedOutputLayer`
+and `ParallelLayer` are the other forms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -42,19 +42,20 @@ _ENCODERS = r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projec
 Norm = RMSNorm | LayerNorm
 
 
-class DecoderLayer(nn.Module):
-    """(x, residual) -> (x, residual). The next norm adds the residual stream, so that one kernel
-    does both, and the sum over the ranks where it can."""
+class Layer(nn.Module):
+    """(x, residual) -> (x, residual): attention of all tokens, then the feed-forward of those whose
+    hidden states are returned, or one of the two, with a norm before it (Nemotron-H). The next norm
+    adds the residual stream, so that one kernel does both, and the sum over the ranks where it
+    can."""
 
-    def __init__(self, input_norm: Norm, attention: nn.Module, post_norm: Norm, mlp: nn.Module) -> None:
+    attention: Any  # a module, or None
+    mlp: Any
+
+    def __init__(self, input_norm: Norm | None, attention: nn.Module | None, mlp: nn.Module | None) -> None:
         super().__init__()
         self.input_norm = input_norm
         self.attention = attention
-        self.post_norm = post_norm
         self.mlp = mlp
-        self._joins_norm = isinstance(mlp, MoE)
-        for part in (attention, mlp):
-            defer_sum(part)
 
     def forward(
         self,
@@ -66,48 +67,53 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor | RankSum, torch.Tensor]:
         """`selected`: int64 [n], the tokens whose hidden states are returned; for the others only
         keys and values are computed. None: all tokens."""
-        x, residual = self.input_norm.add_residual(x, residual)
-        x = self.attention(x, rows, batch)
+        x, residual = _add_residual(self.input_norm, x, residual)
+        x = self.mix_tokens(x, rows, batch)
         if selected is not None:
             x, residual = x.index_select(0, selected), residual.index_select(0, selected)
             if not len(selected):
                 return x, residual
+        return self.feed_forward(x, residual)
+
+    def mix_tokens(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor | RankSum:
+        """The result of attention, or of what the layer has in its place."""
+        return x if self.attention is None else self.attention(x, rows, batch)
+
+    def feed_forward(self, x: torch.Tensor | RankSum, residual: torch.Tensor) -> tuple[torch.Tensor | RankSum, torch.Tensor]:
+        """`x`: the result of `mix_tokens`; `residual`: the stream before it."""
+        return x if self.mlp is None or not len(x) else self.mlp(x), residual
+
+
+class DecoderLayer(Layer):
+    """A norm before attention and one before the feed-forward."""
+
+    def __init__(self, input_norm: Norm, attention: nn.Module, post_norm: Norm, mlp: nn.Module) -> None:
+        super().__init__(input_norm, attention, mlp)
+        self.post_norm = post_norm
+        self._joins_norm = isinstance(mlp, MoE)
+        for summed in (attention, mlp):
+            defer_sum(summed)
+
+    def feed_forward(self, x: torch.Tensor | RankSum, residual: torch.Tensor) -> tuple[torch.Tensor | RankSum, torch.Tensor]:
         if self._joins_norm:
-            joined: tuple[torch.Tensor | RankSum, torch.Tensor] = self.mlp.forward_normed(self.post_norm, x, residual)  # type: ignore[operator]
+            joined: tuple[torch.Tensor | RankSum, torch.Tensor] = self.mlp.forward_normed(self.post_norm, x, residual)
             return joined
         x, residual = self.post_norm.add_residual(x, residual)
         return self.mlp(x), residual
 
 
-class NormedOutputLayer(nn.Module):
+class NormedOutputLayer(Layer):
     """A layer that also norms the outputs of attention and feed-forward (Gemma 2 and later).
     `input_norm` and `inner_norm` None: it norms these outputs alone (OLMo 2)."""
 
     def __init__(
         self, attention: nn.Module, mlp: nn.Module, output_norms: tuple[Norm, Norm], input_norms: tuple[Norm, Norm] | None
     ) -> None:
-        super().__init__()
-        self.input_norm: Norm | None = input_norms[0] if input_norms is not None else None
-        self.inner_norm: Norm | None = input_norms[1] if input_norms is not None else None
-        self.attention = attention
+        super().__init__(None if input_norms is None else input_norms[0], attention, mlp)
+        self.inner_norm: Norm | None = None if input_norms is None else input_norms[1]
         self.attention_norm, self.mlp_norm = output_norms
-        self.mlp = mlp
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        batch: ForwardBatch,
-        selected: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `DecoderLayer.forward`."""
-        x, residual = _add_residual(self.input_norm, x, residual)
-        x = self.attention(x, rows, batch)
-        if selected is not None:
-            x, residual = x.index_select(0, selected), residual.index_select(0, selected)
-            if not len(selected):
-                return x, residual
+    def feed_forward(self, x: torch.Tensor | RankSum, residual: torch.Tensor) -> tuple[torch.Tensor | RankSum, torch.Tensor]:
         x, residual = _add_residual(self.inner_norm, self.attention_norm(x), residual)
         return self.mlp_norm(self.mlp(x)), residual
 
@@ -139,37 +145,11 @@ class ParallelLayer(nn.Module):
         return attended + self.mlp(x), residual
 
 
-class MixerLayer(nn.Module):
-    """A norm before one part: attention, a recurrence or a feed-forward (Nemotron-H).
-    `mixes_tokens`: the part gets the batch too."""
-
-    def __init__(self, input_norm: Norm, mixer: nn.Module, mixes_tokens: bool) -> None:
-        super().__init__()
-        self.input_norm = input_norm
-        self.mixer = mixer
-        self.mixes_tokens = mixes_tokens
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        batch: ForwardBatch,
-        selected: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `DecoderLayer.forward`."""
-        x, residual = self.input_norm.add_residual(x, residual)
-        if self.mixes_tokens:
-            x = self.mixer(x, rows, batch)
-        if selected is not None:
-            x, residual = x.index_select(0, selected), residual.index_select(0, selected)
-        return x if self.mixes_tokens or not len(x) else self.mixer(x), residual
-
-
-def _add_residual(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _add_residual(norm: Norm | None, x: torch.Tensor | RankSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), or the sum twice without a norm."""
     if norm is not None:
         return norm.add_residual(x, residual)
+    x = add_up(x)
     stream = x if residual is None else x + residual
     return stream, stream
 
@@ -249,9 +229,7 @@ class Decoder(CausalLM, nn.Module):
         """The names of the checkpoint's first multi-token-prediction module; by default those of
         DeepSeek-V3, whose module is the layer after the last one."""
         prefix = f"model.layers.{self.model_config.num_layers}"
-        return DraftNames(
-            f"{prefix}.", f"{prefix}.enorm", f"{prefix}.hnorm", f"{prefix}.eh_proj", f"{prefix}.shared_head.norm", (prefix,)
-        )
+        return DraftNames(f"{prefix}.", f"{prefix}.enorm", f"{prefix}.hnorm", f"{prefix}.eh_proj", f"{prefix}.shared_head.norm", (prefix,))
 
     def build_draft_layer(self, index: int, prefix: str) -> nn.Module:
         """Build a layer of that module. `index`: of its cache; `prefix`: of `DraftNames.layers`."""

@@ -224,31 +224,14 @@ def consume(out, shared, rows, sizes, unit, strides, CONSUMER: gl.constexpr):
 )  # fmt: skip
 def expanded_extend_kernel(
     q1_boxes,  # TMA descriptors of [tokens, columns of all heads]; boxes of 64 queries, or 128 keys or values, of one head
-    q2_boxes,
-    k1_boxes,
-    k2_boxes,
-    v_boxes,
+    q2_boxes, k1_boxes, k2_boxes, v_boxes,
     out,  # [tokens, heads, 128]
-    tiles,
-    query_starts,
-    seq_lens,
-    key_starts,
-    num_tiles,
-    first_row,
-    heads,
+    tiles, query_starts, seq_lens, key_starts, num_tiles, first_row, heads,
     q1_head,  # strides of heads
-    q2_head,
-    k1_head,
-    k2_head,
-    v_head,
-    out_stride,
-    out_head,
+    q2_head, k1_head, k2_head, v_head, out_stride, out_head,
     unit,  # the scale of the scores times log2(e)
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    FEW_REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Grid: min(multiprocessors, heads * tiles). Programs take every so many-th tile, all heads of
     a tile first."""
     q1 = gl.allocate_shared_memory(q1_boxes.dtype, [2, 64, 128], q1_boxes.layout)

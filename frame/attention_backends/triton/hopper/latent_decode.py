@@ -297,19 +297,10 @@ def latent_decode_kernel(
     out,  # [rows, heads, 512]
     partials,  # float32 [lines, 512]
     weights,  # float32 [lines]
-    schedule,
-    page_table,
-    table_stride,
-    capacity,
-    num_heads,
-    page_size,
+    schedule, page_table, table_stride, capacity, num_heads, page_size,
     unit,  # the scale of the scores times log2(e)
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    FEW_REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    KEYS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Grid: shares * blocks of 64 heads. A program takes the items of a share one after another."""
     dtype: gl.constexpr = k_boxes.dtype
     q = gl.allocate_shared_memory(dtype, [9, 64, 64], k_boxes.layout)

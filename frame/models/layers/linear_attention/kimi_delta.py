@@ -49,9 +49,7 @@ class KimiDeltaAttention(nn.Module):
         self.mixer.log_decay = ShardedParameter(torch.empty(1, 1, span.size, 1, dtype=torch.float32), ShardRule(output=2))
         self.mixer.log_decay.bind(f"{prefix}.A_log", span)
         self.mixer.bias = build_by_head(f"{prefix}.dt_bias", entries)
-        self.norm = GatedNorm(
-            context, f"{prefix}.o_norm", Range.whole(self.size), self.size, config.get("rms_norm_eps", 1e-5), "sigmoid"
-        )
+        self.norm = GatedNorm(context, f"{prefix}.o_norm", Range.whole(self.size), self.size, config.get("rms_norm_eps", 1e-5), "sigmoid")
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", inner, hidden)
 
     def defer_sum(self) -> None:

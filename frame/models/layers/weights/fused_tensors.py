@@ -50,9 +50,7 @@ class TensorView:
         return self.read(tuple(slice(*each.indices(size)) for each, size in zip(wanted, self.shape, strict=True)))
 
 
-def split_experts(
-    prefix: str, tensor: LazyTensor, names: Sequence[str], *, interleaved: bool
-) -> Iterator[tuple[str, LazyTensor]]:
+def split_experts(prefix: str, tensor: LazyTensor, names: Sequence[str], *, interleaved: bool) -> Iterator[tuple[str, LazyTensor]]:
     """The weights of single layers of a tensor [experts, inputs, outputs of all `names`], as
     `prefix`.N.name.weight [outputs, inputs]. `interleaved`: outputs of the layers alternate."""
     experts, inputs, total = tensor.shape
@@ -146,9 +144,7 @@ def split_rows(name: str, tensor: LazyTensor, sizes: Sequence[int]) -> list[Lazy
     return parts
 
 
-def split_layers(
-    weights: Iterable[tuple[str, LazyTensor]], fused: Mapping[str, Mapping[str, int]]
-) -> Iterator[tuple[str, LazyTensor]]:
+def split_layers(weights: Iterable[tuple[str, LazyTensor]], fused: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors, with those of a fused layer divided. `fused`: its name -> the layers' names and
     their numbers of outputs, in order."""
     for name, tensor in weights:

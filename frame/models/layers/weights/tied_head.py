@@ -49,9 +49,7 @@ def load_tied(
     return loaded | {f"{path}.{key}" for key in load_parameters(head, stored.items())}
 
 
-def _set_aside(
-    weights: Iterable[tuple[str, LazyTensor]], prefix: str, stored: dict[str, LazyTensor]
-) -> Iterator[tuple[str, LazyTensor]]:
+def _set_aside(weights: Iterable[tuple[str, LazyTensor]], prefix: str, stored: dict[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors without those of the head, which are put into `stored`."""
     for name, tensor in weights:
         if name.startswith(prefix):
