@@ -75,7 +75,7 @@ def attend_item(
     return acc * (value_scale / row_sum)[:, None], weight
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity", "max_items", "own_items"])
+@triton.jit(do_not_specialize=["table_stride", "capacity", "max_items", "suffix_items"])
 def decode_kernel(
     q1_pointer, q2_pointer, k1_pointer, k2_pointer, v_pointer,
     out_pointer,  # [rows, heads, value]

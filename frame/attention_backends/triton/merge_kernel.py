@@ -97,7 +97,7 @@ def merge_partials(
     store_rows(out_pointer, row.to(tl.int64), head, out, valid, OUT_STRIDE, OUT_HEAD, VALUE)
 
 
-@triton.jit(do_not_specialize=["own_items"])
+@triton.jit(do_not_specialize=["suffix_items"])
 def merge_kernel(
     partials_pointer, weights_pointer, out_pointer, schedule, suffix_items,
     NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, TILE_ROWS: tl.constexpr,
