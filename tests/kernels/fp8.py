@@ -204,7 +204,7 @@ def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) ->
 
 def test_a_static_scale_of_integers() -> None:
     x = random(3, 128)
-    quantized, steps = quantize_rows(x, dtype=torch.int8, given=torch.tensor([0.01], device=DEVICE))
+    quantized, steps = quantize_rows(x, dtype=torch.int8, static=torch.tensor([0.01], device=DEVICE))
     assert float((quantized.float() - (x.float() / 0.01).clamp(-127, 127)).abs().max()) <= 0.51
     assert steps.tolist() == [[pytest.approx(0.01)]] * 3
 

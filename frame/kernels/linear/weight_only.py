@@ -48,6 +48,21 @@ def decode_quantized(packed, zero, QUANT_TYPE: tl.constexpr, dtype: tl.constexpr
         return packed.to(dtype)
 
 
+def _write_nibbles_asm() -> str:
+    """PTX that decodes four bytes of e2m1 values, $4, to pairs of bfloat16: the low nibbles to $0
+    and $1, the high ones to $2 and $3."""
+    lines = [".reg .b32 a, b, s, m, f, z;", "mov.b32 f, 0x7E807E80;", "mov.b32 z, 0x80008000;"]
+    lines += ["prmt.b32 a, $4, 0, 0x4140;", "prmt.b32 b, $4, 0, 0x4342;"]
+    for place in range(4):
+        half, shift = "ab"[place % 2], place // 2 * 4
+        lines += [f"shl.b32 s, {half}, {12 - shift};", "and.b32 s, s, 0x80008000;"]
+        lines += [f"shl.b32 m, {half}, {6 - shift};", "lop3.b32 m, m, 0x01C001C0, s, 0xEA;", f"fma.rn.bf16x2 ${place}, m, f, z;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_NIBBLES_ASM = tl.constexpr(_write_nibbles_asm())
+
+
 @triton.jit
 def decode_nibbles(packed, low_zero, high_zero, QUANT_TYPE: tl.constexpr, dtype: tl.constexpr, PORTABLE: tl.constexpr):
     """`decode_quantized` of the low and of the high nibbles. Unless PORTABLE, two e2m1 quantized
@@ -56,33 +71,7 @@ def decode_nibbles(packed, low_zero, high_zero, QUANT_TYPE: tl.constexpr, dtype:
         return decode_quantized(packed & 15, low_zero, QUANT_TYPE, dtype), decode_quantized(packed >> 4, high_zero, QUANT_TYPE, dtype)
     else:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, m, f, z;
-            mov.b32 f, 0x7E807E80;
-            mov.b32 z, 0x80008000;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            shl.b32 s, a, 12;
-            and.b32 s, s, 0x80008000;
-            shl.b32 m, a, 6;
-            lop3.b32 m, m, 0x01C001C0, s, 0xEA;
-            fma.rn.bf16x2 $0, m, f, z;
-            shl.b32 s, b, 12;
-            and.b32 s, s, 0x80008000;
-            shl.b32 m, b, 6;
-            lop3.b32 m, m, 0x01C001C0, s, 0xEA;
-            fma.rn.bf16x2 $1, m, f, z;
-            shl.b32 s, a, 8;
-            and.b32 s, s, 0x80008000;
-            shl.b32 m, a, 2;
-            lop3.b32 m, m, 0x01C001C0, s, 0xEA;
-            fma.rn.bf16x2 $2, m, f, z;
-            shl.b32 s, b, 8;
-            and.b32 s, s, 0x80008000;
-            shl.b32 m, b, 2;
-            lop3.b32 m, m, 0x01C001C0, s, 0xEA;
-            fma.rn.bf16x2 $3, m, f, z;
-            }""",
+            _NIBBLES_ASM,
             "=&r,=&r,=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
 

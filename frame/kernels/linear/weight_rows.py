@@ -31,6 +31,35 @@ _FEW_OUTPUTS, _MANY_OUTPUTS = 2560, 10240  # up to which more warps share a bloc
 MAX_PAIRS = 64  # of tokens and experts
 
 
+def _shift(target: str, source: str, bits: int) -> str:
+    return f"shl.b32 {target}, {source}, {bits};" if bits > 0 else f"shr.u32 {target}, {source}, {-bits};"
+
+
+def _write_asm(registers: str, is_int4: bool) -> str:
+    """PTX that decodes two words, $8 and $9, to eight pairs of bfloat16: the values at the same
+    place of both words."""
+    lines = [f".reg .b32 {registers};"]
+    if is_int4:  # a value in the mantissa of 128
+        lines += ["mov.b32 m, 0x000F000F;", "mov.b32 o, 0x43004300;"]
+    else:  # the value's bits in a float; 2^126 corrects the bias of its exponent
+        lines += ["mov.b32 g, 0x80008000;", "mov.b32 m, 0x01C001C0;", "mov.b32 f, 0x7E807E80;", "mov.b32 n, 0x80008000;"]
+    lines += ["prmt.b32 a, $8, $9, 0x5410;", "prmt.b32 b, $8, $9, 0x7632;"]
+    for place in range(8):
+        half, shift = "ab"[place // 4], place % 4 * 4
+        if is_int4:
+            lines += (
+                [_shift("t", half, -shift), f"lop3.b32 ${place}, t, m, o, 0xEA;"] if shift else [f"lop3.b32 ${place}, {half}, m, o, 0xEA;"]
+            )
+        else:
+            lines += [_shift("s", half, 12 - shift), "and.b32 s, s, g;"] if shift < 12 else [f"and.b32 s, {half}, g;"]
+            lines += [_shift("t", half, 6 - shift), "lop3.b32 t, t, m, s, 0xEA;", f"fma.rn.bf16x2 ${place}, t, f, n;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_INT4_ASM = tl.constexpr(_write_asm("a, b, t, m, o", is_int4=True))
+_E2M1_ASM = tl.constexpr(_write_asm("a, b, s, t, g, m, f, n", is_int4=False))
+
+
 @triton.jit
 def _decode_one(words, NUMBER: tl.constexpr, QUANT_TYPE: tl.constexpr):
     """`decode_words` of one code, in portable operations."""
@@ -52,83 +81,9 @@ def decode_words(words, QUANT_TYPE: tl.constexpr, PORTABLE: tl.constexpr):
             _decode_one(words, 3, QUANT_TYPE), _decode_one(words, 4, QUANT_TYPE), _decode_one(words, 5, QUANT_TYPE),
             _decode_one(words, 6, QUANT_TYPE), _decode_one(words, 7, QUANT_TYPE),
         )  # fmt: skip
-    elif QUANT_TYPE == "int4":  # a code in the mantissa of 128
+    else:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, t, m, o;
-            mov.b32 m, 0x000F000F;
-            mov.b32 o, 0x43004300;
-            prmt.b32 a, $8, $9, 0x5410;
-            prmt.b32 b, $8, $9, 0x7632;
-            lop3.b32 $0, a, m, o, 0xEA;
-            shr.u32 t, a, 4;
-            lop3.b32 $1, t, m, o, 0xEA;
-            shr.u32 t, a, 8;
-            lop3.b32 $2, t, m, o, 0xEA;
-            shr.u32 t, a, 12;
-            lop3.b32 $3, t, m, o, 0xEA;
-            lop3.b32 $4, b, m, o, 0xEA;
-            shr.u32 t, b, 4;
-            lop3.b32 $5, t, m, o, 0xEA;
-            shr.u32 t, b, 8;
-            lop3.b32 $6, t, m, o, 0xEA;
-            shr.u32 t, b, 12;
-            lop3.b32 $7, t, m, o, 0xEA;
-            }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:  # the code's bits in a float; 2^126 corrects the bias of its exponent
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t, g, m, f, n;
-            mov.b32 g, 0x80008000;
-            mov.b32 m, 0x01C001C0;
-            mov.b32 f, 0x7E807E80;
-            mov.b32 n, 0x80008000;
-            prmt.b32 a, $8, $9, 0x5410;
-            prmt.b32 b, $8, $9, 0x7632;
-            shl.b32 s, a, 12;
-            and.b32 s, s, g;
-            shl.b32 t, a, 6;
-            lop3.b32 t, t, m, s, 0xEA;
-            fma.rn.bf16x2 $0, t, f, n;
-            shl.b32 s, a, 8;
-            and.b32 s, s, g;
-            shl.b32 t, a, 2;
-            lop3.b32 t, t, m, s, 0xEA;
-            fma.rn.bf16x2 $1, t, f, n;
-            shl.b32 s, a, 4;
-            and.b32 s, s, g;
-            shr.u32 t, a, 2;
-            lop3.b32 t, t, m, s, 0xEA;
-            fma.rn.bf16x2 $2, t, f, n;
-            and.b32 s, a, g;
-            shr.u32 t, a, 6;
-            lop3.b32 t, t, m, s, 0xEA;
-            fma.rn.bf16x2 $3, t, f, n;
-            shl.b32 s, b, 12;
-            and.b32 s, s, g;
-            shl.b32 t, b, 6;
-            lop3.b32 t, t, m, s, 0xEA;
-            fma.rn.bf16x2 $4, t, f, n;
-            shl.b32 s, b, 8;
-            and.b32 s, s, g;
-            shl.b32 t, b, 2;
-            lop3.b32 t, t, m, s, 0xEA;
-            fma.rn.bf16x2 $5, t, f, n;
-            shl.b32 s, b, 4;
-            and.b32 s, s, g;
-            shr.u32 t, b, 2;
-            lop3.b32 t, t, m, s, 0xEA;
-            fma.rn.bf16x2 $6, t, f, n;
-            and.b32 s, b, g;
-            shr.u32 t, b, 6;
-            lop3.b32 t, t, m, s, 0xEA;
-            fma.rn.bf16x2 $7, t, f, n;
-            }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words],
+            _INT4_ASM if QUANT_TYPE == "int4" else _E2M1_ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True, pack=2,
         )  # fmt: skip

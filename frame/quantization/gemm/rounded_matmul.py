@@ -53,7 +53,7 @@ class RoundedMatmul:
         self._can_gate = outputs % (2 * rows_of_scale) == 0
         self._counter = torch.zeros(-(-outputs // min(plan.outputs for plan in plans)), dtype=torch.int32, device=device)
         self.input_scale = None if input_scale is None or columns else input_scale.amax().reshape(1)
-        by_rows = partial(fp8_quantize.quantize_rows, dtype=weight.dtype, given=self.input_scale)
+        by_rows = partial(fp8_quantize.quantize_rows, dtype=weight.dtype, static=self.input_scale)
         self._quantize = fp8_quantize.quantize_groups if columns else by_rows
         self._rescale = fp8_quantize.rescale
         self._block = block
