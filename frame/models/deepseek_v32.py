@@ -108,7 +108,7 @@ class Indexer(nn.Module):
 
     def _select(self, q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, max_length: int) -> torch.Tensor:
         """As `select_keys`, for some tokens at a time."""
-        owners, found = batch.request_slots, []
+        owners, chosen_slots = batch.request_slots, []
         if batch.num_decodes < len(q):
             owners = torch.repeat_interleave(owners, batch.query_lens, output_size=len(q))
         select, numbers = select_keys, max_length * self.size
@@ -118,11 +118,11 @@ class Indexer(nn.Module):
 
             numbers = max_length + BINS
         step = max(1, _SCORES // numbers)
-        for part in range(0, len(q), step):
-            span = slice(part, part + step)
+        for start in range(0, len(q), step):
+            span = slice(start, start + step)
             positions = batch.positions[span]
-            found.append(select(q[span], weights[span], cached, batch.page_table, owners[span], positions, max_length, self.top_k))
-        return torch.cat(found) if len(found) > 1 else found[0]
+            chosen_slots.append(select(q[span], weights[span], cached, batch.page_table, owners[span], positions, max_length, self.top_k))
+        return torch.cat(chosen_slots) if len(chosen_slots) > 1 else chosen_slots[0]
 
 
 def select_keys(

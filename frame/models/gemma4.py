@@ -80,9 +80,9 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         bias = bool(config.get("attention_bias", False))
         window = config.get("sliding_window") if kind == _SLIDING else None
         options = AttentionOptions(qkv_bias=bias, out_bias=bias, qk_norm=self._eps, value_norm=self._eps, sliding_window=window, scale=1.0)
-        found = Attention(self.context, sizes, layer, prefix, self.get_rotary(layer), options)
-        self.sources[kind] = found
-        return found
+        built = Attention(self.context, sizes, layer, prefix, self.get_rotary(layer), options)
+        self.sources[kind] = built
+        return built
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config
@@ -109,11 +109,11 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         one projection for both."""
         is_one = bool(self.model_config.config.get("attention_k_eq_v"))
         for name, tensor in weights:
-            for stored, own in _RENAMED:
-                name = name.replace(stored, own)
+            for stored, sizes_of_layer in _RENAMED:
+                name = name.replace(stored, sizes_of_layer)
             yield name, tensor
-            head, found, tail = name.partition(".self_attn.k_proj.")
-            if found and is_one and self.kinds[int(head.rpartition(".")[2])] == _FULL:
+            head, built, tail = name.partition(".self_attn.k_proj.")
+            if built and is_one and self.kinds[int(head.rpartition(".")[2])] == _FULL:
                 yield f"{head}.self_attn.v_proj.{tail}", tensor
 
     @property
@@ -186,10 +186,10 @@ class Gemma4Layer(nn.Module):
         """As `DecoderLayer.forward`. The second result is None: the first is the whole stream."""
         x, stream = self.input_norm.add_residual(x, residual)
         x = self.attention(x, rows, batch)
-        given = self.inputs[0].values[:, self.index] if self.inputs and self.inputs[0].values is not None else None
+        layer_input = self.inputs[0].values[:, self.index] if self.inputs and self.inputs[0].values is not None else None
         if selected is not None:
             x, stream = x.index_select(0, selected), stream.index_select(0, selected)
-            given = None if given is None else given.index_select(0, selected)
+            layer_input = None if layer_input is None else layer_input.index_select(0, selected)
             if not len(selected):
                 return x, None
         x, stream = self.inner_norm.add_residual(self.attention_norm(x), stream)
@@ -197,8 +197,8 @@ class Gemma4Layer(nn.Module):
         if self.experts is not None:
             x = self.experts(x, stream)
         stream = stream + self.mlp_norm(x)
-        if given is not None:
-            inner = F.gelu(self.input_gate(stream), approximate="tanh") * given
+        if layer_input is not None:
+            inner = F.gelu(self.input_gate(stream), approximate="tanh") * layer_input
             stream = stream + self.projection_norm(self.input_projection(inner))
         return stream * self.factor, None
 
@@ -230,10 +230,13 @@ def find_layer_sizes(model_config: ModelConfig, layer: int, kind: str) -> ModelC
     """The configuration with the head size and the number of key-value heads of one layer.
     Published files name those of full attention; transformers writes them layer by layer."""
     config = model_config.config
-    own = (config.get("per_layer_config") or {}).get(str(layer))
-    if own is None and kind == _FULL and "per_layer_config" not in config:
+    sizes_of_layer = (config.get("per_layer_config") or {}).get(str(layer))
+    if sizes_of_layer is None and kind == _FULL and "per_layer_config" not in config:
         kv_heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
-        own = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": kv_heads}
-    own = own or {}
-    head_dim, kv_heads = own.get("head_dim") or model_config.head_dim, own.get("num_key_value_heads") or model_config.num_kv_heads
+        sizes_of_layer = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": kv_heads}
+    sizes_of_layer = sizes_of_layer or {}
+    head_dim, kv_heads = (
+        sizes_of_layer.get("head_dim") or model_config.head_dim,
+        sizes_of_layer.get("num_key_value_heads") or model_config.num_kv_heads,
+    )
     return replace(model_config, head_dim=head_dim, v_head_dim=head_dim, num_kv_heads=kv_heads)

@@ -193,7 +193,7 @@ class PagedAttention:
         heads = q.shape[1]
         is_whole = self.tp.size > 1 and heads == self.model_config.num_heads
         if is_whole:  # the plan gathers the heads before attention, and splits them after it
-            q, k, v = (part.chunk(self.tp.size, 1)[self.tp.rank] for part in (q, k, v))
+            q, k, v = (tensor.chunk(self.tp.size, 1)[self.tp.rank] for tensor in (q, k, v))
         out = self._run(layer, q, k, v, options)
         if not is_whole:
             return out
@@ -258,23 +258,23 @@ def find_architecture(model_config: ModelConfig, load_code: LoadCode | None = No
 
     name, reference = model_config.architecture, _find_remote_code(model_config, "AutoModelForCausalLM")
     if reference is not None and load_code is not None:
-        found = load_code("model", reference)
+        code = load_code("model", reference)
     else:
-        found = getattr(transformers, name, None)
-    if found is None or not hasattr(found, "from_pretrained"):
+        code = getattr(transformers, name, None)
+    if code is None or not hasattr(code, "from_pretrained"):
         version = transformers.__version__
         remedy = "install a newer one" if reference is None else "its checkpoint brings Python code for it, see --trust-remote-code"
         raise ConfigurationError(f"{name} is neither implemented here nor known to transformers {version}: {remedy}.")
     if model_config.kind != "mha":
         raise ConfigurationError(f"{name} uses latent attention, which runs through its own implementation only.")
     kinds = set(model_config.config.get("layer_types") or model_config.config.get("layers_block_type") or ())
-    if getattr(found, "_is_stateful", False) or kinds & {"linear_attention", "mamba", "recurrent"}:
+    if getattr(code, "_is_stateful", False) or kinds & {"linear_attention", "mamba", "recurrent"}:
         raise ConfigurationError(f"{name} keeps a recurrent state for each sequence, which the fallback does not store.")
-    if not getattr(found, "_supports_attention_backend", False):
+    if not getattr(code, "_supports_attention_backend", False):
         raise ConfigurationError(
             f"{name} does not compute attention through transformers' interface, so it cannot run over the paged cache."
         )
-    return found
+    return code
 
 
 def _find_remote_code(model_config: ModelConfig, kind: str) -> str | None:
@@ -339,9 +339,9 @@ def _check_loading(report: dict[str, Any]) -> None:
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     wrong = sorted(report["mismatched_keys"])
     if wrong:
-        name, stored, wanted = wrong[0]
+        name, stored, expected = wrong[0]
         raise CheckpointError(
-            f"{name} has the shape {list(stored)}, but {list(wanted)} is expected: check that config.json belongs to this checkpoint."
+            f"{name} has the shape {list(stored)}, but {list(expected)} is expected: check that config.json belongs to this checkpoint."
         )
     if missing:
         raise CheckpointError(f"the checkpoint lacks {missing[0]} ({len(missing)} parameters in all): check that it is complete.")

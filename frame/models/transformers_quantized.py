@@ -35,8 +35,8 @@ class QuantizedLinear(Linear):
             raise ConfigurationError(f"the {cut} values of {name} cannot be split into {tp.size} parts: set parallel.tp to a divisor.")
         inputs, outputs = (Range.whole(size) for size in sizes)
         if cut is not None:
-            part = Range.split(cut, tp.rank, tp.size)
-            inputs, outputs = (part, outputs) if is_row else (inputs, part)
+            share = Range.split(cut, tp.rank, tp.size)
+            inputs, outputs = (share, outputs) if is_row else (inputs, share)
         super().__init__(context, (name,), inputs, (outputs,), module.bias is not None)
         self.whole = (sizes[1], sizes[0])  # of the layer on all ranks
         self.out_features = sizes[1]  # as of the layer that it replaces
@@ -52,7 +52,7 @@ def build_layers(context: BuildContext, model: Any) -> dict[str, QuantizedLinear
     stores plain weights. Raises ConfigurationError for a layer that is stored quantized, but is no
     plain linear layer."""
     styles = find_styles(model) if context.tp.size > 1 else {}
-    head, found = model.get_output_embeddings(), {}
+    head, wrappers = model.get_output_embeddings(), {}
     for name, module in model.named_modules():
         if module is head or isinstance(module, nn.Embedding) or not _is_quantized(context, name, module):
             continue
@@ -64,8 +64,8 @@ def build_layers(context: BuildContext, model: Any) -> dict[str, QuantizedLinear
                 "choose an unquantized checkpoint without model.quantization."
             )
         with torch.device(context.device):
-            found[name] = QuantizedLinear(context, name, module, style)
-    return found
+            wrappers[name] = QuantizedLinear(context, name, module, style)
+    return wrappers
 
 
 def load_layers(context: BuildContext, layers: Mapping[str, QuantizedLinear], state: dict[str, Any]) -> None:

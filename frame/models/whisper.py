@@ -186,9 +186,9 @@ class WhisperForConditionalGeneration(CausalLM, nn.Module):
         self.head = Head(context, "proj_out", model_config.vocab_size, hidden, tied)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        given = batch.get(EncoderInputs)
-        if given is not None:
-            self._encode(given, batch.kv)
+        encoder_inputs = batch.get(EncoderInputs)
+        if encoder_inputs is not None:
+            self._encode(encoder_inputs, batch.kv)
         # a request that ended at its limit may run in one more step
         positions = batch.positions.clamp(max=self.positions.weight.shape[0] - 1)
         x = self.embed_tokens(batch.token_ids) + self.positions(positions)
@@ -207,11 +207,11 @@ class WhisperForConditionalGeneration(CausalLM, nn.Module):
             return load_parameters(self, named)
         return load_tied(self, self.head, self.embed_tokens, named)
 
-    def _encode(self, given: EncoderInputs, kv: KVCache) -> None:
+    def _encode(self, encoder_inputs: EncoderInputs, kv: KVCache) -> None:
         """Write the blocks of the sequences that start. One sequence at a time: its positions fill
         the device, and activations stay small."""
         crossing = [layer.cross for layer in self.layers if isinstance(layer, WhisperDecoderLayer)]
-        for features, kv_slots in zip(given.features, given.kv_slots, strict=True):
+        for features, kv_slots in zip(encoder_inputs.features, encoder_inputs.kv_slots, strict=True):
             encoded = self.encoder(features)
             for cross in crossing:
                 cross.store(encoded, kv_slots, kv)

@@ -44,18 +44,18 @@ class CompressedTensors(WeightFormat):
         super().__init__(context, options)
         config = context.checkpoint_config or {}
         for key in ("sparsity_config", "transform_config"):
-            part = read_object(config.get(key), f"quantization_config.{key}")
-            if part and part.get("format", "") != "dense" and part != {"config_groups": {}}:
-                raise CheckpointError(f"quantization_config.{key} is {part!r}; sparse and transformed weights are not read.")
+            section = read_object(config.get(key), f"quantization_config.{key}")
+            if section and section.get("format", "") != "dense" and section != {"config_groups": {}}:
+                raise CheckpointError(f"quantization_config.{key} is {section!r}; sparse and transformed weights are not read.")
         groups = read_object(config.get("config_groups") or None, "quantization_config.config_groups")
         if not groups and not config.get("kv_cache_scheme"):  # a checkpoint may have scales of the KV cache alone
             raise CheckpointError("quantization_config.config_groups is empty: name the scheme of the layers.")
         self._ignored = read_patterns(config.get("ignore"), "quantization_config.ignore")
         self._groups = [self._read_group(f"quantization_config.config_groups.{name}", group, config) for name, group in groups.items()]
 
-    def _read_group(self, where: str, found: Any, config: Mapping[str, Any]) -> tuple[tuple[str, ...], LayerFormat]:
+    def _read_group(self, where: str, section_value: Any, config: Mapping[str, Any]) -> tuple[tuple[str, ...], LayerFormat]:
         """The targets and the layer format of one group."""
-        group = read_object(found, where)
+        group = read_object(section_value, where)
         targets = read_patterns(group.get("targets"), f"{where}.targets") or _LAYERS
         return targets, read_scheme(where, group, config, self.context.dtype)
 
@@ -108,8 +108,8 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
 def _is_static(group: Mapping[str, Any], kind: str) -> bool:
     """Whether one stored scale rounds all activations to 8 bits of that kind."""
     inputs = group.get("input_activations") or {}
-    found = inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("strategy"), bool(inputs.get("dynamic"))
-    return found == (8, kind, "tensor", False) and bool(inputs.get("symmetric", True))
+    section_value = inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("strategy"), bool(inputs.get("dynamic"))
+    return section_value == (8, kind, "tensor", False) and bool(inputs.get("symmetric", True))
 
 
 def _rounds_inputs(group: Mapping[str, Any]) -> bool:

@@ -9,26 +9,26 @@ from typing import Any
 from frame.core.errors import CheckpointError
 
 
-def read_object(found: Any, where: str) -> Mapping[str, Any]:
+def read_object(value: Any, where: str) -> Mapping[str, Any]:
     """A JSON object; {} for null. Raises CheckpointError for another type."""
-    if found is None:
+    if value is None:
         return {}
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{where} is {found!r}; a JSON object is expected: correct config.json.")
-    return found
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where} is {value!r}; a JSON object is expected: correct config.json.")
+    return value
 
 
-def read_patterns(found: Any, where: str) -> tuple[str, ...]:
+def read_patterns(value: Any, where: str) -> tuple[str, ...]:
     """Patterns of layer names, see `patterns.matches`; () for null. Raises CheckpointError for
     another type than a list of strings, and for a wrong regular expression."""
-    if found is None:
+    if value is None:
         return ()
-    if not isinstance(found, list | tuple) or not all(isinstance(pattern, str) for pattern in found):
-        raise CheckpointError(f"{where} is {found!r}; a list of strings is expected: correct config.json.")
-    for pattern in found:
+    if not isinstance(value, list | tuple) or not all(isinstance(pattern, str) for pattern in value):
+        raise CheckpointError(f"{where} is {value!r}; a list of strings is expected: correct config.json.")
+    for pattern in value:
         if pattern.startswith("re:"):
             check_expression(pattern.removeprefix("re:"), where)
-    return tuple(found)
+    return tuple(value)
 
 
 def check_expression(expression: str, where: str) -> None:

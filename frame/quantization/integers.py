@@ -86,15 +86,15 @@ class Integers:
         if self.quantized.dim() == 2:
             return self._sort_inputs(counts[0], None if is_whole else int((-(-counts // BLOCK)).sum()))
         blocks = None if is_whole else int((-(-counts // BLOCK)).sum(1).max())
-        parts = [self._select(expert)._sort_inputs(count, blocks) for expert, count in enumerate(counts)]  # noqa: SLF001 - own class
-        zeros = [part.zeros for part, _ in parts if part.zeros is not None]
+        sorted_experts = [self._select(expert)._sort_inputs(count, blocks) for expert, count in enumerate(counts)]  # noqa: SLF001 - own class
+        zeros = [sorted_expert.zeros for sorted_expert, _ in sorted_experts if sorted_expert.zeros is not None]
         joined = Integers(
             self.bits,
-            torch.stack([part.quantized for part, _ in parts]),
-            torch.stack([part.scales for part, _ in parts]),
+            torch.stack([sorted_expert.quantized for sorted_expert, _ in sorted_experts]),
+            torch.stack([sorted_expert.scales for sorted_expert, _ in sorted_experts]),
             torch.stack(zeros) if zeros else None,
         )
-        return joined, torch.stack([order for _, order in parts])
+        return joined, torch.stack([order for _, order in sorted_experts])
 
     def _select(self, expert: int) -> Integers:
         zeros, owners = (None if each is None else each[expert] for each in (self.zeros, self.owners))

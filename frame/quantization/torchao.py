@@ -58,12 +58,12 @@ class TorchAo(ListedFormat):
         return self._layout
 
 
-def _read_type(found: Any, dtype: torch.dtype) -> TorchAoLayer:
+def _read_type(value: Any, dtype: torch.dtype) -> TorchAoLayer:
     """The layout of `quantization_config.quant_type`. Raises CheckpointError for one that is not
     read."""
     where = "quantization_config.quant_type"
-    chosen = found.get("default") if isinstance(found, Mapping) else None
-    name = chosen.get("_type") if isinstance(chosen, Mapping) else found
+    chosen = value.get("default") if isinstance(value, Mapping) else None
+    name = chosen.get("_type") if isinstance(chosen, Mapping) else value
     if not isinstance(chosen, Mapping) or not isinstance(name, str) or name not in _TYPES:
         raise CheckpointError(f"{where} is {name!r}; of torchao's types {', '.join(_TYPES)} are read: quantize the model to one of them.")
     version = chosen.get("_version", 1)

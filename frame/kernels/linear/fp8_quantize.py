@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Quantization of rows to fp8 and int8: one scale per row, a static one for all rows, or for fp8 one
+"""Quantization of rows to fp8 and int8: one scale per row, a static one for all, or for fp8 one
 per 128 columns; and rescaling of their products.
 
 scale = max(|x|) / 448, at least 1e-12; out = x / scale as e4m3. int8: 127 instead of 448. What a

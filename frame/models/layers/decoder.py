@@ -183,16 +183,16 @@ class Decoder(CausalLM, nn.Module):
         self.tied = bool(model_config.config.get("tie_word_embeddings", self.ties_by_default))
         self.rotary = self.build_rotary()
         stage = context.pipeline
-        own = range(model_config.num_layers) if stage is None else stage.layers
-        self.first_layer = own.start
+        layer_indices = range(model_config.num_layers) if stage is None else stage.layers
+        self.first_layer = layer_indices.start
         self.is_first, self.is_last = stage is None or stage.is_first, stage is None or stage.is_last
         if self.is_first or (self.is_last and self.tied):
             self.embed_tokens = VocabEmbedding(context, "model.embed_tokens", model_config.vocab_size, model_config.hidden_size)
-        self.layers = nn.ModuleList(self.build_layer(index, f"model.layers.{index}") for index in own)
-        self.rotaries = tuple(self.get_rotary(index) for index in own)
+        self.layers = nn.ModuleList(self.build_layer(index, f"model.layers.{index}") for index in layer_indices)
+        self.rotaries = tuple(self.get_rotary(index) for index in layer_indices)
         self.norm = self.build_norm("model.norm") if self.is_last else None
         self.head = self._head() if self.is_last else None
-        self.foreign_weights = tuple(self._find_foreign_weights(own))
+        self.foreign_weights = tuple(self._find_foreign_weights(layer_indices))
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
         """The options of a layer's attention; by default with biases by `attention_bias`."""
@@ -254,8 +254,8 @@ class Decoder(CausalLM, nn.Module):
         # None: each layer's kernel reads the table by position
         reads_table = self.rotary.fused and not torch.compiler.is_compiling()
         rows = {rotary: None if reads_table else rotary.gather_rows(batch.positions) for rotary in dict.fromkeys(self.rotaries)}
-        given = batch.get(StageInput)
-        x: torch.Tensor | RankSum = self.embed(batch.token_ids) if given is None else given.hidden
+        stage_input = batch.get(StageInput)
+        x: torch.Tensor | RankSum = self.embed(batch.token_ids) if stage_input is None else stage_input.hidden
         residual: torch.Tensor | None = None
         *body, last = zip(self.layers, self.rotaries, strict=True)
         hidden_outputs, first = batch.get(HiddenStateOutputs), self.first_layer
@@ -319,9 +319,9 @@ class Decoder(CausalLM, nn.Module):
             unused = (*unused, _ENCODERS)
         return unused if isinstance(self.head, Head) else (*unused, r"lm_head\.", r"score\.")
 
-    def _find_foreign_weights(self, own: range) -> Iterator[str]:
+    def _find_foreign_weights(self, layer_indices: range) -> Iterator[str]:
         """Regular expressions of the weights that other stages load; see `load_parameters`."""
-        others = [str(layer) for layer in range(self.model_config.num_layers) if layer not in own]
+        others = [str(layer) for layer in range(self.model_config.num_layers) if layer not in layer_indices]
         if others:
             yield rf"model\.layers\.(?:{'|'.join(others)})\."
         if not hasattr(self, "embed_tokens"):

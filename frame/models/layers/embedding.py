@@ -114,11 +114,11 @@ class Head(nn.Module):
             self.gemm = self._share_weight()
         else:
             weight = self._round(self._layout)
-            made = build_gemm(self._context.gemm_kernels, [weight], self.name)
+            built = build_gemm(self._context.gemm_kernels, [weight], self.name)
             for key in weight.tensors:
                 setattr(self, key, None)
-            if self.gemm is None or not replace_values(self.gemm.tensors, made.tensors):
-                self.gemm = made
+            if self.gemm is None or not replace_values(self.gemm.tensors, built.tensors):
+                self.gemm = built
             register_tensors(self, "packed", self.gemm.tensors)
 
     def _share_weight(self) -> Gemm:
@@ -133,8 +133,8 @@ class Head(nn.Module):
         """The embedding's weight, quantized in parts to need little memory besides."""
         rows, inputs = self.weight.shape
         size = ROWS_ON_CPU if self.weight.device.type == "cpu" else _ROWS
-        parts = [layout.encode(part, (len(part),)) for part in self.weight.data.split(size)]
-        return layout.decode({name: torch.cat([part[name] for part in parts]) for name in layout.list_tensors(inputs, (rows,))}, inputs)
+        encoded = [layout.encode(piece, (len(piece),)) for piece in self.weight.data.split(size)]
+        return layout.decode({name: torch.cat([piece[name] for piece in encoded]) for name in layout.list_tensors(inputs, (rows,))}, inputs)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.gemm(hidden)  # type: ignore[misc]

@@ -118,12 +118,12 @@ class ExpertRoutes(nn.Module):
 
     def set_placement(self, placement: ExpertPlacement) -> None:
         """Route by this placement from the next call on."""
-        found: list[list[int]] = [[] for _ in range(len(self.replicas))]
+        places_by_expert: list[list[int]] = [[] for _ in range(len(self.replicas))]
         for place, logical in enumerate(placement.logical):
-            found[logical].append(place)
-        rows = [own + [0] * (self.places.shape[1] - len(own)) for own in found]
+            places_by_expert[logical].append(place)
+        rows = [expert_places + [0] * (self.places.shape[1] - len(expert_places)) for expert_places in places_by_expert]
         self.places.copy_(torch.tensor(rows, device="cpu"))
-        self.replicas.copy_(torch.tensor([len(own) for own in found], device="cpu"))
+        self.replicas.copy_(torch.tensor([len(expert_places) for expert_places in places_by_expert], device="cpu"))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self._counts_tokens:

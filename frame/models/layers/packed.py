@@ -49,20 +49,20 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
     # torch.compile would treat such weights as constants; it does not look inside a custom operator
     if torch.compiler.is_compiling():
         return torch.ops.frame.packed_linear(x, packed, bias)
-    return _product(x, packed, bias)
+    return _multiply(x, packed, bias)
 
 
-def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     rows = x.shape[0]
-    wanted = pad_row_count(rows)
-    if wanted == rows or x.dim() != 2:
+    padded = pad_row_count(rows)
+    if padded == rows or x.dim() != 2:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # noqa: SLF001
-    return torch.ops.mkldnn._linear_pointwise(F.pad(x, (0, 0, 0, wanted - rows)), packed, bias, "none", [], "")[:rows]  # noqa: SLF001
+    return torch.ops.mkldnn._linear_pointwise(F.pad(x, (0, 0, 0, padded - rows)), packed, bias, "none", [], "")[:rows]  # noqa: SLF001
 
 
 @torch.library.custom_op("frame::packed_linear", mutates_args=())
 def _packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _product(x, packed, bias)
+    return _multiply(x, packed, bias)
 
 
 @_packed_linear.register_fake

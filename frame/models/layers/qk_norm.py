@@ -47,7 +47,7 @@ class QKNorm(nn.Module):
 
     def finish(self) -> None:
         """Expand the two weights to all heads, and stack them for the kernel."""
-        q, k = (part.data.float() + self.offset if self.offset else part.data for part in (self.q, self.k))
+        q, k = (tensor.data.float() + self.offset if self.offset else tensor.data for tensor in (self.q, self.k))
         weight = torch.cat((q.expand(self.heads[0], -1), k.expand(self.heads[1], -1)))
         self.register_buffer("weight", weight, persistent=False)
         pair = torch.stack((q, k))
@@ -85,20 +85,20 @@ class SeparateNorm(nn.Module):
         """[tokens, q heads + kv heads, head_dim] -> the same shape."""
         q, k = qk.split([span.size for span in self.spans], 1)
         if self.kind == "layer":
-            parts = [F.layer_norm(part.float(), part.shape[-1:], None, None, self.eps) for part in (q, k)]
+            normed = [F.layer_norm(tensor.float(), tensor.shape[-1:], None, None, self.eps) for tensor in (q, k)]
         else:
-            parts = self._scale_together(q.float(), k.float())
+            normed = self._scale_together(q.float(), k.float())
         weights = [weight.view(-1, qk.shape[-1]) for weight in (self.weight_q, self.weight_k)]
-        return torch.cat([part * weight for part, weight in zip(parts, weights, strict=True)], 1).to(qk.dtype)
+        return torch.cat([tensor * weight for tensor, weight in zip(normed, weights, strict=True)], 1).to(qk.dtype)
 
     def _scale_together(self, q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
         """Both divided by their root mean squares over the heads of all ranks."""
-        squares = torch.stack([part.square().sum((1, 2)) for part in (q, k)], 1)  # [tokens, 2]
+        squares = torch.stack([tensor.square().sum((1, 2)) for tensor in (q, k)], 1)  # [tokens, 2]
         if self.tp.size > 1:
             squares = self.tp.all_reduce(squares)
         roots = []
-        for index, (part, span) in enumerate(zip((q, k), self.spans, strict=True)):
-            counted = self.tp.size * span.size * part.shape[-1]  # replicated heads are counted once a rank
+        for index, (tensor, span) in enumerate(zip((q, k), self.spans, strict=True)):
+            counted = self.tp.size * span.size * tensor.shape[-1]  # replicated heads are counted once a rank
             roots.append(torch.rsqrt(squares[:, index] / counted + self.eps)[:, None, None])
         return [q * roots[0], k * roots[1]]
 

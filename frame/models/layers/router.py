@@ -105,8 +105,8 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`: those of `x`, if they are already computed."""
         if not self._has_kernels:
-            found = self._multiply(x) if logits is None else logits
-            ids, weights = self.choose_experts(found.float())
+            router_logits = self._multiply(x) if logits is None else logits
+            ids, weights = self.choose_experts(router_logits.float())
         else:
             ids, weights = self._use_triton(self._logits(x) if logits is None else logits)
         return ids, weights * self.expert_scale[ids] if self.rule.expert_scale else weights

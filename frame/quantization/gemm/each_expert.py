@@ -14,13 +14,13 @@ class EachExpert:
 
     def __init__(self, gemms: Sequence[Gemm]) -> None:
         self.gemms = gemms
-        self.tensors = [tensor for product in gemms for tensor in product.tensors]
+        self.tensors = [tensor for gemm in gemms for tensor in gemm.tensors]
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        parts = x[: sum(sizes)].split(sizes)
-        found = [product(part) for part, product in zip(parts, self.gemms, strict=True) if len(part)]
+        rows_by_expert = x[: sum(sizes)].split(sizes)
+        results = [gemm(rows) for rows, gemm in zip(rows_by_expert, self.gemms, strict=True) if len(rows)]
         rest = len(x) - sum(sizes)
-        if not found or rest:
-            found.append(x.new_zeros(rest, self.gemms[0](x[:1]).shape[1]))
-        return torch.cat(found)
+        if not results or rest:
+            results.append(x.new_zeros(rest, self.gemms[0](x[:1]).shape[1]))
+        return torch.cat(results)

@@ -66,8 +66,8 @@ class HummingKernel(GemmKernel):
         outputs, inputs = (-(-size // _TILE) * _TILE for size in (weight.outputs, weight.inputs))
         values = weight.quantized.shape[:-2].numel() * outputs * inputs
         groups = values // (weight.scheme.group[1] or inputs)
-        found = values // 2 + groups * self.context.dtype.itemsize + groups // 2 * (weight.zeros is not None) + 4 * _LOCKS
-        return found + (super().count_bytes(weight) if self._keeps_quantized else 0)
+        num_bytes = values // 2 + groups * self.context.dtype.itemsize + groups // 2 * (weight.zeros is not None) + 4 * _LOCKS
+        return num_bytes + (super().count_bytes(weight) if self._keeps_quantized else 0)
 
 
 class HummingGemm:
@@ -152,7 +152,7 @@ class HummingGroupedGemm(HummingGemm):
 
         ids, top = tokens.ids.contiguous(), tokens.ids.shape[1]
         flat = ids.flatten()
-        blocks = [product.find_block(ids.numel()) for product in (self, down)]
+        blocks = [each.find_block(ids.numel()) for each in (self, down)]
         first = second = align_tokens(ids, self._experts, blocks[0])
         if blocks[1] != blocks[0]:
             second = align_tokens(ids, self._experts, blocks[1])
@@ -176,8 +176,8 @@ class HummingGroupedGemm(HummingGemm):
         if not self._blocks:
             from humming.tune import get_heuristics_config
 
-            found = get_heuristics_config(self._config, gemm_type="indexed", device=self._locks.device)
-            self._blocks = [(maximum, config["block_shape"][0]) for _, maximum, config in found]
+            num_bytes = get_heuristics_config(self._config, gemm_type="indexed", device=self._locks.device)
+            self._blocks = [(maximum, config["block_shape"][0]) for _, maximum, config in num_bytes]
         return next(block for maximum, block in self._blocks if pairs <= maximum)
 
 

@@ -113,8 +113,8 @@ class RoundedMatmul:
     def _multiply_large(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if weight.dtype == torch.int8:
             rounded, by_row = self._quantize(x, self._pdl)
-            products = torch._int_mm(rounded, weight.t())  # noqa: SLF001
-            return self._rescale(products, by_row, self.scales, self._pdl, x.dtype)
+            sums = torch._int_mm(rounded, weight.t())  # noqa: SLF001
+            return self._rescale(sums, by_row, self.scales, self._pdl, x.dtype)
         if not self._has_large_gemm:
             scales = self.scales.unsqueeze(-1)
             if self._block[1]:

@@ -43,19 +43,19 @@ class RowPositions:
 class ShortConvolution(nn.Module):
     """SiLU(causal depthwise convolution): [tokens, channels] -> the same shape.
 
-    `parts`: checkpoint layers and this rank's range of the channels of each. Their weights are
+    `streams`: checkpoint layers and this rank's range of the channels of each. Their weights are
     [channels, 1, width].
     """
 
-    def __init__(self, context: BuildContext, parts: Mapping[str, Range], width: int, bias: bool = False) -> None:
+    def __init__(self, context: BuildContext, streams: Mapping[str, Range], width: int, bias: bool = False) -> None:
         super().__init__()
         self.width = width
-        channels = sum(span.size for span in parts.values())
+        channels = sum(span.size for span in streams.values())
         self.cache_tensor = CacheTensor((width - 1, channels), context.dtype)
         self.weight = ShardedParameter(torch.empty(channels, 1, width, dtype=context.dtype), ShardRule(output=0))
         self.bias = ShardedParameter(torch.empty(channels, dtype=context.dtype), ShardRule(output=0)) if bias else None
         local = 0
-        for name, span in parts.items():
+        for name, span in streams.items():
             placed = Range(span.full, span.start, span.size, local)
             self.weight.bind(f"{name}.weight", placed)
             if self.bias is not None:

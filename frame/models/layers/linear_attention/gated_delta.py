@@ -62,9 +62,9 @@ class DeltaSizes:
         """The checkpoint's layers that hold queries, keys and values of all heads, for
         `split_layers`."""
         queries, values = self.key_heads * self.key, self.value_heads * self.value
-        parts = {"q": queries, "k": queries, "v": values}
+        streams = {"q": queries, "k": queries, "v": values}
         names = ("conv1d",) if self.grouped else ("conv1d", "in_proj_qkv")
-        return {name: {f"{name.removesuffix('_qkv')}_{part}": size for part, size in parts.items()} for name in names}
+        return {name: {f"{name.removesuffix('_qkv')}_{stream}": size for stream, size in streams.items()} for name in names}
 
 
 class GatedDeltaNet(nn.Module):
@@ -79,7 +79,7 @@ class GatedDeltaNet(nn.Module):
         self.heads = (keys.size, heads.size)
         self.projections = _build_projections(context, prefix, sizes)
         spans = [scale_range(span, size) for span, size in ((keys, sizes.key), (keys, sizes.key), (heads, sizes.value))]
-        names = [f"{prefix}.conv1d_{part}" for part in "qkv"]
+        names = [f"{prefix}.conv1d_{stream}" for stream in "qkv"]
         conv = ShortConvolution(context, dict(zip(names, spans, strict=True)), sizes.width)
         places = (0, keys.size * sizes.key, 2 * keys.size * sizes.key)
         layout = MixLayout(heads.size, keys.size, sizes.key, sizes.value, places)
@@ -109,9 +109,9 @@ class GatedDeltaNet(nn.Module):
             b, a = second.chunk(2, -1)
             return mixed, gate, b, a
         values = heads // key_heads * sizes.value
-        parts = first.unflatten(-1, (key_heads, -1)).split((sizes.key, sizes.key, values, values), -1)
-        q, k, v, gate = (part.flatten(1) for part in parts)
-        b, a = (part.flatten(1) for part in second.unflatten(-1, (key_heads, -1)).chunk(2, -1))
+        streams = first.unflatten(-1, (key_heads, -1)).split((sizes.key, sizes.key, values, values), -1)
+        q, k, v, gate = (stream.flatten(1) for stream in streams)
+        b, a = (stream.flatten(1) for stream in second.unflatten(-1, (key_heads, -1)).chunk(2, -1))
         return torch.cat((q, k, v), -1), gate, b, a
 
 
@@ -119,13 +119,15 @@ def _build_projections(context: BuildContext, prefix: str, sizes: DeltaSizes) ->
     """(queries, keys, values and gate; beta and decay), each as one product."""
     keys, values = sizes.key_heads * sizes.key, sizes.value_heads * sizes.value
     if sizes.grouped:
-        parts = [({"in_proj_qkvz": 2 * keys + 2 * values}), ({"in_proj_ba": 2 * sizes.value_heads})]
+        streams = [({"in_proj_qkvz": 2 * keys + 2 * values}), ({"in_proj_ba": 2 * sizes.value_heads})]
     else:
-        parts = [
+        streams = [
             {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values},
             {"in_proj_b": sizes.value_heads, "in_proj_a": sizes.value_heads},
         ]
-    return nn.ModuleList(ColumnLinear(context, [f"{prefix}.{name}" for name in part], sizes.hidden, list(part.values())) for part in parts)
+    return nn.ModuleList(
+        ColumnLinear(context, [f"{prefix}.{name}" for name in stream], sizes.hidden, list(stream.values())) for stream in streams
+    )
 
 
 def build_by_head(name: str, heads: Range) -> ShardedParameter:

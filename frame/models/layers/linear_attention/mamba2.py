@@ -94,8 +94,8 @@ class Mamba2(nn.Module):
         self.multipliers: torch.Tensor | None = None
         if set(sizes.multipliers) != {1.0}:
             factors = zip(outputs, sizes.multipliers, strict=True)
-            parts = [torch.full((span.size,), factor, dtype=context.dtype, device=context.device) for span, factor in factors]
-            self.multipliers = torch.cat(parts)
+            vectors = [torch.full((span.size,), factor, dtype=context.dtype, device=context.device) for span, factor in factors]
+            self.multipliers = torch.cat(vectors)
         spans = {f"{prefix}.conv1d_x": inner, f"{prefix}.conv1d_b": shared, f"{prefix}.conv1d_c": shared}
         conv = ShortConvolution(context, spans, sizes.width, sizes.conv_bias)
         places = (inner.size + shared.size, inner.size, 0)

@@ -65,7 +65,7 @@ class StateMixer(nn.Module):
             raise TypeError("a layer with a recurrent state needs a batch with SequenceStates")
         drafted = states.drafted
         if drafted is not None:
-            inputs = tuple(part.index_select(0, drafted.tokens) for part in (mixed, decay, beta))
+            inputs = tuple(tensor.index_select(0, drafted.tokens) for tensor in (mixed, decay, beta))
             drafted.inputs[self.cache.layer] = (self, inputs)
         pages = StatePages(states.pages, states.pages if drafted is None else drafted.targets)
         gates = self._build_gates(decay, beta)
@@ -81,7 +81,7 @@ class StateMixer(nn.Module):
         """See `StateLayer.replay`."""
         (mixed, decay, beta), (starts, lens) = inputs, rows
         past, matrices = kv.layer(self.cache.layer)
-        own = StatePages(pages, pages)
+        in_place = StatePages(pages, pages)
         if kernels.can_use_triton(mixed.device):
             from frame.kernels.linear_attention import convolution, scan
 
@@ -89,17 +89,17 @@ class StateMixer(nn.Module):
             bias = None if self.conv.bias is None else self.conv.bias.data
             convolved = mixed.new_empty(mixed.shape)
             chunks = (starts, numbers, starts[:-1])
-            convolution.convolve_chunks(self.layout, mixed, self.conv.weight.data, bias, past, own, chunks, convolved)
-            convolution.keep_inputs(mixed, past, own, starts, lens)
+            convolution.convolve_chunks(self.layout, mixed, self.conv.weight.data, bias, past, in_place, chunks, convolved)
+            convolution.keep_inputs(mixed, past, in_place, starts, lens)
             out = mixed.new_empty((len(mixed), self.num_heads, self.v_head_dim))
-            scan.scan_rows(self.layout, convolved, self._build_gates(decay, beta), matrices, own, (starts, lens), out)
+            scan.scan_rows(self.layout, convolved, self._build_gates(decay, beta), matrices, in_place, (starts, lens), out)
             return
         counts = lens.tolist()
         kept = torch.cat([torch.arange(start, start + count) for start, count in zip(starts.tolist(), counts, strict=False)])
-        mixed, decay, beta = (part.index_select(0, kept) for part in inputs)
+        mixed, decay, beta = (tensor.index_select(0, kept) for tensor in inputs)
         positions = RowPositions(F.pad(lens.cumsum(0), (1, 0)), lens, len(kept), self.conv.width)
-        recurrence = self._activate(self.conv(mixed, past, own, positions), self._build_gates(decay, beta))
-        run_rows(recurrence, matrices, own, counts, 0)
+        recurrence = self._activate(self.conv(mixed, past, in_place, positions), self._build_gates(decay, beta))
+        run_rows(recurrence, matrices, in_place, counts, 0)
 
     def _build_gates(self, decay: torch.Tensor, beta: torch.Tensor) -> Gates:
         skip = None if self.skip is None else self.skip.data
@@ -116,14 +116,14 @@ class StateMixer(nn.Module):
         out = x.new_empty((len(x), layout.heads, layout.value))
         first = batch.num_decodes
         if first:
-            own = StatePages(*(part[:first] for part in pages))
-            convolution.convolve_tokens(layout, x[:first], weight, bias, past, own, mixed)
-            scan.scan_rows(layout, mixed, gates, matrices, own, None, out)
+            in_place = StatePages(*(tensor[:first] for tensor in pages))
+            convolution.convolve_tokens(layout, x[:first], weight, bias, past, in_place, mixed)
+            scan.scan_rows(layout, mixed, gates, matrices, in_place, None, out)
         if first < batch.num_rows:
-            own, rows = StatePages(*(part[first:] for part in pages)), self.positions.chunks_of(batch)
-            convolution.convolve_chunks(layout, x, weight, bias, past, own, rows, mixed)
-            convolution.keep_inputs(x, past, own, rows[0], batch.query_lens[first:])
-            chunks.extend_rows(layout, mixed, gates, matrices, own, rows, out)
+            in_place, rows = StatePages(*(tensor[first:] for tensor in pages)), self.positions.chunks_of(batch)
+            convolution.convolve_chunks(layout, x, weight, bias, past, in_place, rows, mixed)
+            convolution.keep_inputs(x, past, in_place, rows[0], batch.query_lens[first:])
+            chunks.extend_rows(layout, mixed, gates, matrices, in_place, rows, out)
         return out
 
     def _activate(self, mixed: torch.Tensor, gates: Gates) -> Recurrence:
@@ -135,7 +135,7 @@ class StateMixer(nn.Module):
             for place, width, heads in zip(layout.places, widths, (layout.key_heads, layout.key_heads, layout.heads), strict=True)
         )
         if layout.normalized:
-            q, k = (part.float() * torch.rsqrt(part.float().square().sum(-1, keepdim=True) + _NORM_EPS) for part in (q, k))
+            q, k = (tensor.float() * torch.rsqrt(tensor.float().square().sum(-1, keepdim=True) + _NORM_EPS) for tensor in (q, k))
             q = q * layout.key**-0.5
         step = F.softplus(gates.decay.float() + gates.bias)
         if not layout.delta:

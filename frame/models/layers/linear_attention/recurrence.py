@@ -48,7 +48,7 @@ def run_rows(inputs: Recurrence, states: torch.Tensor, pages: StatePages, lens: 
     outs = []
     if num_decodes:
         first = slice(num_decodes)
-        out, new = step(inputs.map(lambda part: part[first]), states.index_select(0, pages.sources[first]))
+        out, new = step(inputs.map(lambda field: field[first]), states.index_select(0, pages.sources[first]))
         states.index_copy_(0, pages.targets[first], new)
         outs.append(out)
     if num_decodes < len(lens):
@@ -76,16 +76,16 @@ def scan(inputs: Recurrence, state: torch.Tensor, chunk: int = CHUNK) -> tuple[t
     q, k = _expand_heads(inputs)
     tokens = q.shape[1]
     chunk = min(chunk, tokens)
-    parts = (_chunked(part, chunk) for part in (q, k, inputs.v.float(), inputs.decay, inputs.beta))
-    q, k, v, decay, beta = parts  # [rows, heads, chunks, chunk, ...]
+    chunks = (_chunked(field, chunk) for field in (q, k, inputs.v.float(), inputs.decay, inputs.beta))
+    q, k, v, decay, beta = chunks  # [rows, heads, chunks, chunk, ...]
     total = decay.cumsum(3)
     total = total[..., None] if decay.dim() == 4 else total  # [..., chunk, 1 or key size]
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], -torch.inf).exp()
     if between.shape[-1] == 1:
-        qk, kk = ((part @ k.transpose(-1, -2)) * between[..., 0] for part in (q, k))
+        qk, kk = ((field @ k.transpose(-1, -2)) * between[..., 0] for field in (q, k))
     else:
-        qk, kk = (torch.einsum("...id,...ijd,...jd->...ij", part, between, k) for part in (q, k))
+        qk, kk = (torch.einsum("...id,...ijd,...jd->...ij", field, between, k) for field in (q, k))
     v = v * beta[..., None]
     read = k * total.exp() * beta[..., None]  # what the delta rule reads of the state before the chunk
     if inputs.delta:
@@ -113,8 +113,8 @@ def _extend(inputs: Recurrence, states: torch.Tensor, pages: StatePages, lens: l
     starts = first + sizes.cumsum(0) - sizes
     places = (starts[:, None] + torch.arange(max_length, device=device)).masked_fill(~valid, first).flatten()
 
-    def padded(part: torch.Tensor) -> torch.Tensor:
-        rows = part.index_select(0, places).unflatten(0, (len(lens), max_length))
+    def padded(field: torch.Tensor) -> torch.Tensor:
+        rows = field.index_select(0, places).unflatten(0, (len(lens), max_length))
         return rows.masked_fill(~valid.view(*valid.shape, *[1] * (rows.dim() - 2)), 0)
 
     out, new = scan(inputs.map(padded), states.index_select(0, pages.sources[first:]))
@@ -129,9 +129,9 @@ def _expand_heads(inputs: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
     return (q, k) if times == 1 else (q.repeat_interleave(times, -2), k.repeat_interleave(times, -2))
 
 
-def _chunked(part: torch.Tensor, chunk: int) -> torch.Tensor:
+def _chunked(field: torch.Tensor, chunk: int) -> torch.Tensor:
     """[rows, tokens, heads, ...] -> [rows, heads, chunks, chunk, ...], padded with zeros."""
-    missing = -part.shape[1] % chunk
+    missing = -field.shape[1] % chunk
     if missing:
-        part = torch.cat((part, part.new_zeros(part.shape[0], missing, *part.shape[2:])), 1)
-    return part.transpose(1, 2).unflatten(2, (-1, chunk))
+        field = torch.cat((field, field.new_zeros(field.shape[0], missing, *field.shape[2:])), 1)
+    return field.transpose(1, 2).unflatten(2, (-1, chunk))

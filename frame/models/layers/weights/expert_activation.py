@@ -47,8 +47,8 @@ def activate(experts: nn.Module, gates: torch.Tensor, ids: torch.Tensor | None =
     if bias is not None and ids is not None:
         gates = gates + bias.index_select(0, ids)
     if activation is not None and not getattr(experts, "gated", True):
-        products: torch.Tensor = activation(gates)
-        return products
+        gated: torch.Tensor = activation(gates)
+        return gated
     gate, up = gates.chunk(2, -1)
     if activation is None:
         return F.silu(gate).mul_(up)

@@ -93,9 +93,9 @@ class ExpertWeights:
             self._expose(dense)
             return
         for name, parts in decoded.items():
-            made = build_grouped(self.choices, parts, f"{self.prefix} ({name})")
-            if name not in self.grouped or not replace_values(self.grouped[name].tensors, made.tensors):
-                self.grouped[name] = made
+            gemm = build_grouped(self.choices, parts, f"{self.prefix} ({name})")
+            if name not in self.grouped or not replace_values(self.grouped[name].tensors, gemm.tensors):
+                self.grouped[name] = gemm
             register_tensors(self.module, f"{name}_packed", self.grouped[name].tensors)
             self.stored[name].release(self.grouped[name].tensors)
 
@@ -153,9 +153,9 @@ class ExpertWeights:
         if any(size % _BLOCK for size in first.quantized.shape[1:]) or not can_run:
             return None
         blocks = {name: _to_block_scales(weight) for name, weight in weights.items()}
-        found = {name: scales for name, scales in blocks.items() if scales is not None}
-        if "block" in self.takes_fp8 and len(found) == len(weights):
-            return found
+        block_scales = {name: scales for name, scales in blocks.items() if scales is not None}
+        if "block" in self.takes_fp8 and len(block_scales) == len(weights):
+            return block_scales
         if "output" in self.takes_fp8 and all(weight.scheme.group == (1, 0) for weight in weights.values()):
             return {name: weight.scales[..., 0].contiguous() for name, weight in weights.items() if weight.scales is not None}
         return None

@@ -45,9 +45,9 @@ class TensorView:
         self.read = read
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
-        wanted = [given[dim] if dim < len(given) else slice(None) for dim in range(len(self.shape))]
-        return self.read(tuple(slice(*each.indices(size)) for each, size in zip(wanted, self.shape, strict=True)))
+        index_by_dim = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+        selected = [index_by_dim[dim] if dim < len(index_by_dim) else slice(None) for dim in range(len(self.shape))]
+        return self.read(tuple(slice(*each.indices(size)) for each, size in zip(selected, self.shape, strict=True)))
 
 
 def split_experts(prefix: str, tensor: LazyTensor, names: Sequence[str], *, interleaved: bool) -> Iterator[tuple[str, LazyTensor]]:
@@ -95,8 +95,8 @@ def split_packed_experts(prefix: str, tensor: LazyTensor, names: Sequence[str], 
             def read(index: tuple[slice, ...], expert: int = expert, place: int = place) -> torch.Tensor:
                 rows, columns = index
                 first, last = columns.start // width, -(-columns.stop // width)
-                found = tensor[expert : expert + 1, rows.start * step : rows.stop * step, first:last][0, place::step]
-                return found.flatten(1)[:, columns.start - first * width : columns.stop - first * width]
+                row_values = tensor[expert : expert + 1, rows.start * step : rows.stop * step, first:last][0, place::step]
+                return row_values.flatten(1)[:, columns.start - first * width : columns.stop - first * width]
 
             yield f"{prefix}.{expert}.{name}.{part}", TensorView((total // step, groups * width), read)
 
@@ -136,12 +136,12 @@ def split_rows(name: str, tensor: LazyTensor, sizes: Sequence[int]) -> list[Lazy
             f"{name} has the shape {list(tensor.shape)}, whose rows cannot be divided into parts of {list(sizes)}: "
             "check that config.json belongs to this checkpoint."
         )
-    parts: list[LazyTensor] = []
+    pieces: list[LazyTensor] = []
     start = 0
     for size in sizes:
-        parts.append(TensorRows(tensor, start // block, size // block))
+        pieces.append(TensorRows(tensor, start // block, size // block))
         start += size
-    return parts
+    return pieces
 
 
 def split_layers(weights: Iterable[tuple[str, LazyTensor]], fused: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, LazyTensor]]:

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 def build_gemm(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> Gemm:
     """The product with the weights of the layer `name`, which follow one another in the outputs.
     Raises ConfigurationError if the named kernel does not multiply one of them."""
-    parts = [_join_ranges(_prepare(choices, weight, name, lambda kernel, weight: kernel.prepare(weight))) for weight in weights]
-    return parts[0] if len(parts) == 1 else PartedGemm(parts)
+    shards = [_join_ranges(_prepare(choices, weight, name, lambda kernel, weight: kernel.prepare(weight))) for weight in weights]
+    return shards[0] if len(shards) == 1 else MergedGemm(shards)
 
 
 def build_grouped(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> GroupedGemm:
     """The grouped product with the experts of `name`. One kernel serves any number of rows."""
-    parts: list[GroupedGemm] = []
+    shards: list[GroupedGemm] = []
     for weight in weights:
-        found = _prepare(choices, weight, name, lambda kernel, weight: kernel.prepare_experts(weight))
-        parts.append(found[-1][1])
-    return parts[0] if len(parts) == 1 else PartedGroupedGemm(parts)
+        prepared = _prepare(choices, weight, name, lambda kernel, weight: kernel.prepare_experts(weight))
+        shards.append(prepared[-1][1])
+    return shards[0] if len(shards) == 1 else MergedGroupedGemm(shards)
 
 
 def find_kernel(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> GemmChoice:
@@ -44,13 +44,13 @@ def find_kernel(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) 
 
 def count_bytes(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> int:
     """The bytes that the products with these weights keep; `weights` may be on the meta device."""
-    found = 0
+    prepared = 0
     for weight in weights:
         used = _choose(choices, weight, name)
         if weight.quantized.dim() > 2:
             used = used[-1:]  # one kernel multiplies experts
-        found += sum(choice.kernel.count_bytes(weight) for choice in {choice.name: choice for _, choice in used}.values())
-    return found
+        prepared += sum(choice.kernel.count_bytes(weight) for choice in {choice.name: choice for _, choice in used}.values())
+    return prepared
 
 
 def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> list[tuple[int, GemmChoice]]:
@@ -64,25 +64,25 @@ def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> l
                 f"{obstacle}; leave model.gemm_kernel open."
             )
     usable = [choice for choice in choices if choice.name in obstacles and obstacles[choice.name] is None]
-    found = choose_ranges(usable, quant_type)
-    if not found:
+    prepared = choose_ranges(usable, quant_type)
+    if not prepared:
         why = "; ".join(f"{kernel}: {obstacle}" for kernel, obstacle in obstacles.items()) or "none is made for this type"
         raise ConfigurationError(
             f"no gemm kernel multiplies {name} ({weight.scheme}, {weight.outputs} x {weight.inputs}): {why}; set model.gemm_kernel: torch."
         )
-    return found
+    return prepared
 
 
 def _prepare(
     choices: Sequence[GemmChoice], weight: PackedWeight, name: str, prepare: Callable[[GemmKernel, PackedWeight], P]
 ) -> list[tuple[int, P]]:
-    made: dict[str, P] = {}
-    found = []
+    gemms: dict[str, P] = {}
+    prepared = []
     for rows, choice in _choose(choices, weight, name):
-        if choice.name not in made:
-            made[choice.name] = prepare(choice.kernel, weight)
-        found.append((rows, made[choice.name]))
-    return found
+        if choice.name not in gemms:
+            gemms[choice.name] = prepare(choice.kernel, weight)
+        prepared.append((rows, gemms[choice.name]))
+    return prepared
 
 
 def _join_ranges(ranges: Sequence[tuple[int, Gemm]]) -> Gemm:
@@ -91,14 +91,14 @@ def _join_ranges(ranges: Sequence[tuple[int, Gemm]]) -> Gemm:
 
 @dataclass(frozen=True, slots=True)
 class RangedGemm:
-    """Several products with the same weight: the first whose number of rows is not exceeded (the
+    """Several GEMMs with the same weight: the first whose number of rows is not exceeded (the
     last: 0) multiplies."""
 
     ranges: Sequence[tuple[int, Gemm]]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return _distinct(tensor for _, product in self.ranges for tensor in product.tensors)
+        return _distinct(tensor for _, gemm in self.ranges for tensor in gemm.tensors)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._select(x)(x, bias)
@@ -109,39 +109,39 @@ class RangedGemm:
 
     def _select(self, x: torch.Tensor) -> Gemm:
         count = x.shape[0] if x.dim() == 2 else x.numel() // max(1, x.shape[-1])
-        for rows, product in self.ranges:
+        for rows, gemm in self.ranges:
             if count <= rows:
-                return product
+                return gemm
         return self.ranges[-1][1]
 
 
 @dataclass(frozen=True, slots=True)
-class PartedGemm:
-    """Products whose outputs follow one another."""
+class MergedGemm:
+    """GEMMs whose outputs follow one another."""
 
-    parts: Sequence[Gemm]
+    shards: Sequence[Gemm]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return _distinct(tensor for part in self.parts for tensor in part.tensors)
+        return _distinct(tensor for shard in self.shards for tensor in shard.tensors)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = torch.cat([part(x) for part in self.parts], -1)
+        out = torch.cat([shard(x) for shard in self.shards], -1)
         return out if bias is None else out + bias
 
 
 @dataclass(frozen=True, slots=True)
-class PartedGroupedGemm:
-    """Grouped products whose outputs follow one another."""
+class MergedGroupedGemm:
+    """Grouped GEMMs whose outputs follow one another."""
 
-    parts: Sequence[GroupedGemm]
+    shards: Sequence[GroupedGemm]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return _distinct(tensor for part in self.parts for tensor in part.tensors)
+        return _distinct(tensor for shard in self.shards for tensor in shard.tensors)
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(x, ends) for part in self.parts], -1)
+        return torch.cat([shard(x, ends) for shard in self.shards], -1)
 
 
 def _distinct(tensors: object) -> list[torch.Tensor]:

@@ -77,9 +77,9 @@ class LayerWeight:
             return self.gemm
         self.version = version
         weights = [weight for _, stored in self.stored for weight in stored.decode()]
-        made = build_gemm(self.choices, weights, self.names[0])
-        if self.gemm is None or not replace_values(self.gemm.tensors, made.tensors):
-            self.gemm = made
+        built = build_gemm(self.choices, weights, self.names[0])
+        if self.gemm is None or not replace_values(self.gemm.tensors, built.tensors):
+            self.gemm = built
         register_tensors(self.module, "packed", self.gemm.tensors)
         for _, stored in self.stored:
             stored.release(self.gemm.tensors)

@@ -58,6 +58,6 @@ def multiply_grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor)
     if x.device.type == "cuda" and x.dtype == torch.bfloat16 and all(rows):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    parts = x[: sum(sizes)].split(sizes)
-    out = [F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
+    rows_by_expert = x[: sum(sizes)].split(sizes)
+    out = [F.linear(expert_rows, weight) for expert_rows, weight in zip(rows_by_expert, weights, strict=True)]
     return torch.cat([*out, x.new_zeros(len(x) - sum(sizes), weights.shape[1])])

@@ -94,7 +94,7 @@ class StoredWeight:
     def _is_split_by_rows(self) -> bool:
         """Whether `ROWS_ON_CPU` rows have entries of their own in every tensor."""
         axes = [[axis for axis in stored.axes if isinstance(axis, Axis) and axis.of == "output"] for stored in self.stored.values()]
-        return all(found and ROWS_ON_CPU % found[0].block == 0 for found in axes)
+        return all(registered and ROWS_ON_CPU % registered[0].block == 0 for registered in axes)
 
     def _write_rows(self, expert: Sequence[int], rows: slice, value: torch.Tensor) -> None:
         encoded = self.layout.encode(value, self.outputs)
@@ -117,12 +117,12 @@ class StoredWeight:
                 self._get(key).allocate()  # zeros where the checkpoint lacks it
         tensors = {suffix: self._get(key).data for suffix, key in self.keys.items()}
         if any(self._is_by_part(stored) for stored in self.stored.values()):
-            found = join([self.layout.decode(self._slice_part(tensors, part), self.inputs) for part in range(len(self.outputs))])
+            registered = join([self.layout.decode(self._slice_part(tensors, part), self.inputs) for part in range(len(self.outputs))])
         else:
-            found = [self.layout.decode(tensors, self.inputs)]
-        for weight in found:
+            registered = [self.layout.decode(tensors, self.inputs)]
+        for weight in registered:
             self._check_scales(weight)
-        return found
+        return registered
 
     def _check_scales(self, weight: PackedWeight) -> None:
         """Raise CheckpointError for scales that make all results of a layer NaN."""
@@ -142,9 +142,9 @@ class StoredWeight:
                 parameter.release()
 
     def _get(self, key: str) -> ShardedParameter:
-        found = getattr(self.module, key)
-        assert isinstance(found, ShardedParameter)
-        return found
+        registered = getattr(self.module, key)
+        assert isinstance(registered, ShardedParameter)
+        return registered
 
     def _parameters(self) -> list[ShardedParameter]:
         return [self._get(key) for key in (*self.keys.values(), *([self.rounded] if self.rounded else []))]
@@ -175,19 +175,19 @@ class StoredWeight:
 
     def _slice_part(self, tensors: Mapping[str, torch.Tensor], part: int) -> dict[str, torch.Tensor]:
         """The tensors of one merged part."""
-        found, lead = {}, 1 if self.experts else 0
+        registered, lead = {}, 1 if self.experts else 0
         start, total = sum(self.outputs[:part]), sum(self.outputs)
         for suffix, stored in self.stored.items():
             tensor = tensors[suffix]
             if self._is_by_part(stored):
                 whole = tensor.unflatten(0, (-1, len(self.outputs)))[:, part]
-                found[suffix] = whole if lead else whole[0]
+                registered[suffix] = whole if lead else whole[0]
                 continue
             dim = lead + next(index for index, axis in enumerate(stored.axes) if isinstance(axis, Axis) and axis.of == "output")
             size = tensor.shape[dim]
             first, last = start * size // total, (start + self.outputs[part]) * size // total
-            found[suffix] = tensor.narrow(dim, first, last - first)
-        return found
+            registered[suffix] = tensor.narrow(dim, first, last - first)
+        return registered
 
 
 class RoundedParameter(ShardedParameter):
