@@ -171,7 +171,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         capabilities=TritonCapabilities(devices=("cuda",), speeds=(Speed("e4m3", 0, 1.5),), dtypes=_LOW, min_compute_capability=(8, 9)),
         requires=("triton>=3.4",),
         rank=90,
-        summary="e4m3 weights and activations: skinny Triton kernels and PyTorch's scaled products. Activations are rounded per token.",
+        summary="e4m3 weights and activations: skinny Triton kernels and PyTorch's scaled matmuls. Activations are rounded per token.",
     )
     registry.add(
         "weight_only",
@@ -206,7 +206,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         ),
         requires=("triton>=3.4",),
         rank=90,
-        summary="int8 weights and activations (w8a8): skinny Triton kernels and PyTorch's products. Activations are rounded per token.",
+        summary="int8 weights and activations (w8a8): skinny Triton kernels and PyTorch's matmuls. Activations are rounded per token.",
     )
     registry.add(
         "unpacked",
@@ -225,7 +225,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
             devices=("cpu", "cuda"), speeds=tuple(Speed(quantized, 0, 0.1) for quantized in ("int4", "int8", "e2m1", "nf4", "e4m3"))
         ),
         rank=10,
-        summary="The reference: dequantizes the weight in every product, with PyTorch.",
+        summary="The reference: dequantizes the weight in every matmul, with PyTorch.",
     )
 
     int8 = GemmCapabilities(devices=("cpu",), speeds=(Speed("int8", 8, 1.5), Speed("int8", 32, 1.0), Speed("int8", 0, 0.6)))

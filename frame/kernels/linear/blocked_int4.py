@@ -1,8 +1,8 @@
-"""Products with int4 weights in groups by CUDA kernels for compute capability 9.0, in a layout of
+"""GEMMs with int4 weights in groups by CUDA kernels for compute capability 9.0, in a layout of
 their own.
 
 Three kernels share the layout (`cuda/common.cuh` describes it): for up to 16 rows, for more, and
-the dequantization for PyTorch's product of very many. Depends on no layer and no checkpoint format.
+the dequantization for PyTorch's GEMM of very many. Depends on no layer and no checkpoint format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from frame.kernels.launch import ceil_div
 
 UNIT, TILE, BLOCK = 64, 16, 128  # inputs of a unit, outputs of a tile and of a block
 MAX_FEW_ROWS = 16  # of the kernel for few rows
-MAX_ROWS = 2048  # above which the product of the dequantized weight is faster
+MAX_ROWS = 2048  # above which the GEMM of the dequantized weight is faster
 _ARCHITECTURE = "90a"
 _MAX_ROWS_OF_TILE, _ROW_STEP = 256, 32
 _MAX_ROW_TILES = MAX_ROWS // _MAX_ROWS_OF_TILE
@@ -86,7 +86,7 @@ def pack_weight(weight: PackedWeight) -> BlockedWeight:
 
 
 def count_bytes(outputs: int, inputs: int, group: int) -> int:
-    """The bytes of a weight in the kernels' layout, and of what its products keep beside."""
+    """The bytes of a weight in the kernels' layout, and of what its GEMMs keep beside."""
     blocks, groups = ceil_div(outputs, BLOCK), inputs // (group or inputs)
     return blocks * (BLOCK * inputs // 2 + groups * BLOCK * 4 + _MAX_ROW_TILES * 4)
 
@@ -187,7 +187,7 @@ def choose_tile_rows(rows: int, maximum: int = _MAX_ROWS_OF_TILE) -> int:
 
 
 def count_tiles(rows: int, outputs: int, tile_rows: int) -> int:
-    """The tiles of a product of the kernel for many rows."""
+    """The tiles of a GEMM of the kernel for many rows."""
     return ceil_div(rows, tile_rows) * ceil_div(outputs, BLOCK)
 
 

@@ -2,7 +2,7 @@
 """Skinny fp8 and int8 GEMM: up to 64 quantized rows times weights, bound by reading the weights.
 
 Weights are e4m3 [N, K] with one scale per output ([N]) or per block ([N / rows, K / columns]), or
-int8 with one scale per output; rows are quantized by `fp8_quantize`. int8 products are summed in
+int8 with one scale per output; rows are quantized by `fp8_quantize`. int8 GEMMs are summed in
 int32. Depends on no layer and no checkpoint format.
 """
 
@@ -164,7 +164,7 @@ def skinny_fp8_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Tile sizes of one product of few rows.
+    """Tile sizes of one GEMM of few rows.
 
     `outputs`, `inputs`: sizes of a weight tile. `stages`: pipelined tile loads. `split`: programs
     that share the inputs of an output tile (split-K). `prefetch`: weights of each output that are
@@ -189,7 +189,7 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
     """The plan for `rows` (1 … 64) times weights [outputs, inputs] with one scale per `columns`
     inputs (0: one scale per output).
 
-    The thresholds are the fastest measured on an H200 for the products of Llama 3.1 8B and, up to
+    The thresholds are the fastest measured on an H200 for the GEMMs of Llama 3.1 8B and, up to
     16 rows, of Qwen3 14B (docs/performance.md).
     """
     if INTERPRETED:
@@ -215,7 +215,7 @@ def choose_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
 
 
 def choose_gated_plan(rows: int, outputs: int, inputs: int, columns: int) -> Plan:
-    """The plan for a gated product, in which a program multiplies two weight tiles (gate and up).
+    """The plan for a gated GEMM, in which a program multiplies two weight tiles (gate and up).
     Measured on an H200 for Llama 3.1 8B and Qwen3 0.6B and 14B."""
     if INTERPRETED:
         return choose_plan(rows, outputs, inputs, columns)

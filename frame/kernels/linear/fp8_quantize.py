@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Quantization of rows to fp8 and int8: one scale per row, a static one for all, or for fp8 one
-per 128 columns; and rescaling of their products.
+per 128 columns; and rescaling of the sums of their GEMMs.
 
 scale = max(|x|) / 448, at least 1e-12; out = x / scale as e4m3. int8: 127 instead of 448. What a
 static scale does not hold becomes the largest number. Depends on no layer; weights are quantized in
@@ -132,7 +132,7 @@ def quantize_groups(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, t
 def rescale(
     sums: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor, pdl: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """products [M, N], contiguous, times by_row float32 [M, 1] and by_column float32 [N], in place,
+    """Sums [M, N], contiguous, times by_row float32 [M, 1] and by_column float32 [N], in place,
     or as a new tensor of `dtype`."""
     rows, columns = sums.shape
     out = sums if dtype is None else torch.empty_like(sums, dtype=dtype)

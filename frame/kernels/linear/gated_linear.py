@@ -2,7 +2,7 @@
 """GEMM of many rows with gate and up weights, fused with their activation: out = SiLU(x @ gate.T) *
 (x @ up.T).
 
-The gate and up products are not written to memory and read again. Persistent Triton kernel: one
+The gate and up GEMMs are not written to memory and read again. Persistent Triton kernel: one
 program per multiprocessor loops over output tiles. The weights of a tile are one TMA box of two
 parts (gate rows and the matching up rows), so that both are one MMA whose halves meet in registers.
 Depends on no layer.
@@ -48,7 +48,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, programs: int) -> torch.
     gate rows, then the up rows.
 
     bfloat16 or float16. Sums are float32 and are rounded before the activation, as separate
-    products would be. Requires `can_use_tma`. `programs`: multiprocessors to use.
+    GEMMs would be. Requires `can_use_tma`. `programs`: multiprocessors to use.
     """
     rows, inputs = x.shape
     inner = weight.shape[0] // 2
@@ -85,7 +85,7 @@ def _gated_linear(
         for k in range(0, inputs, BK):
             left = x.load([m, k])
             right = tl.reshape(weight.load([0, n, k]), (2 * BN, BK))
-            if UPCAST:  # the interpreter computes bfloat16 products incorrectly
+            if UPCAST:  # the interpreter multiplies bfloat16 incorrectly
                 left = left.to(tl.float32)
                 right = right.to(tl.float32)
             sums = tl.dot(left, right.T, sums, input_precision="ieee")

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
-"""Skinny GEMM: products of few rows with a weight, bound by reading the weight.
+"""Skinny GEMM: GEMMs of few rows with a weight, bound by reading the weight.
 
 out[m, n] = sum_k x[m, k] * w[n, k] + bias[n]. `vector_kernel` (one or two rows, CUDA cores) and
 `fragment_kernel` (groups of eight rows, tensor cores) load weights from memory to registers,
@@ -25,14 +25,14 @@ _WIDE = 64  # outputs per program from which the four warps share one tile
 def load_weights(pointers, inside, UPCAST: tl.constexpr):
     """A tile of weights, marked to leave the caches first: each weight is read once."""
     tile = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
-    if UPCAST:  # the interpreter computes bfloat16 products incorrectly
+    if UPCAST:  # the interpreter multiplies bfloat16 incorrectly
         tile = tile.to(tl.float32)
     return tile
 
 
 @triton.jit
 def apply_epilogue(totals, rows, bias, N, HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
-    """Add the bias; with two parts, return SiLU(gate) * up of values rounded as separate products
+    """Add the bias; with two parts, return SiLU(gate) * up of values rounded as by separate GEMMs
     would be."""
     gate = totals[0]
     if HAS_BIAS:

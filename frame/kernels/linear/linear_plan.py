@@ -1,4 +1,4 @@
-"""Selects the kernel and tile sizes for products of up to 64 rows, by the size of the weight.
+"""Selects the kernel and tile sizes for GEMMs of up to 64 rows, by the size of the weight.
 
 The tables hold what was fastest in `benchmarks/skinny_linear.py` on an NVIDIA H200 (132
 multiprocessors; figures in docs/performance.md), and a rule for sizes that were not measured. The
@@ -32,7 +32,7 @@ _SHARED = 197 << 10  # bytes of shared memory that the largest tiles take
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one product is launched.
+    """How one GEMM is launched.
 
     `kernel`: `vector`, `fragment` and `tile` are in `linear.py`, `stream` in `linear_stream.py`.
     """

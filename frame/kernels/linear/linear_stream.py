@@ -123,7 +123,7 @@ def consume(
     w, x, ready, free, by_row, by_output, bias, out, M, N, slices, steps,
     SLICE: gl.constexpr, TILE: gl.constexpr, PIECES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumer warps: multiply each item when it is ready, and store each slice. Products of
+    """The consumer warps: multiply each item when it is ready, and store each slice. GEMMs of
     float8 items are summed outside the MMA, whose float8 sums have too few bits."""
     STAGES: gl.constexpr = ready.shape[0]
     CHUNKS: gl.constexpr = x.shape[0] // STAGES

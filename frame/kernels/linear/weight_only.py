@@ -4,7 +4,7 @@ dequantized in registers, for one matrix or for experts.
 
 The weights are the left MMA operand, which the tensor cores of compute capability 9.0 read from
 registers, and few rows fill the short side. For many rows a second kernel dequantizes the whole
-weight once, for PyTorch's product. Depends on no layer and no checkpoint format.
+weight once, for PyTorch's GEMM. Depends on no layer and no checkpoint format.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def multiply_quantized(
     QUANT_TYPE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZEROS: tl.constexpr,
     dtype: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """The part of a product that the inputs from `k` on add: float32 [BN, BM], with scales unless
+    """What the inputs from `k` on add: float32 [BN, BM], with scales unless
     one covers all inputs.
 
     `packed` [BN, BK, or BK / 2 for nibbles], `scale_offset` [BN]: the first scale of each output.
@@ -311,7 +311,7 @@ def dequantize_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Tile sizes of one product: `rows`, `outputs` and `inputs` of a tile, pipelined loads
+    """Tile sizes of one GEMM: `rows`, `outputs` and `inputs` of a tile, pipelined loads
     `stages`, programs per output tile that share its inputs (`split`), and warps per program."""
 
     rows: int

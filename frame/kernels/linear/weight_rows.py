@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment,var-annotated,misc"
-"""Products of up to 16 rows with 4-bit weights in groups, for one matrix or for the experts of few
+"""GEMMs of up to 16 rows with 4-bit weights in groups, for one matrix or for the experts of few
 pairs, bound by reading the weight.
 
 A thread loads the 16 bytes of 32 inputs and makes MMA fragments of the quantized values in
@@ -167,7 +167,7 @@ def weight_rows_kernel(
     GROUPS: tl.constexpr,  # that 128 inputs meet
     SETS: tl.constexpr, BLOCKS: tl.constexpr, DEPTH: tl.constexpr, num_warps: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] of the products of x [M, K] and a weight of N outputs, or with TOP of x[pair //
+    """out[m, n] of the GEMMs of x [M, K] and a weight of N outputs, or with TOP of x[pair //
     TOP] and the weight of each pair's expert; GATED: of N gates and N ups.
 
     Grid: (blocks of outputs, 8 * SETS / GROUPS rows or one pair). Column c of the eight holds the

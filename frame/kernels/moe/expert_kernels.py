@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Triton kernels of the expert products: the first with its activation, then the weighted down
-product.
+"""Triton kernels of the expert GEMMs: the first with its activation, then the weighted down
+GEMM.
 
 `experts_kernel`: grouped GEMM over block-aligned rows of one expert per block, on the tensor cores
 (as vLLM's and SGLang's fused MoE kernel). The `vector` kernels: one (token, expert) pair per
@@ -70,7 +70,7 @@ def _load_scales(scales, x_scale, source, step, up_offset, stride, GATED: tl.con
 
 @triton.jit
 def _scale_outputs(acc, scales, rows, SWAP: tl.constexpr):
-    """A product [BM, BN], or [BN, BM] if SWAP, times the scales of its outputs."""
+    """A result [BM, BN], or [BN, BM] if SWAP, times the scales of its outputs."""
     scale = tl.load(scales + rows)
     return acc * (scale[:, None] if SWAP else scale[None, :])
 
@@ -85,7 +85,7 @@ def _quantize_tile(values, places, column, out_scale, stride):
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """The factors of the second product; without gates, `gate` holds the products."""
+    """The factors of the second GEMM; without gates, `gate` holds the results."""
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "gelu_tanh":
@@ -102,7 +102,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 
 @triton.jit
 def _add_bias(acc, bias, rows, SWAP: tl.constexpr):
-    """A product [BM, BN], or [BN, BM] if SWAP, plus the bias of its outputs."""
+    """A result [BM, BN], or [BN, BM] if SWAP, plus the bias of its outputs."""
     added = tl.load(bias + rows).to(tl.float32)
     return acc + (added[:, None] if SWAP else added[None, :])
 
@@ -184,9 +184,9 @@ def _compute_tile(
 
 @triton.jit(do_not_specialize=["num_pairs", "x_scale_stride", "out_scale_stride"])
 def experts_kernel(
-    x,  # [tokens, K]; in the second product [rows, K]
+    x,  # [tokens, K]; in the second GEMM [rows, K]
     w,  # [experts, weight rows, K], or a descriptor of [experts * weight rows, K]
-    out,  # first product: [rows, N]; second product: [pairs, N]
+    out,  # first GEMM: [rows, N]; second GEMM: [pairs, N]
     pair_weights, pairs_of, experts_of, used,
     x_scale,  # float32 [K / 128, tokens or rows]
     w_scale,  # float32 [experts, blocks of weight rows, K / 128]; if BY_OUTPUT [experts, weight rows]
@@ -194,10 +194,10 @@ def experts_kernel(
     bias,  # [experts, weight rows]
     num_pairs, x_scale_stride, out_scale_stride, x_stride, w_expert, w_row,
     N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr,
-    FIRST: tl.constexpr,  # the first product, which applies the activation; the second applies the pairs' weights
+    FIRST: tl.constexpr,  # the first GEMM, which applies the activation; the second applies the pairs' weights
     GATED: tl.constexpr,  # the weights are gates, then ups
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr,
-    SCALED: tl.constexpr,  # x, weights and the first product are float8 with scales
+    SCALED: tl.constexpr,  # x, weights and the first GEMM's result are float8 with scales
     BY_OUTPUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
     HALF_BLOCKS: tl.constexpr,  # an expert's last block computes half of the rows if that suffices
     PDL: tl.constexpr, UPCAST: tl.constexpr,
@@ -238,7 +238,7 @@ def persistent_down_kernel(
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
     PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: PROGRAMS. The second product with persistent programs: the first tiles of the next
+    """Grid: PROGRAMS. The second GEMM with persistent programs: the first tiles of the next
     block are loaded while the last block's results are stored, which is much of the time when K is
     short.
 

@@ -23,7 +23,7 @@ from frame.kernels.launch import PreparedLaunch, count_tma_processors, launch_de
 from frame.kernels.moe.align import Alignment
 
 ROWS = 128  # rows per tile, and per block of the alignment
-_OUTPUTS, _INPUTS = 256, 64  # outputs per tile (half of them gates in the first product); inputs per pipeline item
+_OUTPUTS, _INPUTS = 256, 64  # outputs per tile (half of them gates in the first GEMM); inputs per pipeline item
 _STAGES = 4  # pipeline stages, 48 KiB each
 _GATE_UP_REGISTERS, _DOWN_REGISTERS = (224, 56), (240, 24)  # registers per consumer thread, and per producer thread
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -31,7 +31,7 @@ _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank
 
 def can_tile(outputs: int, inputs: int) -> bool:
     """Whether whole tiles cover weights [experts, outputs, inputs]. The outputs of the first
-    product are gates and ups together."""
+    GEMM are gates and ups together."""
     return outputs % _OUTPUTS == 0 and inputs % _INPUTS == 0
 
 
@@ -216,7 +216,7 @@ def produce_gate_up(tensors, shared, sizes, TOP: gl.constexpr, SCALED: gl.conste
 
 @gluon.jit
 def consume_gate_up(out, pairs_of, used, shared, num_pairs, across, steps, CONSUMER: gl.constexpr):
-    """A consumer group (four warps) of the first product: 64 rows of each tile times gate and up,
+    """A consumer group (four warps) of the first GEMM: 64 rows of each tile times gate and up,
     then the activation."""
     x, w, results, ready, free, tile_queue, tile_ready, store_turn = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -295,7 +295,7 @@ def scatter_halves(results, left, right, targets, inside, LINES: gl.constexpr):
 
 @gluon.jit
 def consume_down(out, pair_weights, pairs_of, used, shared, num_pairs, across, steps, CONSUMER: gl.constexpr):
-    """A consumer group (four warps) of the second product: 64 rows of each tile, times the pairs'
+    """A consumer group (four warps) of the second GEMM: 64 rows of each tile, times the pairs'
     weights, scattered to the pairs' rows."""
     x, w, results, ready, free, tile_queue, tile_ready, store_turn = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])

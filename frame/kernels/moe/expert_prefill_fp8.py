@@ -43,7 +43,7 @@ _SCALE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, 
 
 def can_tile(outputs: int, inputs: int) -> bool:
     """Whether whole tiles cover weights [experts, outputs, inputs]. The outputs of the first
-    product are gates and ups together."""
+    GEMM are gates and ups together."""
     return outputs % (2 * _BLOCK) == 0 and inputs % _BLOCK == 0
 
 
@@ -157,7 +157,7 @@ def look_up_tile(tile, total, across, pairs_of, experts_of, CONSUMER: gl.constex
 
 @gluon.jit
 def consume_gate_up(tensors, shared, sizes, CONSUMER: gl.constexpr):
-    """A consumer group (four warps) of the first product: 64 rows of each tile times gate and up,
+    """A consumer group (four warps) of the first GEMM: 64 rows of each tile times gate and up,
     the activation, and its rounding to float8 with one scale per row."""
     out, w_scale, out_scale, pairs_of, experts_of, used = tensors
     num_pairs, scale_stride, across, steps = sizes
@@ -194,7 +194,7 @@ def consume_gate_up(tensors, shared, sizes, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def consume_down(tensors, shared, sizes, CONSUMER: gl.constexpr):
-    """A consumer group (four warps) of the second product: 64 rows of each tile, times the pairs'
+    """A consumer group (four warps) of the second GEMM: 64 rows of each tile, times the pairs'
     weights, scattered to the pairs' rows."""
     out, w_scale, pair_weights, pairs_of, experts_of, used = tensors
     num_pairs, across, steps = sizes

@@ -15,7 +15,7 @@ class Tile:
     `bm`, `bn`, `bk`: rows, outputs (of gates and of ups each) and inputs of a tile. `swap`: the
     weights are the left MMA operand. `tma`: weights are loaded by TMA. `half_blocks`: an expert's
     last block computes half of the rows if that suffices. `persistent`: persistent programs (second
-    product, with `tma`). `use_gluon`: use the kernels of `expert_prefill` or `expert_prefill_fp8`
+    GEMM, with `tma`). `use_gluon`: use the kernels of `expert_prefill` or `expert_prefill_fp8`
     where they run; of these sizes they use only `bm`.
     """
 
@@ -31,7 +31,7 @@ class Tile:
     use_gluon: bool = False
 
     def fit_shared_memory(self, outputs: int, inputs: int, itemsize: int, width: int, shared_memory: int, *, tma: bool) -> Tile:
-        """The tile for a product with `width` concatenated weight matrices: no larger than the
+        """The tile for a GEMM with `width` concatenated weight matrices: no larger than the
         matrices, and within `shared_memory` bytes."""
         bk = max(16, min(self.bk * 2 // max(2, itemsize), _power(inputs)))
         bn = max(16, min(self.bn, _power(outputs)))
@@ -80,14 +80,14 @@ TILES = (  # (rows per expert on average, at most; tiles)
         ),
     ),
 )
-FLOAT8_TILES = (  # BN and BK of the first product are the block of the scales
+FLOAT8_TILES = (  # BN and BK of the first GEMM are the block of the scales
     (10.0, Tiles(Tile(16, 128, 128, 4, 3, swap=True, tma=True), Tile(16, 128, 128, 4, 3, swap=True, tma=True))),
     (24.0, Tiles(Tile(32, 128, 128, 4, 4, swap=True, tma=True), Tile(32, 128, 128, 4, 4, swap=True, tma=True))),
     (200.0, Tiles(Tile(64, 128, 128, 8, 3, tma=True), Tile(64, 128, 128, 8, 3, tma=True))),
     (float("inf"), Tiles(Tile(128, 128, 128, 8, 3, tma=True, use_gluon=True), Tile(128, 128, 128, 8, 4, tma=True, use_gluon=True))),
 )
 FLOAT8_PREFILL_TILES = (*FLOAT8_TILES[:2], FLOAT8_TILES[-1])  # where `expert_prefill_fp8` runs
-ROUNDED_ROWS = 64  # `bm` up to which the first product quantizes its own result; larger tiles lack registers for that
+ROUNDED_ROWS = 64  # `bm` up to which the first GEMM quantizes its own result; larger tiles lack registers for that
 
 
 def choose_vectors(tokens: int, top: int, experts: int) -> tuple[Vector, Vector] | None:

@@ -1,4 +1,4 @@
-"""Grouped GEMM of a mixture of experts: the first product with its activation, down, and the sum
+"""Grouped GEMM of a mixture of experts: the first GEMM with its activation, down, and the sum
 over each token's experts.
 
 Public functions that launch the kernels of `expert_kernels`, `expert_prefill` and
@@ -46,7 +46,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What the first product's result becomes. "none": the products of all outputs, without an
+    """What the first GEMM's result becomes. "none": the results of all outputs, without an
     activation. `alpha` and `limit`: see `ClampedSwiGLU`."""
 
     name: Literal["silu", "gelu_tanh", "clamped_swiglu", "squared_relu", "none"] = "silu"
@@ -96,9 +96,9 @@ class Pairs:
 def compute_gate_up(
     x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype, activation: Activation = SILU
 ) -> Rows:
-    """The activated first product of each row of the alignment: x [tokens, hidden] -> [rows, inner]
-    in `dtype`; in float8, with scales, if that is `dtype` and the tile's BN is 128, or if
-    `expert_prefill_fp8` computes it."""
+    """The activated result of the first GEMM for each row of the alignment: x [tokens, hidden] ->
+    [rows, inner] in `dtype`; in float8, with scales, if that is `dtype` and the tile's BN is 128,
+    or if `expert_prefill_fp8` computes it."""
     top = pairs.ids.shape[1]
     if tile.use_gluon and activation == SILU and _can_use_gluon(x, weights, dtype):
         return Rows(_prefill().compute_gate_up(x.values, weights.values, pairs.count, top, order))
@@ -211,7 +211,7 @@ def _prefill_fp8() -> ModuleType:
 
 
 def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignment, tile: Tile, activation: Activation | None) -> None:
-    """`activation` None: the second product."""
+    """`activation` None: the second GEMM."""
     x, values = rows.values, weights.values
     x_scale, w_scale, out_scale, bias = _or(rows.scale, x), _or(weights.scale, values), _or(out.scale, out.values), _or(weights.bias, x)
     outputs, inputs, top = out.values.shape[1], values.shape[2], pairs.ids.shape[1]
@@ -292,7 +292,7 @@ def _prepared_combine(
 
 @lru_cache(maxsize=64)
 def _prepared_vector(
-    activation: Activation | None,  # None: the second product
+    activation: Activation | None,  # None: the second GEMM
     inner: int,
     hidden: int,
     top: int,

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Expert products with 4-bit and 8-bit weights, which are dequantized in registers: gate and up
+"""Expert GEMMs with 4-bit and 8-bit weights, which are dequantized in registers: gate and up
 with their activation, then down times the weights of the pairs.
 
 Rows come in the blocks of `align`, one expert each, so no token is moved. Depends on no routing and
@@ -47,7 +47,7 @@ def quantized_experts_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, dtype: tl.constexpr, PORTABLE: tl.constexpr, num_stages: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair, n] of the products of x[pair // TOP] and the pair's expert. FIRST: with the
+    """out[pair, n] of the GEMMs of x[pair // TOP] and the pair's expert. FIRST: with the
     activation, of N gates and N ups if GATED; otherwise times the pair's weight. Grid: blocks of
     rows times blocks of N, the latter fastest."""
     PACKED: tl.constexpr = QUANT_TYPE == "int4" or QUANT_TYPE == "e2m1"

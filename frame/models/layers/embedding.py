@@ -107,7 +107,7 @@ class Head(nn.Module):
             parameter.data.zero_()  # the rows that pad the vocabulary
 
     def finish(self) -> None:
-        """Decode the loaded weights and select their product."""
+        """Decode the loaded weights and select their GEMM."""
         if self.weights is not None:
             self.gemm = self.weights.finish()
         elif self._layout is None or not self._layout.rounds:
@@ -122,7 +122,7 @@ class Head(nn.Module):
             register_tensors(self, "packed", self.gemm.tensors)
 
     def _share_weight(self) -> Gemm:
-        """The product with the embedding's weight, by a kernel that makes no copy of it."""
+        """The GEMM with the embedding's weight, by a kernel that makes no copy of it."""
         weight = PackedWeight(WeightScheme("plain"), self.weight.shape[1], self.weight.data)
         for choice in self._context.gemm_kernels:
             if choice.kernel.in_place and choice.multiplies("plain") and choice.kernel.find_obstacle(weight) is None:

@@ -57,14 +57,14 @@ class Linear(nn.Module):
             local += span.size
 
     def finish(self) -> None:
-        """Decode the loaded weights and select their product."""
+        """Decode the loaded weights and select their GEMM."""
         self.gemm = self.weights.finish()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.gemm(x, self.bias)  # type: ignore[misc]
 
     def apply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        """SiLU(first half of the outputs) * second half, fused; None where the product has no fused
+        """SiLU(first half of the outputs) * second half, fused; None where the GEMM has no fused
         form for these rows."""
         gated = getattr(self.gemm, "multiply_gated", None)
         return None if gated is None else gated(x, self.bias)  # type: ignore[no-any-return]
@@ -89,7 +89,7 @@ class ReplicatedLinear(Linear):
 
 
 class ColumnLinear(Linear):
-    """Outputs split over the ranks. Several checkpoint layers with the same input make one product
+    """Outputs split over the ranks. Several checkpoint layers with the same input make one GEMM
     (gate and up)."""
 
     def __init__(
@@ -100,7 +100,7 @@ class ColumnLinear(Linear):
 
 
 class QKVLinear(Linear):
-    """Queries, keys and values in one product, split by heads. With more ranks than key-value
+    """Queries, keys and values in one GEMM, split by heads. With more ranks than key-value
     heads, those heads are replicated. `gated`: each query is followed by a gate of its size.
 
     x [tokens, hidden] -> [tokens, (num_heads + 2 * num_kv_heads) * head_dim] of this rank's heads.

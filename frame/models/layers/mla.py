@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 _NORM_EPS = 1e-6  # epsilon of the two inner norms, independent of the model's own
 # bytes of a folded weight at most: up to this, reading more weights costs less than one more
-# product
+# GEMM
 _FOLDED_BYTES = 1 << 20
-_FOLDED_TOKENS = 4  # a row and step on average, for which folded weights save more than their products cost
+_FOLDED_TOKENS = 4  # a row and step on average, for which folded weights save more than their GEMMs cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def fold_projections(layer: LatentAttention) -> FoldedProjections | None:
 
 
 def _dense(linear: nn.Module, inputs: int, like: torch.Tensor) -> torch.Tensor:
-    """A linear layer's weight in float32 [outputs, inputs], read off its product."""
+    """A linear layer's weight in float32 [outputs, inputs], read off its GEMM."""
     weight: torch.Tensor = linear(torch.eye(inputs, dtype=like.dtype, device=like.device))
     return weight.t().float()
 
@@ -226,7 +226,7 @@ class FusedLatentKernel:
 
 class LatentInputs(nn.Module):
     """x -> (input of `q_proj`, normed latent, shared key before rotation). The projections that are
-    not split over the ranks are one product."""
+    not split over the ranks are one GEMM."""
 
     def __init__(self, context: BuildContext, model_config: ModelConfig, prefix: str, sizes: LatentSizes, bias: bool) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class LatentExpansion(nn.Module):
         self.stored = ColumnLinear(context, (f"{prefix}.kv_b_proj",), sizes.kv_lora_rank, (all_heads * (sizes.nope + sizes.value),))
 
     def count_growth(self) -> int:
-        """The bytes by which the two weights exceed the product of the stored one, on the meta
+        """The bytes by which the two weights exceed the GEMM of the stored one, on the meta
         device."""
         sizes, weights = self.sizes, self.stored.weights
         dense = self.heads * (sizes.nope + sizes.value) * sizes.kv_lora_rank * self.dtype.itemsize

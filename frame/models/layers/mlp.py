@@ -1,4 +1,4 @@
-"""The gated feed-forward layer: down(activation(gate(x)) * up(x)), gate and up in one product."""
+"""The gated feed-forward layer: down(activation(gate(x)) * up(x)), gate and up in one GEMM."""
 
 from __future__ import annotations
 

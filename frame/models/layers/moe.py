@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer: router, dispatch, expert products, combine, and shared experts.
+"""A mixture-of-experts layer: router, dispatch, expert GEMMs, combine, and shared experts.
 
 The dispatcher says which experts a rank holds, whole or sliced in their inner dimension, and moves
 tokens; the runner multiplies.

@@ -1,4 +1,4 @@
-"""bfloat16 weights in oneDNN's blocked layout, for the CPU; PyTorch's plain product reorders the
+"""bfloat16 weights in oneDNN's blocked layout, for the CPU; PyTorch's plain GEMM reorders the
 weight in every call.
 
 Uses the operators that torch.compile uses for constant weights. float32 gains nothing and stays
@@ -36,7 +36,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def pad_row_count(rows: int) -> int:
-    """The number of rows with which a product of `rows` rows is computed: at least `rows`, and at
+    """The number of rows with which a GEMM of `rows` rows is computed: at least `rows`, and at
     most an eighth more."""
     if rows <= _EXACT_ROWS:
         return rows

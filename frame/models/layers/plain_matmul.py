@@ -1,4 +1,4 @@
-"""The product with one unquantized weight: selects the fastest kernel for the number of rows.
+"""The GEMM with one unquantized weight: selects the fastest kernel for the number of rows.
 
 Built when the weight has its final place (`finish`); a call then only looks at the number of rows.
 Depends on no layer.

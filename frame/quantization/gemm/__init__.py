@@ -1,1 +1,1 @@
-"""GEMM kernels, one a file, and their products."""
+"""GEMM kernels, one a file."""

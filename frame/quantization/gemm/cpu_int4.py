@@ -1,4 +1,4 @@
-"""Products with int4 weights on a CPU by PyTorch's packed kernel."""
+"""GEMMs with int4 weights on a CPU by PyTorch's packed kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with int8 weights on a CPU: by oneDNN's integer products, or on CPUs without VNNI by
+"""GEMMs with int8 weights on a CPU: by oneDNN's integer matmuls, or on CPUs without VNNI by
 PyTorch's packed kernel."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Int8CpuKernel(GemmKernel):
         return weight.quantized.nbytes * copies + weight.quantized.shape[:-1].numel() * scale
 
     def _packs(self) -> bool:
-        """Whether products read oneDNN's layout."""
+        """Whether GEMMs read oneDNN's layout."""
         is_fast = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # noqa: SLF001
         return self.context.dtype == torch.bfloat16 and bool(is_fast)
 
@@ -63,9 +63,9 @@ class PackedInt8Product:
     """The weight in oneDNN's layout for AMX or VNNI.
 
     Inputs become fixed-point numbers of 15 bits and one scale per row, which keep what bfloat16
-    resolves; their two digits are rows of one product. Inputs of checkpoints made for rounded ones
+    resolves; their two digits are rows of one GEMM. Inputs of checkpoints made for rounded ones
     have one digit. With AMX, other weights keep their quantized values beside for many rows: to
-    read them from oneDNN's layout takes as long as their product. Without AMX, and for few rows,
+    read them from oneDNN's layout takes as long as their GEMM. Without AMX, and for few rows,
     oneDNN multiplies signed inputs by its reference, so inputs are unsigned with a zero point.
     """
 

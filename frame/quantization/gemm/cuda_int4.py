@@ -1,4 +1,4 @@
-"""Products with int4 weights by the CUDA kernels of `frame.kernels.linear.blocked_int4`.
+"""GEMMs with int4 weights by the CUDA kernels of `frame.kernels.linear.blocked_int4`.
 Activations keep their dtype."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grouped products that multiply one expert after another."""
+"""Grouped GEMMs that multiply one expert after another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from frame.core.interfaces.gemm_kernel import Gemm
 
 
 class EachExpert:
-    """Rows sorted by expert, one product after another."""
+    """Rows sorted by expert, one GEMM after another."""
 
     def __init__(self, gemms: Sequence[Gemm]) -> None:
         self.gemms = gemms

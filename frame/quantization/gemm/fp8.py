@@ -1,4 +1,4 @@
-"""Products with e4m3 weights whose activations are rounded to e4m3 too."""
+"""GEMMs with e4m3 weights whose activations are rounded to e4m3 too."""
 
 from __future__ import annotations
 

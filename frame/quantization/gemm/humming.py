@@ -1,4 +1,4 @@
-"""Products with 4-bit weights by the library humming-kernels, which compiles its CUDA
+"""GEMMs with 4-bit weights by the library humming-kernels, which compiles its CUDA
 kernels on first use. Activations keep their dtype."""
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class HummingGroupedGemm(HummingGemm):
         return out
 
     def mix(self, down: GroupedGemm, tokens: DispatchOutput, experts: nn.Module, parts: bool) -> torch.Tensor | None:
-        """The whole experts; the products read tokens where they are."""
+        """The whole experts; the GEMMs read tokens where they are."""
         if not isinstance(down, HummingGroupedGemm) or not kernels.can_use_triton(tokens.x.device):
             return None
         few, few_down = self._few_pairs, down._few_pairs  # noqa: SLF001 - own class

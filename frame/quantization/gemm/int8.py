@@ -1,4 +1,4 @@
-"""Products with int8 weights whose activations are rounded to int8 too, summed in int32."""
+"""GEMMs with int8 weights whose activations are rounded to int8 too, summed in int32."""
 
 from __future__ import annotations
 

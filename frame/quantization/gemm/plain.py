@@ -1,4 +1,4 @@
-"""Products with unquantized weights."""
+"""GEMMs with unquantized weights."""
 
 from __future__ import annotations
 

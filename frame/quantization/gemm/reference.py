@@ -13,7 +13,7 @@ from frame.models.layers.weights.plain_gemm import multiply_grouped
 
 
 class ReferenceKernel(GemmKernel):
-    """Dequantizes the weight in every product, so it takes any weight, slowly."""
+    """Dequantizes the weight in every GEMM, so it takes any weight, slowly."""
 
     minima: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""The product with one e4m3 or int8 weight: selects the fastest kernel for the number of rows.
+"""The GEMM with one e4m3 or int8 weight: selects the fastest kernel for the number of rows.
 
 Activations are quantized to the weight's type: per token for weights with one scale per output, or
 by the checkpoint's static scale; per token and 128 inputs for block scales. Few rows use a skinny
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from frame.kernels.linear.fp8_linear import Plan
 
 BLOCK = 128  # outputs and inputs of block scales
-_MULTIPLE = 16  # both sizes must be multiples of it for PyTorch's fp8 products
-# below these sizes PyTorch's scaled product leaves most of the device idle, and scaling separately
+_MULTIPLE = 16  # both sizes must be multiples of it for PyTorch's fp8 matmuls
+# below these sizes PyTorch's scaled GEMM leaves most of the device idle, and scaling separately
 # is faster (docs/performance.md)
 _FEW_OUTPUTS, _SOME_ROWS = 8192, 256
 
@@ -47,7 +47,7 @@ class RoundedMatmul:
         sizes = (outputs, inputs, columns)
         plans = [fp8_linear.choose_plan(max(1, rows), *sizes).fit_shared_memory(room) for rows in each]
         gated = [fp8_linear.choose_gated_plan(max(1, rows), *sizes).fit_shared_memory(room, 2) for rows in each]
-        self._plans: tuple[list[Plan | StreamPlan], ...] = ([*plans], [*gated])  # of plain and gated products, by rows
+        self._plans: tuple[list[Plan | StreamPlan], ...] = ([*plans], [*gated])  # of plain and gated GEMMs, by rows
         if weight.dtype == fp8_quantize.FP8 and not columns and kernels.supports_tma_streaming(device):
             self._prepare_streams(outputs, inputs)
         self._can_gate = outputs % (2 * rows_of_scale) == 0
@@ -62,7 +62,7 @@ class RoundedMatmul:
         self._one = torch.ones((), device=device)
         self._pdl = kernels.supports_pdl(device)
         self._has_large_gemm = device.type == "cuda" and (
-            # cuBLAS has block-scaled products for 9.0 only
+            # cuBLAS has block-scaled GEMMs for 9.0 only
             not columns or get_compute_capability(device) == (9, 0)
         )
 
@@ -76,7 +76,7 @@ class RoundedMatmul:
                 plans[rows] = choose_float8_stream(rows, outputs, inputs, bool(is_gated)) or plans[rows]
 
     def list_tensors(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """What the product with `weight` reads."""
+        """What the GEMM with `weight` reads."""
         return [weight, self.scales, *([] if self.input_scale is None else [self.input_scale])]
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -125,7 +125,7 @@ class RoundedMatmul:
             kinds = F.ScalingType  # type: ignore[attr-defined]
             scales_of_blocks = (kinds.BlockWise1x128, self.scales.t(), kinds.BlockWise128x128)
             return F.scaled_mm(rounded, weight.t(), by_row, *scales_of_blocks, output_dtype=x.dtype)[: len(x)]  # type: ignore[attr-defined, no-any-return]
-        # whose range holds the unscaled products
+        # whose range holds the unscaled sums
         if len(x) <= _SOME_ROWS and len(weight) <= _FEW_OUTPUTS and x.dtype == torch.bfloat16:
             out = torch._scaled_mm(rounded, weight.t(), self._one, self._one, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001
             return self._rescale(out, by_row, self.scales, self._pdl)

@@ -1,4 +1,4 @@
-"""Products with weights that are dequantized after loading."""
+"""GEMMs with weights that are dequantized after loading."""
 
 from __future__ import annotations
 

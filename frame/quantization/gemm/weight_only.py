@@ -1,4 +1,4 @@
-"""Products with 4-bit and 8-bit weights by the Triton kernels of
+"""GEMMs with 4-bit and 8-bit weights by the Triton kernels of
 `frame.kernels.linear.weight_only`. Activations keep their dtype."""
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class GatedDeltaNet(nn.Module):
         """(queries, keys and values; gate; beta; decay) before their activations."""
         sizes, (key_heads, heads) = self.sizes, self.heads
         large, small = self.projections
-        second = small(x)  # before the large product, which loads weights while this one waits for x and runs
+        second = small(x)  # before the large GEMM, which loads weights while this one waits for x and runs
         first = large(x)
         if not sizes.grouped:
             values = heads * sizes.value
@@ -116,7 +116,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _build_projections(context: BuildContext, prefix: str, sizes: DeltaSizes) -> nn.ModuleList:
-    """(queries, keys, values and gate; beta and decay), each as one product."""
+    """(queries, keys, values and gate; beta and decay), each as one GEMM."""
     keys, values = sizes.key_heads * sizes.key, sizes.value_heads * sizes.value
     if sizes.grouped:
         streams = [({"in_proj_qkvz": 2 * keys + 2 * values}), ({"in_proj_ba": 2 * sizes.value_heads})]

@@ -1,1 +1,1 @@
-"""Weights of linear layers and experts: stored tensors, canonical forms, and their products."""
+"""Weights of linear layers and experts: stored tensors, canonical forms, and their GEMMs."""

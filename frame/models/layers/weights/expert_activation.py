@@ -1,4 +1,4 @@
-"""The activation between the two products of an expert, with the bias of the first.
+"""The activation between the two GEMMs of an expert, with the bias of the first.
 
 Used by MoE runners and by experts that a GEMM kernel multiplies. Must not know routing.
 """
@@ -40,9 +40,9 @@ def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def activate(experts: nn.Module, gates: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """gates [rows, 2 * inner], products of the experts `ids` int64 [rows] -> [rows, inner]. Without
+    """gates [rows, 2 * inner], results of the experts `ids` int64 [rows] -> [rows, inner]. Without
     `activation`, SiLU(gate) * up. Experts that are not `gated` have [rows, inner]. `ids` None: the
-    products include the bias."""
+    results include the bias."""
     bias, activation = getattr(experts, "gate_up_bias", None), getattr(experts, "activation", None)
     if bias is not None and ids is not None:
         gates = gates + bias.index_select(0, ids)

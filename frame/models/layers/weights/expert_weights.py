@@ -1,7 +1,7 @@
 """The weights of one layer's experts, from their stored tensors to the form that is multiplied.
 
 A MoE runner multiplies unquantized experts, and float8 ones that it takes. Other experts are
-multiplied by the grouped products of a GEMM kernel. Depends on no format and no kernel by name.
+multiplied by the grouped GEMMs of a GEMM kernel. Depends on no format and no kernel by name.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ExpertWeights:
             self.stored[name].release(self.grouped[name].tensors)
 
     def run(self, tokens: DispatchOutput, parts: bool = False) -> torch.Tensor:
-        """The experts' weighted sum over dispatched tokens, by the grouped products; with `parts`,
+        """The experts' weighted sum over dispatched tokens, by the grouped GEMMs; with `parts`,
         its summands [tokens, k, hidden] where they cost less. Its shapes do not depend on the
         routing."""
         mix = getattr(self.grouped["gate_up"], "mix", None)

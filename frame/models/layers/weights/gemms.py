@@ -1,4 +1,4 @@
-"""Chooses the kernels of a weight by their measured speeds, and joins their products.
+"""Chooses the kernels of a weight by their measured speeds, and joins their GEMMs.
 
 Used by linear layers and experts. Depends on no format and no kernel by name.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def build_gemm(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> Gemm:
-    """The product with the weights of the layer `name`, which follow one another in the outputs.
+    """The GEMM with the weights of the layer `name`, which follow one another in the outputs.
     Raises ConfigurationError if the named kernel does not multiply one of them."""
     shards = [_join_ranges(_prepare(choices, weight, name, lambda kernel, weight: kernel.prepare(weight))) for weight in weights]
     return shards[0] if len(shards) == 1 else MergedGemm(shards)
 
 
 def build_grouped(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> GroupedGemm:
-    """The grouped product with the experts of `name`. One kernel serves any number of rows."""
+    """The grouped GEMM with the experts of `name`. One kernel serves any number of rows."""
     shards: list[GroupedGemm] = []
     for weight in weights:
         prepared = _prepare(choices, weight, name, lambda kernel, weight: kernel.prepare_experts(weight))
@@ -43,7 +43,7 @@ def find_kernel(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) 
 
 
 def count_bytes(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> int:
-    """The bytes that the products with these weights keep; `weights` may be on the meta device."""
+    """The bytes that the GEMMs with these weights keep; `weights` may be on the meta device."""
     prepared = 0
     for weight in weights:
         used = _choose(choices, weight, name)

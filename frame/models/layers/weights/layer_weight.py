@@ -1,4 +1,4 @@
-"""`LayerWeight`: the weight of one linear layer, from its stored tensors to its product.
+"""`LayerWeight`: the weight of one linear layer, from its stored tensors to its GEMM.
 
 Used by `Linear` and `Head`. Depends on no format and no kernel by name.
 """
@@ -70,7 +70,7 @@ class LayerWeight:
         return count_growth(self.choices, [stored for _, stored in self.stored], self.names[0])
 
     def finish(self) -> Gemm | None:
-        """The product with the weights loaded last, at the addresses of the product before. None:
+        """The GEMM with the weights loaded last, at the addresses of the GEMM before. None:
         it was freed, and nothing was loaded since."""
         version = sum(stored.version for _, stored in self.stored)
         if version == self.version:
@@ -110,7 +110,7 @@ def replace_values(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> 
 
 
 def register_tensors(module: nn.Module, name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Make the tensors of a product buffers of the module, which count as its memory, except those
+    """Make the tensors of a GEMM buffers of the module, which count as its memory, except those
     that share the memory of its parameters."""
     places = {parameter.untyped_storage().data_ptr() for parameter in module.parameters(recurse=False) if parameter.numel()}
     for index, tensor in enumerate(tensors):

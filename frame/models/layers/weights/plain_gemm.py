@@ -1,4 +1,4 @@
-"""Products with unquantized weights: one matrix, or one for each expert.
+"""GEMMs with unquantized weights: one matrix, or one for each expert.
 
 Used by GEMM plugins and tied heads. Depends on no layer and no format.
 """
@@ -13,7 +13,7 @@ from frame.models.layers.plain_matmul import PlainMatmul
 
 
 class PlainGemm:
-    """The product with a weight [outputs, inputs], while it keeps its size and address."""
+    """The GEMM with a weight [outputs, inputs], while it keeps its size and address."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -30,7 +30,7 @@ class PlainGemm:
 
 
 class PackedGemm:
-    """The product with a weight in oneDNN's layout (`frame.models.layers.packed`)."""
+    """The GEMM with a weight in oneDNN's layout (`frame.models.layers.packed`)."""
 
     def __init__(self, packed: torch.Tensor) -> None:
         self.packed = packed
@@ -41,7 +41,7 @@ class PackedGemm:
 
 
 class PlainGroupedGemm:
-    """The products of rows sorted by expert with unquantized weights [experts, outputs, inputs]."""
+    """The GEMMs of rows sorted by expert with unquantized weights [experts, outputs, inputs]."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights
