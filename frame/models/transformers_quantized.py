@@ -16,7 +16,7 @@ from torch import nn
 
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.models.layers.linear import Linear
-from frame.models.layers.parameter import Range, load_parameters, own_parameters
+from frame.models.layers.parameter import Range, find_sharded_parameters, load_parameters
 from frame.models.layers.weights.layer_weight import describe_layer
 from frame.models.transformers_parallel import COLUMNS, REPLICATED, ROWS, find_styles
 
@@ -74,9 +74,9 @@ def load_layers(context: BuildContext, layers: Mapping[str, QuantizedLinear], st
     own name."""
     dtype = context.dtype
     for name, layer in layers.items():
-        sources = [source for _, parameter in own_parameters(layer) for source in parameter.sources if source in state]
+        sources = [source for _, parameter in find_sharded_parameters(layer) for source in parameter.sources if source in state]
         load_parameters(layer, [(source, state.pop(source)) for source in sources])
-        missing = [each for _, parameter in own_parameters(layer) for each in parameter.pending]
+        missing = [each for _, parameter in find_sharded_parameters(layer) for each in parameter.pending]
         if missing:
             raise CheckpointError(
                 f"the checkpoint lacks {missing[0]}: the fallback quantizes layers that it stores one by one, under transformers' names."

@@ -28,7 +28,7 @@ from frame.quantization.plain import INPUTS, OUTPUTS
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-_CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+_QUANTIZED, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 # torchao's configuration -> bits of its integers; 0: e4m3. Those of Intx store zero points, also
 # symmetric ones, which are zeros; the others are symmetric.
 _TYPES = {
@@ -111,13 +111,13 @@ class TorchAoLayer(LayerFormat):
         shared = Axis("input", self.group, splits=True) if self.group else 1
         axes: tuple[Axis | int, ...] = (1, 1) if self.is_single else (OUTPUTS, shared)
         tensors = {
-            _CODES: StoredTensor(torch.int8 if self.bits else FP8, (OUTPUTS, INPUTS)),
+            _QUANTIZED: StoredTensor(torch.int8 if self.bits else FP8, (OUTPUTS, INPUTS)),
             _SCALE: StoredTensor(torch.float32, axes),
         }
         return tensors | ({_ZERO: StoredTensor(torch.int8, axes, optional=not self.has_zeros)} if self.bits else {})
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        quantized, scales = tensors[_CODES], tensors[_SCALE]
+        quantized, scales = tensors[_QUANTIZED], tensors[_SCALE]
         if not self.bits:
             scales = scales.expand(*quantized.shape[:-1], 1).contiguous()
             return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, quantized, scales)

@@ -64,8 +64,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     (
         "Gemma4ForCausalLM",
         {
-            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
-            "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
         },
     ),
     ("Gemma3ForCausalLM", {"final_logit_softcapping": 5.0, "tie_word_embeddings": True}),

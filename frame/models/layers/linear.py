@@ -119,25 +119,25 @@ class RankSum:
     """A layer's result before the sum over the tensor-parallel ranks, so that the next norm can
     join the sum, and several parts of a layer need one.
 
-    `part` [tokens, hidden]: this rank's summand. All ranks of the group have one.
+    `summand` [tokens, hidden]: this rank's. All ranks of the group have one.
     """
 
-    part: torch.Tensor
+    summand: torch.Tensor
     group: Collective
 
     def __len__(self) -> int:
-        return len(self.part)
+        return len(self.summand)
 
     def index_select(self, dim: int, index: torch.Tensor) -> RankSum:
         """Those rows of the sum."""
-        return RankSum(self.part.index_select(dim, index), self.group)
+        return RankSum(self.summand.index_select(dim, index), self.group)
 
 
 def add_up(x: torch.Tensor | RankSum) -> torch.Tensor:
     """The tensor, or the sum over the ranks."""
     if not isinstance(x, RankSum):
         return x
-    return x.group.all_reduce(x.part) if len(x) else x.part
+    return x.group.all_reduce(x.summand) if len(x) else x.summand
 
 
 def defer_sum(module: nn.Module) -> None:
@@ -154,7 +154,7 @@ class RowLinear(Linear):
         super().__init__(context, (name,), split_range(context, f"{name} inputs", input_size), (Range.whole(output_size),), bias)
         self.tp = context.tp
         self.columns = output_size
-        self.sends_parts = True  # of large results, while others are computed; False: another summand joins the sum
+        self.sends_pieces = True  # of large results, while others are computed; False: another summand joins the sum
         self._defers = False
 
     def defer_sum(self) -> None:
@@ -162,7 +162,7 @@ class RowLinear(Linear):
         self._defers = self.tp.size > 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:  # type: ignore[override]
-        if self.sends_parts and self.tp.size > 1 and x.dim() == 2 and not torch.compiler.is_compiling():
+        if self.sends_pieces and self.tp.size > 1 and x.dim() == 2 and not torch.compiler.is_compiling():
             total = self.tp.reduce_matmul(self._multiply, x, self.columns)
             if total is not None:
                 return total

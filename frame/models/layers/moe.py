@@ -173,7 +173,7 @@ class MoE(nn.Module):
             defer_sum(self.shared)
             for part in self.shared.modules():
                 if isinstance(part, RowLinear):
-                    part.sends_parts = False
+                    part.sends_pieces = False
             self._returns_parts = hasattr(self.shared, "defer_sum")  # then neither term has a collective
             self._overlaps = self._platform.is_asynchronous and self._returns_parts
 
@@ -211,7 +211,7 @@ class MoE(nn.Module):
             routed = self._run_experts(x, logits, run)
             main.wait_stream(side)
         if isinstance(routed, RankSum) and isinstance(shared, RankSum):
-            return RankSum(_join(routed.part, shared.part, x, gated, add), routed.group)
+            return RankSum(_join(routed.summand, shared.summand, x, gated, add), routed.group)
         return _join(add_up(routed), add_up(shared), x, gated, add)
 
     def get_counts(self) -> torch.Tensor:
@@ -264,7 +264,7 @@ class GatedSharedExpert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:
         gate, out = torch.sigmoid(F.linear(x, self.weight)), self.expert(x)
-        return RankSum(gate * out.part, out.group) if isinstance(out, RankSum) else gate * out
+        return RankSum(gate * out.summand, out.group) if isinstance(out, RankSum) else gate * out
 
 
 def _find_add_shared(device: torch.device) -> AddShared | None:

@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
         self.weight.bind(f"{name}.weight")
         self.register_buffer("twice", None, persistent=False)
         self.kernel = _add_norm(context, size)
-        self.sums_parts = kernels.can_use_triton(context.device)  # the kernel takes [tokens, parts, size]
+        self.sums_partials = kernels.can_use_triton(context.device)  # the kernel takes [tokens, parts, size]
         self.scale = None
 
     def finish(self) -> None:
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         if self.offset:
             self.scale = self.weight.data.float() + self.offset  # a 16-bit sum would lose the small weights
         elif self.kernel is not None:
-            self.scale = self.weight.data if self.sums_parts else self.weight.data.float()
+            self.scale = self.weight.data if self.sums_partials else self.weight.data.float()
         elif self.weight.dtype is not torch.float32 and self.weight.device.type == "cpu":
             self.twice = torch.cat((self.weight.data, self.weight.data))
 
@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
         """As `add_residual`, in the kernel that sums over the ranks; None where there is none."""
         if self.scale is None or residual is None or not len(x):
             return None
-        normed = x.group.reduce_add_norm(x.part, residual, self.scale, self.eps)
+        normed = x.group.reduce_add_norm(x.summand, residual, self.scale, self.eps)
         return None if normed is None else (normed, residual)
 
     def add_residual(self, x: torch.Tensor | RankSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +93,7 @@ class RMSNorm(nn.Module):
                 return joined
             x = add_up(x)
         kernel = None if torch.compiler.is_compiling() else self.kernel
-        if x.dim() == 3 and (kernel is None or not self.sums_parts):
+        if x.dim() == 3 and (kernel is None or not self.sums_partials):
             x = x.float().sum(1).to(x.dtype)
         if kernel is not None and self.scale is not None:
             return kernel(x, residual, self.scale, self.eps)

@@ -1,7 +1,8 @@
 """Parameters that know their checkpoint tensors, and which part of each belongs to this rank.
 
 A weight format describes the dimensions of a parameter (`ShardRule`); the layer has the whole sizes
-and its own range, and binds checkpoint names to parts. Depends on no file format and no collective.
+and its own range, and binds checkpoint names to shards. Depends on no file format and no
+collective.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The part of one checkpoint tensor in a parameter: its whole shape, the slices to read, and
+class TensorShard:
+    """The shard of one checkpoint tensor in a parameter: its whole shape, the slices to read, and
     where to write them.
 
     `spread`: (dimension, times, first, size) for each dimension whose entries are repeated before
@@ -87,13 +88,13 @@ class Part:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter with a shard rule. `sources` maps checkpoint names to parts; `loaded` holds the
+    """A parameter with a shard rule. `sources` maps checkpoint names to shards; `loaded` holds the
     names that are loaded."""
 
     rule: ShardRule
     whole_shape: torch.Size
     stored_dtype: torch.dtype  # as loaded; `data` may be replaced by values of another dtype
-    sources: dict[str, Part]
+    sources: dict[str, TensorShard]
     loaded: set[str]
     version: int  # number of loads, for values derived from the parameter
     optional: bool  # the checkpoint may lack it
@@ -140,25 +141,26 @@ class ShardedParameter(nn.Parameter):
             shape.append(-(-span.full // block) * entries)
             read.append(slice(first * entries, last * entries))
             write.append(slice(local * entries, (local + count) * entries))
-        self.sources[name] = Part((), (), tuple(write)) if rule.scalar else Part(tuple(shape), tuple(read), tuple(write), tuple(spread))
+        whole = TensorShard(tuple(shape), tuple(read), tuple(write), tuple(spread))
+        self.sources[name] = TensorShard((), (), tuple(write)) if rule.scalar else whole
 
     def load(self, name: str, tensor: LazyTensor) -> None:
         """Load this rank's part of a checkpoint tensor. Raises CheckpointError for a wrong shape or
         number type."""
-        part = self.sources[name]
-        if tuple(tensor.shape) != part.shape and not (self.rule.scalar and tuple(tensor.shape) == (1,)):
+        shard = self.sources[name]
+        if tuple(tensor.shape) != shard.shape and not (self.rule.scalar and tuple(tensor.shape) == (1,)):
             raise CheckpointError(
-                f"{name} has the shape {list(tensor.shape)}, but {list(part.shape)} is expected: "
+                f"{name} has the shape {list(tensor.shape)}, but {list(shard.shape)} is expected: "
                 "check that config.json belongs to this checkpoint."
             )
-        value = tensor[part.read] if part.read else tensor[...]
+        value = tensor[shard.read] if shard.read else tensor[...]
         expected = self.stored_dtype
         if value.dtype.is_floating_point != expected.is_floating_point or (value.dtype in _FP8 and expected != value.dtype):
             raise CheckpointError(
                 f"{name} is stored as {_kind(value.dtype)}, but {_kind(expected)} is expected: choose the weight format that reads it."
             )
         self.allocate()
-        self.write(part, value.reshape(()) if self.rule.scalar else part.repeat_entries(value))
+        self.write(shard, value.reshape(()) if self.rule.scalar else shard.repeat_entries(value))
         self.loaded.add(name)
         self.version += 1
 
@@ -167,9 +169,9 @@ class ShardedParameter(nn.Parameter):
         if self.data.numel() == 0 or self.dtype != self.stored_dtype:
             self.data = torch.zeros(self.whole_shape, dtype=self.stored_dtype, device=self.device)
 
-    def write(self, part: Part, value: torch.Tensor) -> None:
+    def write(self, shard: TensorShard, value: torch.Tensor) -> None:
         """Write a part that was read into its place."""
-        self.data[part.write].copy_(value)
+        self.data[shard.write].copy_(value)
 
     def release(self) -> None:
         """Free the memory once the values live in another form; a later `load` allocates it
@@ -184,7 +186,7 @@ class ShardedParameter(nn.Parameter):
         return [name for name in self.sources if name not in self.loaded]
 
 
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
+def find_sharded_parameters(module: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
     """The module's direct sharded parameters, by name."""
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, ShardedParameter):
@@ -202,7 +204,7 @@ def load_parameters(module: nn.Module, weights: Iterable[tuple[str, LazyTensor]]
     """
     import re
 
-    unused = [*ignored, *(pattern for part in module.modules() for pattern in getattr(part, "foreign_weights", ()))]
+    unused = [*ignored, *(pattern for shard in module.modules() for pattern in getattr(shard, "foreign_weights", ()))]
     skip = re.compile("|".join(f"(?:{pattern})" for pattern in unused)) if unused else None
     parameters = dict(module.named_parameters(remove_duplicate=False))
     sinks: Mapping[str, ShardedParameter] = {

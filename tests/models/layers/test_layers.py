@@ -21,7 +21,7 @@ from frame.models.layers.attention import get_layer_window
 from frame.models.layers.linear import HeadLayout
 from frame.models.layers.mla import multiply_heads
 from frame.models.layers.norm import RMSNorm
-from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule, load_parameters
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, TensorShard, load_parameters
 from frame.models.layers.rotary import Rotary, read_rope_parameters
 from frame.models.layers.router import Router, RoutingRule
 
@@ -189,7 +189,7 @@ def test_block_scales_are_split_with_their_weight() -> None:
     """128 outputs share a scale: rank 1 of 2, of a layer with 512 outputs, reads scales 2 and 3."""
     scale = ShardedParameter(torch.zeros(2, 3), ShardRule(output=0, input=1, output_block=128, input_block=128))
     scale.bind("scale", Range.split(512, 1, 2), Range.whole(384))
-    assert scale.sources["scale"] == Part((4, 3), (slice(2, 4), slice(0, 3)), (slice(0, 2), slice(0, 3)))
+    assert scale.sources["scale"] == TensorShard((4, 3), (slice(2, 4), slice(0, 3)), (slice(0, 2), slice(0, 3)))
     whole = torch.arange(12.0).view(4, 3)
     scale.load("scale", whole)
     assert torch.equal(scale, whole[2:])

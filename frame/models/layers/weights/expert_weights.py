@@ -58,9 +58,9 @@ class ExpertWeights:
         """Bind the checkpoint tensors of the model's `expert` to a place of this rank. `inner` is
         this rank's range."""
         *first, down = (f"{self.prefix}.{expert}.{name}" for name in self.names)
-        for part, name in enumerate(first):
-            span = type(inner)(inner.full, inner.start, inner.size, part * inner.size)
-            self.stored["gate_up"].bind(part, name, span, hidden, place)
+        for piece, name in enumerate(first):
+            span = type(inner)(inner.full, inner.start, inner.size, piece * inner.size)
+            self.stored["gate_up"].bind(piece, name, span, hidden, place)
         self.stored["down"].bind(0, down, hidden, inner, place)
 
     def count_growth(self) -> int:
@@ -86,7 +86,7 @@ class ExpertWeights:
                 self._expose_tensor(f"{name}_fp8_scale", scales[name])
                 self.stored[name].release([weight.quantized, scales[name]])
             return
-        if all(find_kernel(self.choices, part, self.prefix).unpacks for parts in decoded.values() for part in parts):
+        if all(find_kernel(self.choices, piece, self.prefix).unpacks for parts in decoded.values() for piece in parts):
             dense = {name: _dequantize(parts, self.dtype) for name, parts in decoded.items()}
             for stored in self.stored.values():
                 stored.release()
@@ -172,16 +172,16 @@ def pack_small_experts(layer: nn.Module, gate_up: torch.Tensor, down: torch.Tens
     all_gate_up, all_down = gate_up.flatten(0, 1), down.transpose(0, 1).flatten(1)
     if down[0].numel() <= _SMALL_EXPERT and down.nbytes <= _SMALL_LAYER and can_pack(all_gate_up) and can_pack(all_down):
         layer.packed_gate_up, layer.packed_down = pack_weight(all_gate_up), pack_weight(all_down)
-        layer.packed_each_gate_up = [pack_weight(part) for part in gate_up]  # type: ignore[assignment]
-        layer.packed_each_down = [pack_weight(part) for part in down]  # type: ignore[assignment]
+        layer.packed_each_gate_up = [pack_weight(piece) for piece in gate_up]  # type: ignore[assignment]
+        layer.packed_each_down = [pack_weight(piece) for piece in down]  # type: ignore[assignment]
 
 
 def _dequantize(parts: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tensor:
     """[experts, outputs, inputs], one expert after another, to need little memory besides."""
     first = parts[0].quantized
-    dense = torch.empty(len(first), sum(part.outputs for part in parts), parts[0].inputs, dtype=dtype, device=first.device)
+    dense = torch.empty(len(first), sum(piece.outputs for piece in parts), parts[0].inputs, dtype=dtype, device=first.device)
     for expert, numbers in enumerate(dense):
-        numbers.copy_(torch.cat([part.expert(expert).dequantize(dtype) for part in parts]))
+        numbers.copy_(torch.cat([piece.expert(expert).dequantize(dtype) for piece in parts]))
     return dense
 
 

@@ -51,13 +51,13 @@ class LayerWeight:
         self.version = -1
         self.gemm: Gemm | None = None
 
-    def bind(self, part: int, output: Range, input: Range) -> None:  # noqa: A002
-        """Bind the checkpoint layer of merged part `part`; `output.local` counts from the first
+    def bind(self, piece: int, output: Range, input: Range) -> None:  # noqa: A002
+        """Bind the checkpoint layer of merged part `piece`; `output.local` counts from the first
         part of all."""
-        first, stored = next(pair for pair in reversed(self.stored) if pair[0] <= part)
+        first, stored = next(pair for pair in reversed(self.stored) if pair[0] <= piece)
         before = sum(sum(each.outputs) for start, each in self.stored if start < first)
         placed = type(output)(output.full, output.start, output.size, output.local - before)
-        stored.bind(part - first, self.names[part], placed, input)
+        stored.bind(piece - first, self.names[piece], placed, input)
 
     @property
     def num_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """The parameters of one weight, as its format stores them, and their canonical form.
 
-Used by linear layers and experts. The axes of a stored tensor give its shard rule, so merged parts,
-ranks and experts need nothing of a format. Depends on no kernel.
+Used by linear layers and experts. The axes of a stored tensor give its shard rule, so merged
+pieces, ranks and experts need nothing of a format. Depends on no kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, LayerFormat, PackedWeight, StoredTensor
-from frame.models.layers.parameter import Part, Range, ShardedParameter, ShardRule
+from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, TensorShard
 
 _NAMED = 3  # tensors that an error names
 PLAIN = "weight"  # name of an unquantized weight after the layer's name
@@ -68,21 +68,21 @@ class StoredWeight:
         """Of the parameters."""
         return sum(parameter.nbytes for parameter in self._parameters())
 
-    def bind(self, part: int, name: str, output: Range, input: Range, expert: int | None = None) -> None:  # noqa: A002
-        """Bind the tensors of the checkpoint layer `name` to merged part `part`, whose ranges are
+    def bind(self, piece: int, name: str, output: Range, input: Range, expert: int | None = None) -> None:  # noqa: A002
+        """Bind the tensors of the checkpoint layer `name` to merged piece `piece`, whose ranges are
         `output` and `input`."""
         if self.rounded is not None:
             self._get(self.rounded).bind(f"{name}.{PLAIN}", output, input, expert)
             return
         for suffix, stored in self.stored.items():
             index = expert
-            if self._is_by_part(stored):
-                index = (expert or 0) * len(self.outputs) + part
+            if self._is_by_piece(stored):
+                index = (expert or 0) * len(self.outputs) + piece
             self._get(self.keys[suffix]).bind(f"{name}.{suffix}", output, input, index)
 
-    def write_rounded(self, part: Part, value: torch.Tensor) -> None:
+    def write_rounded(self, piece: TensorShard, value: torch.Tensor) -> None:
         """Quantize a part of a plain weight and write it."""
-        *expert, rows, _ = part.write
+        *expert, rows, _ = piece.write
         assert isinstance(rows, slice)
         step = ROWS_ON_CPU if value.device.type == "cpu" and self._is_split_by_rows else max(1, len(value))
         for start in range(0, len(value), step):
@@ -111,13 +111,13 @@ class StoredWeight:
 
     def decode(self) -> list[PackedWeight]:
         """The canonical forms, which follow one another in the outputs: one, unless the order of
-        inputs differs between merged parts."""
+        inputs differs between merged pieces."""
         for key, stored in zip(self.keys.values(), self.stored.values(), strict=True):
             if stored.optional:
                 self._get(key).allocate()  # zeros where the checkpoint lacks it
         tensors = {suffix: self._get(key).data for suffix, key in self.keys.items()}
-        if any(self._is_by_part(stored) for stored in self.stored.values()):
-            registered = join([self.layout.decode(self._slice_part(tensors, part), self.inputs) for part in range(len(self.outputs))])
+        if any(self._is_by_piece(stored) for stored in self.stored.values()):
+            registered = join([self.layout.decode(self._slice_piece(tensors, piece), self.inputs) for piece in range(len(self.outputs))])
         else:
             registered = [self.layout.decode(tensors, self.inputs)]
         for weight in registered:
@@ -149,12 +149,12 @@ class StoredWeight:
     def _parameters(self) -> list[ShardedParameter]:
         return [self._get(key) for key in (*self.keys.values(), *([self.rounded] if self.rounded else []))]
 
-    def _is_by_part(self, stored: StoredTensor) -> bool:
+    def _is_by_piece(self, stored: StoredTensor) -> bool:
         return len(self.outputs) > 1 and not any(isinstance(axis, Axis) and axis.of == "output" for axis in stored.axes)
 
     def _make_parameter(self, stored: StoredTensor) -> ShardedParameter:
-        parts = len(self.outputs) if self._is_by_part(stored) else 1
-        lead = (max(1, self.experts) * parts,) if self.experts or self._is_by_part(stored) else ()
+        pieces = len(self.outputs) if self._is_by_piece(stored) else 1
+        lead = (max(1, self.experts) * pieces,) if self.experts or self._is_by_piece(stored) else ()
         rule, shape = ShardRule(expert=0 if lead else None, scalar=stored.scalar), list(lead)
         for axis in stored.axes:
             if not isinstance(axis, Axis):
@@ -173,19 +173,19 @@ class StoredWeight:
         data = torch.zeros(shape, dtype=stored.dtype) if stored.optional else torch.empty(shape, dtype=stored.dtype)
         return ShardedParameter(data, rule, stored.optional)
 
-    def _slice_part(self, tensors: Mapping[str, torch.Tensor], part: int) -> dict[str, torch.Tensor]:
-        """The tensors of one merged part."""
+    def _slice_piece(self, tensors: Mapping[str, torch.Tensor], piece: int) -> dict[str, torch.Tensor]:
+        """The tensors of one merged piece."""
         registered, lead = {}, 1 if self.experts else 0
-        start, total = sum(self.outputs[:part]), sum(self.outputs)
+        start, total = sum(self.outputs[:piece]), sum(self.outputs)
         for suffix, stored in self.stored.items():
             tensor = tensors[suffix]
-            if self._is_by_part(stored):
-                whole = tensor.unflatten(0, (-1, len(self.outputs)))[:, part]
+            if self._is_by_piece(stored):
+                whole = tensor.unflatten(0, (-1, len(self.outputs)))[:, piece]
                 registered[suffix] = whole if lead else whole[0]
                 continue
             dim = lead + next(index for index, axis in enumerate(stored.axes) if isinstance(axis, Axis) and axis.of == "output")
             size = tensor.shape[dim]
-            first, last = start * size // total, (start + self.outputs[part]) * size // total
+            first, last = start * size // total, (start + self.outputs[piece]) * size // total
             registered[suffix] = tensor.narrow(dim, first, last - first)
         return registered
 
@@ -205,8 +205,8 @@ class RoundedParameter(ShardedParameter):
     def allocate(self) -> None:
         """Nothing: the values go to the tensors of the format."""
 
-    def write(self, part: Part, value: torch.Tensor) -> None:
-        self.owner.write_rounded(part, value.to(self.device))
+    def write(self, piece: TensorShard, value: torch.Tensor) -> None:
+        self.owner.write_rounded(piece, value.to(self.device))
 
 
 def _is_finite(scales: torch.Tensor) -> bool:
