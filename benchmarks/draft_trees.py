@@ -14,7 +14,7 @@ import argparse
 import torch
 
 from benchmarks.speculative_cpu import TASKS, make_prompts
-from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from scripts.train_frame_tiny.export import load_model
 from scripts.train_frame_tiny.model import FrameTiny, rope_tables
 

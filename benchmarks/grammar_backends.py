@@ -33,8 +33,8 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from made_tokenizer import MadeTokenizer
 from structured_output import PERSON
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.plugins.loader import load_registry
 from frame.text.tokenizer import Tokenizer
 from tests.plugins.grammar_backends import random_grammars

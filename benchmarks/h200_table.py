@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from frame.checkpoint.model_config import find_model, read_model_config
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import ModelConfig
-from frame.core.loading.model_config import find_model, read_model_config
 from frame.entrypoints.tools.bench.floors import H200, Ceilings, ModelCost, floor_seconds
 from frame.entrypoints.tools.bench.reference import Workload, reference_workloads
 

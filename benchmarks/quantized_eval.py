@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.cli.eval import EngineBackend
 from frame.entrypoints.offline.engine import Engine
 from frame.entrypoints.tools.eval.evaluate import evaluate

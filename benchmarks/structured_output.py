@@ -29,8 +29,8 @@ import numpy as np
 from made_tokenizer import MadeTokenizer
 
 from frame import Engine, SamplingParams
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.plugins.loader import load_registry

@@ -40,7 +40,7 @@ from made_tokenizer import MadeTokenizer, RankedTokenizer
 from structured_output import PERSON
 
 from frame import Engine, SamplingParams
-from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.checkpoint.model_config import EMBEDDED, find_model
 
 PROMPT = 64  # tokens
 TINY = {

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.hardware import Hardware
 from frame.config.resolve_attention import choose_attention, shared_page_sizes
 from frame.config.resolve_drafter import check_speculation, find_tree
@@ -56,7 +57,6 @@ from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.core.interfaces.weights import WeightSourceRequirements
-from frame.core.loading.model_config import EMBEDDED, find_model
 
 __all__ = ["ResolveError", "pinned", "resolve"]
 

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import ConfigurationError
-from frame.core.installation import install_command, is_installed
 from frame.entrypoints.logs import TRACE
+from frame.host.installation import install_command, is_installed
 
 if TYPE_CHECKING:
     from frame.config.schema import ServerSection
     from frame.core.interfaces.batch import ScheduledBatch
-    from frame.core.ipc.transport import Traced
     from frame.core.messages import Finish, StartDetokenize, StepText, Tokenize
     from frame.core.scheduling.request import Request
     from frame.entrypoints.engine_client.response_state import RequestState
+    from frame.parallel.rank_channels import Traced
 
 log = logging.getLogger(__name__)
 

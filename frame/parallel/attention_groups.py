@@ -15,14 +15,13 @@ from msgspec.structs import replace
 
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import DeviceLost, UnsampledStep, WrappedRunner
-from frame.core.ipc.transport import GrammarMask
+from frame.parallel.rank_channels import GrammarMask
 from frame.parallel.rank_watch import RankWatch
 from frame.parallel.tp_follower import LeadingRunner, watch_wait
 
 if TYPE_CHECKING:
     from frame.core.interfaces.runner import ModelRunner, PendingStep
-    from frame.core.ipc.results import ResultReceiver
-    from frame.core.ipc.transport import BatchSender
+    from frame.parallel.rank_channels import BatchSender, ResultReceiver
 
 _NO_TOKENS = np.empty(0, np.int32)
 

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from frame.core.blame import explain
 from frame.core.interfaces.runner import DeviceLost, ProfileError, UnsampledStep, WrappedRunner
-from frame.core.ipc.transport import GrammarMask, Profile, SwitchBackend, Traced
+from frame.parallel.rank_channels import GrammarMask, Profile, SwitchBackend, Traced
 
 if TYPE_CHECKING:
     import numpy as np
 
     from frame.core.interfaces.batch import ScheduledBatch, StepResult
     from frame.core.interfaces.runner import ModelRunner, PendingStep, ProfileRequest
-    from frame.core.ipc.results import ResultReceiver, ResultSender
-    from frame.core.ipc.transport import BatchReceiver, BatchSender
+    from frame.parallel.rank_channels import BatchReceiver, BatchSender, ResultReceiver, ResultSender
     from frame.parallel.rank_watch import RankWatch
 
 

@@ -22,9 +22,9 @@ from pydantic import BaseModel
 from frame.config.resolve_plugins import plugin_options
 from frame.core.blame import note_origin
 from frame.core.errors import PluginError, did_you_mean
-from frame.core.installation import install_command
 from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
+from frame.host.installation import install_command
 from frame.plugins.renames import describe_import, describe_missing, describe_renames
 from frame.registration import KindRegistry, Provenance, list_unmet
 

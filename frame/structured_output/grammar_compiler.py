@@ -16,11 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from frame.core.fair_queue import FairQueue
-from frame.core.host_memory import return_freed_memory
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
 from frame.core.scheduling.request import queue_full, timed_out
+from frame.fair_queue import FairQueue
+from frame.host.host_memory import return_freed_memory
 from frame.structured_output.grammar_calls import GrammarMeter, MeteredGrammar, grammar_error
 
 if TYPE_CHECKING:

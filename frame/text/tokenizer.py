@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from frame.checkpoint.folder import check_folder, read_object
+from frame.checkpoint.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
 from frame.core.errors import CheckpointError
-from frame.core.installation import install_command, is_installed
-from frame.core.loading.checkpoint_folder import check_folder
-from frame.core.loading.remote_code import check_tokenizer_code, find_tokenizer_code, load_class
+from frame.host.installation import install_command, is_installed
 from frame.text.chat_template import (
     TEMPLATE,
     ChatTemplate,
@@ -72,7 +72,7 @@ class Tokenizer:
         folder = Path(path)
         config = read_settings(folder)
         template = read_template(chat_template) if chat_template else find_template(folder, config)
-        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        eos = (read_object(folder / "generation_config.json") or {}).get("eos_token_id")
         eos_ids = [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
         backend = _load_backend(folder, trust_remote_code)
         try:
@@ -293,19 +293,7 @@ def _token_text(name: str, value: Any) -> str | None:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Read a folder's `tokenizer_config.json`; empty if missing. Raises CheckpointError if it is
     not JSON."""
-    return _read_json(folder / "tokenizer_config.json")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}; fetch the file again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object; fetch the file again")
-    return content
+    return read_object(folder / "tokenizer_config.json") or {}
 
 
 def _load_backend(folder: Path, trust_remote_code: bool) -> Backend:

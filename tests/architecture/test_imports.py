@@ -14,17 +14,14 @@ from packaging.requirements import Requirement
 from tests.architecture.source import EXTENSIONS, ROOT, Module, is_under, module, package
 
 DATA = (
-    *("frame.core.errors", "frame.core.installation", "frame.core.interfaces", "frame.core.messages"),
+    *("frame.core.errors", "frame.host.installation", "frame.core.interfaces", "frame.core.messages"),
     "frame.core.interfaces.sampling_params",
 )
 CONFIGURATION = (
     "frame.config.schema",
     "frame.config.section",
     "frame.config.hardware",
-    "frame.core.loading.config_defaults",
-    "frame.core.loading.checkpoint_folder",
-    "frame.core.loading.config_fields",
-    "frame.core.loading.model_config",
+    "frame.checkpoint",
     "frame.config.resolve",
     "frame.config.resolve_drafter",
     "frame.config.resolve_machine",
@@ -37,7 +34,6 @@ CONFIGURATION = (
     "frame.config.resolve_task",
     "frame.config.resolved",
     "frame.config.selection",
-    "frame.core.loading.sentence_transformers",
 )
 SMALL_FAMILIES = (
     "frame.plugins.collectives",
@@ -71,23 +67,27 @@ SHARED = (
 # What launchers in packages of their own may use of the in-tree family.
 RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.rendezvous_node")
 
-# What a server is made of beside the core; each may use the core alone.
-ROOMS = ("frame.config", "frame.parallel", "frame.pooling", "frame.speculation", "frame.structured_output", "frame.text")
+# What a server is made of beside the core. Each may use the core and the small rooms alone.
+SMALL_ROOMS = ("frame.checkpoint", "frame.fair_queue", "frame.host")
+ROOMS = (
+    *("frame.config", "frame.parallel", "frame.pooling", "frame.speculation", "frame.structured_output", "frame.text"),
+    *SMALL_ROOMS,
+)
 
 # Which rooms of the package each room may use besides itself; the first prefix that fits counts.
 MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((name, DATA) for name in DATA),
     *((name, (*DATA, *CONFIGURATION)) for name in CONFIGURATION),
     *((f"frame.core.{room}", ("frame.core",)) for room in ("execution", "kv_cache", "sampling")),
-    ("frame.core", ("frame.core", *ROOMS)),
-    *((room, ("frame.core", KERNELS)) for room in ROOMS),
+    ("frame.core", ("frame.core",)),
+    *((room, ("frame.core", KERNELS, *SMALL_ROOMS)) for room in ROOMS),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
     ("frame.plugins.launchers", (*DATA, "frame.core.ipc.child_process", "frame.core.ipc.socket_directory", MARKER)),
-    ("frame.plugins.platforms", (*DATA, "frame.core.host_memory", MARKER)),
+    ("frame.plugins.platforms", (*DATA, "frame.host.host_memory", MARKER)),
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
-    ("frame.plugins", ("frame.core", "frame.config", "frame.plugins", MARKER)),
+    ("frame.plugins", ("frame.core", "frame.host", "frame.config", "frame.plugins", MARKER)),
     ("frame.testing", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),  # a suite loads weights through the layers
     ("frame.entrypoints.tools.bench", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),
     ("frame.entrypoints", ("frame.core", *ROOMS, "frame.plugins", KERNELS)),

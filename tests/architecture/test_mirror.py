@@ -97,6 +97,7 @@ UNTESTED: dict[str, str] = {
     "frame.parallel.stage_runner": "tests/parallel/test_parallel.py compares its tokens with those of one rank",
     "frame.core.execution.drafting": "a protocol; tests/speculation/test_draft_runner.py runs what implements it",
     "frame.pooling.pooler": "every vector in tests/pooling/test_pooling.py comes out of it",
+    "frame.checkpoint.sentence_transformers": "tests/pooling/test_pooling.py reads checkpoints with each of its files",
     "frame.pooling.pooling_runner": "runs every prompt in tests/pooling/test_pooling.py",
     "frame.entrypoints.http.chat.tools": "tests/clients/test_openai_chat.py asks for all that it allows and refuses",
     "frame.text.tool_prompt": "tests/text/test_chat_template.py renders what it writes",

@@ -60,11 +60,11 @@ NAMED_ELSEWHERE = {
     "frame/kernels/cache.py: triton": "the library, whose cache it is",
     "frame/config/schema.py: fcfs": "the schema's default scheduling policy; a default has to name one",
     **{
-        f"frame/core/loading/model_config.py: {name}": "a model_type of config.json, whose silence on sliding windows has a meaning"
+        f"frame/checkpoint/model_config.py: {name}": "a model_type of config.json, whose silence on sliding windows has a meaning"
         for name in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
     },
     **{
-        f"frame/core/loading/config_defaults.py: {name}": "a model_type of config.json, after which model plugins are named too"
+        f"frame/checkpoint/config_defaults.py: {name}": "a model_type of config.json, after which model plugins are named too"
         for name in (
             "bert", "cohere", "deepseek_v2", "deepseek_v3", "deepseek_v32", "falcon_h1", "glm4_moe", "gpt_oss", "kimi_linear",
             "minimax_m2", "mistral", "mixtral", "nemotron_h", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next",

@@ -17,7 +17,7 @@ GROWING = {"sys.path.append", "sys.path.insert", "sys.path.extend", "site.addsit
 
 # path -> why it may name the interpreter.
 EXCEPTIONS = {
-    "frame/core/installation.py": "prints a command for the user's shell",
+    "frame/host/installation.py": "prints a command for the user's shell",
     "frame/plugins/launchers/rendezvous.py": "replaces this host's interpreter in a command by a placeholder",
     "frame/plugins/launchers/rendezvous_node.py": "replaces the placeholder by this host's interpreter",
 }

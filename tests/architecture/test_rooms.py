@@ -14,18 +14,19 @@ from tests.architecture.source import ROOT, Module, module, package
 
 ORDER: dict[str, tuple[str, ...]] = {
     "frame": (
-        "core", "kernels", "config", "text", "parallel", "speculation", "structured_output", "pooling", "registration",
-        "models", "attention_backends", "quantization", "plugins", "entrypoints", "testing", "lang", "__main__",
+        "core", "fair_queue", "host", "kernels", "checkpoint", "config", "text", "parallel", "speculation", "structured_output",
+        "pooling", "registration", "models", "attention_backends", "quantization", "plugins", "entrypoints", "testing", "lang", "__main__",
     ),
     "frame.core": (
-        "errors", "installation", "garbage_collection", "host_memory", "fair_queue", "token_ids", "interfaces", "messages", "blame", "ipc",
-        "kv_cache", "sampling", "scheduling", "loading", "execution", "engine",
+        "errors", "garbage_collection", "token_ids", "interfaces", "messages", "blame", "ipc", "kv_cache", "sampling", "scheduling",
+        "loading", "execution", "engine",
     ),
     "frame.entrypoints": (
         "version", "keys", "logs", "tls", "origin", "moderation", "relevance", "audio_process", "engine_client", "tracing",
         "configuration", "processes", "audio", "speech", "offline", "http", "grpc", "router", "tools", "cli",
     ),
 }  # fmt: skip
+
 
 def problems(modules: tuple[Module, ...], folder: str, order: tuple[str, ...]) -> list[str]:
     """Cycles and imports against the order, with the imports that make them."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from frame.checkpoint.model_config import EMBEDDED
 from frame.config.hardware import Accelerator, Hardware
 from frame.config.resolve import ResolveError, resolve
 from frame.config.resolve_drafter import resolve_draft_model
@@ -16,7 +17,6 @@ from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.parallel import ParallelPlan
-from frame.core.loading.model_config import EMBEDDED
 from frame.plugins.loader import load_registry
 
 LLAMA_8B = ModelConfig(

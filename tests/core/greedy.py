@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from frame.checkpoint.model_config import EMBEDDED, find_model, read_model_config
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.ipc.transport import decode_batch, encode_batch
-from frame.core.loading.model_config import EMBEDDED, find_model, read_model_config
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank, load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.components import build_runner
+from frame.parallel.rank_channels import decode_batch, encode_batch
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.local_loop import LocalLoop

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.resolve_drafter import MAX_PADDING
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
@@ -20,7 +21,6 @@ from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.drafter import TreeShape
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler

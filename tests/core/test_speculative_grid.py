@@ -23,10 +23,10 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.messages import Generate, TokenLogprobs
 from frame.entrypoints.engine_client.limits import get_child_params
 from frame.plugins.loader import load_registry

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from frame.checkpoint.model_config import EMBEDDED
 from frame.core.ipc.child_process import EXIT_ORPHANED
-from frame.core.loading.model_config import EMBEDDED
 from frame.entrypoints.cli.entry import WORKER, start_early
 from tests.entrypoints.serving import RunningServer, wait_until
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from tests.entrypoints import base_only
 from tests.entrypoints.serving import RunningServer
 

@@ -21,8 +21,8 @@ from frame.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.ipc.transport import Traced
 from frame.entrypoints.tracing import VARIABLES, RankSpans, Tracing, open_tracing
+from frame.parallel.rank_channels import Traced
 from tests.entrypoints.serving import RunningServer, wait_until
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from frame.core.loading.model_config import find_model
+from frame.checkpoint.model_config import find_model
 from tests.examples.conftest import PACKAGES, Environment
 
 MAX_LINES = 100

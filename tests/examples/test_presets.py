@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from frame.checkpoint.model_config import read_model_config
 from frame.config.hardware import Accelerator, Hardware
 from frame.config.resolve import resolve
 from frame.config.resolved import Resolved
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.loading.model_config import read_model_config
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.configuration.sources import load_config
 from frame.plugins.loader import load_registry

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 import zmq
 
+from frame.checkpoint.model_config import find_model
 from frame.core.engine import Engine, EngineOptions
 from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.ipc.transport import BatchReceiver, ZmqTransport
+from frame.core.ipc.transport import ZmqTransport
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.loading.model_config import find_model
 from frame.core.messages import (
     Abort,
     AbortAll,
@@ -42,6 +42,7 @@ from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.engine_client.tokenizing import tokenize
 from frame.entrypoints.processes import worker
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
+from frame.parallel.rank_channels import BatchReceiver
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION, SCHEDULING

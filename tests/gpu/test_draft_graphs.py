@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.drafter import TreeShape
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.schema import FrameConfig
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
@@ -21,7 +22,6 @@ from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig

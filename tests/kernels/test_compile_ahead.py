@@ -20,11 +20,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from frame import kernels
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.schema import FrameConfig
 from frame.core.execution.staging import SharedMemory
 from frame.core.execution.warmup import idle_decodes, idle_mixed, idle_prompts
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes import components
 from frame.entrypoints.processes.build_engine import build_rank

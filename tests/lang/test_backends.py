@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import frame
 from frame import Client, Engine
-from frame.core.loading.model_config import find_model
+from frame.checkpoint.model_config import find_model
 from frame.lang import OpenAI, ProgramError, UnsupportedError, assistant, function, gen, select, system, user
 from tests.entrypoints.serving import RunningServer, wait_until
 

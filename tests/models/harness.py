@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from frame.checkpoint.model_config import read_model_config
+from frame.checkpoint.remote_code import load_class
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch, HostView, SequenceStates
 from frame.core.interfaces.build import BuildContext, Collective, Limits
@@ -26,8 +28,6 @@ from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.loading.loader import Checkpoint, load_model
-from frame.core.loading.model_config import read_model_config
-from frame.core.loading.remote_code import load_class
 from frame.core.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 

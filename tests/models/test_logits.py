@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.plugins.loader import load_registry
 from tests.models.harness import Session, open_session
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import frame
+from frame.checkpoint.config_fields import ConfigFields
+from frame.checkpoint.model_config import read_model_config
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.model import ModelContext
-from frame.core.loading.config_fields import ConfigFields
-from frame.core.loading.model_config import read_model_config
 from frame.models.layers.rotary import Rotary, compute_attention_factor, compute_frequencies
 from frame.testing.checkpoints import _BASE, TINY
 from frame.testing.gemm_kernels import load_own_plugins

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from frame.checkpoint.model_config import read_model_config
 from frame.core.interfaces.batch import StageInput
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.rank_context import Pipeline
 from frame.core.loading.loader import count_bytes, load_model
-from frame.core.loading.model_config import read_model_config
 from frame.models.llama import LlamaForCausalLM
 from frame.testing.checkpoints import load_reference
 from tests.models.harness import Session, build_context, checkpoint_of, open_session

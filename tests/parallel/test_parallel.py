@@ -16,14 +16,13 @@ from frame.config.schema import FrameConfig
 from frame.core.execution.decode_graphs import DecodeGraphs
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.platform import HOST
-from frame.core.ipc.results import decode_result, encode_result
-from frame.core.ipc.transport import decode_batch, encode_batch
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import add_group, build_rank, load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler, build_schedulers
 from frame.entrypoints.processes.components import build_runner
 from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
 from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
+from frame.parallel.rank_channels import decode_batch, decode_result, encode_batch, encode_result
 from frame.parallel.rank_watch import RankWatch
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.testing.checkpoints import make_checkpoint

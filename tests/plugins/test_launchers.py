@@ -47,9 +47,9 @@ def test_records_refuse_more_ranks_and_hosts_than_they_can_start() -> None:
 
 
 def raise_for(name: str) -> None:
+    from frame.checkpoint.model_config import EMBEDDED, read_model_config
     from frame.config.hardware import Hardware
     from frame.config.resolve import resolve
-    from frame.core.loading.model_config import EMBEDDED, read_model_config
 
     config = FrameConfig.model_validate({"parallel": {"launcher": name}})
     resolve(config, Hardware(2, 8 << 30), read_model_config(EMBEDDED), load_registry(installed=False).all_records())

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from frame.checkpoint.model_config import read_model_config
 from frame.config.resolve import pinned
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.model import Pooling
 from frame.core.interfaces.platform import HOST
-from frame.core.loading.model_config import read_model_config
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from frame.checkpoint.model_config import read_model_config
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight, WeightScheme, pack_nibbles, unpack_nibbles
-from frame.core.loading.model_config import read_model_config
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.parameter import Range, load_parameters

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from frame.core.loading.model_config import find_model
+from frame.checkpoint.model_config import find_model
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, GuardedProtocol
 from frame.entrypoints.http.protocol.listening import HttpServer
 from tests.entrypoints.serving import RunningRouter, RunningServer

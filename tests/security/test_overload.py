@@ -130,7 +130,7 @@ def test_ten_times_capacity_for_long() -> None:
 
 
 def _folder() -> Path:
-    from frame.core.loading.model_config import find_model
+    from frame.checkpoint.model_config import find_model
 
     return Path(find_model("frame-tiny"))
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from frame.checkpoint.remote_code import load_class
 from frame.core.errors import CheckpointError, ConfigurationError
-from frame.core.loading.remote_code import load_class
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.text.python_tokenizer import PythonTokenizer
 from frame.text.tokenizer import Tokenizer

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, SlotSetup
 from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.draft_plan import DraftingPlan, plan_drafting
 from frame.core.sampling.sampling_metadata import SamplingTable, draw_keys

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.sampler import draw_plain
 from frame.core.sampling.sampling_metadata import draw_keys
 from frame.speculation.token_ranking import rank_tokens

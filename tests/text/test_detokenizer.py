@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from frame.checkpoint.model_config import find_model
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.inflight_file import hash_request
-from frame.core.loading.model_config import find_model
 from frame.core.messages import Finish, StartDetokenize, StepText, StepTokens, TokenLogprobs
 from frame.text.detokenizer import BY_INDEX, Detokenizer
 from frame.text.incremental_decoder import FAILED, ByteDecoder, TextStream

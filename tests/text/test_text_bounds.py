@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from frame.core.loading.model_config import find_model
+from frame.checkpoint.model_config import find_model
 from frame.text.text_bounds import SLICE, WHOLE, TextTooLongError, find_max_token_length, split_groups
 from frame.text.tokenizer import Tokenizer
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from frame.checkpoint.model_config import find_model
 from frame.core.errors import CheckpointError
-from frame.core.installation import install_command
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import find_model
 from frame.core.messages import Tokenize
 from frame.entrypoints.engine_client.tokenizing import tokenize
+from frame.host.installation import install_command
 from frame.text.chat_template import ChatTemplate, ChatTemplateError, find_template
 from frame.text.tokenizer import Tokenizer
 

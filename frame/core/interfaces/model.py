@@ -82,7 +82,7 @@ class SentenceTransformersConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """`config.json` in one vocabulary, read without torch by `frame.core.loading.model_config`.
+    """`config.json` in one vocabulary, read without torch by `frame.checkpoint.model_config`.
     Sizes are of the whole model."""
 
     architecture: str

@@ -13,9 +13,9 @@ import click
 
 from frame.config.selection import ResolveError
 from frame.core.errors import ConfigError
-from frame.core.installation import install_command
 from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, join_options, parse_output
 from frame.entrypoints.tools.bench.workload import Span, span
+from frame.host.installation import install_command
 from frame.plugins.loader import load_registry
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def attention(
     names: tuple[str, ...], model: str | None, heads: int, kv_heads: int, head_dim: int, phase: str, rows: list[int], contexts: list[Span],
     new: int | None, page_size: int, path: Path | None, plot: Path | None, **machine: Any,
 ) -> None:  # fmt: skip
-    from frame.core.loading.model_config import read_model_config
+    from frame.checkpoint.model_config import read_model_config
     from frame.entrypoints.tools.bench.attention import AttentionBench, AttentionShape, parse_batches
 
     phases = ("decode", "extend") if phase == "both" else (phase,)
@@ -111,7 +111,7 @@ def moe(
     names: tuple[str, ...], model: str | None, experts: int, top_k: int, hidden: int, inner: int, counts: list[int],
     path: Path | None, plot: Path | None, **machine: Any,
 ) -> None:  # fmt: skip
-    from frame.core.loading.model_config import read_model_config
+    from frame.checkpoint.model_config import read_model_config
     from frame.entrypoints.tools.bench.experts import ExpertBench, ExpertShape
 
     if model is None and top_k > experts:

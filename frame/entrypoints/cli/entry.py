@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from frame.core.ipc.interpreter import leave_working_folder, python_command
 
 if TYPE_CHECKING:
-    from frame.core.ipc.early_process import EarlyProcess
+    from frame.entrypoints.processes.early_process import EarlyProcess
 
 WORKER = "frame.entrypoints.processes.worker"
 WITHOUT_ENGINE = frozenset({"-h", "--help", "--watch"})  # flags of `frame serve`
@@ -34,7 +34,7 @@ def start_early(arguments: Sequence[str], module: str = WORKER) -> contextlib.Ab
         return contextlib.nullcontext()
     # numpy's threads spin for 0.1 s after its import, on the cores that import torch meanwhile.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from frame.core.ipc.early_process import EarlyProcess
+    from frame.entrypoints.processes.early_process import EarlyProcess
 
     return EarlyProcess(python_command("-m", module, "scheduler"))
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import click
 
 from frame.core.errors import ConfigurationError, did_you_mean
-from frame.core.installation import install_command
 from frame.entrypoints.cli.installed import PACKAGES, list_help, load_command
+from frame.host.installation import install_command
 
 if TYPE_CHECKING:
-    from frame.core.ipc.early_process import EarlyProcess
+    from frame.entrypoints.processes.early_process import EarlyProcess
 
 EX_CONFIG = 78  # sysexits.h
 

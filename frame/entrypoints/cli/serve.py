@@ -23,11 +23,11 @@ from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
 
 if TYPE_CHECKING:
-    from frame.core.ipc.early_process import EarlyProcess
     from frame.entrypoints.configuration.prepare import Prepared
     from frame.entrypoints.grpc.server import GrpcServer
     from frame.entrypoints.http.protocol.bodies import Bodies
     from frame.entrypoints.http.services import Services
+    from frame.entrypoints.processes.early_process import EarlyProcess
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 60.0  # for a server that drains; then it is killed

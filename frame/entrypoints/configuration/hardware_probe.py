@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from frame.config.hardware import BF16_FEATURES, Hardware
-from frame.core.host_memory import measure_host_memory
 from frame.core.interfaces.platform import FoundDevices, PlatformCapabilities
 from frame.core.interfaces.plugin import PluginRecord
+from frame.host.host_memory import measure_host_memory
 
 _CGROUP = Path("/sys/fs/cgroup")
 

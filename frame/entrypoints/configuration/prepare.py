@@ -14,6 +14,9 @@ from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 
+from frame.checkpoint.folder import check_folder
+from frame.checkpoint.model_config import check_head, find_model, read_model_config
+from frame.checkpoint.remote_code import check_model_code, check_tokenizer_code
 from frame.config.hardware import Hardware
 from frame.config.resolve import resolve
 from frame.config.resolve_drafter import find_drafter, resolve_draft_model
@@ -22,17 +25,14 @@ from frame.config.resolved import Resolved
 from frame.config.schema import BatchesSection, FrameConfig, PluginsSection, ServerSection
 from frame.config.selection import ResolveError, UnknownPluginError, join_conflicts
 from frame.core.errors import ConfigError, ConfigurationError, PluginError, did_you_mean
-from frame.core.installation import install_command
 from frame.core.interfaces.model import ModelCapabilities
-from frame.core.loading.checkpoint_folder import check_folder
-from frame.core.loading.model_config import check_head, find_model, read_model_config
-from frame.core.loading.remote_code import check_model_code, check_tokenizer_code
 from frame.entrypoints.configuration.hardware_probe import probe
 from frame.entrypoints.keys import check_exposure
 from frame.entrypoints.moderation import read_policy
 from frame.entrypoints.origin import read_cors
 from frame.entrypoints.tls import load_certificate
 from frame.entrypoints.tracing import check_tracing
+from frame.host.installation import install_command
 from frame.plugins.loader import OWN_DISTRIBUTION, load_configured
 from frame.plugins.registry import Registry
 from frame.text.chat_template import ChatTemplate, find_file, find_template, read_template

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
-from frame.core.fair_queue import FairQueue
+from frame.fair_queue import FairQueue
 
 
 class QuotaExceededError(Exception):

@@ -28,9 +28,9 @@ from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.tls import load_certificate
 
 if TYPE_CHECKING:
-    from frame.core.ipc.early_process import EarlyProcess
     from frame.entrypoints.configuration.sources import LoadedConfig
     from frame.entrypoints.http.server import OpenRpc
+    from frame.entrypoints.processes.early_process import EarlyProcess
 
 
 def serve(

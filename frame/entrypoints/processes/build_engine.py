@@ -25,8 +25,7 @@ from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
 from frame.core.interfaces.platform import Platform, PlatformContext
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
-from frame.core.ipc.results import ResultReceiver
-from frame.core.ipc.transport import BatchSender, Traced, Transport
+from frame.core.ipc.transport import Transport
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
@@ -37,6 +36,7 @@ from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
 from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
+from frame.parallel.rank_channels import BatchSender, ResultReceiver, Traced
 from frame.parallel.tp_follower import LeadingRunner
 from frame.plugins.loader import observers as find_observers
 from frame.plugins.registry import Registry

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from frame import kernels
+from frame.checkpoint.config_fields import ConfigFields
+from frame.checkpoint.model_config import find_model
+from frame.checkpoint.remote_code import load_class
 from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError
 from frame.core.execution.finite_check import check_finite
@@ -32,10 +35,7 @@ from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.core.loading.config_fields import ConfigFields
 from frame.core.loading.loader import Checkpoint, load_model
-from frame.core.loading.model_config import find_model
-from frame.core.loading.remote_code import load_class
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory

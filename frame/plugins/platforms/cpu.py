@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from frame.core.host_memory import keep_freed_memory, measure_host_memory
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform
+from frame.host.host_memory import keep_freed_memory, measure_host_memory
 
 
 class CpuPlatform(HostPlatform):

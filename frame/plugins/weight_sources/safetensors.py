@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from frame.core.errors import CheckpointError
-from frame.core.installation import describe_gguf
 from frame.core.interfaces.model import LazyTensor
 from frame.core.interfaces.weights import FileRange, WeightSource, WeightSourceContext
+from frame.host.installation import describe_gguf
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

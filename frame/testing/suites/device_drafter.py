@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from frame.checkpoint.model_config import EMBEDDED
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.collective import LocalGroup
@@ -22,7 +23,6 @@ from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.drafter import DrafterContext
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import EMBEDDED
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.testing.conformance import SkipCheck
 from frame.text.tokenizer import Tokenizer
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from frame.checkpoint.model_config import read_model_config
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.build import BuildContext
@@ -30,7 +31,6 @@ from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
-from frame.core.loading.model_config import read_model_config
 from frame.core.loading.weight_reader import read_weights
 from frame.entrypoints.tools.bench.paged_batches import Pages, PlainKVCache, Rows, build_context, forward_batch
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.sampling import GrammarContext
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.plugins.grammar_backends import ebnf
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
 from frame.text.tokenizer import Tokenizer

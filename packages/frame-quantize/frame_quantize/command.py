@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from frame.core.installation import install_command
 from frame.core.interfaces.cli import CliCommand
+from frame.host.installation import install_command
 from frame_quantize.schemes import CACHE_SCALES, METHODS
 
 LIBRARY = "llmcompressor>=0.14"  # brings compressed-tensors, datasets and transformers

@@ -14,9 +14,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from frame.core.installation import install_command
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
+from frame.host.installation import install_command
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame_quantize.command import command
 from frame_quantize.schemes import METHODS

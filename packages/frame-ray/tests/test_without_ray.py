@@ -7,7 +7,7 @@ import importlib.metadata
 import frame_ray
 import pytest
 
-from frame.core.installation import install_command
+from frame.host.installation import install_command
 from frame.plugins.loader import load_registry
 
 

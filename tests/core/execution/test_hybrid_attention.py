@@ -25,7 +25,7 @@ from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.ipc.transport import InProcessTransport, SwitchBackend
+from frame.core.ipc.transport import InProcessTransport
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
@@ -36,6 +36,7 @@ from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
+from frame.parallel.rank_channels import SwitchBackend
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache

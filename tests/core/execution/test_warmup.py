@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.schema import FrameConfig
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.warmup import idle_decodes, idle_mixed, idle_prompts
@@ -21,7 +22,6 @@ from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH
 from frame.entrypoints.configuration.prepare import prepare

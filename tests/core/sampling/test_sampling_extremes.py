@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from frame.checkpoint.model_config import find_model
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import find_model
 from frame.testing.local_loop import LocalLoop
 from tests.core.greedy import make_loop
 

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from frame.core.loading.model_config import find_model
+from frame.checkpoint.model_config import find_model
 from tests.entrypoints.chaos.storm import Storm, processes, restarts, strikes
 from tests.entrypoints.serving import RunningServer, wait_until
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from frame.core.installation import install_command
 from frame.entrypoints.cli import main
 from frame.entrypoints.cli.installed import PACKAGES
+from frame.host.installation import install_command
 from tests.architecture.source import ROOT
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from frame.checkpoint.model_config import find_model
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.loading.model_config import find_model
 from frame.core.messages import (
     Abort,
     AbortAll,

@@ -7,9 +7,9 @@ import asyncio
 
 import pytest
 
+from frame.checkpoint.model_config import find_model
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.inflight_file import hash_request
-from frame.core.loading.model_config import find_model
 from frame.core.messages import (
     Abort,
     Control,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.core.messages import ErrorCode, Finish, TokenLogprobs
 from frame.entrypoints.http.anthropic.messages_schema import MessagesChat
 from frame.entrypoints.http.chat.output_parser import OutputParser

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from frame.core.loading.model_config import find_model
+from frame.checkpoint.model_config import find_model
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ClientLimits

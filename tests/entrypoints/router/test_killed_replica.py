@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from frame.core.loading.model_config import find_model
+from frame.checkpoint.model_config import find_model
 from tests.entrypoints.serving import RunningRouter, RunningServer, wait_until
 
 FLAGS = ("--max-model-len", "512", "--max-total-tokens", "8192", "--skip-tokenizer-init")

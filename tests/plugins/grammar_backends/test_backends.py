@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.sampling import GrammarContext
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.plugins.loader import load_registry
 from frame.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ PROGRAM = """
 import sys
 from contextlib import contextmanager
 from frame.core.interfaces.sampling import GrammarContext
-from frame.core.loading.model_config import EMBEDDED, find_model
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.text.tokenizer import Tokenizer
 from frame.plugins.grammar_backends.combined import CombinedBackend
 

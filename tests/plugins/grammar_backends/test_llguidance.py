@@ -12,8 +12,8 @@ import threading
 import numpy as np
 import pytest
 
+from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.sampling import GrammarContext
-from frame.core.loading.model_config import EMBEDDED, find_model
 from frame.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -105,7 +105,7 @@ MEMORY = """
 import random, sys
 from pathlib import Path
 import numpy as np
-from frame.core.host_memory import return_freed_memory
+from frame.host.host_memory import return_freed_memory
 from tests.plugins.grammar_backends.test_llguidance import GrammarContext, LLGuidanceBackend, TOKENIZER
 
 def memory():

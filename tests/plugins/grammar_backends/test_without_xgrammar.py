@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from frame import Engine, SamplingParams
 from frame.config.selection import ResolveError
-from frame.core.installation import install_command
+from frame.host.installation import install_command
 from tests.architecture.source import ROOT
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False})

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.host_memory import return_freed_memory
 from frame.entrypoints.http.errors import CLOSE, ApiError
+from frame.host.host_memory import return_freed_memory
 
 MAX_LEVELS = 128  # of JSON: deeper nesting is refused before anything recursive reads it
 MAX_MESSAGES = 4096

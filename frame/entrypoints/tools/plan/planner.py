@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frame.checkpoint.model_config import find_model
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
-from frame.core.loading.model_config import find_model
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.memory_plan import MemoryPlan
 from frame.entrypoints.processes.planned_rank import PlannedRank

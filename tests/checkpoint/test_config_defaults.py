@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from frame.core.loading.config_defaults import DEFAULTS
-from frame.core.loading.model_config import read_model_config
+from frame.checkpoint.config_defaults import DEFAULTS
+from frame.checkpoint.model_config import read_model_config
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)

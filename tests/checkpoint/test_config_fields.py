@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from frame.checkpoint.config_fields import ConfigFields, check_fields, check_layer_list
 from frame.core.errors import CheckpointError
-from frame.core.loading.config_fields import ConfigFields, check_fields, check_layer_list
 
 
 def test_missing_fields_are_named() -> None:

@@ -7,15 +7,14 @@ must not know how vectors are computed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from frame.checkpoint.folder import check_folder, is_within, read_json
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import PoolingMode, SentenceTransformersConfig
-from frame.core.loading.checkpoint_folder import check_folder, is_within
 
 MODES: Mapping[str, PoolingMode] = MappingProxyType(
     {
@@ -28,10 +27,10 @@ MODES: Mapping[str, PoolingMode] = MappingProxyType(
 UNKNOWN = "choose one with --pooling cls, last, mean or max"
 
 
-def read_sentence_facts(folder: Path) -> SentenceTransformersConfig | None:
+def read_sentence_config(folder: Path) -> SentenceTransformersConfig | None:
     """The folder's settings; None if it has no `modules.json`. Raises CheckpointError, one
     sentence, for an unsupported module."""
-    modules = _read(folder / "modules.json")
+    modules = read_json(folder / "modules.json")
     if modules is None:
         return None
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
@@ -49,8 +48,8 @@ def read_sentence_facts(folder: Path) -> SentenceTransformersConfig | None:
             normalize = True
         elif kind != "Transformer":
             raise CheckpointError(f"{folder / 'modules.json'} has a module {kind!r}; supported are Transformer, Pooling and Normalize.")
-    sizes = _object(folder / "sentence_bert_config.json")
-    more = _object(folder / "config_sentence_transformers.json")
+    sizes = _read_settings(folder / "sentence_bert_config.json")
+    more = _read_settings(folder / "config_sentence_transformers.json")
     prompts = {name: text for name, text in (more.get("prompts") or {}).items() if isinstance(text, str)}
     max_length = sizes.get("max_seq_length")
     return SentenceTransformersConfig(
@@ -65,7 +64,7 @@ def read_sentence_facts(folder: Path) -> SentenceTransformersConfig | None:
 def _mode(file: Path) -> PoolingMode:
     if file.parent.is_dir():
         check_folder(file.parent)
-    config = _object(file)
+    config = _read_settings(file)
     chosen = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
     named = config.get("pooling_mode")  # in newer files
     if isinstance(named, str):
@@ -78,15 +77,6 @@ def _mode(file: Path) -> PoolingMode:
     return MODES[chosen[0]]
 
 
-def _object(file: Path) -> dict[str, Any]:
-    found = _read(file)
-    return found if isinstance(found, dict) else {}
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); download it again.") from error
+def _read_settings(file: Path) -> dict[str, Any]:
+    settings = read_json(file)
+    return settings if isinstance(settings, dict) else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.fair_queue import FairQueue
+from frame.fair_queue import FairQueue
 
 
 def take_all(queue: FairQueue[int]) -> list[tuple[str, int]]:

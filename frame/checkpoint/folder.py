@@ -1,4 +1,5 @@
-"""Checks the folder of a checkpoint, whose author may be hostile, before any of its files is read.
+"""Checks the folder of a checkpoint, whose author may be hostile, before any of its files is read,
+and reads its JSON files.
 
 Used by the readers of configurations and tokenizers. A pipe would block its reader for ever, and a
 device or a huge JSON file would fill memory, also in libraries. Must not know what files hold.
@@ -6,9 +7,11 @@ device or a huge JSON file would fill memory, also in libraries. Must not know w
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from frame.core.errors import CheckpointError
 
@@ -40,3 +43,23 @@ def check_folder(folder: Path) -> None:
 def is_within(path: Path, folder: Path) -> bool:
     """Whether a path that a file of the folder names stays in it, links aside."""
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None without the file. Raises CheckpointError for another value."""
+    value = read_json(file)
+    if not isinstance(value, dict) and (value is not None or file.exists()):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}, not a JSON object; download it again.")
+    return value
+
+
+def read_json(file: Path) -> Any:
+    """The value in a JSON file; None without the file. Raises CheckpointError."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); download it again.") from error

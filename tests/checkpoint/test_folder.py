@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from frame.checkpoint.folder import MAX_TEXT, MAX_TOKENIZER, check_folder, is_within
 from frame.core.errors import CheckpointError
-from frame.core.loading.checkpoint_folder import MAX_TEXT, MAX_TOKENIZER, check_folder, is_within
 
 
 def test_links_as_in_the_cache_of_hugging_face(tmp_path: Path) -> None:

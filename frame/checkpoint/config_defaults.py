@@ -3,7 +3,7 @@
 
 Used by `model_config`. Only keys whose default is not what a missing key means to the models here.
 `tests/models/test_missing_keys.py` finds them for every native architecture by building its model
-without each key; `tests/core/loading/test_config_defaults.py` compares the values with the
+without each key; `tests/checkpoint/test_config_defaults.py` compares the values with the
 installed transformers.
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from frame.core.ipc.early_process import EarlyProcess
+from frame.entrypoints.processes.early_process import EarlyProcess
 from tests.entrypoints.serving import wait_until
 
 CODE = "import pathlib, sys; line = sys.stdin.readline(); pathlib.Path(sys.argv[1]).write_text(line + sys.stdin.readline())"

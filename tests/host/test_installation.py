@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frame.core.installation import OWN_PACKAGES, install_command
+from frame.host.installation import OWN_PACKAGES, install_command
 from tests.architecture.source import ROOT
 
 

@@ -7,20 +7,19 @@ models compute. `rope_scaling` and `rope_parameters` are passed on unchanged.
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from frame.checkpoint.config_defaults import CONTEXT, EXPERTS, HEAD_DIM, KV_HEADS, add_defaults
+from frame.checkpoint.config_fields import check_fields, check_layer_list
+from frame.checkpoint.folder import check_folder, read_object
+from frame.checkpoint.sentence_transformers import read_sentence_config
 from frame.core.errors import CheckpointError
-from frame.core.installation import describe_gguf
 from frame.core.interfaces.model import ModelConfig, is_classifier
-from frame.core.loading.checkpoint_folder import check_folder
-from frame.core.loading.config_defaults import CONTEXT, EXPERTS, HEAD_DIM, KV_HEADS, add_defaults
-from frame.core.loading.config_fields import check_fields, check_layer_list
-from frame.core.loading.sentence_transformers import read_sentence_facts
+from frame.host.installation import describe_gguf
 
 __all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_model_config"]
 
@@ -56,7 +55,7 @@ def find_model(path: str) -> Path:
     """The folder of `model.path`: that of the embedded model for its name, else the path itself.
     Reads nothing."""
     if path == EMBEDDED:
-        return Path(__file__).resolve().parents[2] / "models" / EMBEDDED.replace("-", "_")
+        return Path(__file__).resolve().parents[1] / "models" / EMBEDDED.replace("-", "_")
     return Path(path).expanduser().absolute()
 
 
@@ -79,7 +78,7 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
             raise CheckpointError(f"{setting} {str(path)!r} is a file; give its folder, which also holds config.json and the tokenizer.")
         raise CheckpointError(f"{setting} {str(path)!r} is no folder{hint or '; give the folder of a checkpoint in Hugging Face layout'}.")
     check_folder(folder)
-    raw = _read_json(folder / "config.json")
+    raw = read_object(folder / "config.json")
     if raw is None and any(folder.glob("*.gguf")):
         raise CheckpointError(
             f"{folder} holds a GGUF file and no config.json; copy config.json and the tokenizer of the model that it was made from into "
@@ -88,14 +87,14 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     if raw is None:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
     text = _text_part(raw)
-    generation = _read_json(folder / "generation_config.json") or {}
+    generation = read_object(folder / "generation_config.json") or {}
     if not text.get("quantization_config") and (described := _read_description(folder / DESCRIPTION)):
         text = {**text, "quantization_config": described}
     text = add_defaults(text)
     if text.get("architectures") == [WHISPER]:  # whose `num_hidden_layers` counts those of the encoder
         text |= {new: text[old] for new, old in _DECODER_SIZES.items() if old in text}
     model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw))
-    return replace(model_config, sentence=read_sentence_facts(folder))
+    return replace(model_config, sentence=read_sentence_config(folder))
 
 
 def check_head(path: str, field: str) -> None:
@@ -104,7 +103,7 @@ def check_head(path: str, field: str) -> None:
     file = Path(path) / "config.json"
     if file.parent.is_dir():
         check_folder(file.parent)
-    raw = _read_json(file)
+    raw = read_object(file)
     if raw is None or field not in raw:
         problem = "is missing" if raw is None else f"has no {field}"
         raise CheckpointError(f"speculative.draft_model_path: {file} {problem}; name the folder of a head for speculative.algorithm.")
@@ -258,7 +257,7 @@ class _Reader:
 def _read_description(file: Path) -> dict[str, Any] | None:
     """The `quantization_config` that NVIDIA ModelOpt's file stands for, with its producer as the
     method; None without a file, and for unquantized weights with scales of the KV cache alone."""
-    raw = _read_json(file)
+    raw = read_object(file)
     if raw is None:
         return None
     for name in ("quantization", "producer"):
@@ -298,17 +297,3 @@ def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
         ids = value if isinstance(value, list) else [value]
         found += [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i not in found]
     return tuple(found)
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}); download it again.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a {type(value).__name__}, not a JSON object; download it again.")
-    return value

@@ -8,7 +8,7 @@ import resource
 import numpy as np
 import pytest
 
-from frame.core.host_memory import keep_freed_memory
+from frame.host.host_memory import keep_freed_memory
 
 _BYTES = 8 << 20
 

@@ -1,0 +1,1 @@
+"""Reads the files of a checkpoint besides its weights, without torch."""

@@ -1,0 +1,1 @@
+"""What a process asks its host: memory and installed packages."""
