@@ -135,9 +135,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def add_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the defaults of its `model_type` for keys that it lacks under every
     name."""
-    found = dict(config)
+    complete = dict(config)
     for key, value in DEFAULTS.get(str(config.get("model_type")), {}).items():
         names = next((group for group in _SYNONYMS if key in group), ())
         if key not in config and all(config.get(name) is None for name in names):
-            found[key] = value
-    return found
+            complete[key] = value
+    return complete

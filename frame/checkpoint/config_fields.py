@@ -47,13 +47,13 @@ def check_fields(file: Path, config: Mapping[str, Any]) -> None:
     and for settings of rotary embeddings of another type."""
     _check_numbers(file, "", config, _NUMBERS)
     for name in _ROPE:
-        found = config.get(name)
-        if found is None:
+        rope = config.get(name)
+        if rope is None:
             continue
-        if not isinstance(found, Mapping):
-            raise CheckpointError(f"{file}: {name} is {reprlib.repr(found)}; a JSON object is expected.")
-        _check_numbers(file, f"{name}.", found, _ROPE_NUMBERS)
-        for kind, each in found.items():  # one entry for each kind of layer
+        if not isinstance(rope, Mapping):
+            raise CheckpointError(f"{file}: {name} is {reprlib.repr(rope)}; a JSON object is expected.")
+        _check_numbers(file, f"{name}.", rope, _ROPE_NUMBERS)
+        for kind, each in rope.items():  # one entry for each kind of layer
             if isinstance(each, Mapping):
                 _check_numbers(file, f"{name}.{kind}.", each, _ROPE_NUMBERS)
 

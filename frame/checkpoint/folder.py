@@ -26,17 +26,17 @@ def check_folder(folder: Path) -> None:
     are followed, as the cache of Hugging Face consists of them."""
     for path in sorted(folder.iterdir()):
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError as error:
             if path.suffix in (*_TEXTS, *_WEIGHTS):
                 raise CheckpointError(f"{path} cannot be read ({error.strerror}): download it again.") from error
             continue
-        if not stat.S_ISREG(found.st_mode):
-            if not stat.S_ISDIR(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISDIR(status.st_mode):
                 raise CheckpointError(f"{path} is no regular file, but a pipe or a device: remove it, and download the checkpoint again.")
             continue
         largest = MAX_TOKENIZER if path.name == "tokenizer.json" else MAX_TEXT
-        if path.suffix in _TEXTS and found.st_size > largest:
+        if path.suffix in _TEXTS and status.st_size > largest:
             raise CheckpointError(f"{path} is larger than {largest >> 20} MiB, the limit of such files: download it again.")
 
 
@@ -46,7 +46,7 @@ def is_within(path: Path, folder: Path) -> bool:
 
 
 def read_object(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None without the file. Raises CheckpointError for another value."""
+    """The JSON object in a file; None without the file. Raises CheckpointError for other values."""
     value = read_json(file)
     if not isinstance(value, dict) and (value is not None or file.exists()):
         raise CheckpointError(f"{file} holds a {type(value).__name__}, not a JSON object; download it again.")

@@ -40,7 +40,7 @@ _MAX_ENTRIES = 2**24  # of a vector, a vocabulary or a layer's heads; products o
 _MAX_HEAD = 2**16  # entries of an attention head, whose rotary tables have as many for each position; labels
 _MAX_LAYERS = 1_000  # each is an object, built before weights are looked for
 _MAX_EXPERTS = 200_000  # of all layers; the same holds for them
-_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
 _SCALED_ROPE = ("linear", "dynamic", "yarn")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -86,7 +86,7 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
         )
     if raw is None:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
-    text = _text_part(raw)
+    text = _select_text_config(raw)
     generation = read_object(folder / "generation_config.json") or {}
     if not text.get("quantization_config") and (described := _read_description(folder / DESCRIPTION)):
         text = {**text, "quantization_config": described}
@@ -209,8 +209,8 @@ class _Reader:
     def _other_head_dims(self, head_dim: int) -> tuple[int, ...]:
         """The head sizes of layers that differ, as Gemma 4 has them."""
         layers = self.config.get("per_layer_config")
-        found = [each.get("head_dim") for each in layers.values()] if isinstance(layers, Mapping) else [self.config.get("global_head_dim")]
-        return tuple(sorted({size for size in found if isinstance(size, int)} - {head_dim}))
+        sizes = [each.get("head_dim") for each in layers.values()] if isinstance(layers, Mapping) else [self.config.get("global_head_dim")]
+        return tuple(sorted({size for size in sizes if isinstance(size, int)} - {head_dim}))
 
     def _max_context(self) -> int:
         """The longest context that the model was trained for, or to which rope scaling extends it,
@@ -267,17 +267,17 @@ def _read_description(file: Path) -> dict[str, Any] | None:
     return {**stored, "quant_method": raw["producer"].get("name")} if stored.get("quant_algo") else None
 
 
-def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+def _select_text_config(raw: dict[str, Any]) -> dict[str, Any]:
     """The language model's configuration: a nested one with the keys that it inherits, else the
     whole."""
-    for name in _TEXT_PARTS:
+    for name in _TEXT_CONFIGS:
         nested = raw.get(name)
         if isinstance(nested, dict) and nested:
             inherited = {key: raw[key] for key in _INHERITED if key in raw}
-            own = {key: value for key, value in nested.items() if value is not None or key not in inherited}
+            text = {key: value for key, value in nested.items() if value is not None or key not in inherited}
             if raw.get("tie_word_embeddings"):  # of the head, which is in the outer model; a stored head is used in any case
-                own["tie_word_embeddings"] = True
-            return {**inherited, **own, "architectures": raw.get("architectures") or nested.get("architectures")}
+                text["tie_word_embeddings"] = True
+            return {**inherited, **text, "architectures": raw.get("architectures") or nested.get("architectures")}
     return raw
 
 
@@ -291,9 +291,9 @@ def _dtype(name: object) -> str:
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    found: list[int] = []
+    eos: list[int] = []
     for config in configs:
         value = config.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
-        found += [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i not in found]
-    return tuple(found)
+        eos += [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i not in eos]
+    return tuple(eos)

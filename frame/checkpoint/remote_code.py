@@ -32,8 +32,8 @@ def find_tokenizer_code(folder: Path) -> tuple[str, str] | None:
     None if the checkpoint names none."""
     maps = [_auto_map(folder / name) for name in _TOKENIZER_FILES]
     for kind in ("AutoTokenizer", "AutoProcessor"):
-        for found in maps:
-            references = found.get(kind)
+        for auto_map in maps:
+            references = auto_map.get(kind)
             pair = references if isinstance(references, list) else [references]
             named = [reference for reference in reversed(pair) if isinstance(reference, str)]  # [slow, fast]: the fast one first
             if named:
@@ -61,16 +61,16 @@ def check_model_code(model_config: ModelConfig, folder: str) -> None:
         raise refuse(folder, "model", reference)
 
 
-def refuse(folder: Path | str, part: str, reference: str) -> CheckpointError:
-    """The error for a checkpoint that is not served without its code. `part`: what the code is
+def refuse(folder: Path | str, component: str, reference: str) -> CheckpointError:
+    """The error for a checkpoint that is not served without its code. `component`: what the code is
     for."""
     return CheckpointError(
-        f"{folder} has Python code for its {part} ({reference[:200]}), which is not run by default: read it, and serve with {FLAG}"
+        f"{folder} has Python code for its {component} ({reference[:200]}), which is not run by default: read it, and serve with {FLAG}"
         " if it may run with the server's rights."
     )
 
 
-def load_class(code_folder: Path | None, part: str, reference: str) -> Any:
+def load_class(code_folder: Path | None, component: str, reference: str) -> Any:
     """Import `module.Class` from the checkpoint's folder, which runs its code. `code_folder`: None
     if no code may run.
 
@@ -78,15 +78,17 @@ def load_class(code_folder: Path | None, part: str, reference: str) -> Any:
     fails.
     """
     if code_folder is None:
-        raise refuse("this checkpoint", part, reference)
+        raise refuse("this checkpoint", component, reference)
     if not _REFERENCE.fullmatch(reference):
-        raise CheckpointError(f"{code_folder} names {reference[:200]!r} for its {part}; it must be module.Class of a file in this folder.")
+        raise CheckpointError(
+            f"{code_folder} names {reference[:200]!r} for its {component}; it must be module.Class of a file in this folder."
+        )
     module, _, name = reference.rpartition(".")
     try:
         return getattr(importlib.import_module(f"{_package(code_folder)}.{module}"), name)
     except Exception as error:  # the code may raise anything
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"{code_folder}: the code of its {part} ({reference}) cannot be loaded ({cause})") from error
+        raise CheckpointError(f"{code_folder}: the code of its {component} ({reference}) cannot be loaded ({cause})") from error
 
 
 def _package(folder: Path) -> str:
@@ -106,6 +108,6 @@ def _auto_map(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # the file's own reader reports the error
         return {}
-    found = content.get("auto_map") if isinstance(content, dict) else None
+    auto_map = content.get("auto_map") if isinstance(content, dict) else None
     # Old tokenizer_config.json files list only the tokenizer's classes.
-    return found if isinstance(found, dict) else {"AutoTokenizer": found} if isinstance(found, list) else {}
+    return auto_map if isinstance(auto_map, dict) else {"AutoTokenizer": auto_map} if isinstance(auto_map, list) else {}

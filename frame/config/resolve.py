@@ -81,7 +81,8 @@ def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, 
     except ResolveError as error:
         for other, other_why in others:
             with contextlib.suppress(ResolveError):
-                return attempt(other, f"{other_why}; {dtype} was refused: {' '.join(str(part).splitlines()[0] for part in error.parts)}")
+                refusals = " ".join(str(each).splitlines()[0] for each in error.conflicts)
+                return attempt(other, f"{other_why}; {dtype} was refused: {refusals}")
         raise
 
 
@@ -154,8 +155,8 @@ class _Solver:
         plugins: dict[str, list[PluginChoice]] = {kind: [] for kind in self.chosen.selected}
         with self._collect():
             check_unused_options(config, self.records, self.chosen)
-        for kind, found in self.chosen.selected.items():
-            for selection in found:
+        for kind, selections in self.chosen.selected.items():
+            for selection in selections:
                 with self._collect():
                     plugins[kind].append(plugin_choice(selection.record, config))
         if self.conflicts:
@@ -230,8 +231,8 @@ class _Solver:
 
     def _model_has(self, feature: str) -> bool:
         """Whether the capabilities of the chosen model plugin have this flag."""
-        found = self.chosen.selected.get("model")
-        return bool(found and getattr(found[-1].record.capabilities, feature, False))
+        selected = self.chosen.selected.get("model")
+        return bool(selected and getattr(selected[-1].record.capabilities, feature, False))
 
     def _experts(self) -> None:
         moe, model = self.config.moe, self.model_config
@@ -262,8 +263,8 @@ class _Solver:
             tokens, platform = -(-sizes["max_running_requests"] // self.config.parallel.pp), self.platform.record
             if self.config.speculative.algorithm is not None:  # a graph has a row for each drafted token
                 tokens *= 1 + (self.tree.num_nodes if self.tree else self.config.speculative.num_steps)
-            for key, given, value, why in graph_sizes(self.chosen, self.config, self.model_config, platform, task, tokens):
-                sizes[key.partition(".")[2]] = self._value(key, given, value, why)
+            for key, explicit, value, why in graph_sizes(self.chosen, self.config, self.model_config, platform, task, tokens):
+                sizes[key.partition(".")[2]] = self._value(key, explicit, value, why)
         sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
         return sizes
 
@@ -286,16 +287,16 @@ class _Solver:
         """The platforms whose plugins run on this one too."""
         return get_capabilities(self.platform.record).compatible
 
-    def _value(self, key: str, given: Any, chosen: Any, why: str) -> Any:
+    def _value(self, key: str, explicit: Any, chosen: Any, why: str) -> Any:
         """The user's value, or else `chosen`, whose reason is recorded."""
-        if given is not None:
-            return given
+        if explicit is not None:
+            return explicit
         self.reasons[key] = why
         return chosen
 
     def _capability(self) -> tuple[int, int] | None:
-        found = self.hardware.of(self.device)
-        return min((each.compute_capability for each in found if each.compute_capability is not None), default=None)
+        devices = self.hardware.of(self.device)
+        return min((each.compute_capability for each in devices if each.compute_capability is not None), default=None)
 
     def _task(self) -> Task:
         task, why = choose_task(self.config, self.model_config)
@@ -306,16 +307,16 @@ class _Solver:
     def _model(self, task: Task) -> Pooling | None:
         """Choose the model plugin and adapt the model configuration to it. -> how vectors are
         pooled; None for the task generate."""
-        given, compiles = self.config.parallel, self.config.execution.torch_compile
-        requirements = ModelRequirements(self.model_config.architecture, given.tp, task, given.pp, self.plan.num_groups > 1, compiles)
+        parallel, compiles = self.config.parallel, self.config.execution.torch_compile
+        requirements = ModelRequirements(self.model_config.architecture, parallel.tp, task, parallel.pp, self.plan.num_groups > 1, compiles)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
             return (getattr(record.capabilities, "architectures", ()) is None, *by_rank(record))
 
         subject = f"No model plugin serves {requirements.architecture} for {task} on {requirements.tp} tensor-parallel rank(s)"
-        subject += f" and {given.pp} stages" if given.pp > 1 else ""
-        found = self._select("model", requirements, self.config.model.implementation, subject, exact_first)
-        capabilities = found.record.capabilities
+        subject += f" and {parallel.pp} stages" if parallel.pp > 1 else ""
+        selection = self._select("model", requirements, self.config.model.implementation, subject, exact_first)
+        capabilities = selection.record.capabilities
         if self.model_config.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:
             self.model_config = replace(self.model_config, kind="mha", latent=None, num_kv_heads=self.model_config.num_heads)
         if isinstance(capabilities, ModelCapabilities) and capabilities.encoder:
@@ -339,11 +340,11 @@ class _Solver:
         stored, named = self.model_config.quantization, self.config.model.quantization
         open_choice = None if stored else PLAIN_WEIGHTS
         subject = f"No weight format loads {stored or 'plain'} weights"
-        found = self._select("weight_format", FormatRequirements(stored), named or open_choice, subject)
+        selection = self._select("weight_format", FormatRequirements(stored), named or open_choice, subject)
         if named is None:
             self.chosen.reasons["model.quantization"] = f"the checkpoint's weights are {stored or 'plain'}"
         requirements = GemmRequirements(self.device, self._capability(), self.dtype, self._compatible)
-        choose_gemm_kernels(self.chosen, self.records, self.config.model.gemm_kernel, requirements, found.record)
+        choose_gemm_kernels(self.chosen, self.records, self.config.model.gemm_kernel, requirements, selection.record)
 
     def _attention(self, kv_dtype: str) -> None:
         model_config = self.model_config
@@ -378,7 +379,7 @@ class _Solver:
         choose_attention(self.chosen, self.records, self.config.attention.backend, requirements, subject)
 
     def _page_size(self) -> int:
-        records = [found.record for found in self.chosen.selected.get("attention_backend", ())]
+        records = [selection.record for selection in self.chosen.selected.get("attention_backend", ())]
         sizes = shared_page_sizes(records)
         if sizes is None or PREFERRED_PAGE_SIZE in sizes:
             size, why = PREFERRED_PAGE_SIZE, "small enough to share prefixes finely, large enough for short page tables"
@@ -392,9 +393,9 @@ class _Solver:
     def _prefix_cache(self, requirements: PrefixCacheRequirements) -> None:
         """Choose the prefix cache, and the eviction policy if it takes one."""
         subject = f"No prefix cache stores pages of {requirements.page_size} tokens"
-        found = self._select("prefix_cache", requirements, self.config.cache.prefix, subject).record
-        if isinstance(found.capabilities, PrefixCacheCapabilities) and not found.capabilities.eviction_policy:
-            self.reasons["cache.eviction"] = f"not used: the prefix cache {found.name} takes no eviction policy"
+        record = self._select("prefix_cache", requirements, self.config.cache.prefix, subject).record
+        if isinstance(record.capabilities, PrefixCacheCapabilities) and not record.capabilities.eviction_policy:
+            self.reasons["cache.eviction"] = f"not used: the prefix cache {record.name} takes no eviction policy"
         else:
             self._select("eviction_policy", PlainRequirements(self.device), self.config.cache.eviction, "")
 
@@ -437,45 +438,45 @@ class _Solver:
             self._select("drafter", requirements, config.algorithm, "")
 
     def _optional(self, kind: str, requirements: Any, named: str | None) -> None:
-        found = select(KEYS[kind], self.records.get(kind, ()), requirements, named, kind=kind)
-        if found is not None:
-            self.chosen.note(kind, KEYS[kind], found, is_open=named is None)
+        selection = select(KEYS[kind], self.records.get(kind, ()), requirements, named, kind=kind)
+        if selection is not None:
+            self.chosen.note(kind, KEYS[kind], selection, is_open=named is None)
         else:
             self.chosen.reject(KEYS[kind], kind, self.records, requirements)
             self.reasons[KEYS[kind]] = f"none: no usable {kind} is installed"
 
     def _select(self, kind: str, requirements: Any, named: str | None, subject: str, order: Any = None) -> Selection:
         key, candidates = KEYS[kind], self.records.get(kind, ())
-        found = select(key, candidates, requirements, named, order, self.chosen.impossible, kind)
-        if found is None:
+        selection = select(key, candidates, requirements, named, order, self.chosen.impossible, kind)
+        if selection is None:
             rejected = self.chosen.reject(key, kind, self.records, requirements)
             missing = requirements.checkpoint if isinstance(requirements, FormatRequirements) else None
             raise ResolveError(f"{subject}.", rejected, nearest_change(rejected), missing)
-        self.chosen.note(kind, key, found, is_open=named is None)
-        return found
+        self.chosen.note(kind, key, selection, is_open=named is None)
+        return selection
 
     def _max_context(self, page_size: int) -> int:
-        given, total, trained = self.config.model.max_context, self.config.cache.max_total_tokens, self.model_config.max_context
-        if given is not None and given > trained:
+        explicit, total, trained = self.config.model.max_context, self.config.cache.max_total_tokens, self.model_config.max_context
+        if explicit is not None and explicit > trained:
             raise ResolveError(
-                f"model.max_context is {given}, but the model was made for {trained} tokens.", change=f"model.max_context: {trained}"
+                f"model.max_context is {explicit}, but the model was made for {trained} tokens.", change=f"model.max_context: {trained}"
             )
         if total is not None and total < page_size:
             raise ResolveError(
                 f"cache.max_total_tokens is {total}, less than one page of {page_size} tokens.",
                 change=f"cache.max_total_tokens: {page_size}",
             )
-        if given is not None and total is not None and total < given:
+        if explicit is not None and total is not None and total < explicit:
             raise ResolveError(
-                f"cache.max_total_tokens is {total}, less than one request of model.max_context ({given}).",
+                f"cache.max_total_tokens is {total}, less than one request of model.max_context ({explicit}).",
                 change=f"model.max_context: {total}",
             )
         if total is not None and total < trained:
-            return int(self._value("model.max_context", given, total, f"the KV cache holds {total} tokens, the model takes {trained}"))
+            return int(self._value("model.max_context", explicit, total, f"the KV cache holds {total} tokens, the model takes {trained}"))
         max_length = self.model_config.sentence and self.model_config.sentence.max_tokens
-        if given is None and max_length and max_length < trained:
+        if explicit is None and max_length and max_length < trained:
             return int(self._value("model.max_context", None, max_length, f"sentence_bert_config.json; positions go to {trained}"))
-        return int(self._value("model.max_context", given, trained, "what the checkpoint was made for"))
+        return int(self._value("model.max_context", explicit, trained, "what the checkpoint was made for"))
 
     def _jump_forward(self, has_graphs: bool) -> int:
         """The shortest run of forced tokens that is computed in one step."""
@@ -486,8 +487,8 @@ class _Solver:
 
     def _budgets(self, kv_dtype: str) -> dict[str, Any]:
         """The sizes that follow from the machine's cores and memory, by name."""
-        found = budgets(self.config, self.hardware, self.platform.record, self.model_config, kv_dtype)
-        return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in found}
+        sizes = budgets(self.config, self.hardware, self.platform.record, self.model_config, kv_dtype)
+        return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in sizes}
 
 
 def _name_of(path: str) -> str:

@@ -23,23 +23,23 @@ PHASES: Mapping[str, Phase] = {"prefill": "extend", "decode": "decode"}  # by th
 
 
 def choose_attention(
-    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], wanted: str | None, requirements: AttentionRequirements, subject: str
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], setting: str | None, requirements: AttentionRequirements, subject: str
 ) -> None:
     """Record one selection, or two: for prefill, then for decode. Raises ResolveError, whose text
     begins with `subject`."""
     candidates = records.get(KIND, ())
-    named = phase_backends(wanted)
+    named = phase_backends(setting)
     prefill, decode = (named.get(user) for user in PHASES)
     if prefill == decode and prefill is not None:
         _one(chosen, candidates, prefill, requirements, subject)
         return
-    parts = [
+    fitting = [
         _fitting(chosen, candidates, name, _of_phase(requirements, phase), phase)
         for name, phase in zip((prefill, decode), PHASES.values(), strict=True)
     ]
-    best = _pair(parts[0], parts[1])
+    best = _pair(fitting[0], fitting[1])
     if best is None and (prefill is not None or decode is not None):
-        _refuse(prefill, decode, parts, next((r for r in sorted(candidates, key=by_rank) if not objections(r, requirements)), None))
+        _refuse(prefill, decode, fitting, next((r for r in sorted(candidates, key=by_rank) if not objections(r, requirements)), None))
     if best is None or (best[0].record.name == best[1].record.name and prefill is None and decode is None):
         name, why = (None, None) if best is None else (best[0].record.name, best[0].reason)
         _one(chosen, candidates, name, requirements, subject, why)
@@ -61,11 +61,11 @@ def _one(
     subject: str,
     why: str | None = None,
 ) -> None:
-    found = select(KEY, candidates, requirements, name, None, chosen.impossible, KIND)
-    if found is None:
+    selection = select(KEY, candidates, requirements, name, None, chosen.impossible, KIND)
+    if selection is None:
         rejected = chosen.reject(KEY, KIND, {KIND: candidates}, requirements)
         raise ResolveError(f"{subject}.", rejected, nearest_change(rejected))
-    chosen.note(KIND, KEY, found if why is None else replace(found, reason=why), is_open=why is not None or name is None)
+    chosen.note(KIND, KEY, selection if why is None else replace(selection, reason=why), is_open=why is not None or name is None)
 
 
 def _fitting(
@@ -74,8 +74,8 @@ def _fitting(
     """The candidates for a phase, best first; only the named one, if there is one, which must
     fit."""
     if name is not None:
-        found = select(KEY, candidates, requirements, name, None, chosen.impossible)
-        return [Selection(found.record, "set by the user")] if found is not None else []
+        selection = select(KEY, candidates, requirements, name, None, chosen.impossible)
+        return [Selection(selection.record, "set by the user")] if selection is not None else []
     fits = [record for record in sorted(candidates, key=by_rank) if not objections(record, requirements, chosen.impossible)]
     card, speeds = _comparable(fits, requirements, phase)
     if fits and fits[0].name not in speeds:  # without a measurement of the best-ranked one, ranks decide
@@ -94,9 +94,9 @@ def _comparable(records: Sequence[PluginRecord], requirements: AttentionRequirem
     measured = {r.name: r.capabilities.speeds(requirements, phase) for r in records if isinstance(r.capabilities, AttentionCapabilities)}
     cards = dict.fromkeys(card for speeds in measured.values() for card in speeds)
     for card in sorted(cards, key=lambda card: card != requirements.device_name):
-        found = {name: speeds[card] for name, speeds in measured.items() if card in speeds}
-        if len(found) > 1:
-            return card, found
+        comparable = {name: speeds[card] for name, speeds in measured.items() if card in speeds}
+        if len(comparable) > 1:
+            return card, comparable
     return None, {}
 
 
@@ -134,9 +134,9 @@ def shared_page_sizes(records: Sequence[PluginRecord]) -> tuple[int, ...] | None
     return shared
 
 
-def _refuse(prefill: str | None, decode: str | None, parts: Sequence[Sequence[Selection]], single: PluginRecord | None) -> None:
+def _refuse(prefill: str | None, decode: str | None, fitting: Sequence[Sequence[Selection]], single: PluginRecord | None) -> None:
     """`single`: the best-ranked backend that computes both phases."""
-    pairs = [(extend.record, other.record) for extend in parts[0] for other in parts[1]]
+    pairs = [(extend.record, other.record) for extend in fitting[0] for other in fitting[1]]
     rejected = [Rejected(other, (Reason(f"beside {extend.name}, {_find_conflict(extend, other)}"),)) for extend, other in pairs]
     named = " and ".join(f"{user}: {name}" for user, name in (("prefill", prefill), ("decode", decode)) if name is not None)
     sentence = f"{KEY}: no pair of backends with {named} serves this model, machine and configuration."

@@ -28,8 +28,8 @@ MAX_PADDING = 1024  # tokens by which the vocabularies of two sizes of a model m
 def find_drafter(resolved: Resolved, records: Mapping[str, Sequence[PluginRecord]]) -> DrafterCapabilities:
     """What the chosen drafter can do; nothing where there is none."""
     names = [choice.name for choice in resolved.plugins.get("drafter", ())]
-    found = [record.capabilities for record in records.get("drafter", ()) if record.name in names]
-    return next((each for each in found if isinstance(each, DrafterCapabilities)), DrafterCapabilities())
+    capabilities = [record.capabilities for record in records.get("drafter", ()) if record.name in names]
+    return next((each for each in capabilities if isinstance(each, DrafterCapabilities)), DrafterCapabilities())
 
 
 def resolve_draft_model(resolved: Resolved, model_config: ModelConfig, resolve: Callable[[FrameConfig], Resolved]) -> Resolved:

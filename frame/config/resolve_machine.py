@@ -25,7 +25,7 @@ MAX_PROMPT_TOKENS = 2048  # default bound on the tokens of the largest captured 
 # (0.2 ms, measured).
 _GEMMS_PER_LAUNCHED_LAYER = 60e9
 _NARROWEST = 64  # tokens; a smaller step is bound by reading weights or by launches
-_ONE_PART = ("layers_block_type", "hybrid_override_pattern")  # fields of configs whose layers are attention, a recurrence or an MLP
+_LAYER_KINDS = ("layers_block_type", "hybrid_override_pattern")  # fields of configs whose layers are attention, a recurrence or an MLP
 _ONLY_DECODES = {  # capabilities of models whose steps with prompts cannot be captured
     "sparse": "sparse attention selects keys by the rows of a step, outside of the attention backend",
     "cross_attention": "the encoder runs in steps with prompts",
@@ -63,9 +63,9 @@ def indivisible(model_config: ModelConfig, plan: ParallelPlan) -> list[str]:
     """The parts of the model that `plan.attention_tp` ranks cannot share equally. KV heads may be
     repeated if that is a multiple of their number."""
     tp = plan.attention_tp
-    found = [f"{model_config.num_heads} attention heads"] if model_config.num_heads % tp else []
+    uneven = [f"{model_config.num_heads} attention heads"] if model_config.num_heads % tp else []
     if model_config.kind == "mha" and model_config.num_kv_heads % tp and tp % model_config.num_kv_heads:
-        found.append(f"{model_config.num_kv_heads} KV heads")
+        uneven.append(f"{model_config.num_kv_heads} KV heads")
     names = {
         "intermediate_size": "the inner size",
         "moe_intermediate_size": "the experts' inner size",
@@ -76,8 +76,8 @@ def indivisible(model_config: ModelConfig, plan: ParallelPlan) -> list[str]:
         if name == "moe_intermediate_size" and plan.ep > 1:  # experts are whole
             continue
         if isinstance(size, int) and size % tp:
-            found.append(f"{words} {size}")
-    return found
+            uneven.append(f"{words} {size}")
+    return uneven
 
 
 def estimate_cache_tokens(config: FrameConfig, model_config: ModelConfig, memory: int, kv_dtype: str) -> int:
@@ -114,7 +114,7 @@ def count_weights(model_config: ModelConfig, chosen_format: str | None) -> int:
     config, hidden, layers = model_config.config, model_config.hidden_size, model_config.num_layers
     experts, inner = model_config.num_experts, int(config.get("intermediate_size") or 0)
     values = model_config.vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    if not any(config.get(name) for name in _ONE_PART):
+    if not any(config.get(name) for name in _LAYER_KINDS):
         dense = len(find_dense_layers(config, layers)) if experts else layers
         routed = experts * int(config.get("moe_intermediate_size") or inner)
         with_experts = _count_expert_layers(config, layers - dense)
@@ -174,7 +174,7 @@ def graph_sizes(
     stages = config.parallel.pp
     several = f"parallel.pp is {stages}, and stages exchange tensors in the middle of a step" if stages > 1 else ""
     execution, kinds = config.execution, ("collective", "model", "gemm_kernel", "moe_runner", "moe_dispatcher")
-    models = [found.record.capabilities for found in chosen.selected.get("model", ())]
+    models = [selection.record.capabilities for selection in chosen.selected.get("model", ())]
     obstacles = {
         "cuda_graph_max_bs": graph_obstacle(chosen, platform, task, (*kinds, "attention_backend")),
         "prompt_graph_max_tokens": several
@@ -187,14 +187,14 @@ def graph_sizes(
         "cuda_graph_max_bs": f"all {'micro-' if stages > 1 else ''}batches: a replay costs the host less than launching each kernel",
         "prompt_graph_max_tokens": "about as many tokens as the device computes while the host launches a layer",
     }
-    wanted = {"cuda_graph_max_bs": execution.cuda_graph_max_bs, "prompt_graph_max_tokens": execution.prompt_graph_max_tokens}
-    found = []
+    explicit = {"cuda_graph_max_bs": execution.cuda_graph_max_bs, "prompt_graph_max_tokens": execution.prompt_graph_max_tokens}
+    sizes = []
     for name, obstacle in obstacles.items():
-        key, given = f"execution.{name}", wanted[name]
-        if given and obstacle:
-            raise ResolveError(f"{key} is {given}, but {obstacle}.", change=f"{key}: 0")
-        found.append((key, given, 0 if obstacle else maximum[name], f"none: {obstacle}" if obstacle else reasons[name]))
-    return found
+        key, value = f"execution.{name}", explicit[name]
+        if value and obstacle:
+            raise ResolveError(f"{key} is {value}, but {obstacle}.", change=f"{key}: 0")
+        sizes.append((key, value, 0 if obstacle else maximum[name], f"none: {obstacle}" if obstacle else reasons[name]))
+    return sizes
 
 
 def graph_obstacle(chosen: Choices, platform: PluginRecord, task: Task, kinds: tuple[str, ...]) -> str:
@@ -205,10 +205,10 @@ def graph_obstacle(chosen: Choices, platform: PluginRecord, task: Task, kinds: t
     if task != "generate":
         return f"the task is {task}, which does not decode"
     for kind in kinds:
-        for found in chosen.selected.get(kind, ()):
-            can = found.record.capabilities
+        for selection in chosen.selected.get(kind, ()):
+            can = selection.record.capabilities
             if getattr(can, "capturable" if kind == "collective" else "graphs", False) in (False, "none"):
-                return f"{KEYS[kind]} {found.record.name} cannot be captured in a CUDA graph"
+                return f"{KEYS[kind]} {selection.record.name} cannot be captured in a CUDA graph"
     return ""
 
 

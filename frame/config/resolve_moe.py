@@ -33,7 +33,7 @@ def pair_experts(
         kind: [record for record in sorted(records.get(kind, ()), key=by_rank) if not objections(record, needed, chosen.impossible)]
         for kind, needed in ((DISPATCHER, replace(requirements, plan=plan, biased=False)), (RUNNER, requirements))
     }
-    open_to = {kind: [r for r in found if named[kind] in (None, r.name)] for kind, found in fits.items()}
+    open_to = {kind: [r for r in fitting if named[kind] in (None, r.name)] for kind, fitting in fits.items()}
     pair = next(_pairs(open_to[DISPATCHER], open_to[RUNNER]), None)
     if pair is None:
         raise _refusal(first, second, conflict, fits)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from frame.config.hardware import Hardware
 from frame.config.resolve import resolve
-from frame.config.resolve_plugins import KEYS, OWN_DISTRIBUTION
+from frame.config.resolve_plugins import FRAME_DISTRIBUTION, KEYS
 from frame.config.resolved import Resolved
 from frame.config.selection import ResolveError
 from frame.core.interfaces.model import ModelConfig
@@ -20,32 +20,33 @@ def find_moves(
     """One sentence for each setting that the user left open and that has another plugin because a
     package is installed."""
     open_kinds = [kind for kind, key in KEYS.items() if key in resolved.reasons and resolved.plugins.get(kind)]
-    if all(choice.distribution == OWN_DISTRIBUTION for kind in open_kinds for choice in resolved.plugins[kind]):
+    if all(choice.distribution == FRAME_DISTRIBUTION for kind in open_kinds for choice in resolved.plugins[kind]):
         return []
-    own = {kind: [record for record in found if record.distribution == OWN_DISTRIBUTION] for kind, found in records.items()}
+    in_tree = {kind: [record for record in group if record.distribution == FRAME_DISTRIBUTION] for kind, group in records.items()}
     user = resolved.user
-    named = {kind: names for kind, names in user.plugins.options.items() if any(f"{r.kind}/{r.name}" == kind for k in own for r in own[k])}
+    in_tree_names = {f"{record.kind}/{record.name}" for group in in_tree.values() for record in group}
+    named = {kind: names for kind, names in user.plugins.options.items() if kind in in_tree_names}
     plain = user.model_copy(update={"plugins": user.plugins.model_copy(update={"options": named})})
     try:
-        before = resolve(plain, hardware, model_config, own)
+        before = resolve(plain, hardware, model_config, in_tree)
     except ResolveError:  # without the other packages nothing would start
         return []
-    found = []
+    moves = []
     for kind in open_kinds:
         now, then = ([choice.name for choice in each.plugins.get(kind, ())] for each in (resolved, before))
-        brought = sorted({f"{c.distribution} {c.version}" for c in resolved.plugins[kind] if c.distribution != OWN_DISTRIBUTION})
+        brought = sorted({f"{c.distribution} {c.version}" for c in resolved.plugins[kind] if c.distribution != FRAME_DISTRIBUTION})
         key = KEYS[kind]
-        chosen, own_choice, remedy = " and ".join(now), " and ".join(then), f"{key}: {_value(then)}" if then else ""
+        chosen, default_choice, remedy = " and ".join(now), " and ".join(then), f"{key}: {_value(then)}" if then else ""
         if kind == "gemm_kernel":  # every kernel that fits is loaded; the reason has those that multiply
-            chosen, own_choice = resolved.reasons[key], before.reasons[key]
-            foreign = [f"{kind}/{c.name}" for c in resolved.plugins[kind] if c.distribution != OWN_DISTRIBUTION]
+            chosen, default_choice = resolved.reasons[key], before.reasons[key]
+            foreign = [f"{kind}/{c.name}" for c in resolved.plugins[kind] if c.distribution != FRAME_DISTRIBUTION]
             remedy = f"plugins.deny: [{', '.join(foreign)}]"
-        if chosen != own_choice and then and brought:
-            found.append(
+        if chosen != default_choice and then and brought:
+            moves.append(
                 f"{key}: auto chooses {chosen} because {' and '.join(brought)} is installed; "
-                f"frame's own choice is {own_choice} (set {remedy} to keep it)"
+                f"frame's own choice is {default_choice} (set {remedy} to keep it)"
             )
-    return found
+    return moves
 
 
 def _value(names: Sequence[str]) -> str:

@@ -24,10 +24,10 @@ _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 
 def make_plan(config: FrameConfig) -> ParallelPlan:
     """The plan that the user set."""
-    given = config.parallel
+    parallel = config.parallel
     return ParallelPlan(
-        tp=given.tp, pp=given.pp, ep=given.ep, dp=given.dp, dp_attention=given.dp_attention, hosts=given.nnodes,
-        redundant_experts=given.redundant_experts, balances_experts=given.eplb,
+        tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, dp=parallel.dp, dp_attention=parallel.dp_attention, hosts=parallel.nnodes,
+        redundant_experts=parallel.redundant_experts, balances_experts=parallel.eplb,
     )  # fmt: skip
 
 
@@ -52,14 +52,14 @@ def choose_collective(
     def linked_first(record: PluginRecord) -> tuple[bool, int, str]:
         return (not (is_linked and 1 < tp <= getattr(record.capabilities, "linked_ranks", 0)), *by_rank(record))
 
-    found = select(key, records.get(kind, ()), requirements, named, linked_first, chosen.impossible, kind)
-    if found is None:
+    selection = select(key, records.get(kind, ()), requirements, named, linked_first, chosen.impossible, kind)
+    if selection is None:
         rejected = chosen.reject(key, kind, records, requirements)
         subject = f"No collective connects {requirements.size} rank(s) on {requirements.device}."
         raise ResolveError(subject, rejected, nearest_change(rejected))
-    if named is None and not linked_first(found.record)[0]:
-        found = replace(found, reason="the one for devices that write to each other's memory over links")
-    chosen.note(kind, key, found, is_open=named is None)
+    if named is None and not linked_first(selection.record)[0]:
+        selection = replace(selection, reason="the one for devices that write to each other's memory over links")
+    chosen.note(kind, key, selection, is_open=named is None)
 
 
 def find_host_conflicts(config: FrameConfig) -> Iterator[ResolveError]:

@@ -19,25 +19,25 @@ _PREFERRED = 1 << 20  # above every rank
 def choose_platform(config: FrameConfig, hardware: Hardware, candidates: Sequence[PluginRecord]) -> Selection:
     """The platform that is named, or the best-ranked one that has a usable device. Raises
     ResolveError if the named one has none."""
-    key, wanted = KEYS["platform"], config.execution.device
+    key, explicit = KEYS["platform"], config.execution.device
     note = f" ({hardware.note})" if hardware.note else ""
     rejected = [Rejected(record, reasons) for record in sorted(candidates, key=by_rank) if (reasons := _no_device(record, hardware, note))]
     refused = {candidate.record.name: candidate for candidate in rejected}
     usable = [record for record in sorted(candidates, key=by_rank) if record.name not in refused]
-    if wanted is None:
+    if explicit is None:
         if not usable:
             raise ResolveError("No platform has a usable device.", rejected)
-        found = hardware.of(usable[0].name)
-        why = f"the best-ranked platform with a device ({found[0].name})" if found else f"the host: no accelerator is usable{note}"
+        devices = hardware.of(usable[0].name)
+        why = f"the best-ranked platform with a device ({devices[0].name})" if devices else f"the host: no accelerator is usable{note}"
         return Selection(usable[0], why, tuple(rejected))
-    if wanted in refused:
-        if problems := refused[wanted].record.problems:
-            raise ResolveError(f"{key} is {wanted}, which cannot be used: {'; '.join(map(str, problems))}.")
+    if explicit in refused:
+        if problems := refused[explicit].record.problems:
+            raise ResolveError(f"{key} is {explicit}, which cannot be used: {'; '.join(map(str, problems))}.")
         change = f"{key}: {usable[0].name}" if usable else None
-        raise ResolveError(f"{key} is {wanted}, but this machine has no usable {wanted} device{note}.", change=change)
-    named = [record for record in usable if record.name == wanted]
+        raise ResolveError(f"{key} is {explicit}, but this machine has no usable {explicit} device{note}.", change=change)
+    named = [record for record in usable if record.name == explicit]
     if not named:
-        raise UnknownPluginError(key, "platform", wanted, {record.name for record in candidates})
+        raise UnknownPluginError(key, "platform", explicit, {record.name for record in candidates})
     return Selection(named[0], "set by the user", tuple(rejected))
 
 
@@ -61,4 +61,4 @@ def rank_preferred(records: Mapping[str, Sequence[PluginRecord]], preferred: Seq
     def ranked(record: PluginRecord) -> PluginRecord:
         return replace(record, rank=record.rank + _PREFERRED) if f"{record.kind}/{record.name}" in preferred else record
 
-    return {kind: [ranked(record) for record in found] for kind, found in records.items()} if preferred else records
+    return {kind: [ranked(record) for record in candidates] for kind, candidates in records.items()} if preferred else records

@@ -28,7 +28,7 @@ from frame.core.interfaces.weight_format import FormatCapabilities, QuantType
 KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values() if kind.key})
 
 BUILT_IN = "builtin"  # in a list of plugins: all in-tree ones of its kind, except those with a rank below 0
-OWN_DISTRIBUTION = "frame-serve"
+FRAME_DISTRIBUTION = "frame-serve"
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Choices:
     reasons: dict[str, str] = field(default_factory=dict)  # by setting
     rejected: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # by setting, then by plugin
 
-    def note(self, kind: str, key: str, found: Selection, *, is_open: bool) -> None:
+    def note(self, kind: str, key: str, selection: Selection, *, is_open: bool) -> None:
         """Record a selection. `is_open`: the user left the setting open, so its reason is recorded
         too."""
-        self.selected.setdefault(kind, []).append(found)
+        self.selected.setdefault(kind, []).append(selection)
         if is_open:
-            self.reasons[key] = f"{found.record.name} is {found.reason}"
-        self._record_rejected(key, found.rejected)
+            self.reasons[key] = f"{selection.record.name} is {selection.reason}"
+        self._record_rejected(key, selection.rejected)
 
     def reject(self, key: str, kind: str, records: Mapping[str, Sequence[PluginRecord]], requirements: Any) -> list[Rejected]:
         """Record and return the plugins of a kind that do not meet `requirements`, with the
@@ -65,16 +65,18 @@ def choose_list(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], 
     """Choose the named plugins of a kind once each, in their order; `BUILT_IN` stands for in-tree
     ones. Raises ResolveError if one is unknown or unfit."""
     key, candidates = KEYS[kind], sorted(records.get(kind, ()), key=by_rank)
-    found: dict[str, Selection] = {}
+    selections: dict[str, Selection] = {}
     for name in named:
         if name == BUILT_IN:
-            own = [record for record in candidates if record.distribution == OWN_DISTRIBUTION and record.rank >= 0]
-            refused = {each.record.name for each in chosen.reject(key, kind, {kind: own}, requirements)}
-            found |= {each.name: Selection(each, "built in") for each in own if each.name not in refused and each.name not in found}
+            built_in = [record for record in candidates if record.distribution == FRAME_DISTRIBUTION and record.rank >= 0]
+            refused = {each.record.name for each in chosen.reject(key, kind, {kind: built_in}, requirements)}
+            for record in built_in:
+                if record.name not in refused:
+                    selections.setdefault(record.name, Selection(record, "built in"))
         elif (selection := select(key, candidates, requirements, name, kind=kind)) is not None:
-            found.setdefault(name, selection)
-    chosen.selected[kind] = list(found.values())
-    chosen.reasons[key] = f"in this order: {', '.join(found) or 'none'}"
+            selections.setdefault(name, selection)
+    chosen.selected[kind] = list(selections.values())
+    chosen.reasons[key] = f"in this order: {', '.join(selections) or 'none'}"
 
 
 def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRe
     kind = "logits_processor"
     if kind not in chosen.selected:  # nothing is sampled
         return {}
-    used = [found.record for found in chosen.selected[kind]]
+    used = [selection.record for selection in chosen.selected[kind]]
     keys = [can.custom if isinstance(can := record.capabilities, ProcessorCapabilities) else None for record in used]
     custom = None if None in keys else tuple(key for each in keys for key in each or ())
     missing = [name for name in PROCESSOR_PARAMS if not any(_implements(record, name) for record in used)]
@@ -119,9 +121,9 @@ def choose_gemm_kernels(
     rated = [RatedRecord(record, record.name == named) for record in usable]
     if named is not None:
         select(key, candidates, requirements, named, kind=kind)
-        (own,) = (each for each in rated if each.required)
-        if not any(speed.quant_type in quant_types for speed in own.speeds):
-            takes = dict.fromkeys(speed.quant_type for speed in own.speeds)
+        (named_kernel,) = (each for each in rated if each.required)
+        if not any(speed.quant_type in quant_types for speed in named_kernel.speeds):
+            takes = dict.fromkeys(speed.quant_type for speed in named_kernel.speeds)
             raise ResolveError(
                 f"{key}: {named} multiplies {' and '.join(takes) or 'no'} weights, but model.quantization {stored.name} "
                 f"yields {' and '.join(quant_types)} ones; set another model.quantization or leave {key} open."
@@ -149,12 +151,12 @@ class RatedRecord:
 def _describe_ranges(rated: Sequence[RatedRecord], quant_type: QuantType) -> str:
     """The kernels of a quantized type with their measured speeds, which are relative to unquantized
     weights."""
-    parts = []
+    ranges = []
     for rows, each in choose_ranges(rated, quant_type):
         ratios = [speed.ratio for speed in each.speeds if speed.quant_type == quant_type and (speed.rows == rows or not speed.rows)]
         where = f" to {rows} rows" if rows else ""
-        parts.append(f"{each.name}{where} (x {max(ratios, default=0.0):g})")
-    return ", ".join(parts) or "no kernel"
+        ranges.append(f"{each.name}{where} (x {max(ratios, default=0.0):g})")
+    return ", ".join(ranges) or "no kernel"
 
 
 def choose_parser(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, template: str) -> None:
@@ -210,7 +212,7 @@ def plugin_options(record: PluginRecord, values: Mapping[str, Any]) -> BaseModel
         return record.options.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = ".".join(str(step) for step in first["loc"])
         message = first["msg"].removeprefix("Value error, ").rstrip(".")
         raise PluginError(f"{where}{'.' + key if key else ''} is {first['input']!r}: {message}.") from None
 
@@ -218,8 +220,8 @@ def plugin_options(record: PluginRecord, values: Mapping[str, Any]) -> BaseModel
 def check_unused_options(config: FrameConfig, records: Mapping[str, Sequence[PluginRecord]], chosen: Choices) -> None:
     """Raise PluginError for settings of a plugin that is not installed, and for wrong ones of a
     plugin that is not selected."""
-    known = {f"{kind}/{record.name}": record for kind, found in records.items() for record in found}
-    selected = [selection.record for found in chosen.selected.values() for selection in found]
+    known = {f"{kind}/{record.name}": record for kind, group in records.items() for record in group}
+    selected = [selection.record for group in chosen.selected.values() for selection in group]
     for name, values in config.plugins.options.items():
         if name in known:
             if known[name].options is not None and known[name] not in selected:  # commands may have options on the class

@@ -23,14 +23,14 @@ def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, s
 
 
 def _task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
-    possible, wanted = checkpoint_tasks(model_config.architecture), config.model.task
-    if wanted is not None:
-        if wanted not in possible:
+    possible, explicit = checkpoint_tasks(model_config.architecture), config.model.task
+    if explicit is not None:
+        if explicit not in possible:
             raise ResolveError(
-                f"model.task is {wanted}, but a checkpoint of {model_config.architecture} can only {' or '.join(possible)}.",
+                f"model.task is {explicit}, but a checkpoint of {model_config.architecture} can only {' or '.join(possible)}.",
                 change=f"model.task: {possible[0]}",
             )
-        return wanted, ""
+        return explicit, ""
     if "generate" in possible and config.model.label_tokens:
         return "classify", "label tokens are set"
     if "embed" in possible and model_config.sentence is not None:

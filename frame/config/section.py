@@ -40,14 +40,14 @@ def phase_backends(text: str | None) -> dict[str, str]:
     both; open phases are left out. Raises ValueError for any other text."""
     if text is None or "=" not in text:
         return {} if text is None else dict.fromkeys(PHASES, text)
-    found: dict[str, str] = {}
-    for part in text.split(","):
-        phase, _, name = (piece.strip() for piece in part.partition("="))
-        if phase not in PHASES or not name or phase in found:
+    backends: dict[str, str] = {}
+    for entry in text.split(","):
+        phase, _, name = (piece.strip() for piece in entry.partition("="))
+        if phase not in PHASES or not name or phase in backends:
             raise ValueError(f"a backend's name, or prefill=NAME,decode=NAME, not {text!r}")
         if name != "auto":
-            found[phase] = name
-    return found
+            backends[phase] = name
+    return backends
 
 
 def _phases_as_text(value: Any) -> Any:
@@ -56,10 +56,10 @@ def _phases_as_text(value: Any) -> Any:
         value = ",".join(f"{phase}={name}" for phase, name in value.items() if name is not None) or None
     if not isinstance(value, str):
         return value
-    found = phase_backends(value)
-    if len(set(found.values())) == 1 and len(found) == len(PHASES):
-        return found["decode"]
-    return ",".join(f"{phase}={found[phase]}" for phase in PHASES if phase in found) or None
+    backends = phase_backends(value)
+    if len(set(backends.values())) == 1 and len(backends) == len(PHASES):
+        return backends["decode"]
+    return ",".join(f"{phase}={backends[phase]}" for phase in PHASES if phase in backends) or None
 
 
 PHASES = ("prefill", "decode")

@@ -30,7 +30,7 @@ class Rejected:
     reasons: tuple[Reason, ...]
 
     def __str__(self) -> str:
-        owner = " ".join(part for part in (self.record.distribution, self.record.version) if part)
+        owner = " ".join(word for word in (self.record.distribution, self.record.version) if word)
         return f"{self.record.name}{f' ({owner})' if owner else ''}: {'; '.join(map(str, self.reasons))}"
 
 
@@ -57,27 +57,27 @@ class ResolveError(ConfigurationError):
         super().__init__("\n".join(lines))
 
     @property
-    def parts(self) -> tuple[ConfigurationError, ...]:
+    def conflicts(self) -> tuple[ConfigurationError, ...]:
         """The conflicts that this error reports."""
         return (self,)
 
 
 class ConflictsError(ResolveError):
-    """Several conflicts of one configuration, in one answer."""
+    """Several conflicts of one configuration, in one error."""
 
-    def __init__(self, parts: Sequence[ConfigurationError]) -> None:
-        self._parts = tuple(parts)
-        numbered = [f"{number}. {part}" for number, part in enumerate(self._parts, 1)]
-        super().__init__("\n".join([f"The configuration has {len(self._parts)} conflicts:", *numbered]))
+    def __init__(self, conflicts: Sequence[ConfigurationError]) -> None:
+        self._conflicts = tuple(conflicts)
+        numbered = [f"{number}. {each}" for number, each in enumerate(self._conflicts, 1)]
+        super().__init__("\n".join([f"The configuration has {len(self._conflicts)} conflicts:", *numbered]))
 
     @property
-    def parts(self) -> tuple[ConfigurationError, ...]:
-        return self._parts
+    def conflicts(self) -> tuple[ConfigurationError, ...]:
+        return self._conflicts
 
 
-def join_conflicts(parts: Sequence[ConfigurationError]) -> ConfigurationError:
+def join_conflicts(conflicts: Sequence[ConfigurationError]) -> ConfigurationError:
     """One error for these conflicts, at least one; the conflict itself where there is only one."""
-    return parts[0] if len(parts) == 1 else ConflictsError(parts)
+    return conflicts[0] if len(conflicts) == 1 else ConflictsError(conflicts)
 
 
 class UnknownPluginError(ResolveError):
@@ -103,20 +103,20 @@ def objections(record: PluginRecord, requirements: Any, impossible: Collection[s
     if record.problems:
         return record.problems
     try:
-        found = _unsupported(record, requirements)
+        reasons = _unsupported(record, requirements)
     except Exception as error:  # noqa: BLE001 - a third party's record must not prevent the use of other plugins
         return (Reason(f"its capability record fails with {type(error).__name__}: {error}"),)
-    return tuple(Reason(reason.sentence) if reason.change in impossible else reason for reason in found)
+    return tuple(Reason(reason.sentence) if reason.change in impossible else reason for reason in reasons)
 
 
 def _unsupported(record: PluginRecord, requirements: Any) -> Sequence[Reason]:
     """The reasons on `requirements.device`; none if there are none on one of
     `requirements.compatible`, whose plugins run there too."""
-    found = record.capabilities.unsupported(requirements)
+    reasons = record.capabilities.unsupported(requirements)
     for device in getattr(requirements, "compatible", ()):
-        if not found or not record.capabilities.unsupported(replace(requirements, device=device, compatible=())):
+        if not reasons or not record.capabilities.unsupported(replace(requirements, device=device, compatible=())):
             return ()
-    return found
+    return reasons
 
 
 def select(
@@ -143,9 +143,9 @@ def select(
             return None
         others = f"the best-ranked of {len(fits)} that fit" if len(fits) > 1 else "the only one that fits"
         return Selection(fits[0], others, rejected)
-    found = [record for record in fits if record.name == named]
-    if found:
-        return Selection(found[0], "set by the user", rejected)
+    matches = [record for record in fits if record.name == named]
+    if matches:
+        return Selection(matches[0], "set by the user", rejected)
     refused = [candidate for candidate in rejected if candidate.record.name == named]
     if not refused:
         raise UnknownPluginError(key, candidates[0].kind if candidates else kind, named, {r.name for r in candidates})

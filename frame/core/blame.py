@@ -52,8 +52,8 @@ def note_origin(target: type, record: PluginRecord) -> None:
 
 def find_origin(value: object) -> Origin | None:
     """The origin of an instance or a class of a plugin; None for anything else."""
-    found: Origin | None = getattr(value if isinstance(value, type) else type(value), _ATTRIBUTE, None)
-    return found
+    origin: Origin | None = getattr(value if isinstance(value, type) else type(value), _ATTRIBUTE, None)
+    return origin
 
 
 def describe(value: object) -> str:
@@ -92,8 +92,8 @@ def explain(error: BaseException) -> str:
     to do."""
     text = str(error).strip().split("\n", 1)[0]
     sentence = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    found = None if isinstance(error, ConfigurationError) else find_culprit(error)
-    return sentence if found is None else f"{found[0]} failed in {found[1]}: {sentence}; {found[0].remedy}"
+    culprit = None if isinstance(error, ConfigurationError) else find_culprit(error)
+    return sentence if culprit is None else f"{culprit[0]} failed in {culprit[1]}: {sentence}; {culprit[0].remedy}"
 
 
 @contextlib.contextmanager
@@ -106,10 +106,10 @@ def blaming(phase: str) -> Iterator[None]:
     except (ConfigurationError, MemoryError):
         raise
     except Exception as error:
-        found = None if type(error).__name__ == "OutOfMemoryError" else find_culprit(error)
-        if found is None:
+        culprit = None if type(error).__name__ == "OutOfMemoryError" else find_culprit(error)
+        if culprit is None:
             raise
-        origin, function = found
+        origin, function = culprit
         raise PluginError(f"{origin} failed in {function} {phase}: {_sentence(error)}; {origin.remedy}.") from error
 
 

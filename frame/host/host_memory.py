@@ -66,8 +66,8 @@ def _memory_groups(cgroups: Path, membership: Path) -> Iterator[tuple[Path, tupl
         if controllers and "memory" not in controllers.split(","):
             continue
         root, names = (cgroups / "memory", _V1) if controllers else (cgroups, _V2)
-        own = root / path.lstrip("/")
-        for group in (own, *own.parents):
+        innermost = root / path.lstrip("/")
+        for group in (innermost, *innermost.parents):
             if group.is_relative_to(root) and group.is_dir():
                 yield group, names
 

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # Our packages in the folder `packages` of the repository.
-OWN_PACKAGES = ("frame-automata", "frame-bitsandbytes", "frame-gguf", "frame-quantize", "frame-ray", "frame-x86")
+IN_TREE_PACKAGES = ("frame-automata", "frame-bitsandbytes", "frame-gguf", "frame-quantize", "frame-ray", "frame-x86")
 _PACKAGES = Path(__file__).resolve().parents[2] / "packages"  # of the clone that this module runs from, if any
 
 
@@ -21,10 +21,10 @@ def install_command(*requirements: str, packages: Path = _PACKAGES) -> str:
     interpreter. For a package of ours in a clone of frame: its folder below `packages`. Without a
     clone: both forms, the one from a package index first.
     """
-    pip = "pip" if _is_own_pip(shutil.which("pip")) else f"{shlex.quote(sys.executable)} -m pip"
+    pip = "pip" if _is_pip_of_interpreter(shutil.which("pip")) else f"{shlex.quote(sys.executable)} -m pip"
     command = f"{pip} install {shlex.join(requirements)}"
     name = requirements[0]
-    if name not in OWN_PACKAGES:
+    if name not in IN_TREE_PACKAGES:
         return command
     if (packages / name / "pyproject.toml").is_file():
         here = packages.parent == Path.cwd()
@@ -48,7 +48,7 @@ def describe_gguf() -> str:
     return f"install the package frame-gguf ({install_command('frame-gguf')}) and serve it with {flags}"
 
 
-def _is_own_pip(path: str | None) -> bool:
+def _is_pip_of_interpreter(path: str | None) -> bool:
     """Whether the `pip` at `path` installs for this interpreter. The folders are compared, because
     the interpreter of a virtual environment is a link."""
     return path is not None and Path(path).parent.samefile(Path(sys.executable).parent)

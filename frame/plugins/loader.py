@@ -18,7 +18,7 @@ from typing import Any
 
 import pluggy
 
-from frame.config.resolve_plugins import OWN_DISTRIBUTION
+from frame.config.resolve_plugins import FRAME_DISTRIBUTION
 from frame.config.schema import PluginsSection
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS
@@ -29,7 +29,7 @@ from frame.plugins.registry import BrokenPlugin, Registry, cause_chain
 from frame.plugins.renames import describe_hook, describe_import
 from frame.registration import PROJECT, Provenance
 
-__all__ = ["OWN_DISTRIBUTION", "Observers", "load_configured", "load_registry", "observers"]
+__all__ = ["FRAME_DISTRIBUTION", "Observers", "load_configured", "load_registry", "observers"]
 
 COMMANDS = "frame_commands"  # the entry-point group of subcommands
 GROUPS = (PROJECT, COMMANDS)
@@ -115,7 +115,7 @@ def _make_filter(allow: Sequence[str] | None, deny: Sequence[str]) -> Callable[[
 
 
 def _is_own(owner: Provenance) -> bool:
-    return _normalise(owner.distribution) == OWN_DISTRIBUTION
+    return _normalise(owner.distribution) == FRAME_DISTRIBUTION
 
 
 def _add_commands(registry: Registry, entries: Sequence[tuple[Provenance, EntryPoint]]) -> None:
@@ -140,7 +140,7 @@ def _entry_points() -> list[tuple[Provenance, EntryPoint]]:
                 names.add(_normalise(found.name))
         except (OSError, ValueError, TypeError, KeyError) as error:  # a partly removed installation
             _log.debug("installed distribution %s is unreadable: %s", found, error)
-    ordered = sorted(names, key=lambda name: (name != OWN_DISTRIBUTION, name))
+    ordered = sorted(names, key=lambda name: (name != FRAME_DISTRIBUTION, name))
     chosen = [distribution(name) for name in ordered]  # the first on the path, as for imports
     owners = [Provenance(each.name, each.version) for each in chosen]
     return [

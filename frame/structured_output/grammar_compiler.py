@@ -230,10 +230,10 @@ class GrammarCompiler:
                 self._pool.submit(return_freed_memory)
             self._cache.reread_sizes()
         outcomes = [(each, self._outcome(each, now)) for each in self._waiting.values()]
-        found = [(each.message, outcome, each.arrival) for each, outcome in outcomes if outcome is not None]
-        for message, _, _ in found:
+        resolved = [(each.message, outcome, each.arrival) for each, outcome in outcomes if outcome is not None]
+        for message, _, _ in resolved:
             self._remove(message.rid)
-        return found
+        return resolved
 
     def abort_requests(self, rids: Sequence[str], reason: FinishReason) -> StepTokens | None:
         """End those of `rids` that wait here. None: none does."""

@@ -50,9 +50,9 @@ MIN_MEASURED = 2  # of a request, before its masks are filled in batches
 KNOWN_MEASURED = 8  # of a request, while the masks of a step take longer than `CROWDED_SECONDS`
 MEASURED_SHARE = 1 / 16  # of the masks after that
 MAX_MEASURED = 4  # masks of a step after that, in the mean
-# Tokens are accepted in parts of a step's rows, and the masks of a part are filled meanwhile.
-NUM_PARTS = 4
-MIN_PART_ROWS = 16
+# Tokens are accepted in slices of a step's rows; the masks of a slice are filled meanwhile.
+NUM_SLICES = 4
+MIN_SLICE_ROWS = 16
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _Filling:
     num_rows: int
     masks: np.ndarray
     requests: list[Request]
-    parts: list[_Pending]
+    begun: list[_Pending]
 
 
 class GrammarCalls(StepGrammars):
@@ -120,7 +120,7 @@ class GrammarCalls(StepGrammars):
         ends: list[Finish | None] = []
         fills: list[GrammarCall] = []
         filling = _Filling(num_rows, np.empty((len(drawn), self._words), np.int32), [], [])
-        part_rows = max(MIN_PART_ROWS, -(-len(drawn) // NUM_PARTS))
+        slice_rows = max(MIN_SLICE_ROWS, -(-len(drawn) // NUM_SLICES))
         for i, (request, tokens) in enumerate(drawn):
             state = get_grammar_state(request)
             end = state.error
@@ -133,8 +133,8 @@ class GrammarCalls(StepGrammars):
             elif end is None:
                 calls[i] = GrammarCall(request, tokens, np.empty(self._words, np.int32))
             ends.append(end)
-            if len(fills) == part_rows or (fills and i == len(drawn) - 1):
-                filling.parts += self._begin(fills, num_rows, filling.masks, len(filling.requests) - len(fills))
+            if len(fills) == slice_rows or (fills and i == len(drawn) - 1):
+                filling.begun += self._begin(fills, num_rows, filling.masks, len(filling.requests) - len(fills))
                 fills = []
         self._filling = filling
         self._run(list(calls.values()), num_rows)
@@ -145,7 +145,7 @@ class GrammarCalls(StepGrammars):
     def resolve(self) -> None:
         filling, self._filling = self._filling, None
         if filling is not None:
-            self._finish(filling.parts, filling.num_rows)
+            self._finish(filling.begun, filling.num_rows)
             self._filled = filling
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
@@ -234,10 +234,10 @@ class GrammarCalls(StepGrammars):
         self._held[request.rid] = call
 
     def take_resolved(self) -> list[tuple[Request, Finish | None]]:
-        found = [(call.request, outcome) for call in self._held.values() if (outcome := self._outcome(call)) is not None]
-        for request, _ in found:
+        resolved = [(call.request, outcome) for call in self._held.values() if (outcome := self._outcome(call)) is not None]
+        for request, _ in resolved:
             self.release_request(request)
-        return [(request, outcome if isinstance(outcome, Finish) else None) for request, outcome in found]
+        return [(request, outcome if isinstance(outcome, Finish) else None) for request, outcome in resolved]
 
     def release_request(self, request: Request) -> bool:
         call = self._held.pop(request.rid, None)
@@ -288,18 +288,18 @@ class GrammarCalls(StepGrammars):
         is_known = get_grammar_state(call.request).num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
         return batch if is_known and self._random.random() >= share else None
 
-    def _finish(self, parts: Sequence[_Pending], num_rows: int) -> None:
+    def _finish(self, begun: Sequence[_Pending], num_rows: int) -> None:
         """Wait for calls of a step that have begun and keep their masks."""
-        if not parts:
+        if not begun:
             return
-        for part in parts:
-            self._quick.wait(part.started)
-        for call in (call for part in parts for call in part.alone):
+        for pending in begun:
+            self._quick.wait(pending.started)
+        for call in (call for pending in begun for call in pending.alone):
             if call.is_finished:
                 self._note(call)
             else:
                 self._stop(call if call.thread is not None else self._begin_slow(call))
-        batches = [batch for part in parts for batch in part.batches]
+        batches = [batch for pending in begun for batch in pending.batches]
         for batch in batches:
             if batch.is_finished:
                 batch.finish_masks()
@@ -310,10 +310,10 @@ class GrammarCalls(StepGrammars):
         more = max(1.0, num_rows / QUICK_ROWS)
         self._batches_masks = not self._is_batch_lost and slowest <= QUICK_SECONDS * more
         self._is_crowded = slowest > CROWDED_SECONDS * more or any(
-            sum(call.cpu_seconds() for call in part.alone) > CROWDED_SECONDS * part.workers for part in parts
+            sum(call.cpu_seconds() for call in pending.alone) > CROWDED_SECONDS * pending.workers for pending in begun
         )
         if self._is_crowded:
-            calls = [call for part in parts for call in (*part.alone, *(call for batch in part.batches for call in batch.calls))]
+            calls = [call for pending in begun for call in (*pending.alone, *(call for batch in pending.batches for call in batch.calls))]
             self._mark_slow([get_grammar_state(call.request) for call in calls], num_rows)
 
     @staticmethod

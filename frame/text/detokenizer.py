@@ -170,8 +170,8 @@ def _as_characters(piece: bytes) -> str | None:
 
 def _only(tokens: StepTokens, index: int) -> StepTokens:
     """The part of the message about one request."""
-    parts = {name: {0: values[index]} for name in BY_INDEX if index in (values := getattr(tokens, name))}
-    return StepTokens(rids=[tokens.rids[index]], token_ids=[tokens.token_ids[index]], **parts)
+    fields = {name: {0: values[index]} for name in BY_INDEX if index in (values := getattr(tokens, name))}
+    return StepTokens(rids=[tokens.rids[index]], token_ids=[tokens.token_ids[index]], **fields)
 
 
 def _trim(tokens: StepTokens, counts: dict[int, int]) -> StepTokens:

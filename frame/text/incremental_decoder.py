@@ -123,10 +123,10 @@ class StopSearch:
         if not any(self._matched) and self._first.search(added) is None:
             return None
         ends = [self._find(number, added) for number in range(len(self._stops))]
-        found = [(len(stop) - end, len(stop), stop) for stop, end in zip(self._stops, ends, strict=True) if end is not None]
-        if not found:
+        matches = [(len(stop) - end, len(stop), stop) for stop, end in zip(self._stops, ends, strict=True) if end is not None]
+        if not matches:
             return None
-        behind, _, stop = max(found)
+        behind, _, stop = max(matches)
         return behind + len(added), stop
 
     @property
@@ -196,20 +196,20 @@ class TextStream:
         if search is None:
             text = "".join([feed(i) for i in shown])
             return (text if finish is None else text + self.decoder.flush()), len(token_ids), finish
-        parts = []
+        pieces = []
         for count, token_id in enumerate(shown, 1):
             text, stop = self._cut(search, feed(token_id))
-            parts.append(text)
+            pieces.append(text)
             if stop is not None:
                 self.closed = True
-                return "".join(parts), count, Finish("stop", stop)
+                return "".join(pieces), count, Finish("stop", stop)
         if finish is not None:
             text, stop = self._cut(search, self.decoder.flush())
-            parts += [text, self.held]
+            pieces += [text, self.held]
             self.held = ""
             if stop is not None:
                 finish = Finish("stop", stop)
-        return "".join(parts), len(token_ids), finish
+        return "".join(pieces), len(token_ids), finish
 
     def _cut(self, search: StopSearch, added: str) -> tuple[str, str | None]:
         """Returns (text that cannot become part of a stop string, the stop string that was
@@ -218,9 +218,9 @@ class TextStream:
         if self.seen < self.minimum:
             return added, None
         text = self.held + added
-        found = search.feed(added)
-        if found is not None:
-            behind, stop = found
+        match = search.feed(added)
+        if match is not None:
+            behind, stop = match
             at = len(text) - behind
             self.held = ""
             return text[: at + len(stop) if self.include_stop else at], stop

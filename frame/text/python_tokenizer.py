@@ -20,17 +20,17 @@ class Encoded(NamedTuple):
 
 
 class PythonTokenizer:
-    """Wraps `made`, a `PreTrainedTokenizerBase`."""
+    """Wraps a `PreTrainedTokenizerBase` of transformers."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     def encode(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
         first, second = (text, None) if isinstance(text, str) else (text[0], text[1])
-        given = self._made(
+        encoded = self._tokenizer(
             first, second, add_special_tokens=add_special_tokens, return_token_type_ids=True, return_special_tokens_mask=True, verbose=False
         )
-        return Encoded(list(given["input_ids"]), list(given["token_type_ids"]), list(given["special_tokens_mask"]))
+        return Encoded(list(encoded["input_ids"]), list(encoded["token_type_ids"]), list(encoded["special_tokens_mask"]))
 
     def encode_batch(self, texts: Sequence[str | Sequence[str]], add_special_tokens: bool = True) -> list[Encoded]:
         return [self.encode(text, add_special_tokens) for text in texts]
@@ -38,24 +38,24 @@ class PythonTokenizer:
     encode_batch_fast = encode_batch
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._made.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         return text
 
     def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def token_to_id(self, text: str) -> int | None:
-        found: int | None = self.get_vocab().get(text)
-        return found
+        token_id: int | None = self.get_vocab().get(text)
+        return token_id
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
-        return dict(self._made.get_vocab())
+        return dict(self._tokenizer.get_vocab())
 
     def get_vocab_size(self, with_added_tokens: bool = True) -> int:
-        return len(self._made)
+        return len(self._tokenizer)
 
     def get_added_tokens_decoder(self) -> dict[int, Any]:
-        return dict(self._made.added_tokens_decoder)
+        return dict(self._tokenizer.added_tokens_decoder)
 
     def to_str(self) -> str:
         """An empty description: there is no tokenizer.json for byte-level decoding or grammar

@@ -81,9 +81,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             raise TemplateTimeoutError
 
     @staticmethod
-    def concat(parts: Iterable[str]) -> str:
+    def concat(pieces: Iterable[str]) -> str:
         """The output of a macro or a block, and the result of `~`."""
-        texts = list(parts)
+        texts = list(pieces)
         if sum(map(len, texts)) > LARGEST_TEXT:
             raise SecurityError(f"it makes a text of more than {LARGEST_TEXT} characters")
         return "".join(texts)

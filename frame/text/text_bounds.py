@@ -58,8 +58,8 @@ class TextBounds:
             return text
         count = 0
         for start in range(0, len(text), SLICE):
-            part = text[start : start + SLICE]
-            count += len(self._backend.encode_batch_fast([part], add_special_tokens=False)[0].ids) - SLACK
+            piece = text[start : start + SLICE]
+            count += len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0].ids) - SLACK
             if count > maximum and start + SLICE < len(text):
                 return text[: start + SLICE]
         return text
@@ -107,15 +107,15 @@ def find_max_token_length(spec: dict[str, Any]) -> int | None:
     return factor * max(len(text) for text in (*vocab, *(token["content"] for token in added)))
 
 
-def _steps(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
+def _steps(pipeline: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer, sequences flattened."""
-    if part is None:
+    if pipeline is None:
         return
-    if part.get("type") == "Sequence":
-        for step in part.get(name) or ():
+    if pipeline.get("type") == "Sequence":
+        for step in pipeline.get(name) or ():
             yield from _steps(step, name)
     else:
-        yield part
+        yield pipeline
 
 
 def _keeps(step: dict[str, Any]) -> bool:

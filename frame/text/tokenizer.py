@@ -119,7 +119,7 @@ class Tokenizer:
             inputs = [[self.bounds.cut_text(text, max_length) for text in one] for one in inputs]
         each: list[Any] = [one[0] if len(one) == 1 else tuple(one) for one in inputs]
         lead = self._leading if add_special_tokens else []
-        found = []
+        encoded = []
         for group in split_groups(each):
             for encoding in self.backend.encode_batch_fast(group, add_special_tokens=add_special_tokens):
                 ids, types = [*lead, *encoding.ids], encoding.type_ids
@@ -127,8 +127,8 @@ class Tokenizer:
                     closing = next((i for i, special in enumerate(reversed(encoding.special_tokens_mask)) if not special), 0)
                     ids = [*ids[: max(0, max_length - closing)], *ids[len(ids) - closing :]] if closing < max_length else ids[:max_length]
                 second = types.index(1) + len(lead) if 1 in types else 0
-                found.append((ids, second if second < len(ids) else 0))
-        return found
+                encoded.append((ids, second if second < len(ids) else 0))
+        return encoded
 
     def render_chat(
         self,
@@ -343,16 +343,16 @@ def _check_vocabulary(folder: Path) -> None:
 
 def _run_code(folder: Path, kind: str, reference: str, trust_remote_code: bool) -> Backend:
     """The tokenizer made by the folder's own class, or held by its processor."""
-    own = load_class(folder if trust_remote_code else None, "tokenizer", reference)
+    tokenizer_class = load_class(folder if trust_remote_code else None, "tokenizer", reference)
     try:
-        made = own.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer = tokenizer_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # the code may raise any error
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(f"{folder}: its own tokenizer ({reference}) cannot be created ({cause})") from error
     if kind == "AutoProcessor":
-        made = made.tokenizer
-    backend = getattr(made, "backend_tokenizer", None)
-    return _plain(backend) if backend is not None else cast("Backend", PythonTokenizer(made))
+        tokenizer = tokenizer.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return _plain(backend) if backend is not None else cast("Backend", PythonTokenizer(tokenizer))
 
 
 def _plain(backend: Backend) -> Backend:

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins import hookspecs
-from frame.plugins.loader import OWN_DISTRIBUTION, load_registry
+from frame.plugins.loader import FRAME_DISTRIBUTION, load_registry
 from frame.registration import PROJECT
 from tests.architecture.source import EXTENSIONS, ROOT, Module, classes, module, package
 
@@ -150,7 +150,7 @@ def test_every_kind_has_a_hook_and_a_folder() -> None:
 
 def test_built_in_plugins_register_through_entry_points() -> None:
     assert records(), "the package's own entry points bring no plugin"
-    assert {record.distribution for record in records()} == {OWN_DISTRIBUTION}
+    assert {record.distribution for record in records()} == {FRAME_DISTRIBUTION}
 
 
 def test_a_plugin_is_a_file() -> None:

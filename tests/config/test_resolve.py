@@ -463,7 +463,7 @@ def test_resolving_a_pinned_result_changes_nothing_and_user_values_are_kept(
     try:
         first = resolve(user, hardware, model_config, records())
     except ResolveError as error:
-        assert all(part.change or part.rejected for part in error.parts), str(error)
+        assert all(each.change or each.rejected for each in error.conflicts), str(error)
         return
     again = resolve(pinned(first), hardware, model_config, records())
     changing = {"user", "reasons", "rejected"}

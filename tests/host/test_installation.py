@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frame.host.installation import OWN_PACKAGES, install_command
+from frame.host.installation import IN_TREE_PACKAGES, install_command
 from tests.architecture.source import ROOT
 
 
@@ -24,7 +24,7 @@ def own_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_package_of_the_repository_is_listed() -> None:
-    assert sorted(OWN_PACKAGES) == sorted(file.parent.name for file in (ROOT / "packages").glob("*/pyproject.toml"))
+    assert sorted(IN_TREE_PACKAGES) == sorted(file.parent.name for file in (ROOT / "packages").glob("*/pyproject.toml"))
 
 
 @pytest.mark.usefixtures("own_pip")

@@ -51,8 +51,8 @@ class SocketDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _check(self) -> None:
-        found = self.path.stat()
-        if not _is_private(found):
+        status = self.path.stat()
+        if not _is_private(status):
             raise PermissionError(f"{self.path} must belong to this user alone (mode 0700); sockets in it would be open to others")
         if self._owned and self._lock is None:
             with contextlib.suppress(OSError):  # a file system without locks
@@ -70,10 +70,10 @@ def _make_directory() -> Path:
     bases = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]  # noqa: S108 - made with mkdtemp
     for base in filter(None, bases):
         if len(os.fsencode(f"{base}/{MAX_SOCKET_LENGTH}")) <= zmq.IPC_PATH_MAX_LEN and Path(base).is_dir():
-            made = Path(tempfile.mkdtemp(prefix="frame-", dir=base))
+            path = Path(tempfile.mkdtemp(prefix="frame-", dir=base))
             with contextlib.suppress(OSError):  # a folder that may not be listed
-                _remove_stale(base, made.stat().st_mtime - STALE_AFTER)
-            return made
+                _remove_stale(base, path.stat().st_mtime - STALE_AFTER)
+            return path
     raise OSError(f"{bases[0]} is too long a path for sockets, and there is no /tmp: set TMPDIR to a shorter one")
 
 
@@ -82,8 +82,8 @@ def _remove_stale(base: str, before: float) -> None:
     `before` this time, and that hold nothing but sockets and `FILES`."""
     for entry in [entry for entry in os.scandir(base) if NAME.fullmatch(entry.name)]:
         with contextlib.suppress(OSError):
-            found = entry.stat(follow_symlinks=False)
-            if not stat.S_ISDIR(found.st_mode) or not _is_private(found) or found.st_mtime > before:
+            status = entry.stat(follow_symlinks=False)
+            if not stat.S_ISDIR(status.st_mode) or not _is_private(status) or status.st_mtime > before:
                 continue
             lock = _open_locked(Path(entry.path), fcntl.LOCK_EX)
             try:
@@ -96,8 +96,8 @@ def _remove_stale(base: str, before: float) -> None:
                 os.close(lock)
 
 
-def _is_private(found: os.stat_result) -> bool:
-    return not stat.S_IMODE(found.st_mode) & 0o077 and found.st_uid == os.getuid()
+def _is_private(status: os.stat_result) -> bool:
+    return not stat.S_IMODE(status.st_mode) & 0o077 and status.st_uid == os.getuid()
 
 
 def _open_locked(path: Path, kind: int) -> int:

@@ -107,19 +107,19 @@ def count_bytes(model: nn.Module) -> int:
 def plan_bytes(model: nn.Module) -> int:
     """The bytes that a model on the meta device takes once its weights are in the form that is
     multiplied."""
-    found = count_bytes(model)
+    size = count_bytes(model)
     with torch.device("meta"):
         for module in model.modules():
             count_growth = getattr(module, "count_growth", None) or getattr(getattr(module, "weights", None), "count_growth", None)
-            found += 0 if count_growth is None else count_growth()
-    return found
+            size += 0 if count_growth is None else count_growth()
+    return size
 
 
 def attention_layers(model: nn.Module) -> list[AttentionSpec | LatentProjections]:
     """The specs of the model's attention layers, in order; for latent attention the module itself,
     which has the projections."""
-    found: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec)]
-    return [module if hasattr(module, "kv_lora_rank") else module.spec for module in found]
+    modules: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "spec", None), AttentionSpec)]
+    return [module if hasattr(module, "kv_lora_rank") else module.spec for module in modules]
 
 
 @torch.no_grad()
@@ -153,18 +153,18 @@ def allocate_parameters(model: nn.Module, device: torch.device) -> None:
     Parameters that the checkpoint does not fill completely (padded vocabularies) are zeroed; the
     others are not written twice.
     """
-    made: dict[int, nn.Parameter] = {}
+    allocated: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_meta:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in allocated:
                 make = torch.empty if _is_filled_whole(parameter) else torch.zeros
                 data = make(parameter.shape, dtype=parameter.dtype, device=device)
                 real = torch.Tensor._make_subclass(type(parameter), data, False)  # noqa: SLF001 - a Parameter subclass keeps its class
                 real.__dict__.update(parameter.__dict__)
-                made[id(parameter)] = real
-            setattr(module, name, made[id(parameter)])
+                allocated[id(parameter)] = real
+            setattr(module, name, allocated[id(parameter)])
 
 
 @torch.no_grad()
@@ -182,16 +182,16 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
     A model may have a method of this name that returns its own table.
     """
-    own = getattr(model, "expected_shapes", None)
-    if callable(own):
-        return own()
+    list_shapes = getattr(model, "expected_shapes", None)
+    if callable(list_shapes):
+        return list_shapes()
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         sources = getattr(parameter, "sources", None)
         if sources is None:
             shapes[name] = tuple(parameter.shape)
         elif not getattr(parameter, "optional", False):
-            shapes.update({source: part.shape for source, part in sources.items()})
+            shapes.update({source: shard.shape for source, shard in sources.items()})
     return shapes
 
 
@@ -199,8 +199,8 @@ def _is_filled_whole(parameter: nn.Parameter) -> bool:
     """Whether the parameter's checkpoint tensors cover all of it."""
     if getattr(parameter, "optional", False):
         return False
-    parts = getattr(parameter, "sources", {}).values()
-    filled = sum(math.prod(span.stop - span.start for span in part.write if isinstance(span, slice)) for part in parts)
+    shards = getattr(parameter, "sources", {}).values()
+    filled = sum(math.prod(span.stop - span.start for span in shard.write if isinstance(span, slice)) for shard in shards)
     return filled == parameter.numel()
 
 
@@ -211,19 +211,19 @@ def _plan_read_ahead(model: nn.Module, platform: Platform) -> ReadAhead | None:
         return None
     rows: dict[str, slice | None] = {}
     for parameter in model.parameters():
-        for name, part in getattr(parameter, "sources", {}).items():
-            rows[name] = part.read[0] if part.read else None
+        for name, shard in getattr(parameter, "sources", {}).items():
+            rows[name] = shard.read[0] if shard.read else None
     return ReadAhead(platform, rows)
 
 
 def _integer_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """The dtypes of the checkpoint tensors that hold integers."""
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for parameter in model.parameters():
         dtype = getattr(parameter, "stored_dtype", parameter.dtype)
         if not dtype.is_floating_point:
-            found.update(dict.fromkeys(getattr(parameter, "sources", {}), dtype))
-    return found
+            dtypes.update(dict.fromkeys(getattr(parameter, "sources", {}), dtype))
+    return dtypes
 
 
 def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -84,8 +84,8 @@ def read_headers(source: WeightSource) -> Iterator[tuple[str, LazyTensor]]:
 
 def _plan_ranges(source: WeightSource, names: Sequence[str], ahead: ReadAhead) -> dict[str, FileRange]:
     """The ranges of the wanted rows, by tensor name, in the order of `names`."""
-    found = {name: source.find_range(name) for name in names if name in ahead.rows}
-    return {name: cut_rows(place, ahead.rows[name]) for name, place in found.items() if place is not None}
+    ranges = {name: source.find_range(name) for name in names if name in ahead.rows}
+    return {name: cut_rows(place, ahead.rows[name]) for name, place in ranges.items() if place is not None}
 
 
 @contextlib.contextmanager

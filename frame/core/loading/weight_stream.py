@@ -27,17 +27,17 @@ PIECE = 16 << 20  # bytes that a thread reads at a time
 AHEAD = 512 << 20  # bytes that are read before they are requested
 
 
-def cut_rows(found: FileRange, rows: slice | None) -> FileRange:
+def cut_rows(place: FileRange, rows: slice | None) -> FileRange:
     """The range of these rows of the first dimension; None: all rows."""
-    if rows is None or not found.shape:
-        return found
-    start, stop, _ = rows.indices(found.shape[0])
-    row_bytes = math.prod(found.shape[1:]) * found.dtype.itemsize
-    return FileRange(found.path, found.dtype, (max(0, stop - start), *found.shape[1:]), found.offset + start * row_bytes)
+    if rows is None or not place.shape:
+        return place
+    start, stop, _ = rows.indices(place.shape[0])
+    row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
+    return FileRange(place.path, place.dtype, (max(0, stop - start), *place.shape[1:]), place.offset + start * row_bytes)
 
 
-def count_bytes(found: FileRange) -> int:
-    return math.prod(found.shape) * found.dtype.itemsize
+def count_bytes(place: FileRange) -> int:
+    return math.prod(place.shape) * place.dtype.itemsize
 
 
 class WeightStream:
@@ -46,7 +46,7 @@ class WeightStream:
     def __init__(self, platform: Platform, threads: int | None = None) -> None:
         self._platform = platform
         self._pool = ThreadPoolExecutor(threads or min(THREADS, os.cpu_count() or 1), thread_name_prefix="weights")
-        self._own = threading.local()
+        self._thread = threading.local()
         self._files: dict[Path, int] = {}
 
     def __enter__(self) -> Self:
@@ -100,9 +100,9 @@ class WeightStream:
         if freed is None:
             _read_into(file, place, start, target)
             return None
-        lane: Lane | None = getattr(self._own, "lane", None)
+        lane: Lane | None = getattr(self._thread, "lane", None)
         if lane is None:
-            lane = self._own.lane = Lane(self._platform)
+            lane = self._thread.lane = Lane(self._platform)
         return lane.copy(file, place, start, target, freed)
 
 

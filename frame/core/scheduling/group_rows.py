@@ -104,8 +104,8 @@ class GroupRows:
         for rows in self.windows:
             pages = np.minimum(-(-tokens // rows.page_size), rows.width + rows.spare + 1)
             missing = int(np.maximum(pages - (a.num_pages[slots] - rows.first[slots]), 0).sum())
-            own = min(-(-(num_tokens + growth) // rows.page_size), rows.width + rows.spare + 1) - min(num_cached, rows.width)
-            if slots.size and missing + own > self.count_available(rows.index):
+            needed = min(-(-(num_tokens + growth) // rows.page_size), rows.width + rows.spare + 1) - min(num_cached, rows.width)
+            if slots.size and missing + needed > self.count_available(rows.index):
                 return False
         return True
 
@@ -132,10 +132,10 @@ class GroupRows:
         """Begin the rows of a slot with the pages of a locked match, and its state. The state is
         copied before the slot's first step."""
         for rows in self.windows:
-            found = match.groups[rows.index] if match is not None and match.groups else _NO_PAGES
+            matched = match.groups[rows.index] if match is not None and match.groups else _NO_PAGES
             rows.pages[slot] = 0
-            rows.first[slot] = max(0, len(found) - rows.width)
-            self._write(rows, slot, 0, found)
+            rows.first[slot] = max(0, len(matched) - rows.width)
+            self._write(rows, slot, 0, matched)
         if self.block_pool is not None:
             block = self.allocator.alloc_in(self.block_pool, 1)
             if block is None:

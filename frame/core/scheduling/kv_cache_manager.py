@@ -249,8 +249,8 @@ class KVCacheManager:
     def private_pages(self, slot: int) -> np.ndarray:
         """The slot's pages that only its request holds, int32."""
         a = self._table.arrays
-        own = a.page_table[slot, a.num_shared[slot] : a.num_pages[slot]]
-        return own if self.groups is None else np.concatenate((own, self.groups.private_pages(slot)))
+        private = a.page_table[slot, a.num_shared[slot] : a.num_pages[slot]]
+        return private if self.groups is None else np.concatenate((private, self.groups.private_pages(slot)))
 
     def shared_pages(self, slot: int) -> np.ndarray:
         """The slot's pages that the prefix cache owns, int32."""

@@ -200,10 +200,10 @@ class StepPlanner:
         a = self._running.table.arrays
         ended = [request.slot for request, start, count in plan.chunks if start + count == len(request.tokens)]
         slots = np.concatenate((plan.decode_slots, plan.draft_slots, np.array(ended, np.intp)))
-        wanted = a.num_computed_tokens[slots] + self.speculation.num_ahead
+        reached = a.num_computed_tokens[slots] + self.speculation.num_ahead
         # of a chain, entries after the last output token are not read
         maximum = a.max_num_tokens[slots] if self.speculation.tree is None else self._config.max_context
-        self._kv_manager.grow_rows_to(slots, np.minimum(wanted, maximum))
+        self._kv_manager.grow_rows_to(slots, np.minimum(reached, maximum))
 
     # prompts --------------------------------------------------------------------------------------
 
@@ -409,8 +409,8 @@ class StepPlanner:
         """The oldest request and those of the tenant with most running requests; all, if that
         tenant has no other than the oldest."""
         ((largest, _),) = self._usage.num_running.most_common(1)
-        found = [running[0], *(request for request in running[1:] if request.tenant == largest)]
-        return found if len(found) > 1 else running
+        kept = [running[0], *(request for request in running[1:] if request.tenant == largest)]
+        return kept if len(kept) > 1 else running
 
     def _choose_victim(self, running: Sequence[Request], now: float) -> Request | None:
         """The policy's victim among `running`, oldest first; None if it chooses none."""

@@ -51,15 +51,15 @@ class GuardedPolicy:
     def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         """The request of `running` (oldest first) that the policy preempts; None where it chooses
         none, fails, or chooses an invalid one."""
-        given = tuple(running)
+        candidates = tuple(running)
         try:
-            victim = self._policy.select_victim(given, view)
+            victim = self._policy.select_victim(candidates, view)
         except Exception as error:  # noqa: BLE001 - as above
             self._log_fault(view.now, f"a victim, failed ({_named(error)}); the newest request is preempted", error)
             return None
-        found = next((request for request in given[1:] if request is victim), None)
-        if found is not None or victim is None:
-            return found
+        match = next((request for request in candidates[1:] if request is victim), None)
+        if match is not None or victim is None:
+            return match
         self._log_fault(view.now, "a victim, returned the oldest request or one that does not run; the newest request is preempted")
         return None
 

@@ -38,9 +38,9 @@ class InBatchPrefixSharing:
         if not self._by_start or request.num_tokens <= self._min_shared or request.wants_prompt_logprobs:
             return None, 0
         tokens = request.all_tokens()
-        found = self._by_start.get(self._start(request, tokens), ())
+        candidates = self._by_start.get(self._start(request, tokens), ())
         best, max_length = None, 0
-        for other in found[-MAX_COMPARED:]:
+        for other in candidates[-MAX_COMPARED:]:
             common = _common(tokens, other.tokens)
             if common > max_length:
                 best, max_length = other, common

@@ -106,10 +106,10 @@ class RequestTable:
 
     def get_request(self, slot: int) -> Request:
         """The request in a slot. Raises RuntimeError if the slot is empty."""
-        found = self.requests[slot]
-        if found is None:
+        request = self.requests[slot]
+        if request is None:
             raise RuntimeError(f"request slot {slot} is empty")
-        return found
+        return request
 
     def add_request(self, request: Request) -> None:
         """Assign a free slot, with an empty page-table row; the request starts from

@@ -163,11 +163,11 @@ class RunningSet:
 
     def count_drafts_in_flight(self, slots: np.ndarray) -> np.ndarray:
         """The drafted tokens of these slots in the step in flight, int32 [n]."""
-        found = np.zeros(self.table.num_slots, np.int32)
+        counts = np.zeros(self.table.num_slots, np.int32)
         for record in self.in_flight:
             if record.num_drafts is not None:
-                found[record.slots] = record.num_drafts
-        return found[slots]
+                counts[record.slots] = record.num_drafts
+        return counts[slots]
 
     def take_back(self, slots: np.ndarray, counts: np.ndarray) -> None:
         """Of these slots so many tokens are rejected that the steps in flight count as

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from frame.config.resolve_plugins import BUILT_IN, KEYS, OWN_DISTRIBUTION
+from frame.config.resolve_plugins import BUILT_IN, FRAME_DISTRIBUTION, KEYS
 from frame.config.schema import PluginsSection
 from frame.core.errors import PluginError
 from frame.core.interfaces.kinds import KINDS
@@ -151,7 +151,7 @@ def _selector(record: PluginRecord) -> str:
     key = KEYS[record.kind]
     if not KINDS[record.kind].is_list:
         return f"{key}: {record.name}"
-    is_default = record.distribution == OWN_DISTRIBUTION and record.rank >= 0
+    is_default = record.distribution == FRAME_DISTRIBUTION and record.rank >= 0
     return f"{key}: [{record.name}]{f', or [{BUILT_IN}], the default' if is_default else ''}"
 
 

@@ -33,7 +33,7 @@ from frame.entrypoints.origin import read_cors
 from frame.entrypoints.tls import load_certificate
 from frame.entrypoints.tracing import check_tracing
 from frame.host.installation import install_command
-from frame.plugins.loader import OWN_DISTRIBUTION, load_configured
+from frame.plugins.loader import FRAME_DISTRIBUTION, load_configured
 from frame.plugins.registry import Registry
 from frame.text.chat_template import ChatTemplate, find_file, find_template, read_template
 from frame.text.tokenizer import read_settings
@@ -69,8 +69,8 @@ def prepare(
     if is_served:
         _check_server(config.server)
         _check_switches(config)
-    if OWN_DISTRIBUTION in config.plugins.deny:
-        raise ConfigError(f"plugins.deny names {OWN_DISTRIBUTION}, whose plugins are always read; remove it")
+    if FRAME_DISTRIBUTION in config.plugins.deny:
+        raise ConfigError(f"plugins.deny names {FRAME_DISTRIBUTION}, whose plugins are always read; remove it")
     registry = load_configured(config.plugins, classes, assumed)
     for broken in registry.broken:
         _log.warning("plugin not read: %s", broken)
@@ -93,7 +93,7 @@ def prepare(
             draft = read_model_config(path, "speculative.draft_model_path")
             resolved = resolve_draft_model(resolved, draft, lambda given: resolve(given, machine, draft, records))
     except ResolveError as error:
-        raise join_conflicts([_describe(part, registry) for part in error.parts]) from None
+        raise join_conflicts([_describe(each, registry) for each in error.conflicts]) from None
     for move in find_moves(resolved, machine, model_config, records):
         _log.warning("%s", move)
     if sentence := _describe_long_rope(resolved, registry):
