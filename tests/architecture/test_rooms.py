@@ -59,6 +59,13 @@ def test_the_documents_show_the_order() -> None:
     }
 
 
+def test_the_tree_of_the_documents_names_every_room() -> None:
+    tree = (ROOT / "docs/architecture.md").read_text().partition("```text\n")[2].partition("```")[0]
+    for folder, order in ORDER.items():
+        named = set(re.findall(r"([\w]+)(?:/|\.py)", tree))
+        assert set(order) - {"__main__"} <= named, folder
+
+
 def test_checks_find() -> None:
     low = module("from frame.core.two import thing", "frame.core.one.deep")
     high = module("def f():\n    from frame.core.one import deep", "frame.core.two")
