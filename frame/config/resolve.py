@@ -9,9 +9,9 @@ result gives the same result.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.hardware import Hardware
@@ -59,6 +59,8 @@ from frame.core.interfaces.weight_format import FormatRequirements
 from frame.core.interfaces.weights import WeightSourceRequirements
 
 __all__ = ["ResolveError", "pinned", "resolve"]
+
+_T = TypeVar("_T")
 
 PLAIN_WEIGHTS = "none"  # what `model.quantization` calls weights as they are
 NO_PARSER = "none"  # what `text.reasoning_parser` and `text.tool_call_parser` call no parser
@@ -146,19 +148,15 @@ class _Solver:
         task, pooling = self._families(kv_dtype)
         page_size = self._page_size()
         whole_prompts = pooling is not None and pooling.needs_whole_prompts(self.model_config.encoder)
-        with self._collect():
-            self._prefix_cache(PrefixCacheRequirements(page_size, whole_prompts))
-        max_context = self.model_config.max_context
-        with self._collect():
-            max_context = self._max_context(page_size)
+        self._collect(self._prefix_cache, PrefixCacheRequirements(page_size, whole_prompts))
+        max_context = self._collect(self._max_context, page_size) or self.model_config.max_context
         sizes = self._sizes(task, whole_prompts, kv_dtype, max_context)
         plugins: dict[str, list[PluginChoice]] = {kind: [] for kind in self.chosen.selected}
-        with self._collect():
-            check_unused_options(config, self.records, self.chosen)
+        self._collect(check_unused_options, config, self.records, self.chosen)
         for kind, selections in self.chosen.selected.items():
             for selection in selections:
-                with self._collect():
-                    plugins[kind].append(plugin_choice(selection.record, config))
+                if (choice := self._collect(plugin_choice, selection.record, config)) is not None:
+                    plugins[kind].append(choice)
         if self.conflicts:
             raise join_conflicts(self.conflicts)
         path = str(find_model(config.model.path))
@@ -188,44 +186,34 @@ class _Solver:
             **find_refused_params(self.chosen, self.records),
         )
 
-    @contextlib.contextmanager
-    def _collect(self) -> Iterator[None]:
-        """Record a conflict of the body and go on, so that one answer holds all of them."""
+    def _collect(self, choose: Callable[..., _T], *arguments: Any) -> _T | None:
+        """Call `choose`. Its conflict is recorded, and the result None, so that one error has all
+        conflicts."""
         try:
-            yield
+            return choose(*arguments)
         except ConfigurationError as error:
             self.conflicts.append(error)
+            return None
 
     def _families(self, kv_dtype: str) -> tuple[Task, Pooling | None]:
         """Choose the task and the plugins of all kinds."""
-        task: Task = checkpoint_tasks(self.model_config.architecture)[0]
-        pooling: Pooling | None = None
-        with self._collect():
-            task = self._task()
-        with self._collect():
-            pooling = self._model(task)
-            if pooling is not None and self.plan.num_groups > 1:
-                raise ResolveError(f"parallel.dp_attention is true, but model.task is {task}.", change="parallel.dp_attention: false")
-        self.conflicts += find_conflicts(
-            self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization
-        )
+        task = self._collect(self._task) or checkpoint_tasks(self.model_config.architecture)[0]
+        pooling = self._collect(self._model, task)
+        if pooling is not None and self.plan.num_groups > 1:
+            sentence = f"parallel.dp_attention is true, but model.task is {task}."
+            self.conflicts.append(ResolveError(sentence, change="parallel.dp_attention: false"))
+        self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization)
         self.conflicts += find_host_conflicts(self.config)
-        with self._collect():
-            ranks = CollectiveRequirements(self.device, self.plan.num_ranks, self.plan.hosts, compatible=self._compatible)
-            choose_collective(self.chosen, self.records, self.config, ranks, self.hardware.of(self.device))
-        with self._collect():
-            named, size = self.config.parallel.launcher, self.plan.num_ranks
-            self._select("launcher", require_launcher(self.config), named, f"No launcher starts {size} rank(s)")
-        with self._collect():
-            self._quantization()
-        with self._collect():
-            named = self.config.model.load_format
-            requirements = WeightSourceRequirements(self.plan.num_ranks, named is not None, self.model_config.quantization)
-            self._select("weight_source", requirements, named, "No weight source reads the checkpoint")
-        with self._collect():
-            self._attention(kv_dtype)
-        with self._collect():
-            self._experts()
+        ranks, named = self.plan.num_ranks, self.config.parallel.launcher
+        links = CollectiveRequirements(self.device, ranks, self.plan.hosts, compatible=self._compatible)
+        self._collect(choose_collective, self.chosen, self.records, self.config, links, self.hardware.of(self.device))
+        self._collect(self._select, "launcher", require_launcher(self.config), named, f"No launcher starts {ranks} rank(s)")
+        self._collect(self._quantization)
+        named = self.config.model.load_format
+        sources = WeightSourceRequirements(ranks, named is not None, self.model_config.quantization)
+        self._collect(self._select, "weight_source", sources, named, "No weight source reads the checkpoint")
+        self._collect(self._attention, kv_dtype)
+        self._collect(self._experts)
         self._policies(task)
         return task, pooling
 
@@ -245,28 +233,29 @@ class _Solver:
         requirements = MoERequirements(self.device, self._capability(), self.dtype, self._compatible, biased)
         named = {"moe_dispatcher": moe.dispatcher, "moe_runner": moe.runner}
         for kind, name in named.items():
-            with self._collect():
-                needed = replace(requirements, plan=self.plan, biased=False) if kind == "moe_dispatcher" else requirements
-                self._select(kind, needed, name, f"No {kind} serves experts on {self.device} in {self.dtype}")
+            needed = replace(requirements, plan=self.plan, biased=False) if kind == "moe_dispatcher" else requirements
+            self._collect(self._select, kind, needed, name, f"No {kind} serves experts on {self.device} in {self.dtype}")
         if all(kind in self.chosen.selected for kind in named):
-            with self._collect():
-                pair_experts(self.chosen, self.records, named, requirements, self.plan)
+            self._collect(pair_experts, self.chosen, self.records, named, requirements, self.plan)
 
     def _sizes(self, task: Task, whole_prompts: bool, kv_dtype: str, max_context: int) -> dict[str, Any]:
         """The sizes of a step, by name."""
         sizes = self._budgets(kv_dtype)
         if whole_prompts:
-            with self._collect():
-                sizes["chunked_prefill_size"] = self._whole_prompts(sizes["chunked_prefill_size"], max_context)
-        sizes |= {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
-        with self._collect():
-            tokens, platform = -(-sizes["max_running_requests"] // self.config.parallel.pp), self.platform.record
-            if self.config.speculative.algorithm is not None:  # a graph has a row for each drafted token
-                tokens *= 1 + (self.tree.num_nodes if self.tree else self.config.speculative.num_steps)
-            for key, explicit, value, why in graph_sizes(self.chosen, self.config, self.model_config, platform, task, tokens):
-                sizes[key.partition(".")[2]] = self._value(key, explicit, value, why)
+            chunk = sizes["chunked_prefill_size"]
+            sizes["chunked_prefill_size"] = self._collect(self._whole_prompts, chunk, max_context) or chunk
+        graphs = self._collect(self._graph_sizes, task, sizes["max_running_requests"])
+        sizes |= graphs or {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
         sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
         return sizes
+
+    def _graph_sizes(self, task: Task, max_running: int) -> dict[str, Any]:
+        """The sizes of captured steps, by name."""
+        tokens, platform = -(-max_running // self.config.parallel.pp), self.platform.record
+        if self.config.speculative.algorithm is not None:  # a graph has a row for each drafted token
+            tokens *= 1 + (self.tree.num_nodes if self.tree else self.config.speculative.num_steps)
+        sizes = graph_sizes(self.chosen, self.config, self.model_config, platform, task, tokens)
+        return {key.partition(".")[2]: self._value(key, explicit, value, why) for key, explicit, value, why in sizes}
 
     @property
     def plan(self) -> ParallelPlan:
@@ -401,25 +390,18 @@ class _Solver:
 
     def _policies(self, task: Task) -> None:
         config, requirements = self.config, PlainRequirements(self.device, self._compatible)
-        with self._collect():
-            self._select("scheduling_policy", requirements, config.scheduler.policy, "")
-        with self._collect():
-            choose_list(self.chosen, self.records, "http_extension", config.server.extensions, requirements)
-        with self._collect():
-            choose_list(self.chosen, self.records, "stat_logger", config.log.stat_loggers, requirements)
-        with self._collect():
-            self._drafter(task)
+        self._collect(self._select, "scheduling_policy", requirements, config.scheduler.policy, "")
+        for kind, names in (("http_extension", config.server.extensions), ("stat_logger", config.log.stat_loggers)):
+            self._collect(choose_list, self.chosen, self.records, kind, names, requirements)
+        self._collect(self._drafter, task)
         if task != "generate":  # nothing is sampled
             return
-        with self._collect():
-            choose_list(self.chosen, self.records, "logits_processor", config.sampling.processors, requirements)
+        self._collect(choose_list, self.chosen, self.records, "logits_processor", config.sampling.processors, requirements)
         if not config.model.skip_tokenizer_init:
-            with self._collect():
-                self._optional("grammar_backend", requirements, config.sampling.grammar)
+            self._collect(self._optional, "grammar_backend", requirements, config.sampling.grammar)
         for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
             if name is not None and name != NO_PARSER:
-                with self._collect():
-                    self._select(kind, requirements, name, "")
+                self._collect(self._select, kind, requirements, name, "")
             elif name is None and not config.model.skip_tokenizer_init:
                 choose_parser(self.chosen, self.records, kind, self.model_config.chat_template)
 

@@ -7,9 +7,12 @@ Used by the engine, its client and the text processes. It must not know sockets 
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from frame.core.interfaces.sampling_params import SamplingParams
 
@@ -240,3 +243,14 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes) -> AnyMessage:
     """Decode a message. Raises msgspec.ValidationError, which names the path of the fault."""
     return _decoder.decode(data)
+
+
+def as_array(ids: Sequence[int]) -> np.ndarray:
+    """The token ids of a message as int32 [len(ids)]. Raises OverflowError for an id that does not
+    fit in 32 bits."""
+    array = np.empty(len(ids), np.int32)
+    try:
+        struct.pack_into(f"{len(ids)}i", array.data, 0, *ids)  # takes a third of the time of numpy's conversion of a list
+    except struct.error as error:
+        raise OverflowError("a token id does not fit in 32 bits") from error
+    return array

@@ -1,1 +1,1 @@
-"""What a process asks its host: memory and installed packages."""
+"""What a process asks its host for: memory, installed packages, a private folder of sockets."""

@@ -83,7 +83,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((room, ("frame.core", KERNELS, *SMALL_ROOMS)) for room in ROOMS),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
-    ("frame.plugins.launchers", (*DATA, "frame.core.ipc.child_process", "frame.core.ipc.socket_directory", MARKER)),
+    ("frame.plugins.launchers", (*DATA, "frame.core.ipc.child_process", "frame.host.socket_directory", MARKER)),
     ("frame.plugins.platforms", (*DATA, "frame.host.host_memory", MARKER)),
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),

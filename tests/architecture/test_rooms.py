@@ -18,7 +18,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "pooling", "registration", "models", "attention_backends", "quantization", "plugins", "entrypoints", "testing", "lang", "__main__",
     ),
     "frame.core": (
-        "errors", "garbage_collection", "token_ids", "interfaces", "messages", "blame", "ipc", "kv_cache", "sampling", "scheduling",
+        "errors", "garbage_collection", "interfaces", "messages", "blame", "ipc", "kv_cache", "sampling", "scheduling",
         "loading", "execution", "engine",
     ),
     "frame.entrypoints": (

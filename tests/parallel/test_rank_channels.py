@@ -19,8 +19,8 @@ from frame.core.interfaces.batch import ScheduledBatch, SlotSetup, StepResult
 from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc import transport
-from frame.core.ipc.socket_directory import SocketDirectory
 from frame.core.ipc.transport import ZmqSender
+from frame.host.socket_directory import SocketDirectory
 from frame.parallel import rank_channels
 from frame.parallel.rank_channels import BatchReceiver, BatchSender, Profile, Traced, decode_batch, encode_batch
 from frame.parallel.tp_follower import LeadingRunner, follow

@@ -16,10 +16,9 @@ import numpy as np
 from frame.core.interfaces.cache import owner_of
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import ParamProblem
-from frame.core.messages import Finish, Generate
+from frame.core.messages import Finish, Generate, as_array
 from frame.core.scheduling.prefix_dedup import MIN_SHARED_TOKENS
 from frame.core.scheduling.request import Request
-from frame.core.token_ids import as_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from frame.core.interfaces.cache import Match, PageAllocator, PrefixCache
+from frame.core.interfaces.cache import Inserted, PageAllocator, PrefixCache
 from frame.core.kv_cache.page_allocator import GroupedAllocator
 from frame.core.scheduling.group_rows import GroupRows
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 
-NO_WRITES = np.empty((0, 3), np.int32)
+_NO_WRITES, _NO_PAGES = np.empty((0, 3), np.int32), np.empty(0, np.int32)
 
 
 class KVCacheManager:
@@ -72,7 +72,7 @@ class KVCacheManager:
         # the cache; and the last token is computed in any case, so a prompt of one token has
         # nothing to match.
         if request.wants_prompt_logprobs or len(request.tokens) == 1:
-            return np.empty(0, np.int32)
+            return _NO_PAGES
         match = self.cache.match(request.tokens, request.namespace)
         self.cache.lock(match.handle)
         request.handle = match.handle
@@ -145,45 +145,26 @@ class KVCacheManager:
         """Insert a running request's first `num_computed` tokens (whole pages) into the prefix
         cache, so that other requests match them (vLLM: `cache_blocks`). -> its private pages that
         the cache already had, which the row no longer uses."""
-        a, slot = self._table.arrays, request.slot
-        shared, whole = int(a.num_shared[slot]), num_computed // self.page_size
-        if self.groups is not None and self.groups.is_cached:
-            return self._cache_groups(request, self.groups, num_computed)
-        if whole <= shared or not self.cache.reuses:
-            return NO_WRITES[:0, 0]
-        row, tokens = a.page_table[slot], request.tokens[: whole * self.page_size]
-        inserted = self.cache.insert(tokens, row[:whole], request.namespace, request.priority)
+        a, slot, groups = self._table.arrays, request.slot, self._cached_groups
+        shared = int(a.num_shared[slot])
+        if not self.cache.reuses or not self._has_uncached(slot, num_computed):
+            return _NO_PAGES
+        whole, row = max(num_computed // self.page_size, shared), a.page_table[slot]
+        inserted = self._insert_pages(request, request.tokens, row, whole, num_computed)
         self.cache.lock(inserted.handle)
         self.cache.unlock(request.handle)
         request.handle = inserted.handle
         a.num_shared[slot] = whole
-        cached = inserted.num_cached // self.page_size
-        if cached <= shared:
-            return NO_WRITES[:0, 0]
-        duplicates = row[shared:cached].copy()
-        pages = self.cache.match(tokens, request.namespace).pages
-        self._write_row(slot, shared, pages[shared:cached])
-        return duplicates
-
-    def _cache_groups(self, request: Request, groups: GroupRows, num_computed: int) -> np.ndarray:
-        """`cache_prefill` of a model with several cache groups."""
-        a, slot = self._table.arrays, request.slot
-        shared, whole = int(a.num_shared[slot]), num_computed // self.page_size
-        if not self.cache.reuses or (whole <= shared and not groups.has_checkpoints(slot, num_computed)):
-            return NO_WRITES[:0, 0]
-        whole = max(whole, shared)
-        row, tokens = a.page_table[slot], request.tokens[: whole * self.page_size]
-        offers = groups.offer(slot, whole, num_computed)
-        inserted = self.cache.insert(tokens, row[:whole], request.namespace, request.priority, offers)
-        self.cache.lock(inserted.handle)
-        self.cache.unlock(request.handle)
-        request.handle = inserted.handle
-        match: Match = self.cache.read(inserted.handle)
         cached = max(shared, inserted.num_cached // self.page_size)
+        if groups is not None:
+            match = self.cache.read(inserted.handle)
+            groups.share_rows(slot, match)
+        elif cached > shared:
+            match = self.cache.match(request.tokens[: whole * self.page_size], request.namespace)
+        else:
+            return _NO_PAGES
         duplicates = row[shared:cached].copy()
         self._write_row(slot, shared, match.pages[shared:cached])
-        a.num_shared[slot] = whole
-        groups.share_rows(slot, match)
         return np.concatenate((duplicates, np.array(inserted.unused, np.int32)))
 
     def release_row(self, request: Request, tokens: np.ndarray, num_computed: int) -> np.ndarray:
@@ -191,43 +172,44 @@ class KVCacheManager:
         pages that are no longer used."""
         a, slot = self._table.arrays, request.slot
         row, shared = a.page_table[slot, : a.num_pages[slot]].copy(), int(a.num_shared[slot])
-        whole = num_computed // self.page_size
-        freed = row[shared:]
-        if self.groups is not None and self.groups.is_cached and whole:
-            freed = self._keep_groups(request, self.groups, tokens, num_computed)
-        else:
-            if whole > shared:
-                kept = tokens[: whole * self.page_size]
-                inserted = self.cache.insert(kept, row[:whole], request.namespace, request.priority)
-                duplicates = row[shared : max(shared, inserted.num_cached // self.page_size)]
-                freed = np.concatenate((duplicates, row[whole:]))
-            if self.groups is not None:
-                freed = np.concatenate((freed, self.groups.release_rows(slot, 0)))
+        whole, cached = max(num_computed // self.page_size, shared), shared
+        unused: Sequence[int] = ()
+        if num_computed >= self.page_size and self._has_uncached(slot, num_computed):
+            inserted = self._insert_pages(request, tokens, row, whole, num_computed)
+            cached, unused = max(shared, inserted.num_cached // self.page_size), inserted.unused
+        freed = [row[shared:cached], row[whole:], np.array(unused, np.int32)]
+        if self.groups is not None:
+            is_kept = self._cached_groups is not None and num_computed >= self.page_size
+            freed.append(self.groups.release_rows(slot, whole if is_kept else 0))
         self.unlock_prefix(request)
         a.num_pages[slot] = a.num_shared[slot] = 0
-        return freed
+        return np.concatenate(freed)
 
-    def _keep_groups(self, request: Request, groups: GroupRows, tokens: np.ndarray, num_computed: int) -> np.ndarray:
-        """Insert what a request of a model with several cache groups has computed. -> the pages of
-        its rows that are no longer used."""
-        a, slot = self._table.arrays, request.slot
-        row, shared = a.page_table[slot, : a.num_pages[slot]].copy(), int(a.num_shared[slot])
-        whole, cached = num_computed // self.page_size, shared
-        unused: Sequence[int] = ()
-        if whole > shared or groups.has_checkpoints(slot, num_computed):
-            whole = max(whole, shared)
-            offers = groups.offer(slot, whole, num_computed)
-            kept = tokens[: whole * self.page_size]
-            inserted = self.cache.insert(kept, row[:whole], request.namespace, request.priority, offers)
-            cached, unused = max(shared, inserted.num_cached // self.page_size), inserted.unused
-        whole = max(whole, shared)
-        return np.concatenate((row[shared:cached], row[whole:], groups.release_rows(slot, whole), np.array(unused, np.int32)))
+    @property
+    def _cached_groups(self) -> GroupRows | None:
+        """`groups`, if the prefix cache holds pages of them."""
+        return self.groups if self.groups is not None and self.groups.is_cached else None
+
+    def _has_uncached(self, slot: int, num_computed: int) -> bool:
+        """Whether a row has whole pages or checkpoints that the prefix cache does not hold."""
+        groups = self._cached_groups
+        is_longer = num_computed // self.page_size > self._table.arrays.num_shared[slot]
+        return bool(is_longer) or (groups is not None and groups.has_checkpoints(slot, num_computed))
+
+    def _insert_pages(self, request: Request, tokens: np.ndarray, row: np.ndarray, whole: int, num_computed: int) -> Inserted:
+        """Insert the first `whole` pages of a row into the prefix cache, with those of its cache
+        groups."""
+        groups, kept = self._cached_groups, tokens[: whole * self.page_size]
+        if groups is None:
+            return self.cache.insert(kept, row[:whole], request.namespace, request.priority)
+        offers = groups.offer(request.slot, whole, num_computed)
+        return self.cache.insert(kept, row[:whole], request.namespace, request.priority, offers)
 
     def take_table_writes(self) -> np.ndarray:
         """Return the page-table writes since the last call, int32 [n, 3] of (slot, index in the
         row, page), in order."""
         if not self._writes:
-            return NO_WRITES
+            return _NO_WRITES
         writes = self._writes[0] if len(self._writes) == 1 else np.concatenate(self._writes)
         self._writes = []
         return writes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.token_ids import as_array
+from frame.core.messages import as_array
 
 SHORT_PROMPT = 128  # tokens
 DEFAULTS = SamplingParams()

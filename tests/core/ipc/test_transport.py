@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from frame.core.ipc.socket_directory import SocketDirectory
 from frame.core.ipc.transport import InProcessTransport, ZmqSender, ZmqTransport
 from frame.core.messages import Abort, AbortAll, Heartbeat, StepTokens
+from frame.host.socket_directory import SocketDirectory
 
 
 def test_in_process_keeps_order_and_wakes() -> None:

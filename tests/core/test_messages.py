@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frame.core.token_ids import as_array
+from frame.core.messages import as_array
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
 def test_it_equals_numpy(ids: list[int]) -> None:
-    found = as_array(ids)
-    assert found.dtype == np.int32 and found.flags.writeable
-    assert found.tolist() == ids == as_array(tuple(ids)).tolist()
+    array = as_array(ids)
+    assert array.dtype == np.int32 and array.flags.writeable
+    assert array.tolist() == ids == as_array(tuple(ids)).tolist()
 
 
 @pytest.mark.parametrize("wrong", [2**31, -(2**31) - 1, 10**30])

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from frame.core.ipc.inflight_file import INFLIGHT
-from frame.core.ipc.socket_directory import SocketDirectory
 from frame.core.ipc.transport import ZmqTransport
 from frame.core.messages import Abort
+from frame.host.socket_directory import SocketDirectory
 
 
 def test_directory_is_private(tmp_path: Path) -> None:
