@@ -203,7 +203,7 @@ def test_a_gguf_file_and_its_folder_name_the_package(tmp_path: Path, monkeypatch
     (tmp_path / "model.gguf").touch()
     flags = "serve it with --load-format gguf --quantization gguf."
     for is_there, remedy in ((True, flags), (False, f"install the package frame-gguf ({install_command('frame-gguf')}) and {flags}")):
-        monkeypatch.setattr("frame.host.installation.is_installed", lambda name, found=is_there: found)
+        monkeypatch.setattr("frame.host.installation.is_installed", lambda name, installed=is_there: installed)
         for place, fault in ((tmp_path / "model.gguf", "is a GGUF file"), (tmp_path, "holds a GGUF file and no config.json")):
             with pytest.raises(CheckpointError) as caught:
                 read_model_config(place)

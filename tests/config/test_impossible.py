@@ -208,10 +208,10 @@ CASES = {
 
 
 def known_to(case: Impossible) -> dict[str, list[PluginRecord]]:
-    found = {kind: [] if kind in case.without else listed for kind, listed in records().items()}
+    known = {kind: [] if kind in case.without else listed for kind, listed in records().items()}
     for each in case.more:
-        found[each.kind].append(each)
-    return found
+        known[each.kind].append(each)
+    return known
 
 
 @pytest.mark.parametrize("name", CASES)

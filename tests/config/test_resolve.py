@@ -65,7 +65,7 @@ def record(kind: str, name: str, capabilities: object = None, **more: object) ->
 
 
 def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
-    found = {
+    by_kind = {
         "platform": [
             record("platform", "cpu", PlatformCapabilities()),
             record("platform", "cuda", PlatformCapabilities(find_devices="m:find", graphs=True), rank=10),
@@ -124,7 +124,7 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
         "reasoning_parser": [],
         "tool_call_parser": [],
     }
-    return found | replaced
+    return by_kind | replaced
 
 
 def config(**sections: dict[str, object]) -> FrameConfig:
@@ -247,9 +247,9 @@ def test_a_quantized_checkpoint_without_a_format_is_refused_with_all_reasons() -
 
 def test_gemm_kernels_are_chosen_by_their_speeds() -> None:
     stored = dataclasses.replace(LLAMA, quantization="awq")
-    found = resolve(config(), H200, stored, records())
-    assert names(found)["gemm_kernel"] == ["plain", "quick", "steady"]
-    assert found.reasons["model.gemm_kernel"] == "plain: plain (x 1); int4: quick to 64 rows (x 2.5), steady (x 0.9)"
+    result = resolve(config(), H200, stored, records())
+    assert names(result)["gemm_kernel"] == ["plain", "quick", "steady"]
+    assert result.reasons["model.gemm_kernel"] == "plain: plain (x 1); int4: quick to 64 rows (x 2.5), steady (x 0.9)"
     assert names(resolve(config(), LAPTOP, stored, records()))["gemm_kernel"] == ["plain", "steady"]
     named = resolve(config(model={"gemm_kernel": "steady"}), H200, stored, records())
     assert "int4: steady (x 0.9)" in named.reasons["model.gemm_kernel"]
@@ -347,8 +347,8 @@ def test_a_list_names_the_logits_processors_in_order() -> None:
         (["theirs"], ["theirs"]),
         ([], []),
     ):
-        found = resolve(config(sampling={"processors": listed}), LAPTOP, LLAMA, records())
-        assert names(found)["logits_processor"] == expected
+        result = resolve(config(sampling={"processors": listed}), LAPTOP, LLAMA, records())
+        assert names(result)["logits_processor"] == expected
     with pytest.raises(UnknownPluginError, match="did you mean 'theirs'"):
         resolve(config(sampling={"processors": ["their"]}), LAPTOP, LLAMA, records())
 

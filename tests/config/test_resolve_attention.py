@@ -32,7 +32,7 @@ def chosen(*backends: PluginRecord, wanted: object = None, hardware: Any = H200)
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("value", "kept"),
     [
         ("auto", None),
         ("a", "a"),
@@ -44,14 +44,14 @@ def chosen(*backends: PluginRecord, wanted: object = None, hardware: Any = H200)
         ({"prefill": None}, None),
     ],
 )
-def test_accepted_values(given: object, kept: str | None) -> None:
-    assert FrameConfig.model_validate({"attention": {"backend": given}}).attention.backend == kept
+def test_accepted_values(value: object, kept: str | None) -> None:
+    assert FrameConfig.model_validate({"attention": {"backend": value}}).attention.backend == kept
 
 
-@pytest.mark.parametrize("given", ["prefill=", "verify=a", "prefill=a,prefill=b", {"extend": "a"}, 7])
-def test_rejected_values(given: object) -> None:
+@pytest.mark.parametrize("value", ["prefill=", "verify=a", "prefill=a,prefill=b", {"extend": "a"}, 7])
+def test_rejected_values(value: object) -> None:
     with pytest.raises(ValidationError):
-        FrameConfig.model_validate({"attention": {"backend": given}})
+        FrameConfig.model_validate({"attention": {"backend": value}})
 
 
 def test_a_pair_lists_prefill_first_and_survives_pinning() -> None:
@@ -153,10 +153,10 @@ def test_measurements_of_another_card_with_the_same_capability_are_named_as_such
     known = [backend("a", rank=9, measured=speeds(300, 4.1)), backend("b", measured=speeds(550, 3.6))]
     said = chosen(*known, hardware=h100).reasons["attention.backend"]
     assert "as measured on NVIDIA H200, a card of the same compute capability, in TFLOP/s: b 550, a 300" in said
-    own = Measured("NVIDIA H100 80GB HBM3", (9, 0), "mha", "extend", 700)
-    alone = [backend("a", rank=9, measured=(own, *speeds(300, 4.1))), known[1]]
+    other_card = Measured("NVIDIA H100 80GB HBM3", (9, 0), "mha", "extend", 700)
+    alone = [backend("a", rank=9, measured=(other_card, *speeds(300, 4.1))), known[1]]
     assert names(chosen(*alone, hardware=h100))["attention_backend"] == ["b", "a"], "a figure that has no other beside it decides nothing"
-    both = [alone[0], backend("b", measured=(dataclasses.replace(own, speed=600), *speeds(550, 3.6)))]
+    both = [alone[0], backend("b", measured=(dataclasses.replace(other_card, speed=600), *speeds(550, 3.6)))]
     assert names(chosen(*both, hardware=h100))["attention_backend"] == ["a"]
 
 

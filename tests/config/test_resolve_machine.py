@@ -50,9 +50,9 @@ def resolved(model_config: ModelConfig = LLAMA_8B, tp: int = 1, **execution: Any
 def test_stages_capture_micro_batches_of_decodes() -> None:
     sections: dict[str, Any] = {"model": {"path": EMBEDDED}, "parallel": {"pp": 2}, "execution": {"device": "cuda"}}
     config = FrameConfig.model_validate(sections | {"scheduler": {"max_running_requests": 33}})
-    found = resolve(config, H200, LLAMA_8B, load_registry(installed=False).all_records())
-    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (17, 0)
-    assert "stages exchange tensors" in found.reasons["execution.prompt_graph_max_tokens"]
+    result = resolve(config, H200, LLAMA_8B, load_registry(installed=False).all_records())
+    assert (result.cuda_graph_max_bs, result.prompt_graph_max_tokens) == (17, 0)
+    assert "stages exchange tensors" in result.reasons["execution.prompt_graph_max_tokens"]
 
 
 def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
@@ -83,32 +83,32 @@ def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
 )
 def test_linked_devices_sum_over_their_links(machine: Hardware, parallel: dict[str, Any], expected: str) -> None:
     sections = {"model": {"path": EMBEDDED}, "parallel": parallel, "execution": {"device": "cuda"}}
-    found = resolve(FrameConfig.model_validate(sections), machine, LLAMA_8B, load_registry(installed=False).all_records())
-    assert found.choice("collective").name == expected
-    assert ("over links" in found.reasons.get("parallel.collective", "")) == (expected == "p2p" and "collective" not in parallel)
+    result = resolve(FrameConfig.model_validate(sections), machine, LLAMA_8B, load_registry(installed=False).all_records())
+    assert result.choice("collective").name == expected
+    assert ("over links" in result.reasons.get("parallel.collective", "")) == (expected == "p2p" and "collective" not in parallel)
 
 
 def test_graph_sizes_default_from_model_and_machine() -> None:
-    found = resolved(device="cuda")
-    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (found.max_running_requests, 256)
-    assert "launch" in found.reasons["execution.prompt_graph_max_tokens"]
+    result = resolved(device="cuda")
+    assert (result.cuda_graph_max_bs, result.prompt_graph_max_tokens) == (result.max_running_requests, 256)
+    assert "launch" in result.reasons["execution.prompt_graph_max_tokens"]
     assert resolved(device="cuda", prompt_graph_max_tokens=0).prompt_graph_max_tokens == 0
     assert resolved(device="cuda", prompt_graph_max_tokens=777).prompt_graph_max_tokens == 777
 
 
 def test_steps_of_several_ranks_are_captured_too() -> None:
-    found = resolved(device="cuda", tp=2)
-    assert (found.cuda_graph_max_bs, found.prompt_graph_max_tokens) == (found.max_running_requests, 256)
+    result = resolved(device="cuda", tp=2)
+    assert (result.cuda_graph_max_bs, result.prompt_graph_max_tokens) == (result.max_running_requests, 256)
 
 
 @pytest.mark.parametrize(
     ("execution", "why"),
     [({"device": "cpu"}, "platform cpu captures no graphs"), ({"device": "cuda", "torch_compile": True}, "captures its own graphs")],
 )
-def test_steps_that_cannot_be_captured_have_no_graphs_and_a_given_size_is_refused(execution: dict[str, Any], why: str) -> None:
-    found = resolved(**execution)
-    assert found.prompt_graph_max_tokens == 0
-    assert why in found.reasons["execution.prompt_graph_max_tokens"]
+def test_steps_that_cannot_be_captured_have_no_graphs_and_an_explicit_size_is_refused(execution: dict[str, Any], why: str) -> None:
+    result = resolved(**execution)
+    assert result.prompt_graph_max_tokens == 0
+    assert why in result.reasons["execution.prompt_graph_max_tokens"]
     with pytest.raises(ResolveError, match=why):
         resolved(**execution, prompt_graph_max_tokens=64)
 
@@ -121,10 +121,10 @@ def test_some_models_have_graphs_of_decodes_alone(architecture: str, kind: Any, 
     latent = (512, 64) if kind == "mla" else None
     model_config = dataclasses.replace(LLAMA_8B, architecture=architecture, kind=kind, latent=latent)
     records = load_registry(installed=False).all_records()
-    found = resolve(FrameConfig.model_validate({"model": {"path": EMBEDDED}}), H200, model_config, records)
-    assert found.cuda_graph_max_bs == found.max_running_requests
-    assert found.prompt_graph_max_tokens == 0
-    assert why in found.reasons["execution.prompt_graph_max_tokens"]
+    result = resolve(FrameConfig.model_validate({"model": {"path": EMBEDDED}}), H200, model_config, records)
+    assert result.cuda_graph_max_bs == result.max_running_requests
+    assert result.prompt_graph_max_tokens == 0
+    assert why in result.reasons["execution.prompt_graph_max_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -142,22 +142,22 @@ def test_some_models_have_graphs_of_decodes_alone(architecture: str, kind: Any, 
 def test_max_running_requests_follows_from_the_memory(gib: int, tp: int, cache: dict[str, Any], running: int) -> None:
     machine = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "card", (9, 0), gib << 30),) * 2)
     config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "parallel": {"tp": tp}, "cache": cache})
-    found = resolve(config, machine, LLAMA_8B, load_registry(installed=False).all_records())
-    assert found.max_running_requests == running
-    assert "KV cache holds about" in found.reasons["scheduler.max_running_requests"]
-    assert found.cuda_graph_max_bs == running  # every decode batch has a graph
+    result = resolve(config, machine, LLAMA_8B, load_registry(installed=False).all_records())
+    assert result.max_running_requests == running
+    assert "KV cache holds about" in result.reasons["scheduler.max_running_requests"]
+    assert result.cuda_graph_max_bs == running  # every decode batch has a graph
 
 
 @pytest.mark.parametrize("running", [100, 777, 1024])
 def test_decode_graphs_cover_all_running_requests(running: int) -> None:
     records = load_registry(installed=False).all_records()
     config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "scheduler": {"max_running_requests": running}})
-    found = resolve(config, H200, LLAMA_8B, records)
-    assert found.max_running_requests == running
-    assert found.cuda_graph_max_bs == running
+    result = resolve(config, H200, LLAMA_8B, records)
+    assert result.max_running_requests == running
+    assert result.cuda_graph_max_bs == running
     drafts = {"speculative": {"algorithm": "ngram", "num_steps": 3}}
-    found = resolve(FrameConfig.model_validate({**config.model_dump(), **drafts}), H200, LLAMA_8B, records)
-    assert found.cuda_graph_max_bs == min(4 * running, 1024)  # each token of a draft is a row
+    result = resolve(FrameConfig.model_validate({**config.model_dump(), **drafts}), H200, LLAMA_8B, records)
+    assert result.cuda_graph_max_bs == min(4 * running, 1024)  # each token of a draft is a row
 
 
 @pytest.mark.parametrize(("setting", "value"), [("num_steps", 5), ("draft_model_path", "drafts"), ("synthetic_acceptance_length", 2)])
@@ -169,7 +169,7 @@ def test_settings_of_drafts_ask_for_a_drafter(setting: str, value: Any) -> None:
 
 def resolve_tree(speculative: dict[str, Any], options: dict[str, Any], model: dict[str, Any], attention: str | None = None) -> Any:
     name = speculative.get("algorithm", "mtp")
-    given = {
+    sections = {
         "model": {"path": EMBEDDED},
         "speculative": {"algorithm": name, "adaptive": False, **speculative},
         "plugins": {"options": {f"drafter/{name}": options}},
@@ -178,7 +178,7 @@ def resolve_tree(speculative: dict[str, Any], options: dict[str, Any], model: di
     }
     config = {**LLAMA_8B.config, "num_nextn_predict_layers": 1}
     records = load_registry(installed=False).all_records()
-    return resolve(FrameConfig.model_validate(given), H200, dataclasses.replace(LLAMA_8B, config=config, **model), records)
+    return resolve(FrameConfig.model_validate(sections), H200, dataclasses.replace(LLAMA_8B, config=config, **model), records)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(chosen_format: 
     """A format that quantizes while loading makes them fit."""
     large = dataclasses.replace(LLAMA_8B, num_layers=80, hidden_size=8192, num_heads=64, config={"intermediate_size": 28672})
     small = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "H100", (9, 0), 80 << 30),))
-    found = list(find_conflicts(ParallelPlan(), large, load_registry(installed=False).get("platform", "cuda"), small, chosen_format))
-    sentences = [str(each) for each in found]
+    conflicts = list(find_conflicts(ParallelPlan(), large, load_registry(installed=False).get("platform", "cuda"), small, chosen_format))
+    sentences = [str(each) for each in conflicts]
     assert sentences == [] if gib is None else f"at least {gib} GiB / 1 rank(s) = {gib} GiB a rank" in sentences[0]
 
 
@@ -235,8 +235,8 @@ def test_the_change_for_weights_that_do_not_fit_is_one_that_fits(devices: int, g
     """131 GiB of weights, whose 8 KV heads 3, 5, 6 or 7 ranks cannot share."""
     large = dataclasses.replace(LLAMA_8B, num_layers=80, hidden_size=8192, num_heads=64, config={"intermediate_size": 28672})
     machine = dataclasses.replace(H200, accelerators=(Accelerator("cuda", "card", (9, 0), gib << 30),) * devices)
-    (found,) = find_conflicts(ParallelPlan(), large, load_registry(installed=False).get("platform", "cuda"), machine, None)
-    assert found.change == (None if change is None else f"parallel.tp: {change}")
+    (conflict,) = find_conflicts(ParallelPlan(), large, load_registry(installed=False).get("platform", "cuda"), machine, None)
+    assert conflict.change == (None if change is None else f"parallel.tp: {change}")
 
 
 @pytest.mark.parametrize(

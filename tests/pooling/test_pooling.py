@@ -50,9 +50,9 @@ def prepared(folder: Path, **sections: dict[str, Any]) -> Prepared:
 
 
 def make_loop(folder: Path, **sections: dict[str, Any]) -> LocalLoop:
-    found = prepared(folder, **sections)
-    runner = build_rank(found.resolved, found.registry)
-    return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.pools), runner)
+    ready = prepared(folder, **sections)
+    runner = build_rank(ready.resolved, ready.registry)
+    return LocalLoop(build_scheduler(ready.resolved, ready.registry, runner.capacity.pools), runner)
 
 
 def as_sentence_folder(folder: Path, mode: str, *more: dict[str, Any], max_length: int = 128) -> Path:
@@ -156,8 +156,8 @@ def test_label_tokens_of_a_language_model(tmp_path: Path) -> None:
 def prepared_id(folder: Path, text: str) -> int:
     from frame.text.tokenizer import Tokenizer
 
-    (found,) = Tokenizer.load(folder).encode(text, False)
-    return found
+    (token,) = Tokenizer.load(folder).encode(text, False)
+    return token
 
 
 def test_many_prompts_share_steps_and_long_ones_wait_for_a_whole_step(tmp_path: Path) -> None:
@@ -179,13 +179,13 @@ def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
     from tests.models.ranks import on_ranks
 
     folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean")
-    found = prepared(folder, parallel={"tp": 2})
+    ready = prepared(folder, parallel={"tp": 2})
     each = prompts()
     want = make_loop(folder).pool(each)
 
     def act(group):
-        runner = build_runner(found.resolved, load_parts(found.resolved, found.registry), group, HOST)
-        return LocalLoop(build_scheduler(found.resolved, found.registry, runner.capacity.pools), runner).pool(each)
+        runner = build_runner(ready.resolved, load_parts(ready.resolved, ready.registry), group, HOST)
+        return LocalLoop(build_scheduler(ready.resolved, ready.registry, runner.capacity.pools), runner).pool(each)
 
     for got in on_ranks(2, act):
         np.testing.assert_allclose(got, want, atol=1e-5)

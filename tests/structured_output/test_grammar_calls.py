@@ -74,25 +74,25 @@ def _measure_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_tokens_are_those_of_single_calls(monkeypatch: pytest.MonkeyPatch, overlap: bool, jump_forward: int, share: float) -> None:
     monkeypatch.setattr(grammar_masks, "MEASURED_SHARE", share)
-    batch, made = Together(), rig(overlap=overlap, jump_forward=jump_forward)
+    batch, harness = Together(), rig(overlap=overlap, jump_forward=jump_forward)
     for i in range(3):
-        made.add(
+        harness.add(
             [8, i],
             SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
             grammar=lambda: MeteredGrammar(Batched(batch), GrammarMeter(9.0)),
         )
-    made.add([9], GREEDY)
-    made.add([5, 6], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True), grammar=lambda: Script(WIDTHS, VOCAB))
-    made.run()
-    made.check()
+    harness.add([9], GREEDY)
+    harness.add([5, 6], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True), grammar=lambda: Script(WIDTHS, VOCAB))
+    harness.run()
+    harness.check()
     assert max(batch.counts) >= (1 if share else 2)  # chance decides which masks are filled alone
 
 
 def test_requests_leave_while_their_masks_are_filled() -> None:
     """Aborted, timed out and preempted by others."""
-    batch, made = Together(lambda: time.sleep(0.002)), rig(num_pages=17)
+    batch, harness = Together(lambda: time.sleep(0.002)), rig(num_pages=17)
     rids = [
-        made.add(
+        harness.add(
             [8, i],
             SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True),
             deadline=8.0 if i == 1 else None,
@@ -101,25 +101,25 @@ def test_requests_leave_while_their_masks_are_filled() -> None:
         for i in range(6)
     ]
     for step in range(6):
-        made.step()
-        made.now = 9.0 * (step == 5)
-    made.abort(rids[0])
-    made.run()
-    made.check()
-    assert batch.counts and made.scheduler.is_idle
+        harness.step()
+        harness.now = 9.0 * (step == 5)
+    harness.abort(rids[0])
+    harness.run()
+    harness.check()
+    assert batch.counts and harness.scheduler.is_idle
 
 
 @pytest.mark.parametrize("error", [ValueError("it is too complex"), KeyError("lost")])
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_grammar_at_fault_ends_its_request_alone(error: Exception, at: int) -> None:
-    made, batch = rig(), Together()
+    harness, batch = rig(), Together()
     grammars = iter([Batched(batch, error, at), Script(WIDTHS, VOCAB)])  # the second is the rig's, which says what the tokens must be
-    bad = made.add([1, 2], GREEDY, grammar=lambda: next(grammars))
-    good = made.add([1, 3], GREEDY, grammar=lambda: Batched(batch))
-    while made.requests[bad].finish is None or made.requests[good].finish is None:
-        made.step()
-    finish, other = made.requests[bad].finish, made.requests[good].finish
-    assert finish is not None and finish.error is not None and str(error) in finish.error and len(made.requests[bad].got) == at
+    bad = harness.add([1, 2], GREEDY, grammar=lambda: next(grammars))
+    good = harness.add([1, 3], GREEDY, grammar=lambda: Batched(batch))
+    while harness.requests[bad].finish is None or harness.requests[good].finish is None:
+        harness.step()
+    finish, other = harness.requests[bad].finish, harness.requests[good].finish
+    assert finish is not None and finish.error is not None and str(error) in finish.error and len(harness.requests[bad].got) == at
     assert other is not None and other.reason == "length"
 
 
@@ -139,10 +139,10 @@ def accept_first(calls: GrammarCalls, requests: Sequence[Request]) -> None:
 
 
 def masks_of(requests: Sequence[Request]) -> np.ndarray:
-    wanted = np.empty((len(requests), WORDS), np.int32)
-    for request, mask in zip(requests, wanted, strict=True):
+    expected = np.empty((len(requests), WORDS), np.int32)
+    for request, mask in zip(requests, expected, strict=True):
         Script.fill_mask(request.grammar, mask)  # type: ignore[arg-type]
-    return wanted
+    return expected
 
 
 def test_masks_are_filled_while_the_engine_goes_on() -> None:
@@ -184,10 +184,10 @@ def test_a_batch_without_end_holds_its_requests_and_is_the_last(monkeypatch: pyt
     assert [each.grammar.num_alone for each in others] == [1, 1]  # type: ignore[union-attr]
     go_on.set()
     deadline = time.monotonic() + 20.0
-    found = []
-    while len(found) < 3 and time.monotonic() < deadline:
-        found += calls.take_resolved()
-    assert sorted(request.rid for request, finish in found if finish is None) == ["0", "1", "2"]
+    held = []
+    while len(held) < 3 and time.monotonic() < deadline:
+        held += calls.take_resolved()
+    assert sorted(request.rid for request, finish in held if finish is None) == ["0", "1", "2"]
     assert (calls.fill_masks(table, slots) == masks_of(requests)).all()
     calls.close()
 

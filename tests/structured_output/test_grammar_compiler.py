@@ -66,14 +66,14 @@ def ask_as(tenant: str, rid: str, source: str) -> Generate:
 
 
 def collect(compiler: GrammarCompiler, count: int) -> dict[str, Grammar | Finish]:
-    found: dict[str, Grammar | Finish] = {}
+    outcomes: dict[str, Grammar | Finish] = {}
     ready = threading.Event()
     for _ in range(2000):
-        found |= {message.rid: outcome for message, outcome, _ in compiler.take_ready()}
-        if len(found) >= count:
-            return found
+        outcomes |= {message.rid: outcome for message, outcome, _ in compiler.take_ready()}
+        if len(outcomes) >= count:
+            return outcomes
         ready.wait(0.005)
-    raise AssertionError(f"only {sorted(found)} became ready")
+    raise AssertionError(f"only {sorted(outcomes)} became ready")
 
 
 def test_a_grammar_is_compiled_once_for_all_requests() -> None:
@@ -85,8 +85,8 @@ def test_a_grammar_is_compiled_once_for_all_requests() -> None:
         assert compiler.hold_request(ask(str(i), regex="x"))
     assert compiler.take_ready() == [] and len(compiler) == 5
     backend.gate.set()
-    found = collect(compiler, 5)
-    assert len({id(grammar) for grammar in found.values()}) == 5  # each its own state
+    outcomes = collect(compiler, 5)
+    assert len({id(grammar) for grammar in outcomes.values()}) == 5  # each its own state
     assert compiler.hold_request(ask("again", regex="x"))
     assert [message.rid for message, *_ in compiler.take_ready()] == ["again"]  # at once
     assert backend.sources == ["x"] and len(compiler) == 0
@@ -140,8 +140,8 @@ def test_waiting_behind_slow_grammars_ends_with_queue_full() -> None:
     for source in ("bomb", "x"):
         compiler.hold_request(ask(source, regex=source))
     backend.gate.set()
-    found = collect(compiler, 2)
-    errors = [finish.error for finish in (found["bomb"], found["x"]) if isinstance(finish, Finish)]
+    outcomes = collect(compiler, 2)
+    errors = [finish.error for finish in (outcomes["bomb"], outcomes["x"]) if isinstance(finish, Finish)]
     assert errors == ["invalid grammar: it takes too long", "queue full: other grammars keep the compilers busy; try again later"]
     compiler.close()
 
@@ -179,7 +179,7 @@ def test_deadlines_run_while_a_grammar_compiles() -> None:
     backend.gate.set()
     while not (ready := compiler.take_ready()):
         threading.Event().wait(0.005)
-    assert [(found.rid, arrival) for found, _, arrival in ready] == [("patient", 100.0)]
+    assert [(each.rid, arrival) for each, _, arrival in ready] == [("patient", 100.0)]
     compiler.close()
 
 

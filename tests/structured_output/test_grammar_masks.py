@@ -216,11 +216,11 @@ def test_a_backend_that_cannot_start_a_grammar() -> None:
     compiler.close()
 
 
-def step_until(made: SchedulerRig, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def step_until(harness: SchedulerRig, condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, made.scheduler.get_load()
-        if not made.step():
+        assert time.monotonic() < deadline, harness.scheduler.get_load()
+        if not harness.step():
             time.sleep(0.001)  # everything is held
 
 
@@ -231,48 +231,48 @@ def step_until(made: SchedulerRig, condition: Callable[[], bool], seconds: float
 def test_a_slow_call_holds_its_own_request_alone(where: str, after: int, overlap: bool, jump_forward: int) -> None:
     """The others get all their tokens meanwhile, and the request gets the tokens that it would have
     had."""
-    made, until = rig(overlap=overlap, jump_forward=jump_forward), threading.Event()
+    harness, until = rig(overlap=overlap, jump_forward=jump_forward), threading.Event()
     asked = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
-    slow = made.add([1, 2, 3, 4, 5], asked, grammar=burning(where, after, until))
-    others = [made.add([9, i], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)) for i in range(2)]
-    quick = made.add([8], GREEDY, grammar=lambda: Script(WIDTHS, VOCAB))
-    step_until(made, lambda: all(made.requests[rid].finish for rid in (*others, quick)))
-    assert made.requests[slow].finish is None
-    assert made.scheduler.get_load()["waiting"] == 1
+    slow = harness.add([1, 2, 3, 4, 5], asked, grammar=burning(where, after, until))
+    others = [harness.add([9, i], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)) for i in range(2)]
+    quick = harness.add([8], GREEDY, grammar=lambda: Script(WIDTHS, VOCAB))
+    step_until(harness, lambda: all(harness.requests[rid].finish for rid in (*others, quick)))
+    assert harness.requests[slow].finish is None
+    assert harness.scheduler.get_load()["waiting"] == 1
     until.set()
-    step_until(made, lambda: made.scheduler.is_idle)
-    made.check()
+    step_until(harness, lambda: harness.scheduler.is_idle)
+    harness.check()
 
 
 def test_a_call_that_does_not_end_is_over_its_budget_and_its_request_ends() -> None:
-    made, until = rig(), threading.Event()
+    harness, until = rig(), threading.Event()
     make = burning("fill", 2, until)
-    over = made.add([1, 2], GREEDY, grammar=lambda: MeteredGrammar(make(), GrammarMeter(0.05)))
+    over = harness.add([1, 2], GREEDY, grammar=lambda: MeteredGrammar(make(), GrammarMeter(0.05)))
     try:
-        step_until(made, lambda: made.requests[over].finish is not None)
-        finish = made.requests[over].finish
+        step_until(harness, lambda: harness.requests[over].finish is not None)
+        finish = harness.requests[over].finish
         assert finish is not None and finish.error is not None
         assert finish.error.startswith("invalid grammar: the grammar takes more CPU time than its budget of 0.05 s")
         assert "sampling.grammar_budget" in finish.error
-        assert len(made.requests[over].got) == 2
-        assert made.scheduler.is_idle
-        made.scheduler.check_integrity()
+        assert len(harness.requests[over].got) == 2
+        assert harness.scheduler.is_idle
+        harness.scheduler.check_integrity()
     finally:
         until.set()
 
 
 def test_held_requests_are_aborted_and_have_deadlines() -> None:
-    made, until = rig(), threading.Event()
-    rids = [made.add([1, 2], GREEDY, grammar=burning("fill", 1, until))]
-    rids += [made.add([1, 3], GREEDY, deadline=5.0, grammar=burning("fill", 1, until))]
+    harness, until = rig(), threading.Event()
+    rids = [harness.add([1, 2], GREEDY, grammar=burning("fill", 1, until))]
+    rids += [harness.add([1, 3], GREEDY, deadline=5.0, grammar=burning("fill", 1, until))]
     try:
-        step_until(made, lambda: len(made.scheduler._grammars) == 2)
-        made.abort(rids[0])
-        made.now = 6.0
-        step_until(made, lambda: made.scheduler.is_idle)
-        reasons = [made.requests[rid].finish for rid in rids]
+        step_until(harness, lambda: len(harness.scheduler._grammars) == 2)
+        harness.abort(rids[0])
+        harness.now = 6.0
+        step_until(harness, lambda: harness.scheduler.is_idle)
+        reasons = [harness.requests[rid].finish for rid in rids]
         assert [reason.reason for reason in reasons if reason] == ["abort", "error"]
-        assert len(made.scheduler._grammars) == 0
+        assert len(harness.scheduler._grammars) == 0
     finally:
         until.set()
 
@@ -282,15 +282,16 @@ def test_abandoned_threads_are_replaced_up_to_a_limit(monkeypatch: pytest.Monkey
     served."""
     monkeypatch.setattr("frame.structured_output.grammar_masks.THREAD_TIMEOUT", 0.2)
     until, before = threading.Event(), threading.active_count()
-    made = rig(max_running=MAX_ABANDONED + 8)
-    asked = [made.add([1, i], GREEDY, grammar=burning("fill", 1, until)) for i in range(2 * MAX_ABANDONED + 6)]
+    harness = rig(max_running=MAX_ABANDONED + 8)
+    asked = [harness.add([1, i], GREEDY, grammar=burning("fill", 1, until)) for i in range(2 * MAX_ABANDONED + 6)]
     try:
-        step_until(made, lambda: len(made.scheduler._grammars) + sum(bool(made.requests[rid].finish) for rid in asked) == len(asked))
-        plain = made.add([5], GREEDY)
-        step_until(made, lambda: made.requests[plain].finish is not None)
-        last = made.add([6], GREEDY, grammar=lambda: Script(WIDTHS, VOCAB))
-        step_until(made, lambda: made.requests[last].finish is not None)
-        finish = made.requests[last].finish
+        requests = [harness.requests[rid] for rid in asked]
+        step_until(harness, lambda: len(harness.scheduler._grammars) + sum(bool(each.finish) for each in requests) == len(asked))
+        plain = harness.add([5], GREEDY)
+        step_until(harness, lambda: harness.requests[plain].finish is not None)
+        last = harness.add([6], GREEDY, grammar=lambda: Script(WIDTHS, VOCAB))
+        step_until(harness, lambda: harness.requests[last].finish is not None)
+        finish = harness.requests[last].finish
         assert finish is not None and finish.error is not None and finish.error.startswith("queue full: other grammars keep")
         assert threading.active_count() - before < 4 * MAX_ABANDONED
     finally:

@@ -54,36 +54,36 @@ def num_steps(rig: SchedulerRig) -> int:
 def test_runs_take_one_step(overlap: bool, budget: int) -> None:
     steps = {}
     for fewest in (0, 2, 4):
-        made = rig(overlap=overlap, jump_forward=fewest, token_budget=budget)
-        rid = ask(made, RUN)
-        steps[fewest] = num_steps(made)
-        assert made.requests[rid].finish == Finish("stop")
-        assert len(made.requests[rid].got) == made.scheduler.get_load()["generated_tokens"] == 13
+        harness = rig(overlap=overlap, jump_forward=fewest, token_budget=budget)
+        rid = ask(harness, RUN)
+        steps[fewest] = num_steps(harness)
+        assert harness.requests[rid].finish == Finish("stop")
+        assert len(harness.requests[rid].got) == harness.scheduler.get_load()["generated_tokens"] == 13
         # of the last run only two can be taken ahead: its last token ends the request
-        assert made.scheduler.get_load()["jumped_tokens"] == {0: 0, 2: 5 + 1, 4: 5}[fewest]
+        assert harness.scheduler.get_load()["jumped_tokens"] == {0: 0, 2: 5 + 1, 4: 5}[fewest]
     if budget == 32:
         assert (steps[0] - steps[2], steps[0] - steps[4]) == (6, 5)
 
 
 def test_large_steps_need_longer_runs() -> None:
     for others, jumped in ((0, 6), (11, 5), (27, 0)):
-        made = rig(max_running=32, num_pages=600, token_budget=300, jump_rows=4)
+        harness = rig(max_running=32, num_pages=600, token_budget=300, jump_rows=4)
         for i in range(others):
-            made.add([i % VOCAB, 1], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
-        ask(made, RUN)
-        made.run()
-        assert made.scheduler.get_load()["jumped_tokens"] == jumped
+            harness.add([i % VOCAB, 1], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
+        ask(harness, RUN)
+        harness.run()
+        assert harness.scheduler.get_load()["jumped_tokens"] == jumped
 
 
 @pytest.mark.parametrize(("tokens", "max_length"), [(0, 6), (300, 6), (4, 3), (2, 1)])
 def test_steps_with_runs_respect_the_token_limit(tokens: int, max_length: int) -> None:
-    made = rig(jump_tokens=tokens)
-    rid, lengths = ask(made, RUN), []
-    while not made.scheduler.is_idle:
-        before = made.scheduler.get_load()["jumped_tokens"]
-        made.step()
-        lengths.append(1 + made.scheduler.get_load()["jumped_tokens"] - before)
-    assert max(lengths) == max_length and len(made.requests[rid].got) == 13
+    harness = rig(jump_tokens=tokens)
+    rid, lengths = ask(harness, RUN), []
+    while not harness.scheduler.is_idle:
+        before = harness.scheduler.get_load()["jumped_tokens"]
+        harness.step()
+        lengths.append(1 + harness.scheduler.get_load()["jumped_tokens"] - before)
+    assert max(lengths) == max_length and len(harness.requests[rid].got) == 13
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -93,23 +93,23 @@ def test_runs_end_with_the_request(overlap: bool) -> None:
     whole.run()
     tokens = whole.requests["request-0"].got
     for count in range(1, 13):
-        made = rig(overlap=overlap)
-        rid = ask(made, RUN, max_tokens=count)
-        stopped = ask(made, RUN, stop_token_ids=(tokens[count],), ignore_eos=False)
-        made.run()
-        assert made.requests[rid].finish == Finish("length") and len(made.requests[rid].got) == count
+        harness = rig(overlap=overlap)
+        rid = ask(harness, RUN, max_tokens=count)
+        stopped = ask(harness, RUN, stop_token_ids=(tokens[count],), ignore_eos=False)
+        harness.run()
+        assert harness.requests[rid].finish == Finish("length") and len(harness.requests[rid].got) == count
         first = tokens.index(tokens[count])
         end = Finish("stop", matched=tokens[count])
-        assert made.requests[stopped].got == tokens[: first + 1] and (made.requests[stopped].finish == end or first == 12)
+        assert harness.requests[stopped].got == tokens[: first + 1] and (harness.requests[stopped].finish == end or first == 12)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_requests_with_log_probabilities_sample_every_token(overlap: bool) -> None:
-    made = rig(overlap=overlap)
-    ask(made, RUN, logprobs=2)
-    ask(made, RUN, prompt_logprobs=1)
-    made.run()
-    assert made.scheduler.get_load()["jumped_tokens"] == 0
+    harness = rig(overlap=overlap)
+    ask(harness, RUN, logprobs=2)
+    ask(harness, RUN, prompt_logprobs=1)
+    harness.run()
+    assert harness.scheduler.get_load()["jumped_tokens"] == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -118,20 +118,20 @@ def test_random_requests(overlap: bool, fewest: int) -> None:
     """Preemption, eviction and aborts all the time: every token is that of a run without jumps,
     alone."""
     rng = random.Random(1)
-    made = rig(overlap=overlap, jump_forward=fewest, num_pages=1 + 16, max_running=8, token_budget=10, max_context=64)
+    harness = rig(overlap=overlap, jump_forward=fewest, num_pages=1 + 16, max_running=8, token_budget=10, max_context=64)
     for i in range(80):
         widths = [rng.choice((1, 1, 1, 3)) for _ in range(rng.randint(1, 30))]
         params = {"temperature": rng.choice((0.0, 1.0)), "seed": i, "max_tokens": rng.randint(1, 30)}
         if rng.random() < 0.7:
-            rid = ask(made, widths, rng.randint(1, 12), **params)
+            rid = ask(harness, widths, rng.randint(1, 12), **params)
         else:
-            rid = made.add([i % VOCAB], SamplingParams(**params))  # type: ignore[arg-type]
+            rid = harness.add([i % VOCAB], SamplingParams(**params))  # type: ignore[arg-type]
         for _ in range(rng.choice((0, 0, 2))):
-            made.step()
+            harness.step()
         if rng.random() < 0.1:
-            made.abort(rid)
-    made.run()
-    assert made.scheduler.get_load()["preempted"] > 0 and made.scheduler.get_load()["jumped_tokens"] > 20
+            harness.abort(rid)
+    harness.run()
+    assert harness.scheduler.get_load()["preempted"] > 0 and harness.scheduler.get_load()["jumped_tokens"] > 20
 
 
 def test_lookahead_does_not_change_the_grammar() -> None:
@@ -171,15 +171,15 @@ def test_an_error_ahead_is_raised_after_the_forced_tokens() -> None:
         assert token is not None and not grammar.accept_token(token + 1) and accept_token(grammar, token, FREE) is None
     with pytest.raises(ValueError, match="too much work"):
         grammar.fill_mask(mask)
-    made = rig()
-    made.add([1], SamplingParams(max_tokens=20, temperature=0.0), grammar=lambda: Script([1], VOCAB))
-    made.scheduler._requests["request-0"].grammar = LookaheadGrammar(Broken([1] * 9, VOCAB))
-    made.requests.clear()
+    harness = rig()
+    harness.add([1], SamplingParams(max_tokens=20, temperature=0.0), grammar=lambda: Script([1], VOCAB))
+    harness.scheduler._requests["request-0"].grammar = LookaheadGrammar(Broken([1] * 9, VOCAB))
+    harness.requests.clear()
     ends = []
-    while not made.scheduler.is_idle:
-        batch = made.scheduler.schedule_batch(0.0)
+    while not harness.scheduler.is_idle:
+        batch = harness.scheduler.schedule_batch(0.0)
         assert batch is not None
-        ends.append(made.scheduler.commit(batch, made.runner.launch(batch).wait()))
+        ends.append(harness.scheduler.commit(batch, harness.runner.launch(batch).wait()))
     assert [len(each.token_ids[0]) for each in ends] == [3, 0]  # a run, and the token that no request can allow
     assert ends[-1].finishes[0].error == "invalid grammar: too much work"
 

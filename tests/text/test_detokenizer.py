@@ -153,7 +153,7 @@ def test_stop_strings_cut_at_the_first_match(text: str, stops: list[str], cuts: 
     tokenizer = byte_level()
     ids = [i for c in text if (i := tokenizer.find_token_id(c)) is not None]
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=keep)
-    found, end = joined(Detokenizer(tokenizer).create_stream(params), split(ids, cuts))
+    joined_text, end = joined(Detokenizer(tokenizer).create_stream(params), split(ids, cuts))
     expected, reason = text, LENGTH
     for length in range(1, len(text) + 1):  # the first token that completes a stop string
         hits = [(at, -len(stop), stop) for stop in stops if (at := text[:length].find(stop)) >= 0]
@@ -161,7 +161,7 @@ def test_stop_strings_cut_at_the_first_match(text: str, stops: list[str], cuts: 
             at, _, stop = min(hits)
             expected, reason = text[: at + len(stop) if keep else at], Finish("stop", stop)
             break
-    assert (found, end) == (expected, reason)
+    assert (joined_text, end) == (expected, reason)
 
 
 def test_the_cost_of_a_token_does_not_grow_with_stop_strings() -> None:
@@ -246,21 +246,21 @@ def test_tokens_after_a_stop_string_in_one_step_do_not_count() -> None:
 def test_tokens_before_their_start_are_kept() -> None:
     """Whatever a step says of a request, its text says as well."""
     logprobs = TokenLogprobs([1], [-0.5], [[]])
-    parts: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_cached_tokens": {1: 3},
         "queue_times": {1: 0.25},
         "logprobs": {1: logprobs},
         "prompt_logprobs": {1: logprobs},
     }
-    parts |= {"finishes": {1: LENGTH}, "drafts": {1: (2, 1)}}
-    assert {*parts, "pooled"} == set(BY_INDEX)  # a vector has no text
-    step = StepTokens(rids=["y", "x"], token_ids=[spell("z"), spell("a")], **parts)
+    fields |= {"finishes": {1: LENGTH}, "drafts": {1: (2, 1)}}
+    assert {*fields, "pooled"} == set(BY_INDEX)  # a vector has no text
+    step = StepTokens(rids=["y", "x"], token_ids=[spell("z"), spell("a")], **fields)
     detokenizer = Detokenizer(byte_level(), early_limit=2)
     assert detokenizer.process_step(step).rids == []
     (late,) = detokenizer.start_request(StartDetokenize(rid="x", params=SamplingParams()))
     known = watching("x").process_step(step)  # of one request whose StartDetokenize came in time
     for text in (late, known):
-        assert {name: getattr(text, name) for name in parts} == {name: {0: values[1]} for name, values in parts.items()}
+        assert {name: getattr(text, name) for name in fields} == {name: {0: values[1]} for name, values in fields.items()}
 
 
 def test_tokens_may_arrive_before_their_start() -> None:

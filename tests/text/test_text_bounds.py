@@ -87,9 +87,9 @@ def test_many_texts_are_tokenized_in_groups() -> None:
     assert [*split_groups([("a", "b")])] == [[("a", "b")]]
 
 
-def made(**parts: Any) -> dict[str, Any]:
+def made(**fields: Any) -> dict[str, Any]:
     model = {"type": "BPE", "vocab": dict.fromkeys([*pre_tokenizers.ByteLevel.alphabet(), "Ġhello"], 0)}
-    return {"model": model, "pre_tokenizer": {"type": "ByteLevel"}, "normalizer": None, "added_tokens": [], **parts}
+    return {"model": model, "pre_tokenizer": {"type": "ByteLevel"}, "normalizer": None, "added_tokens": [], **fields}
 
 
 UNBOUNDED: dict[str, dict[str, Any]] = {

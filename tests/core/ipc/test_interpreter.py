@@ -28,8 +28,8 @@ def run(folder: Path, command: list[str], environment: dict[str, str]) -> str:
 def test_children_import_only_from_named_folders(path: str, expected: list[str], tmp_path: Path) -> None:
     code = "import sys; print(*(each for each in sys.path if not each.startswith(sys.base_prefix) and 'site-packages' not in each))"
     environment = child_environment({"PYTHONPATH": path})
-    found = run(tmp_path, [*python_command("-S", "-c", code)], environment).split()
-    assert [each.replace(str(tmp_path), "FOLDER") for each in found] == expected
+    imported = run(tmp_path, [*python_command("-S", "-c", code)], environment).split()
+    assert [each.replace(str(tmp_path), "FOLDER") for each in imported] == expected
 
 
 def test_children_of_children_have_a_safe_path(tmp_path: Path) -> None:

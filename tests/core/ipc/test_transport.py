@@ -51,10 +51,10 @@ def test_zmq_routes_by_type() -> None:
     alone = ZmqSender(b)
     try:
         first.send_all([Abort(rids=["x"]), StepTokens(rids=["r"], token_ids=[[1, 2]]), Abort(rids=["y"])])
-        found = second.receive(10.0)
-        while len(found) < 2:
-            found += second.receive(10.0)
-        assert found == [Abort(rids=["x"]), Abort(rids=["y"])]
+        received = second.receive(10.0)
+        while len(received) < 2:
+            received += second.receive(10.0)
+        assert received == [Abort(rids=["x"]), Abort(rids=["y"])]
         assert third.receive(10.0) == [StepTokens(rids=["r"], token_ids=[[1, 2]])]
         third.send(Heartbeat(process="p", step=1))  # no route and no default: dropped
         alone.send(Abort(rids=["z"]))

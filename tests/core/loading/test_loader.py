@@ -48,9 +48,9 @@ def shard(folder: Path) -> list[Path]:
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
     files, index = [], {}
-    for part in range(3):
-        file = folder / f"model-{part + 1:05}-of-00003.safetensors"
-        mine = names[part::3]
+    for rank in range(3):
+        file = folder / f"model-{rank + 1:05}-of-00003.safetensors"
+        mine = names[rank::3]
         save_file({name: tensors[name] for name in mine}, file)
         index |= dict.fromkeys(mine, file.name)
         files.append(file)

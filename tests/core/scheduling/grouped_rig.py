@@ -41,8 +41,8 @@ class WindowMemory:
         if not pages.all():
             raise FakeRunnerError(f"slot {slot} has no window page for a position that it reads from {start} on")
         if stores:
-            own = positions >= start
-            self.tokens[pages[own], offsets[own]] = tokens[start:]
+            computed = positions >= start
+            self.tokens[pages[computed], offsets[computed]] = tokens[start:]
         wrong = positions[self.tokens[pages, offsets] != tokens[positions]]
         if wrong.size:
             raise FakeRunnerError(f"slot {slot} reads a wrong token in its window at position {wrong[0]}")
@@ -82,7 +82,7 @@ class GroupedFakeRunner(FakeRunner):
         self._states[copies[:, 1]] = self._states[copies[:, 0]]
 
     def _compute(self, slot: int, start: int, count: int, draft: list[int], *, stores: bool) -> list[int]:
-        found = super()._compute(slot, start, count, draft, stores=stores)
+        token = super()._compute(slot, start, count, draft, stores=stores)
         tokens = np.array((self._slots[slot].tokens + draft)[: start + count], np.int64)
         for memory in self._windows.values():
             memory.compute(slot, start, tokens, stores)
@@ -93,7 +93,7 @@ class GroupedFakeRunner(FakeRunner):
             if self._states[page] != (hash_tokens(tokens[:start], 0)[-1] if start else 0):
                 raise FakeRunnerError(f"slot {slot} begins at position {start} with a state of other tokens")
             self._states[page] = hash_tokens(tokens, 0)[-1]
-        return found
+        return token
 
 
 class GroupedRig(SchedulerRig):

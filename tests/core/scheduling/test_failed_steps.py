@@ -29,8 +29,8 @@ class FailingStep(DoneStep):
 class FailingRunner(FakeRunner):
     """A runner whose steps raise if `is_bad(tokens of each row)`."""
 
-    def __init__(self, made: SchedulerRig, is_bad: Callable[[list[list[int]]], bool]) -> None:
-        given = made.config
+    def __init__(self, harness: SchedulerRig, is_bad: Callable[[list[list[int]]], bool]) -> None:
+        given = harness.config
         super().__init__(given.num_pages, given.page_size, given.max_running, given.max_pages, given.vocab_size)
         self.is_bad = is_bad
         self.num_failed = 0
@@ -99,10 +99,10 @@ def has_poison(rows: Sequence[Sequence[int]]) -> bool:
     return any(POISON in row for row in rows)
 
 
-def expected_end(whole: Sequence[int], given: Sequence[int]) -> tuple[list[int], bool]:
+def expected_end(whole: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], bool]:
     """The tokens that a request yields, and whether it ends by the poison, which a step computes
     after it was sampled."""
-    if POISON in given:
+    if POISON in tokens:
         return [], True
     if POISON in whole[:-1]:
         return list(whole[: whole.index(POISON) + 1]), True
@@ -115,7 +115,7 @@ def test_only_the_requests_at_fault_end(overlap: bool, seed: int) -> None:
     """Prompts and outputs with the poison, shared prefixes, chunks, scarce pages, grammars and
     log-probabilities."""
     draw = random.Random(seed)
-    made = FailingRig(has_poison, overlap=overlap, num_pages=draw.choice((26, 60)), token_budget=draw.choice((8, 40)), max_running=6)
+    harness = FailingRig(has_poison, overlap=overlap, num_pages=draw.choice((26, 60)), token_budget=draw.choice((8, 40)), max_running=6)
     prefix = [token for token in prompt(12, seed) if token != POISON]
     for _ in range(14):
         tokens = [*prefix[: draw.randrange(len(prefix))], *(draw.randrange(8, VOCAB) for _ in range(draw.randrange(1, 24)))]
@@ -123,12 +123,12 @@ def test_only_the_requests_at_fault_end(overlap: bool, seed: int) -> None:
             tokens[draw.randrange(len(tokens))] = POISON
         grammar = (lambda: Script([6, 1, 9, 4, 1, 1, 8], VOCAB)) if draw.random() < 0.2 else None
         more = {"prompt_logprobs": 1} if draw.random() < 0.2 else {}
-        made.add(tokens, params(max_tokens=draw.randrange(1, 16), logprobs=draw.choice((None, 1)), **more), grammar=grammar)
+        harness.add(tokens, params(max_tokens=draw.randrange(1, 16), logprobs=draw.choice((None, 1)), **more), grammar=grammar)
         for _ in range(draw.randrange(3)):
-            made.step()
-    made.run()
+            harness.step()
+    harness.run()
     ends = {}
-    for rid, request in made.requests.items():
+    for rid, request in harness.requests.items():
         whole, ends[rid] = expected_end(request.whole, request.message.token_ids)
         assert (request.got, request.finish == Finish("error", error="poison")) == (whole, ends[rid]), rid
     assert any(ends.values())
@@ -137,32 +137,32 @@ def test_only_the_requests_at_fault_end(overlap: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_steps_that_fail_for_several_rows_alone_end_no_request(overlap: bool) -> None:
-    made = FailingRig(lambda rows: len(rows) > 1, overlap=overlap, token_budget=8)
+    harness = FailingRig(lambda rows: len(rows) > 1, overlap=overlap, token_budget=8)
     for i in range(4):
-        made.add(prompt(20, i), params(max_tokens=4))
-    made.run()
-    assert {request.finish for request in made.requests.values()} == {Finish("length")}
-    assert made.failing.num_failed > 1
+        harness.add(prompt(20, i), params(max_tokens=4))
+    harness.run()
+    assert {request.finish for request in harness.requests.values()} == {Finish("length")}
+    assert harness.failing.num_failed > 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_failure_and_its_retries_count_once(overlap: bool) -> None:
-    made = FailingRig(lambda rows: True, overlap=overlap)
+    harness = FailingRig(lambda rows: True, overlap=overlap)
     for i in range(4):
-        made.add(prompt(6, i), params(max_tokens=4))
-    made.run()
-    assert {request.finish for request in made.requests.values()} == {Finish("error", error="poison")}
-    assert made.counted == 1
+        harness.add(prompt(6, i), params(max_tokens=4))
+    harness.run()
+    assert {request.finish for request in harness.requests.values()} == {Finish("error", error="poison")}
+    assert harness.counted == 1
     if not overlap:
-        assert made.failing.alone == [False, True, True, True, True]
+        assert harness.failing.alone == [False, True, True, True, True]
 
 
 def test_a_suspect_waits_for_pages_of_others_and_is_admitted_before_them() -> None:
     """Four pages are left of eleven: the request at fault fits when another has ended."""
-    made = FailingRig(has_poison, num_pages=12, max_running=3)
-    first = made.add(prompt(16, 1), params(max_tokens=12))
-    made.step()
-    bad, late = made.add([POISON] * 12, params(max_tokens=2)), made.add(prompt(9, 2), params(max_tokens=2))
-    made.run()
-    assert made.requests[bad].finish == Finish("error", error="poison")
-    assert made.requests[first].finish == made.requests[late].finish == Finish("length")
+    harness = FailingRig(has_poison, num_pages=12, max_running=3)
+    first = harness.add(prompt(16, 1), params(max_tokens=12))
+    harness.step()
+    bad, late = harness.add([POISON] * 12, params(max_tokens=2)), harness.add(prompt(9, 2), params(max_tokens=2))
+    harness.run()
+    assert harness.requests[bad].finish == Finish("error", error="poison")
+    assert harness.requests[first].finish == harness.requests[late].finish == Finish("length")

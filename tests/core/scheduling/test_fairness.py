@@ -33,10 +33,10 @@ def prompt(length: int, start: int) -> list[int]:
     return [(start + 7 * i) % VOCAB for i in range(length)]
 
 
-def steps_to_first_token(found: SchedulerRig, rid: str, maximum: int = 1000) -> int:
+def steps_to_first_token(harness: SchedulerRig, rid: str, maximum: int = 1000) -> int:
     for step in range(1, maximum):
-        found.step()
-        if found.requests[rid].got:
+        harness.step()
+        if harness.requests[rid].got:
             return step
     raise AssertionError(f"{rid} got no token in {maximum} steps")
 
@@ -44,12 +44,12 @@ def steps_to_first_token(found: SchedulerRig, rid: str, maximum: int = 1000) -> 
 def short_beside_long(share: float, long: int, count: int, **changes: Any) -> list[int]:
     """Steps until the first token of each of ten short prompts, sent one by one while `count` long
     prompts are computed."""
-    found = rig(short_prompt_share=share, **changes)
+    harness = rig(short_prompt_share=share, **changes)
     for i in range(count):
-        found.add(prompt(long, i), params(2))
-    found.step()
-    waits = [steps_to_first_token(found, found.add(prompt(16, 40 + i), params(2))) for i in range(10)]
-    found.run()
+        harness.add(prompt(long, i), params(2))
+    harness.step()
+    waits = [steps_to_first_token(harness, harness.add(prompt(16, 40 + i), params(2))) for i in range(10)]
+    harness.run()
     return waits
 
 
@@ -69,52 +69,52 @@ def test_short_prompts_beside_100k() -> None:
 
 
 def test_a_long_prompt_with_a_cached_prefix_counts_as_short() -> None:
-    found = rig()
+    harness = rig()
     history = prompt(2048, 0)
-    steps_to_first_token(found, found.add(history, params(2)))
-    while found.step():
+    steps_to_first_token(harness, harness.add(history, params(2)))
+    while harness.step():
         pass
-    found.add(prompt(3000, 1), params(2))
-    found.step()
-    assert steps_to_first_token(found, found.add([*history, *prompt(16, 5)], params(2))) <= 2
-    found.run()
+    harness.add(prompt(3000, 1), params(2))
+    harness.step()
+    assert steps_to_first_token(harness, harness.add([*history, *prompt(16, 5)], params(2))) <= 2
+    harness.run()
 
 
 def test_a_long_prompt_keeps_half_of_the_budget() -> None:
-    found = rig()
-    rid = found.add(prompt(640, 0), params(1))  # ten whole steps
+    harness = rig()
+    rid = harness.add(prompt(640, 0), params(1))  # ten whole steps
     steps = 0
-    while found.requests[rid].finish is None:
+    while harness.requests[rid].finish is None:
         for i in range(4):  # more short prompts than fit in the other half
-            found.add(prompt(16, steps * 4 + i), params(1))
-        found.step()
+            harness.add(prompt(16, steps * 4 + i), params(1))
+        harness.step()
         steps += 1
     assert steps <= 22
-    found.run()
+    harness.run()
 
 
 def test_a_long_prompt_alone_gets_the_whole_budget() -> None:
-    found = rig()
-    assert steps_to_first_token(found, found.add(prompt(640, 0), params(1))) == 10
-    found.add(prompt(640, 1), params(1))
-    found.add(prompt(640, 2), params(1))
+    harness = rig()
+    assert steps_to_first_token(harness, harness.add(prompt(640, 0), params(1))) == 10
+    harness.add(prompt(640, 1), params(1))
+    harness.add(prompt(640, 2), params(1))
     steps = 0
-    while found.step():
+    while harness.step():
         steps += 1
     assert steps == 20  # one after the other, each with the whole budget
-    found.check()
+    harness.check()
 
 
 def test_skipped_long_prompts_run_in_order() -> None:
-    found = rig(max_running=4)
-    first, second, third = (found.add(prompt(1000, i), params(1)) for i in range(3))
+    harness = rig(max_running=4)
+    first, second, third = (harness.add(prompt(1000, i), params(1)) for i in range(3))
     for i in range(40):
-        found.add(prompt(16, 50 + i), params(3))
+        harness.add(prompt(16, 50 + i), params(3))
     ends: list[str] = []
-    while found.step():
-        ends += [rid for rid in (first, second, third) if found.requests[rid].finish is not None and rid not in ends]
+    while harness.step():
+        ends += [rid for rid in (first, second, third) if harness.requests[rid].finish is not None and rid not in ends]
     assert ends == [first, second, third]
-    found.check()
+    harness.check()
 
 
 # priorities ---------------------------------------------------------------------------------------
@@ -123,73 +123,73 @@ def test_skipped_long_prompts_run_in_order() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("preemption", [False, True])
 def test_a_high_priority_preempts_low_ones_whose_tokens_do_not_change(preemption: bool, overlap: bool) -> None:
-    found = rig("priority", max_running=4, preemption=preemption, overlap=overlap)
-    low = [found.add(prompt(20, i), params(60)) for i in range(4)]
+    harness = rig("priority", max_running=4, preemption=preemption, overlap=overlap)
+    low = [harness.add(prompt(20, i), params(60)) for i in range(4)]
     for _ in range(5):
-        found.step()
-    high = [found.add(prompt(20, 50 + i), params(5), priority=5) for i in range(2)]
-    waits = steps_to_first_token(found, high[0])
+        harness.step()
+    high = [harness.add(prompt(20, 50 + i), params(5), priority=5) for i in range(2)]
+    waits = steps_to_first_token(harness, high[0])
     assert (waits <= 4) == preemption
-    assert (found.scheduler.get_load()["preempted"] > 0) == preemption
-    found.run()  # every token is what an undisturbed run yields
-    assert all(len(found.requests[rid].got) == 60 for rid in low)
+    assert (harness.scheduler.get_load()["preempted"] > 0) == preemption
+    harness.run()  # every token is what an undisturbed run yields
+    assert all(len(harness.requests[rid].got) == 60 for rid in low)
 
 
 def test_no_preemption_for_a_request_that_would_not_fit() -> None:
-    found = rig("priority", page_size=16, num_pages=101, max_running=8, token_budget=2048, max_context=4096, growth_reserve=1)
-    found.add([1] * 900, params(400))  # the oldest, which is never preempted
-    found.step()
-    small = [found.add([token] * 64, params(100)) for token in (2, 3)]
-    found.step()
-    large = found.add([4] * 1200, params(10), priority=10)
+    harness = rig("priority", page_size=16, num_pages=101, max_running=8, token_budget=2048, max_context=4096, growth_reserve=1)
+    harness.add([1] * 900, params(400))  # the oldest, which is never preempted
+    harness.step()
+    small = [harness.add([token] * 64, params(100)) for token in (2, 3)]
+    harness.step()
+    large = harness.add([4] * 1200, params(10), priority=10)
     for _ in range(120):
-        found.step()
-    assert found.scheduler.get_load()["preempted"] == 0
-    assert all(len(found.requests[rid].got) == 100 for rid in small)
-    assert not found.requests[large].got
-    found.run()
+        harness.step()
+    assert harness.scheduler.get_load()["preempted"] == 0
+    assert all(len(harness.requests[rid].got) == 100 for rid in small)
+    assert not harness.requests[large].got
+    harness.run()
 
 
 def test_no_more_requests_are_preempted_than_necessary() -> None:
-    found = rig("priority", page_size=4, num_pages=41, token_budget=256, growth_reserve=0)
+    harness = rig("priority", page_size=4, num_pages=41, token_budget=256, growth_reserve=0)
     for i in range(4):
-        found.add(prompt(28, 10 * i), params(8))
-    found.step()
-    found.add(prompt(48, 90), params(3), priority=1)
-    found.run()
-    assert found.scheduler.get_load()["preempted"] == 1
+        harness.add(prompt(28, 10 * i), params(8))
+    harness.step()
+    harness.add(prompt(48, 90), params(3), priority=1)
+    harness.run()
+    assert harness.scheduler.get_load()["preempted"] == 1
 
 
 def test_pages_shared_with_other_requests_do_not_count_as_freed() -> None:
-    found = rig("priority", page_size=4, num_pages=40, max_running=8, token_budget=256, max_context=160)
+    harness = rig("priority", page_size=4, num_pages=40, max_running=8, token_budget=256, max_context=160)
     shared = prompt(96, 0)
     for i in range(3):  # 24 common pages, and one or two private ones each
-        found.add([*shared, i], params(6))
-        found.step()
-    found.add(prompt(60, 50), params(2), priority=1)  # needs 15 pages: 9 are free, and preempting two would free 4
+        harness.add([*shared, i], params(6))
+        harness.step()
+    harness.add(prompt(60, 50), params(2), priority=1)  # needs 15 pages: 9 are free, and preempting two would free 4
     for _ in range(3):
-        found.step()
-        assert found.scheduler.get_load()["preempted"] == 0
-    found.run()
+        harness.step()
+        assert harness.scheduler.get_load()["preempted"] == 0
+    harness.run()
 
 
 def test_a_preemption_for_priority_does_not_raise_the_growth_reserve() -> None:
-    found = rig("priority", max_running=2, growth_reserve=8)
+    harness = rig("priority", max_running=2, growth_reserve=8)
     for i in range(2):
-        found.add(prompt(20, i), params(30))
-    found.step()
-    found.add(prompt(20, 7), params(2), priority=1)
-    found.step()
-    assert found.scheduler.get_load()["preempted"] == 1
-    assert found.scheduler._planner._growth_reserve == 8
+        harness.add(prompt(20, i), params(30))
+    harness.step()
+    harness.add(prompt(20, 7), params(2), priority=1)
+    harness.step()
+    assert harness.scheduler.get_load()["preempted"] == 1
+    assert harness.scheduler._planner._growth_reserve == 8
 
 
 def test_equal_priorities_preempt_none() -> None:
-    found = rig("priority", max_running=2)
+    harness = rig("priority", max_running=2)
     for i in range(4):
-        found.add(prompt(20, i), params(30), priority=3)
-    found.run()
-    assert found.scheduler.get_load()["preempted"] == 0
+        harness.add(prompt(20, i), params(30), priority=3)
+    harness.run()
+    assert harness.scheduler.get_load()["preempted"] == 0
 
 
 # ageing -------------------------------------------------------------------------------------------
@@ -197,21 +197,21 @@ def test_equal_priorities_preempt_none() -> None:
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof"])
 def test_no_request_starves(policy: str) -> None:
-    found = rig(policy, max_running=1, token_budget=64)
+    harness = rig(policy, max_running=1, token_budget=64)
     stem = prompt(64, 0)
-    found.add(stem, params(2))
-    while found.step():
+    harness.add(stem, params(2))
+    while harness.step():
         pass
-    unlucky = found.add(prompt(40, 77), params(1))  # no cached prefix, short output: last in all three orders
+    unlucky = harness.add(prompt(40, 77), params(1))  # no cached prefix, short output: last in all three orders
     for i in range(200):
-        found.add([*stem, i % VOCAB], params(4))
-        found.now += 0.5
-        found.step()
-        if found.requests[unlucky].got:
+        harness.add([*stem, i % VOCAB], params(4))
+        harness.now += 0.5
+        harness.step()
+        if harness.requests[unlucky].got:
             break
-    assert found.requests[unlucky].got
-    assert found.now <= 2 * PATIENCE
-    found.run()
+    assert harness.requests[unlucky].got
+    assert harness.now <= 2 * PATIENCE
+    harness.run()
 
 
 def test_late_requests_go_first() -> None:

@@ -25,8 +25,8 @@ class Faulty(SchedulingPolicy):
         self._reply = reply
 
     def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
-        found: Iterable[Request] = self._reply(waiting)
-        return found
+        reply: Iterable[Request] = self._reply(waiting)
+        return reply
 
 
 def raises(waiting: Sequence[Request]) -> Any:
@@ -81,15 +81,15 @@ def test_duplicate_and_foreign_requests_are_skipped(name: str, caplog: pytest.Lo
 
 def test_a_partial_order_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     waiting = example_requests(5)
-    assert list(GuardedPolicy(Faulty(lambda given: [given[3], given[0]])).sort_waiting(waiting, VIEW)) == [waiting[3], waiting[0]]
+    assert list(GuardedPolicy(Faulty(lambda window: [window[3], window[0]])).sort_waiting(waiting, VIEW)) == [waiting[3], waiting[0]]
     assert not caplog.records
 
 
 def test_a_lazy_order_is_read_only_as_far_as_needed() -> None:
     waiting, read = example_requests(5), []
 
-    def lazily(given: Sequence[Request]) -> Iterator[Request]:
-        for request in given:
+    def lazily(window: Sequence[Request]) -> Iterator[Request]:
+        for request in window:
             read.append(request)
             yield request
 
@@ -100,7 +100,7 @@ def test_a_lazy_order_is_read_only_as_far_as_needed() -> None:
 
 def test_an_endless_order_is_cut() -> None:
     waiting = example_requests(5)
-    assert list(GuardedPolicy(Faulty(lambda given: repeat(FOREIGN))).sort_waiting(waiting, VIEW)) == []
+    assert list(GuardedPolicy(Faulty(lambda window: repeat(FOREIGN))).sort_waiting(waiting, VIEW)) == []
 
 
 def test_repeated_faults_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,10 +112,10 @@ def test_repeated_faults_are_logged_at_intervals(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("name", [*FAILING, *EXCESSIVE])
 def test_requests_are_served_under_a_faulty_policy(name: str) -> None:
-    made = SchedulerRig(config(max_running=2), Faulty((FAILING | EXCESSIVE)[name]))
+    harness = SchedulerRig(config(max_running=2), Faulty((FAILING | EXCESSIVE)[name]))
     for i in range(8):
-        made.add(prompt(9, i), params(max_tokens=5))
-    made.run()
+        harness.add(prompt(9, i), params(max_tokens=5))
+    harness.run()
 
 
 class FaultyVictim(SchedulingPolicy):
@@ -166,9 +166,9 @@ def test_a_valid_victim_is_used() -> None:
 
 
 def test_requests_are_served_when_pages_run_out_and_the_policy_fails(caplog: pytest.LogCaptureFixture) -> None:
-    made = SchedulerRig(config(num_pages=11, max_context=40, max_running=3), FaultyVictim(SCHEDULING))
+    harness = SchedulerRig(config(num_pages=11, max_context=40, max_running=3), FaultyVictim(SCHEDULING))
     for i in range(6):
-        made.add(prompt(8, i), params(max_tokens=28))
-    made.run()
-    assert made.scheduler.get_load()["preempted"] > 0
+        harness.add(prompt(8, i), params(max_tokens=28))
+    harness.run()
+    assert harness.scheduler.get_load()["preempted"] > 0
     assert "FaultyVictim" in caplog.records[0].getMessage()

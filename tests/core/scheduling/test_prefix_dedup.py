@@ -27,9 +27,9 @@ SHARED = [(3 * place) % VOCAB for place in range(2 * MIN_SHARED_TOKENS)]
 
 def request(tokens, namespace=""):
     prompt = np.array(tokens, np.int32)
-    made = Request("r", prompt, SamplingParams(), 0, 0, 0.0, 0.0, len(tokens) + 8, namespace=namespace)
-    made.tokens = prompt
-    return made
+    created = Request("r", prompt, SamplingParams(), 0, 0, 0.0, 0.0, len(tokens) + 8, namespace=namespace)
+    created.tokens = prompt
+    return created
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def test_a_common_prefix_is_computed_once(overlap):
 
 def first_tokens(loop, limit=200):
     """By request, the number of the step that yields its first token."""
-    scheduler, found, step = loop.scheduler, {}, 0
+    scheduler, by_rid, step = loop.scheduler, {}, 0
     while not scheduler.is_idle and step < limit:
         batch = scheduler.schedule_batch()
         tokens = scheduler.commit(batch, loop.runner.launch(batch).wait())
         scheduler.check_integrity()
         step += 1
         for rid in tokens.rids:
-            found.setdefault(rid, step)
-    return found
+            by_rid.setdefault(rid, step)
+    return by_rid
 
 
 def add(loop, rid, tokens, output=0, max_tokens=8):

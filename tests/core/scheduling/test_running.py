@@ -30,7 +30,7 @@ def running(num_pages: int = 10, slots: int = 2) -> RunningSet:
 
 def request(index: int, tokens: list[int], stop_ids: tuple[int, ...] = (), params: SamplingParams | None = None) -> Request:
     prompt = np.array(tokens, np.int32)
-    made = Request(
+    admitted = Request(
         rid=str(index),
         prompt=prompt,
         params=params or SamplingParams(),
@@ -41,13 +41,13 @@ def request(index: int, tokens: list[int], stop_ids: tuple[int, ...] = (), param
         max_num_tokens=16,
         stop_ids=stop_ids,
     )
-    made.tokens = prompt
-    return made
+    admitted.tokens = prompt
+    return admitted
 
 
-def added(on: RunningSet, made: Request) -> Request:
-    on.add_request(made, on.kv_manager.lock_prefix(made))
-    return made
+def added(on: RunningSet, admitted: Request) -> Request:
+    on.add_request(admitted, on.kv_manager.lock_prefix(admitted))
+    return admitted
 
 
 def step(on: RunningSet, number: int, slots: list[int]) -> StepRecord:
@@ -61,22 +61,22 @@ def step(on: RunningSet, number: int, slots: list[int]) -> StepRecord:
 
 def test_a_page_table_row_from_start_to_end() -> None:
     on = running()
-    made = added(on, request(0, [1, 2, 3, 4, 5]))
+    admitted = added(on, request(0, [1, 2, 3, 4, 5]))
     kv_manager, a = on.kv_manager, on.table.arrays
-    assert kv_manager.grow_row(made.slot, 5)
-    assert a.num_pages[made.slot] == 3
+    assert kv_manager.grow_row(admitted.slot, 5)
+    assert a.num_pages[admitted.slot] == 3
     writes = kv_manager.take_table_writes()
-    assert writes[:, :2].tolist() == [[made.slot, 0], [made.slot, 1], [made.slot, 2]]
-    assert a.page_table[made.slot, :3].tolist() == writes[:, 2].tolist()
-    assert not kv_manager.grow_row(made.slot, 16 + 8)
+    assert writes[:, :2].tolist() == [[admitted.slot, 0], [admitted.slot, 1], [admitted.slot, 2]]
+    assert a.page_table[admitted.slot, :3].tolist() == writes[:, 2].tolist()
+    assert not kv_manager.grow_row(admitted.slot, 16 + 8)
     assert len(kv_manager.take_table_writes()) == 0
-    assert len(kv_manager.cache_prefill(made, 5)) == 0
-    assert kv_manager.shared_pages(made.slot).tolist() == writes[:2, 2].tolist()
-    assert kv_manager.private_pages(made.slot).tolist() == writes[2:, 2].tolist()
-    kv_manager.repeat_table_writes(np.array([made.slot]))
+    assert len(kv_manager.cache_prefill(admitted, 5)) == 0
+    assert kv_manager.shared_pages(admitted.slot).tolist() == writes[:2, 2].tolist()
+    assert kv_manager.private_pages(admitted.slot).tolist() == writes[2:, 2].tolist()
+    kv_manager.repeat_table_writes(np.array([admitted.slot]))
     assert kv_manager.take_table_writes().tolist() == writes.tolist()
-    a.num_computed_tokens[made.slot] = 5
-    on.remove_request(made, keep=True, state=RequestStatus.FINISHED)
+    a.num_computed_tokens[admitted.slot] = 5
+    on.remove_request(admitted, keep=True, state=RequestStatus.FINISHED)
     assert (kv_manager.cache.num_evictable, kv_manager.allocator.num_free) == (2, 7)
     assert on.take_released() == [0]
     assert on.take_released() == []
@@ -97,11 +97,11 @@ def test_allocation_evicts_only_if_enough_pages_can_be_freed() -> None:
 
 def test_pages_and_slots_in_flight_are_freed_at_the_commit() -> None:
     on = running()
-    made = added(on, request(0, [1, 2, 3, 4]))
-    on.kv_manager.grow_row(made.slot, 4)
-    slot = made.slot
+    admitted = added(on, request(0, [1, 2, 3, 4]))
+    on.kv_manager.grow_row(admitted.slot, 4)
+    slot = admitted.slot
     step(on, 7, [slot])
-    on.remove_request(made, keep=False, state=RequestStatus.FINISHED)
+    on.remove_request(admitted, keep=False, state=RequestStatus.FINISHED)
     assert (on.num_deferred_pages, on.num_deferred_slots) == (2, 1)
     assert (on.kv_manager.allocator.num_free, on.table.num_free) == (7, 1)
     with pytest.raises(RuntimeError, match="step 8 is committed out of order: the oldest step in flight is 7"):
@@ -117,7 +117,7 @@ def test_requests_are_kept_in_order_of_arrival() -> None:
     on = running(slots=3)
     for index in (4, 1, 3):
         added(on, request(index, [index]))
-    assert [made.index for made in on.requests] == [1, 3, 4]
+    assert [admitted.index for admitted in on.requests] == [1, 3, 4]
     assert [setup.slot for setup in on.take_setups()] == [0, 1, 2]
     with pytest.raises(RuntimeError, match="request slot 1 is empty"):
         on.remove_request(on.requests[0], keep=False, state=RequestStatus.WAITING)
@@ -126,24 +126,24 @@ def test_requests_are_kept_in_order_of_arrival() -> None:
 
 def test_the_table_flushes_tokens_and_widens_for_stop_ids() -> None:
     on = running()
-    made = added(on, request(0, [1, 2], params=SamplingParams(logprobs=1)))
-    a, slots = on.table.arrays, np.array([made.slot])
-    assert a.special[made.slot] == FIRST_TOKEN | LOGPROBS
+    admitted = added(on, request(0, [1, 2], params=SamplingParams(logprobs=1)))
+    a, slots = on.table.arrays, np.array([admitted.slot])
+    assert a.special[admitted.slot] == FIRST_TOKEN | LOGPROBS
     for token in range(TOKEN_BUFFER + 3):
         num_committed = on.table.append_tokens(slots, np.array([token], np.int32))
     assert num_committed.tolist() == [TOKEN_BUFFER + 5]
-    assert list(made.output) == list(range(TOKEN_BUFFER))
-    on.table.flush_tokens(made.slot)
-    assert list(made.output) == list(range(TOKEN_BUFFER + 3))
+    assert list(admitted.output) == list(range(TOKEN_BUFFER))
+    on.table.flush_tokens(admitted.slot)
+    assert list(admitted.output) == list(range(TOKEN_BUFFER + 3))
     other = added(on, request(1, [1], stop_ids=tuple(range(MIN_STOP_WIDTH + 2))))
     assert a.stop_ids[other.slot].tolist() == list(range(MIN_STOP_WIDTH + 2))
-    assert set(a.stop_ids[made.slot].tolist()) == {-1}
+    assert set(a.stop_ids[admitted.slot].tolist()) == {-1}
 
 
 def test_a_result_of_the_wrong_size_is_refused() -> None:
     on = running()
-    made = added(on, request(0, [1, 2]))
-    record = step(on, 0, [made.slot])
+    admitted = added(on, request(0, [1, 2]))
+    record = step(on, 0, [admitted.slot])
     grammars = GrammarCalls(8)
     processor = OutputProcessor(on, lambda ended, finish, keep: None, lambda: 0.0, grammars, DraftScheduler(on.table, 8, grammars))
     with pytest.raises(RuntimeError, match="step 0 yields 2 tokens for 1 samples"):

@@ -12,11 +12,11 @@ from tests.core.scheduling.small_rig import GREEDY, VOCAB, config, params, polic
 
 
 def refusal(message: Generate, **changes: Any) -> str:
-    made = rig(**changes)
-    finish = made.scheduler.add_request(message)
+    harness = rig(**changes)
+    finish = harness.scheduler.add_request(message)
     assert finish is not None
     assert finish.reason == "error"
-    assert made.scheduler.is_idle
+    assert harness.scheduler.is_idle
     assert finish.error is not None
     return finish.error
 
@@ -43,104 +43,104 @@ def test_refusals_name_the_limits() -> None:
 
 def test_a_request_that_just_fits_runs() -> None:
     for overlap in (False, True):
-        made = rig(num_pages=11, overlap=overlap)
-        made.add(prompt(30), params(max_tokens=11))
-        made.add(prompt(30, 5), params(max_tokens=11))
-        made.run()
+        harness = rig(num_pages=11, overlap=overlap)
+        harness.add(prompt(30), params(max_tokens=11))
+        harness.add(prompt(30, 5), params(max_tokens=11))
+        harness.run()
 
 
 def test_queue_is_bounded_and_ids_are_unique() -> None:
-    made = rig(max_running=2, max_queued=2)
+    harness = rig(max_running=2, max_queued=2)
     for i in range(4):
-        made.add(prompt(4, i), GREEDY)
-    full = made.scheduler.add_request(Generate(rid="third", token_ids=[1], params=GREEDY))
+        harness.add(prompt(4, i), GREEDY)
+    full = harness.scheduler.add_request(Generate(rid="third", token_ids=[1], params=GREEDY))
     assert full is not None
     assert full.error is not None
     assert full.error.startswith("queue full: ")
     assert full.code == "queue_full"
-    made.step()  # two are on the device now
-    twin = made.scheduler.add_request(Generate(rid="request-0", token_ids=[1], params=GREEDY))
+    harness.step()  # two are on the device now
+    twin = harness.scheduler.add_request(Generate(rid="request-0", token_ids=[1], params=GREEDY))
     assert twin is not None
     assert twin.error == "request id request-0 is in use; choose another"
     assert (twin.code, twin.param) == ("invalid_request", "rid")
-    made.run()
+    harness.run()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_deadlines_end_waiting_and_running_requests(overlap: bool) -> None:
-    made = rig(overlap=overlap, max_running=1, request_timeout=50.0)
-    runs = made.add(prompt(4), params(max_tokens=60), deadline=5.0)
-    waits = made.add(prompt(4), params(max_tokens=60), deadline=3.0)
-    last = made.add(prompt(4), params(max_tokens=30))
+    harness = rig(overlap=overlap, max_running=1, request_timeout=50.0)
+    runs = harness.add(prompt(4), params(max_tokens=60), deadline=5.0)
+    waits = harness.add(prompt(4), params(max_tokens=60), deadline=3.0)
+    last = harness.add(prompt(4), params(max_tokens=30))
     for _ in range(80):
-        made.step()
-        made.now += 1.0
+        harness.step()
+        harness.now += 1.0
     for rid, seconds in ((runs, 5), (waits, 3)):
-        finish = made.requests[rid].finish
+        finish = harness.requests[rid].finish
         assert finish is not None
         assert finish.error == f"deadline exceeded: the request took longer than its {seconds} s; allow it more time"
-    assert 0 < len(made.requests[runs].got) < 8
-    assert made.requests[waits].got == []
-    assert made.requests[last].finish == Finish("length")
-    made.run()
+    assert 0 < len(harness.requests[runs].got) < 8
+    assert harness.requests[waits].got == []
+    assert harness.requests[last].finish == Finish("length")
+    harness.run()
 
 
 def test_a_deadline_counts_from_the_arrival() -> None:
     """It does not count from the time when the request's grammar was compiled."""
-    made = rig(request_timeout=50.0)
-    made.now = 100.0
+    harness = rig(request_timeout=50.0)
+    harness.now = 100.0
     message = Generate(rid="late", token_ids=[1], params=params(max_tokens=60), deadline=5.0)
-    assert made.scheduler.add_request(message, None, 96.0) is None
-    assert made.scheduler._requests["late"].deadline == 101.0
+    assert harness.scheduler.add_request(message, None, 96.0) is None
+    assert harness.scheduler._requests["late"].deadline == 101.0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_abort_in_every_state(overlap: bool) -> None:
-    made = rig(overlap=overlap, max_running=2, token_budget=6)
-    decoding = made.add(prompt(4), params(max_tokens=50))
-    prefilling = made.add(prompt(40, 1), params(max_tokens=50))
-    waiting = made.add(prompt(4, 2), params(max_tokens=50))
+    harness = rig(overlap=overlap, max_running=2, token_budget=6)
+    decoding = harness.add(prompt(4), params(max_tokens=50))
+    prefilling = harness.add(prompt(40, 1), params(max_tokens=50))
+    waiting = harness.add(prompt(4, 2), params(max_tokens=50))
     for _ in range(3):
-        made.step()
-    assert made.scheduler.get_load()["running"] == 2
+        harness.step()
+    assert harness.scheduler.get_load()["running"] == 2
     for rid in (decoding, prefilling, waiting):
-        made.abort(rid)
-        made.abort(rid)
-        made.scheduler.check_integrity()
-        assert made.requests[rid].finish == Finish("abort")
-    made.scheduler.abort(["unknown"])
-    assert made.scheduler.drain_outputs() is None
-    assert not made.scheduler.is_idle or not overlap
-    made.run()
+        harness.abort(rid)
+        harness.abort(rid)
+        harness.scheduler.check_integrity()
+        assert harness.requests[rid].finish == Finish("abort")
+    harness.scheduler.abort(["unknown"])
+    assert harness.scheduler.drain_outputs() is None
+    assert not harness.scheduler.is_idle or not overlap
+    harness.run()
 
 
 def test_abort_all_and_abort_with_a_reason() -> None:
-    made = rig(max_running=1)
+    harness = rig(max_running=1)
     for i in range(3):
-        made.add(prompt(4, i), GREEDY)
-    made.step()
-    made.scheduler.abort(["request-0"], "stop")
-    made.scheduler.abort_all()
-    tokens = made.scheduler.drain_outputs()
+        harness.add(prompt(4, i), GREEDY)
+    harness.step()
+    harness.scheduler.abort(["request-0"], "stop")
+    harness.scheduler.abort_all()
+    tokens = harness.scheduler.drain_outputs()
     assert tokens is not None
     assert tokens.finishes == {0: Finish("stop"), 1: Finish("abort"), 2: Finish("abort")}
     assert tokens.token_ids == [[], [], []]
-    assert made.scheduler.is_idle
+    assert harness.scheduler.is_idle
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_non_finite_logits_end_only_their_request(overlap: bool) -> None:
     bad = prompt(9, 3)
-    made = SchedulerRig(config(overlap=overlap), policy(), is_invalid=lambda tokens: tokens[:9] == bad and len(tokens) == 12)
-    fine, broken = made.add(prompt(9), GREEDY), made.add(bad, GREEDY)
-    made.run()
-    assert made.requests[fine].finish == Finish("length")
-    finish = made.requests[broken].finish
+    harness = SchedulerRig(config(overlap=overlap), policy(), is_invalid=lambda tokens: tokens[:9] == bad and len(tokens) == 12)
+    fine, broken = harness.add(prompt(9), GREEDY), harness.add(bad, GREEDY)
+    harness.run()
+    assert harness.requests[fine].finish == Finish("length")
+    finish = harness.requests[broken].finish
     assert finish is not None
     assert finish.error is not None
     assert finish.error.startswith("the model's logits were not finite")
     assert finish.code == "non_finite_logits"
-    assert len(made.requests[broken].got) == 3
+    assert len(harness.requests[broken].got) == 3
 
 
 @pytest.mark.parametrize(
@@ -162,25 +162,25 @@ def test_non_finite_logits_end_only_their_request(overlap: bool) -> None:
 )
 def test_a_request_that_bans_all_tokens_ends_with_the_fields_that_do(fields: dict[str, Any], error: str, param: str | None) -> None:
     bad = prompt(9, 3)
-    made = SchedulerRig(config(), policy(), is_invalid=lambda tokens: tokens[:9] == bad and len(tokens) == 12)
-    made.runner.bans_all = True
-    fine, banned = made.add(prompt(9), GREEDY), made.add(bad, params(**fields))
-    made.run()
-    assert made.requests[fine].finish == Finish("length")
-    finish = made.requests[banned].finish
+    harness = SchedulerRig(config(), policy(), is_invalid=lambda tokens: tokens[:9] == bad and len(tokens) == 12)
+    harness.runner.bans_all = True
+    fine, banned = harness.add(prompt(9), GREEDY), harness.add(bad, params(**fields))
+    harness.run()
+    assert harness.requests[fine].finish == Finish("length")
+    finish = harness.requests[banned].finish
     assert finish is not None
     assert (finish.error, finish.param) == (error, param)
 
 
 def test_a_step_with_non_finite_logits_caches_nothing() -> None:
     bad = prompt(9, 3)
-    made = SchedulerRig(config(), policy(), is_invalid=lambda tokens: len(tokens) == 13)
-    broken = made.add(bad, GREEDY)
-    while not made.scheduler.is_idle:
-        made.step()
-    assert len(made.requests[broken].got) == 4
-    again = made.add([*bad, *made.requests[broken].whole], params(max_tokens=1))
-    while not made.scheduler.is_idle:
-        made.step()
-    assert made.requests[again].cached == 8  # the prompt's pages; the third page was computed in the last step
-    made.check()
+    harness = SchedulerRig(config(), policy(), is_invalid=lambda tokens: len(tokens) == 13)
+    broken = harness.add(bad, GREEDY)
+    while not harness.scheduler.is_idle:
+        harness.step()
+    assert len(harness.requests[broken].got) == 4
+    again = harness.add([*bad, *harness.requests[broken].whole], params(max_tokens=1))
+    while not harness.scheduler.is_idle:
+        harness.step()
+    assert harness.requests[again].cached == 8  # the prompt's pages; the third page was computed in the last step
+    harness.check()

@@ -13,21 +13,22 @@ from tests.core.scheduling.small_rig import GREEDY, params, prompt, rig
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_logprobs_of_output_and_prompt(overlap: bool) -> None:
-    made = rig(overlap=overlap, token_budget=7, num_pages=16, max_context=50)
-    made.add(prompt(30), params(max_tokens=4))
-    while not made.scheduler.is_idle:
-        made.step()
-    asked = made.add(prompt(30), params(max_tokens=4, logprobs=2, prompt_logprobs=1))
-    plain = made.add(prompt(30, 4), params(max_tokens=20))
-    made.run()
-    found = made.requests[asked]
-    assert found.cached == 0  # prompt log-probabilities need every token's logits, so none is read from the cache
-    assert [len(each.top[0]) for each in found.logprobs] == [2] * 4
-    assert found.logprobs[0].top[0][0] == (found.got[0], found.logprobs[0].logprobs[0])
-    assert found.prompt_logprobs is not None
-    assert found.prompt_logprobs.top[0] == []
-    assert [top[0] for top in found.prompt_logprobs.top[1:]] == list(zip(prompt(30)[1:], found.prompt_logprobs.logprobs[1:], strict=True))
-    assert made.requests[plain].logprobs == []
+    harness = rig(overlap=overlap, token_budget=7, num_pages=16, max_context=50)
+    harness.add(prompt(30), params(max_tokens=4))
+    while not harness.scheduler.is_idle:
+        harness.step()
+    asked = harness.add(prompt(30), params(max_tokens=4, logprobs=2, prompt_logprobs=1))
+    plain = harness.add(prompt(30, 4), params(max_tokens=20))
+    harness.run()
+    request = harness.requests[asked]
+    assert request.cached == 0  # prompt log-probabilities need every token's logits, so none is read from the cache
+    assert [len(each.top[0]) for each in request.logprobs] == [2] * 4
+    assert request.logprobs[0].top[0][0] == (request.got[0], request.logprobs[0].logprobs[0])
+    assert request.prompt_logprobs is not None
+    assert request.prompt_logprobs.top[0] == []
+    expected = list(zip(prompt(30)[1:], request.prompt_logprobs.logprobs[1:], strict=True))
+    assert [top[0] for top in request.prompt_logprobs.top[1:]] == expected
+    assert harness.requests[plain].logprobs == []
 
 
 class Alternating:
@@ -54,32 +55,32 @@ class Alternating:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pages", [65, 14])
 def test_grammars_see_every_token_before_the_next_mask(overlap: bool, pages: int) -> None:
-    made = rig(overlap=overlap, num_pages=pages, max_context=50)
+    harness = rig(overlap=overlap, num_pages=pages, max_context=50)
     for i in range(2):
-        made.add(prompt(5, i), params(max_tokens=30))
+        harness.add(prompt(5, i), params(max_tokens=30))
     grammar = Alternating(20)
     message = Generate(rid="constrained", token_ids=prompt(5, 30), params=params(max_tokens=40))
-    assert made.scheduler.add_request(message, grammar) is None
+    assert harness.scheduler.add_request(message, grammar) is None
     finishes = {}
     in_flight: list[Any] = []
     followed = 0
-    while not made.scheduler.is_idle:
-        batch = made.scheduler.schedule_batch(0.0)
+    while not harness.scheduler.is_idle:
+        batch = harness.scheduler.schedule_batch(0.0)
         if batch is not None:
-            in_flight.append((batch, made.runner.launch(batch)))
+            in_flight.append((batch, harness.runner.launch(batch)))
         while len(in_flight) > (overlap and batch is not None):
             done, step = in_flight.pop(0)
-            tokens = made.scheduler.commit(done, step.wait())
+            tokens = harness.scheduler.commit(done, step.wait())
             finishes.update({tokens.rids[i]: finish for i, finish in tokens.finishes.items()})
         if batch is not None and batch.has_deferred_grammar_mask:
             followed += 1
-            in_flight[-1][1].sample(made.scheduler.fill_deferred_mask(batch))
-        made.scheduler.check_integrity()
+            in_flight[-1][1].sample(harness.scheduler.fill_deferred_mask(batch))
+        harness.scheduler.check_integrity()
     assert (followed > 15) == overlap
     assert len(grammar.taken) == 20
     assert [token % 2 for token in grammar.taken] == [0, 1] * 10
     assert finishes["constrained"] == Finish("stop")
-    assert made.scheduler.get_load()["preempted"] == 0 or pages == 14
+    assert harness.scheduler.get_load()["preempted"] == 0 or pages == 14
 
 
 def test_a_token_that_breaks_the_grammar_is_an_error() -> None:
@@ -87,11 +88,11 @@ def test_a_token_that_breaks_the_grammar_is_an_error() -> None:
         def accept_token(self, token_id: int) -> bool:
             return False
 
-    made = rig()
-    assert made.scheduler.add_request(Generate(rid="a", token_ids=prompt(5), params=GREEDY), Never(3)) is None
-    batch = made.scheduler.schedule_batch(0.0)
+    harness = rig()
+    assert harness.scheduler.add_request(Generate(rid="a", token_ids=prompt(5), params=GREEDY), Never(3)) is None
+    batch = harness.scheduler.schedule_batch(0.0)
     assert batch is not None
-    tokens = made.scheduler.commit(batch, made.runner.launch(batch).wait())
+    tokens = harness.scheduler.commit(batch, harness.runner.launch(batch).wait())
     assert tokens.finishes[0].reason == "error"
     assert tokens.token_ids == [[]]
-    assert made.scheduler.is_idle
+    assert harness.scheduler.is_idle

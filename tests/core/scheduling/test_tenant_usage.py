@@ -27,78 +27,78 @@ def rig(policy: str = "fcfs", **changes: Any) -> SchedulerRig:
     return SchedulerRig(SchedulerConfig(**{**values, **changes}), REGISTRY.load(REGISTRY.get("scheduling_policy", policy))(SCHEDULING))
 
 
-def add(found: SchedulerRig, tenant: str, length: int, start: int, tokens: int, salt: str = "") -> str:
+def add(harness: SchedulerRig, tenant: str, length: int, start: int, tokens: int, salt: str = "") -> str:
     prompt = [(start + 7 * i) % 101 for i in range(length)]
-    return found.add(prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True), namespace=f"{tenant}:{salt}")
+    return harness.add(prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True), namespace=f"{tenant}:{salt}")
 
 
-def steps_until(found: SchedulerRig, rid: str, maximum: int = 60, count: int = 1) -> int:
+def steps_until(harness: SchedulerRig, rid: str, maximum: int = 60, count: int = 1) -> int:
     for step in range(1, maximum):
-        found.step()
-        if len(found.requests[rid].got) >= count:
+        harness.step()
+        if len(harness.requests[rid].got) >= count:
             return step
-    raise AssertionError(f"{rid} has {len(found.requests[rid].got)} tokens after {maximum} steps")
+    raise AssertionError(f"{rid} has {len(harness.requests[rid].got)} tokens after {maximum} steps")
 
 
 @pytest.mark.parametrize(("policy", "overlap"), [("fcfs", False), *((name, True) for name in POLICIES)])
 def test_a_tenant_is_served_beside_one_with_many_requests(policy: str, overlap: bool) -> None:
-    found = rig(policy, overlap=overlap)
+    harness = rig(policy, overlap=overlap)
     for i in range(140):  # more than a policy sees of the queue
-        add(found, "greedy", 30, i, 90, salt=str(i))  # each salt is a namespace of its own, of one tenant
+        add(harness, "greedy", 30, i, 90, salt=str(i))  # each salt is a namespace of its own, of one tenant
     for _ in range(10):
-        found.step()
-    first = add(found, "modest", 20, 50, 20)
-    assert steps_until(found, first) <= 3 + overlap
-    assert steps_until(found, first, count=20) <= 22
-    rids = [add(found, "modest", 20, 60 + i, 100) for i in range(10)]
+        harness.step()
+    first = add(harness, "modest", 20, 50, 20)
+    assert steps_until(harness, first) <= 3 + overlap
+    assert steps_until(harness, first, count=20) <= 22
+    rids = [add(harness, "modest", 20, 60 + i, 100) for i in range(10)]
     for _ in range(30):
-        found.step()
-    assert sum(len(found.requests[rid].got) > 0 for rid in rids) == 4  # half of the slots
+        harness.step()
+    assert sum(len(harness.requests[rid].got) > 0 for rid in rids) == 4  # half of the slots
 
 
 def test_long_prompts_of_one_tenant_do_not_take_the_budget() -> None:
-    found = rig(short_prompt_share=0.0)
+    harness = rig(short_prompt_share=0.0)
     for i in range(6):
-        add(found, "greedy", 3000, i, 10)
+        add(harness, "greedy", 3000, i, 10)
     for _ in range(3):
-        found.step()
-    assert steps_until(found, add(found, "modest", 100, 50, 5)) <= 4  # two steps' budget
+        harness.step()
+    assert steps_until(harness, add(harness, "modest", 100, 50, 5)) <= 4  # two steps' budget
 
 
 def test_the_tenant_with_most_running_requests_is_preempted() -> None:
-    found = rig(num_pages=65, max_running=8, growth_reserve=16)
-    greedy = [add(found, "greedy", 100, i, 300) for i in range(6)]
-    found.step()
-    modest = add(found, "modest", 100, 50, 300)
+    harness = rig(num_pages=65, max_running=8, growth_reserve=16)
+    greedy = [add(harness, "greedy", 100, i, 300) for i in range(6)]
+    harness.step()
+    modest = add(harness, "modest", 100, 50, 300)
     for _ in range(250):
-        found.step()
-    assert len(found.requests[modest].got) >= 200
-    found.run()
-    assert all(len(found.requests[rid].got) == 300 for rid in greedy)
+        harness.step()
+    assert len(harness.requests[modest].got) >= 200
+    harness.run()
+    assert all(len(harness.requests[rid].got) == 300 for rid in greedy)
 
 
 def test_a_single_tenant_is_served_as_without_tenants() -> None:
     def order(namespace: str) -> list[str]:
-        found = rig()
+        harness = rig()
         for i in range(40):
-            add(found, namespace, 20 + i, i, 5 + i % 3)
+            add(harness, namespace, 20 + i, i, 5 + i % 3)
         seen: list[str] = []
         while len(seen) < 40:
-            found.step()
-            seen += [rid for rid, one in found.requests.items() if one.got and rid not in seen]
+            harness.step()
+            seen += [rid for rid, one in harness.requests.items() if one.got and rid not in seen]
         return seen
 
     assert order("tenant") == order("")
 
 
 def test_usage_is_removed_with_the_last_request() -> None:
-    found = rig()
+    harness = rig()
     for tenant in "abc":
-        add(found, tenant, 20, 0, 5)
-    found.step()
-    usage = found.scheduler._queue.usage
+        add(harness, tenant, 20, 0, 5)
+    harness.step()
+    usage = harness.scheduler._queue.usage
     assert usage.is_shared
-    found.run()
+    harness.run()
     assert not usage.is_shared
     assert (usage._served, usage.num_running, usage._num_alive) == ({}, {}, {})
 
