@@ -15,12 +15,10 @@ import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frame.core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.model import ModelConfig
+from frame.core.interfaces.model import ModelConfig
 
 FLAG = "--trust-remote-code"
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STALLED_WAIT = 0.005  # seconds between attempts while requests wait but none can run (paused, grammar compiling)
-RESOLVED_AFTER = 0.2  # seconds of idleness before the self-check, so that it does not delay a request that follows at once
+SELF_CHECK_DELAY = 0.2  # seconds of idleness before the self-check, so that it does not delay a request that follows at once
 MIN_HEARTBEAT = 0.1  # seconds between two heartbeats of a busy engine
 MAX_FAILURES = 3  # steps in a row that may fail before the device counts as lost; retries of their requests do not count
 
@@ -47,7 +47,7 @@ class EngineOptions:
     overlap: bool = False  # launch a step before the last one is committed
     check_integrity: Literal["off", "repair", "fatal"] = "fatal"  # what a failed self-check does
     heartbeat: float | None = None  # seconds between heartbeats; None: none are sent
-    info: dict[str, Any] = field(default_factory=dict)  # added to the answer to `server_info`
+    info: dict[str, Any] = field(default_factory=dict)  # added to the reply to `server_info`
     device_memory: Callable[[], int] = int  # -> bytes of device memory that this process holds
     check_params: Callable[[SamplingParams], Finish | None] | None = None  # -> how a request ends whose parameters a plugin refuses
 
@@ -137,7 +137,7 @@ class Engine:
         self.grammars = grammars
         self._stopping = False
         self._paused = False
-        self._resolved = False  # no step has run since the last self-check
+        self._is_checked = False  # no step has run since the last self-check
         self._audit: Iterator[None] | None = None  # the self-check in progress
         self._failures = 0
         self._last_heartbeat = 0.0
@@ -183,8 +183,8 @@ class Engine:
         """Seconds to wait for a message while no step is in flight and none could be launched."""
         if not self.scheduler.is_idle or (self.grammars is not None and len(self.grammars)):
             return STALLED_WAIT
-        if not self._resolved and self.options.check_integrity != "off":
-            return RESOLVED_AFTER if self._audit is None else 0.0
+        if not self._is_checked and self.options.check_integrity != "off":
+            return SELF_CHECK_DELAY if self._audit is None else 0.0
         return self.options.heartbeat
 
     # messages -------------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ class Engine:
         if self.grammars is not None:
             for request, grammar, arrival in self.grammars.take_ready():
                 self._add(request, grammar, arrival)
-        if not messages and (timeout != 0.0 or self._audit is not None) and not self._resolved and self.scheduler.is_idle:
-            self._resolve()
+        if not messages and (timeout != 0.0 or self._audit is not None) and not self._is_checked and self.scheduler.is_idle:
+            self._run_self_check()
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, Generate):
@@ -270,27 +270,27 @@ class Engine:
             elif control.action == "shutdown":
                 self._stopping = True
                 self.scheduler.abort_all()
-            elif control.action != "ping":  # a ping is only answered
+            elif control.action != "ping":  # a ping only gets a reply
                 return ControlReply(id=control.id, ok=False, error=f"there is no command {control.action!r}")
         except ProfileError as error:
             return ControlReply(id=control.id, ok=False, error=str(error), code="conflict")
-        except Exception as error:  # noqa: BLE001 - a failed command is answered and does not end the engine
+        except Exception as error:  # noqa: BLE001 - a failed command gets a reply and does not end the engine
             return ControlReply(id=control.id, ok=False, error=explain(error))
         return ControlReply(id=control.id, ok=True, data=data)
 
-    def _resolve(self) -> None:
+    def _run_self_check(self) -> None:
         """Run one part of the self-check, which runs once each time the engine becomes idle.
         Messages are handled between its parts."""
         if self.options.check_integrity == "off":
-            self._resolved = True
+            self._is_checked = True
             return
         try:
             self._audit = self._audit or self.scheduler.audit_integrity()
             next(self._audit)
         except StopIteration:
-            self._resolved, self._audit = True, None
+            self._is_checked, self._audit = True, None
         except Exception as error:
-            self._resolved, self._audit = True, None
+            self._is_checked, self._audit = True, None
             if self.options.check_integrity == "fatal":
                 raise
             for sentence in [explain(error), *self.scheduler.repair_integrity()]:
@@ -304,7 +304,7 @@ class Engine:
         batch = self.scheduler.schedule_batch(time.monotonic())
         if batch is None:
             return None
-        self._resolved = False
+        self._is_checked = False
         self._step = batch.step
         started = time.perf_counter()
         try:

@@ -66,7 +66,7 @@ class AbortAll(Message, frozen=True):
 
 
 class Control(Message, frozen=True):
-    """A command to the engine, answered by one `ControlReply` with the same id once it has taken
+    """A command to the engine, which sends one `ControlReply` with the same id once it has taken
     effect on every rank."""
 
     id: str
@@ -120,7 +120,7 @@ class StepTokens(StepOutput, frozen=True):
 
 
 class ControlReply(Message, frozen=True):
-    """The answer to a `Control`."""
+    """The reply to a `Control`."""
 
     id: str
     ok: bool
@@ -174,7 +174,7 @@ class Fatal(Message, frozen=True):
 
 
 class Tokenize(Message, frozen=True):
-    """Encode one text, one chat or several `inputs`; answered by `Tokenized`."""
+    """Encode one text, one chat or several `inputs`; the reply is `Tokenized`."""
 
     id: str
     text: str | None = None
@@ -189,7 +189,7 @@ class Tokenize(Message, frozen=True):
 
 
 class Tokenized(Message, frozen=True):
-    """The answer to a `Tokenize`."""
+    """The reply to a `Tokenize`."""
 
     id: str
     token_ids: list[int] = []  # of the text or chat

@@ -82,7 +82,7 @@ class GrammarMask(msgspec.Struct, frozen=True, tag=True):
 
 
 class OrderReply(msgspec.Struct, frozen=True):
-    """A follower's answer to order `number`. `error`: one sentence; empty if the order was carried
+    """A follower's reply to order `number`. `error`: one sentence; empty if the order was carried
     out."""
 
     rank: int
@@ -92,14 +92,14 @@ class OrderReply(msgspec.Struct, frozen=True):
 
 Order = Profile | Traced | SwitchBackend | GrammarMask
 BATCH, ORDER = b"batch", b"order"  # the second frame of what rank 0 sends; the first is the data, the third an order's number
-REPLY_TIMEOUT = 30.0  # seconds that a follower may take to answer an order
+REPLY_TIMEOUT = 30.0  # seconds that a follower may take to reply
 _order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)
 _reply_decoder = msgspec.msgpack.Decoder(OrderReply)
 
 
 class BatchSender:
     """Rank 0's side: sends the same bytes to every follower (ranks 1 and up), in order. A single
-    empty frame means stop. Followers answer at the address `replies`."""
+    empty frame means stop. Followers reply to the address `replies`."""
 
     def __init__(self, addresses: list[str], replies: str) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -116,7 +116,7 @@ class BatchSender:
         self._send_all(_encoder.encode(order), ORDER, str(self._number).encode())
 
     def ask(self, order: Order, timeout: float = REPLY_TIMEOUT) -> list[str]:
-        """Send an order and wait for every follower's answer, up to `timeout` seconds. -> one
+        """Send an order and wait for every follower's reply, up to `timeout` seconds. -> one
         sentence for each rank that failed."""
         self.send_order(order)
         silent, problems, until = set(range(1, len(self._sockets) + 1)), [], time.monotonic() + timeout

@@ -115,7 +115,7 @@ class GrammarCalls(StepGrammars):
             return grammar_error(error, request.params)
 
     def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
-        self.resolve()
+        self.wait_for_masks()
         calls: dict[int, GrammarCall] = {}
         ends: list[Finish | None] = []
         fills: list[GrammarCall] = []
@@ -142,14 +142,14 @@ class GrammarCalls(StepGrammars):
             ends[i] = call.end if call.is_finished else None
         return ends
 
-    def resolve(self) -> None:
+    def wait_for_masks(self) -> None:
         filling, self._filling = self._filling, None
         if filling is not None:
             self._finish(filling.begun, filling.num_rows)
             self._filled = filling
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
-        self.resolve()
+        self.wait_for_masks()
         constrained = np.flatnonzero(table.arrays.special[slots] & GRAMMAR)
         if not constrained.size:
             return None
@@ -191,7 +191,7 @@ class GrammarCalls(StepGrammars):
         return mask
 
     def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts, *, is_late: bool = False) -> Drafts:
-        self.resolve()
+        self.wait_for_masks()
         constrained = np.flatnonzero((drafts.counts > 0) & (table.arrays.special[slots] & GRAMMAR != 0))
         if not constrained.size:
             return drafts
@@ -217,7 +217,7 @@ class GrammarCalls(StepGrammars):
         return drafts.shorten(counts)
 
     def stop_request(self, request: Request) -> None:
-        self.resolve()
+        self.wait_for_masks()
         state = get_grammar_state(request)
         if state.call is None and state.error is None:
             call = GrammarCall(request, (), np.empty(self._words, np.int32))

@@ -153,7 +153,7 @@ def test_masks_are_filled_while_the_engine_goes_on() -> None:
     table, requests, slots = rows_of([Batched(batch) for _ in range(5)])
     calls = GrammarCalls(VOCAB, 2)
     for _ in range(MIN_MEASURED):
-        calls.resolve()
+        calls.wait_for_masks()
         accept_first(calls, requests)
     assert not batch.counts
     accept_first(calls, requests)
@@ -174,7 +174,7 @@ def test_a_batch_without_end_holds_its_requests_and_is_the_last(monkeypatch: pyt
     for each in (*requests, *others):
         get_grammar_state(each).num_measured = MIN_MEASURED
     accept_first(calls, requests)
-    calls.resolve()
+    calls.wait_for_masks()
     assert calls.take_stopped() == requests
     for request in requests:
         calls.hold_request(request)
@@ -281,7 +281,7 @@ def test_a_heavy_request_leaves_a_crowded_step_if_it_takes_most_of_the_time(
     get_grammar_state(requests[0]).seconds = seconds
     calls = GrammarCalls(VOCAB, 2)
     accept_first(calls, requests)
-    calls.resolve()
+    calls.wait_for_masks()
     assert [get_grammar_state(request).is_slow for request in requests] == [is_slow] + [False] * 9
     calls.close()
 

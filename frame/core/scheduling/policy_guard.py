@@ -21,7 +21,7 @@ LOG_INTERVAL = 60.0  # seconds between two log entries about one policy
 
 
 class GuardedPolicy:
-    """Calls a `SchedulingPolicy`. Where it raises or returns an invalid answer, logs the policy's
+    """Calls a `SchedulingPolicy`. Where it raises or returns an invalid value, logs the policy's
     name and uses the default."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:

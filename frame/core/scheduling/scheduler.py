@@ -151,7 +151,7 @@ class Scheduler:
             return None
         for request in self._deadlines.pop_expired(now):
             self._end(request, timed_out(request.deadline - request.arrival))
-        self._resolve_grammars()
+        self._finish_masks()
         self._resume_held_requests()
         plan = self._planner.plan_step(self._step, now)
         if not plan:
@@ -188,7 +188,7 @@ class Scheduler:
         rows are queued again and run alone once, so that only those at fault end. Nothing that the
         step computed is cached.
         """
-        self._resolve_grammars()
+        self._finish_masks()
         running, record = self._running, self._running.get_oldest(batch.step)
         alive = running.table.arrays.epoch[record.slots] == record.epochs
         rows = set(record.slots[alive].tolist())
@@ -371,9 +371,9 @@ class Scheduler:
         limits = None if pending is None else self.speculation.mask_device_drafts(slots)
         return self._grammars.fill_masks(table, slots), limits
 
-    def _resolve_grammars(self) -> None:
+    def _finish_masks(self) -> None:
         """Wait for the masks that the last commit has begun."""
-        self._grammars.resolve()
+        self._grammars.wait_for_masks()
         self._hold_slow_grammars()
 
     def _hold_slow_grammars(self) -> None:

@@ -40,9 +40,9 @@ class StepGrammars(Protocol):
     def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
         """Accept sampled tokens, of which only a request's last may end it. Returns for each
         request how it ends. None: it continues. num_rows: rows of the step, with and without a
-        grammar. The next masks may be unfinished until `resolve`."""
+        grammar. The next masks may be unfinished until `wait_for_masks`."""
 
-    def resolve(self) -> None:
+    def wait_for_masks(self) -> None:
         """Wait for the masks that `accept_tokens` has begun. Every other method does so first."""
 
     def fill_masks(self, table: RequestTable, slots: np.ndarray) -> np.ndarray | None:
