@@ -1,1 +1,1 @@
-"""Loading: a checkpoint's configuration and weights."""
+"""Loading: builds a model and loads its weights."""
