@@ -25,6 +25,8 @@ from frame.entrypoints.processes.build_engine import build_rank, load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.components import build_runner
 from frame.parallel.rank_channels import decode_batch, encode_batch
+from frame.entrypoints.processes.components import RunnerPlan, build_runner
+from frame.entrypoints.processes.join_groups import Groups
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.local_loop import LocalLoop
@@ -170,7 +172,7 @@ def on_two_ranks(case: Case, act_with: Callable[[LocalLoop], T], backend: str | 
     wire = Wire()
 
     def act(group: ThreadGroup) -> Any:
-        runner = build_runner(prepared.resolved, load_parts(prepared.resolved, prepared.registry), group, HOST)
+        runner = build_runner(RunnerPlan(prepared.resolved, load_parts(prepared.resolved, prepared.registry), HOST, Groups(group)))
         if group.rank:
             return follow(runner, wire)
         loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), LeadingRunner(runner, wire))

@@ -19,7 +19,7 @@ from frame.core.interfaces.platform import HOST
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import add_group, build_rank, load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler, build_schedulers
-from frame.entrypoints.processes.components import build_runner
+from frame.entrypoints.processes.components import RunnerPlan, build_runner
 from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
 from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
 from frame.parallel.rank_channels import decode_batch, decode_result, encode_batch, encode_result
@@ -112,7 +112,7 @@ def generate_with(prepared: Prepared, scratch: Path, act: Callable[[LocalLoop], 
                     group.close()
 
     def serve(rank: int, groups: Groups) -> Any:
-        own = build_runner(resolved, load_parts(resolved, registry), groups.tp, HOST, groups.pipeline, groups.experts)
+        own = build_runner(RunnerPlan(resolved, load_parts(resolved, registry), HOST, groups))
         if graphs:
             own.capture_decode_graphs(graphs)
         runner = add_group(resolved, own, own, rank)

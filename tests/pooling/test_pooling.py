@@ -175,7 +175,8 @@ def test_many_prompts_share_steps_and_long_ones_wait_for_a_whole_step(tmp_path: 
 
 def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
     from frame.entrypoints.processes.build_engine import load_parts
-    from frame.entrypoints.processes.components import build_runner
+    from frame.entrypoints.processes.components import RunnerPlan, build_runner
+    from frame.entrypoints.processes.join_groups import Groups
     from tests.models.ranks import on_ranks
 
     folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean")
@@ -184,7 +185,7 @@ def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
     want = make_loop(folder).pool(each)
 
     def act(group):
-        runner = build_runner(ready.resolved, load_parts(ready.resolved, ready.registry), group, HOST)
+        runner = build_runner(RunnerPlan(ready.resolved, load_parts(ready.resolved, ready.registry), HOST, Groups(group)))
         return LocalLoop(build_scheduler(ready.resolved, ready.registry, runner.capacity.pools), runner).pool(each)
 
     for got in on_ranks(2, act):

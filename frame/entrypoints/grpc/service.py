@@ -24,7 +24,7 @@ from frame.entrypoints.http.native.generate import GenerateRequest, detokenize_i
 from frame.entrypoints.http.paced_json import INLINE_VALUES, run_turns
 from frame.entrypoints.http.protocol.access import AdminGuard
 from frame.entrypoints.http.request_options import RequestOptions
-from frame.entrypoints.http.request_starter import countable_tokens, encode_prompt, limit_unread_tokens, start_request
+from frame.entrypoints.http.request_starter import RequestPlan, countable_tokens, encode_prompt, limit_unread_tokens, start_request
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
 
@@ -124,7 +124,7 @@ class Service:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", "max_tokens")
         salt, limit = request.cache_salt, caller.time_left()
         options = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
-        state = await start_request(caller, self._services, [prompt], params, options)
+        state = await start_request(caller, self._services, RequestPlan([prompt], params, options))
         name = request.id or state.rid
         overrun: list[ApiError] = []
 

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -92,41 +92,40 @@ class Caller(Protocol):
     def on_disconnect(self, act: Callable[[], None]) -> None: ...
 
 
-async def start_request(
-    call: Caller,
-    services: Services,
-    prompts: Sequence[Prompt],
-    params: Sequence[SamplingParams],
-    options: RequestOptions,
-    *,
-    add_special_tokens: bool = True,
-    tasks: Sequence[Task] = ("generate",),
-    max_length: int | None = None,
-    prefix: str = "",
-    refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None,
-    encoder_inputs: Sequence[bytes] = (),
-) -> RequestState:
-    """Start a request. It reserves its sequences before any other work, and ends when its client
-    disconnects. Raises ApiError.
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """What a route asks of the engine: prompts, their parameters, and how to start them."""
 
-    `options.timeout`, or the header x-request-timeout, is its time limit. `tasks`: those that the
-    route serves; with tasks other than generate, each prompt yields a vector, and texts of more
-    than `max_length` tokens are truncated. A request without a name gets one that begins with
-    `prefix`. `refine` completes the parameters of a prompt once its tokens are known.
-    `encoder_inputs`: one a prompt, for encoder-decoder models.
-    """
-    services.need_task(*tasks, takes_audio=bool(encoder_inputs))
+    prompts: Sequence[Prompt]
+    params: Sequence[SamplingParams]  # one a prompt
+    options: RequestOptions
+    _: KW_ONLY
+    add_special_tokens: bool = True
+    tasks: Sequence[Task] = ("generate",)  # that the route serves; with others than generate, each prompt yields a vector
+    max_length: int | None = None  # of texts in tokens, which are truncated where the task is not generate
+    prefix: str = ""  # of the name of a request without one
+    # completes the parameters of a prompt once its tokens are known
+    refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None
+    encoder_inputs: Sequence[bytes] = ()  # one a prompt, for encoder-decoder models
+
+
+async def start_request(call: Caller, services: Services, plan: RequestPlan) -> RequestState:
+    """Start a request. It reserves its sequences before any other work, and ends when its client
+    disconnects. `plan.options.timeout`, or the header x-request-timeout, is its time limit. Raises
+    ApiError."""
+    params, options = plan.params, plan.options
+    services.need_task(*plan.tasks, takes_audio=bool(plan.encoder_inputs))
     arrived = time.perf_counter()
     count = sum(own.n for own in params)
     check_sequence_count(services, count)
     deadline, priority = check_request(services, call, params, options)
     salt, rid = options.cache_salt or "", options.request_name()
-    _check_sizes(prompts)
+    _check_sizes(plan.prompts)
     if services.draining:
         raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
     try:
         if call.lease is not None:
-            call.lease.reserve_sequences(count, counts="generate" in tasks)
+            call.lease.reserve_sequences(count, counts="generate" in plan.tasks)
         services.client.reserve_sequences(count)
     except QuotaExceededError as error:
         raise too_many(error) from None
@@ -135,22 +134,22 @@ async def start_request(
     except (EngineDeadError, InvalidRequestError) as error:
         raise as_api_error(error) from None
     if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
-        rid = f"{prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{prefix}{secrets.token_hex(16)}"
+        rid = f"{plan.prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{plan.prefix}{secrets.token_hex(16)}"
     try:
         limits = services.client.limits
         maximum = countable_tokens(services) if options.truncates else limits.max_context
-        ids, second_text_starts = await _encode_all(services, prompts, add_special_tokens, max_length, maximum)
+        ids, second_text_starts = await _encode_all(services, plan, maximum)
         ids = [options.truncated(prompt, limits.max_context - (own.max_tokens or 1)) for prompt, own in zip(ids, params, strict=True)]
         await paced_map(lambda pair: check_prompt(limits, *pair), zip(ids, params, strict=True))
         checked = {id(own): own for own in params}
         params = await _with_bad_words(services, params)
-        if refine is not None:
+        if (refine := plan.refine) is not None:
             params = await paced_map(lambda pair: refine(*pair), zip(ids, params, strict=True))
         await paced_map(partial(check_params, limits), (own for own in _unique(params) if id(own) not in checked))
         space = _namespace(services, call, salt)
         reply = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
-        for sequence in reply.sequences if encoder_inputs else ():
-            sequence.recovery.encoder_input = encoder_inputs[sequence.prompt_index]
+        for sequence in reply.sequences if plan.encoder_inputs else ():
+            sequence.recovery.encoder_input = plan.encoder_inputs[sequence.prompt_index]
         await _start(services, reply, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must release the sequences
         services.client.release_sequences(count)
@@ -235,16 +234,15 @@ def _check_time_limit(name: str, given: float) -> float:
     return given
 
 
-async def _encode_all(
-    services: Services, prompts: Sequence[Prompt], add_special_tokens: bool, max_length: int | None, maximum: int
-) -> tuple[list[list[int]], list[int]]:
+async def _encode_all(services: Services, plan: RequestPlan, maximum: int) -> tuple[list[list[int]], list[int]]:
     """Token ids of each prompt, and the index of each pair's second text."""
+    prompts, add_special_tokens = plan.prompts, plan.add_special_tokens
     inputs = [[prompt] if isinstance(prompt, str) else [*prompt] for prompt in prompts if isinstance(prompt, str | Pair)]
     if len(inputs) < len(prompts) or (len(inputs) == 1 and services.resolved.task == "generate"):
         return [one if isinstance(one, list) else await encode_prompt(services, one, add_special_tokens, maximum) for one in prompts], []
     special = add_special_tokens or services.resolved.task != "generate"
-    bound = None if max_length is not None else maximum  # a text that is truncated may have any length
-    encoded = await _within(services, maximum, services.need_text_input().encode_inputs(inputs, max_length, bound, special))
+    bound = None if plan.max_length is not None else maximum  # a text that is truncated may have any length
+    encoded = await _within(services, maximum, services.need_text_input().encode_inputs(inputs, plan.max_length, bound, special))
     return [ids for ids, _ in encoded], [second_text_start for _, second_text_start in encoded if services.resolved.task != "generate"]
 
 

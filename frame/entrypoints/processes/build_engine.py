@@ -30,7 +30,7 @@ from frame.core.kv_cache.capacity import Capacity
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 from frame.entrypoints.processes.build_scheduler import build_schedulers
-from frame.entrypoints.processes.components import Loaded, LoadedKernel, Parts, build_runner
+from frame.entrypoints.processes.components import Loaded, LoadedKernel, Parts, RunnerPlan, build_runner
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
@@ -111,7 +111,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
 
     def build(parts: Parts, is_cold: bool) -> TorchModelRunner:
         groups = join_groups(resolved, registry, place, platform)
-        return build_runner(resolved, parts, groups.tp, platform, groups.pipeline, groups.experts, is_cold=is_cold)
+        return build_runner(RunnerPlan(resolved, parts, platform, groups, is_cold))
 
     if not platform.is_asynchronous:
         return build(load_parts(resolved, registry), is_cold=False), None

@@ -38,6 +38,7 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
+from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
 from frame.kernels.compile_ahead import compile_ahead
 from frame.parallel.expert_moves import ExpertBalancer, list_movable
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.platform import Platform
-    from frame.core.interfaces.rank_context import Pipeline, RankContext
+    from frame.core.interfaces.rank_context import RankContext
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
     from frame.core.interfaces.weights import WeightSource
@@ -134,24 +135,27 @@ def limits_of(resolved: Resolved) -> Limits:
     )
 
 
-def build_context(
-    resolved: Resolved,
-    parts: Parts,
-    tp: Collective,
-    platform: Platform,
-    pipeline: Pipeline | None = None,
-    experts: Collective | None = None,
-    limits: Limits | None = None,
-) -> BuildContext:
+@dataclass(frozen=True, slots=True)
+class RunnerPlan:
+    """What a rank's runner is built from. `is_cold`: Triton has to compile its kernels."""
+
+    resolved: Resolved
+    parts: Parts
+    platform: Platform
+    groups: Groups
+    is_cold: bool = False
+
+
+def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: Groups, limits: Limits | None = None) -> BuildContext:
     """The context of one rank, with its attention backend, weight format, MoE runner and MoE
     dispatcher. limits: None: those of the configuration."""
     base = BuildContext(
         platform=platform,
         device=platform.device,
         dtype=DTYPES[resolved.dtype],
-        tp=tp,
-        experts=experts,
-        pipeline=pipeline,
+        tp=groups.tp,
+        experts=groups.experts,
+        pipeline=groups.pipeline,
         limits=limits or limits_of(resolved),
         task=resolved.task,
         load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
@@ -195,19 +199,11 @@ def choose_operations(device: torch.device) -> DeviceOperations:
     return TRITON
 
 
-def build_runner(
-    resolved: Resolved,
-    parts: Parts,
-    tp: Collective,
-    platform: Platform,
-    pipeline: Pipeline | None = None,
-    experts: Collective | None = None,
-    *,
-    is_cold: bool = False,
-) -> TorchModelRunner:
+def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     """Build one rank's runner, of one stage of a pipeline or of one attention group: load the
-    weights and size the KV cache. is_cold: Triton has to compile its kernels. Raises
-    CheckpointError for invalid weights and CapacityError if memory does not suffice."""
+    weights and size the KV cache. Raises CheckpointError for invalid weights and CapacityError if
+    memory does not suffice."""
+    resolved, parts, platform, tp, pipeline = plan.resolved, plan.parts, plan.platform, plan.groups.tp, plan.groups.pipeline
     phases: dict[str, float] = {}
     clock = time.perf_counter()
     model_config = resolved.model
@@ -216,7 +212,7 @@ def build_runner(
     platform.seed(resolved.user.model.seed)
     platform.release_memory()  # of an earlier engine of this process
     before = platform.measure_memory()
-    context = build_context(resolved, parts, tp, platform, pipeline, experts)
+    context = build_context(resolved, parts, platform, plan.groups)
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
     checkpoint = Checkpoint(Path(resolved.model_path), parts.weight_source.build, user.model.seed)
@@ -266,7 +262,7 @@ def build_runner(
     phases["attention"] = time.perf_counter() - clock
     clock = time.perf_counter()
     with blaming("in a warm-up step"):
-        if kernels.can_use_triton(device) and not runner.is_true_on_all_ranks(not is_cold):
+        if kernels.can_use_triton(device) and not runner.is_true_on_all_ranks(not plan.is_cold):
             with compile_ahead(tp.rank, tp.size):
                 runner.warm_up()
                 _capture_graphs(runner, resolved, {}, is_dry=True)
@@ -384,7 +380,7 @@ def prepare_drafter(
     drafter, source, attention, make = parts.drafter.build(resolved.drafter_context), parts.weight_source, None, None
     config = drafter.read_config(resolved.model)
     if parts.draft is not None and resolved.draft is not None:
-        build = build_context(resolved.draft, parts.draft, build.tp, build.platform, limits=build.limits)
+        build = build_context(resolved.draft, parts.draft, build.platform, Groups(build.tp), build.limits)
         config, source, attention = resolved.draft.model, parts.draft.weight_source, build.attention
         make = partial(parts.draft.model.build, ModelContext.from_build(build, config))
     elif parts.head_format is not None and drafter.get_folder() is not None:

@@ -26,6 +26,7 @@ from frame.core.interfaces.rank_context import Pipeline, RankContext
 from frame.core.loading.loader import Checkpoint, load_weights
 from frame.entrypoints.processes.build_engine import load_device_drafter, load_head_format, load_kernels
 from frame.entrypoints.processes.components import Loaded, Parts, build_context, prepare_drafter
+from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import MemoryPlan, plan_rank
 from frame.plugins.registry import Registry
 
@@ -137,7 +138,7 @@ def _build_context(resolved: Resolved, parts: Parts, stage: int) -> BuildContext
         others = LocalGroup(CollectiveContext(stage, plan.pp))
         layers = plan.find_layers(stage, resolved.model.num_layers)
         pipeline = Pipeline(index=stage, size=plan.pp, layers=layers, hidden=others, tokens=others)
-    return build_context(resolved, parts, tp, PlannedPlatform(PlatformContext()), pipeline, experts)
+    return build_context(resolved, parts, PlannedPlatform(PlatformContext()), Groups(tp, experts, pipeline))
 
 
 def _load_parts(resolved: Resolved, registry: Registry) -> Parts:

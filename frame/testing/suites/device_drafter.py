@@ -26,7 +26,8 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
-from frame.entrypoints.processes.components import Loaded, build_runner
+from frame.entrypoints.processes.components import Loaded, RunnerPlan, build_runner
+from frame.entrypoints.processes.join_groups import Groups
 from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.local_loop import LocalLoop
 
@@ -155,7 +156,7 @@ def _make_loop(subject: Subject | None, chunk: int = 512, steps: int = STEPS) ->
     resolved, parts = prepared.resolved, load_parts(prepared.resolved, prepared.registry)
     if subject is not None:
         parts = replace(parts, drafter=Loaded(subject.target, subject.options))
-    runner = build_runner(resolved, parts, LocalGroup(), HOST)
+    runner = build_runner(RunnerPlan(resolved, parts, HOST, Groups(LocalGroup())))
     scheduler = build_scheduler(resolved, prepared.registry, runner.capacity.pools)
     if subject is not None:
         scheduler.speculation.enable(subject.target(resolved.drafter_context, subject.options), steps)

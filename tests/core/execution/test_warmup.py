@@ -28,7 +28,8 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes import components
 from frame.entrypoints.processes.build_engine import build_rank, load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
-from frame.entrypoints.processes.components import build_runner
+from frame.entrypoints.processes.components import RunnerPlan, build_runner
+from frame.entrypoints.processes.join_groups import Groups
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
 
@@ -94,7 +95,8 @@ def test_a_cold_start_runs_its_steps_twice(is_cold: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(TorchModelRunner, "warm_up", lambda _: steps.append("warm up"))
     monkeypatch.setattr(components, "_capture_graphs", lambda *_, is_dry=False: steps.append("run sizes" if is_dry else "capture"))
     prepared = prepare(FrameConfig.model_validate({"model": {"path": str(find_model(EMBEDDED))}, "execution": {"device": "cpu"}}))
-    runner = build_runner(prepared.resolved, load_parts(prepared.resolved, prepared.registry), LocalGroup(), HOST, is_cold=is_cold)
+    parts = load_parts(prepared.resolved, prepared.registry)
+    runner = build_runner(RunnerPlan(prepared.resolved, parts, HOST, Groups(LocalGroup()), is_cold))
     assert steps == ["begin", "warm up", "run sizes", "end"] * is_cold + ["warm up", "check", "capture"]
     assert ("kernels" in runner.capacity.phases) == is_cold
 

@@ -24,7 +24,7 @@ from frame.entrypoints.http.protocol.multipart import FormReader
 from frame.entrypoints.http.request_body import parse_body
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
-from frame.entrypoints.http.request_starter import check_sequence_count, start_request, stream_response, wait_complete
+from frame.entrypoints.http.request_starter import RequestPlan, check_sequence_count, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_models.openai import TranscriptionEvent, TranscriptionObject
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.speech import Segment, Speech, Transcription, Window, format_subtitles, join_segments
@@ -86,11 +86,12 @@ async def _respond(context: RequestContext, services: Services, task: str) -> An
     inputs = [window.encoder_input for window in windows]
     if language is None and speech.detects_language:
         detection = await start_request(
-            context, services, *_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_inputs=inputs[:1]
+            context, services, RequestPlan(*_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_inputs=inputs[:1])
         )
         language = speech.find_language((await _finish(detection))[0].take_output()[1][0])
-    plan = speech.plan_window(language, task, form.prompt, has_stamps=form.has_stamps, temperature=form.temperature)
-    reply = await start_request(context, services, *_each(plan, len(inputs)), form, prefix="transcr-", encoder_inputs=inputs)
+    window_plan = speech.plan_window(language, task, form.prompt, has_stamps=form.has_stamps, temperature=form.temperature)
+    plan = RequestPlan(*_each(window_plan, len(inputs)), form, prefix="transcr-", encoder_inputs=inputs)
+    reply = await start_request(context, services, plan)
     if form.stream:
         await _stream(context, services, reply)
         return None

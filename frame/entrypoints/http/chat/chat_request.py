@@ -18,7 +18,15 @@ from frame.entrypoints.http.chat.tools import ToolUse
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_sent
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages
-from frame.entrypoints.http.request_starter import Caller, Chat, check_request, countable_tokens, encode_prompt, start_request
+from frame.entrypoints.http.request_starter import (
+    Caller,
+    Chat,
+    RequestPlan,
+    check_request,
+    countable_tokens,
+    encode_prompt,
+    start_request,
+)
 from frame.entrypoints.http.services import Services
 from frame.text.chat_template import RESERVED, TEMPLATE
 
@@ -39,15 +47,14 @@ async def start_chats(
         chats = [first, *(Chat(to_template_messages(messages), first.tools, first.arguments) for messages in conversations[1:])]
     except ApiError as error:
         raise as_sent(error, request.sent_name) from None
-    return await start_request(
-        context,
-        services,
+    plan = RequestPlan(
         chats,
         [params] * len(chats),
         request,
         prefix=prefix,
         refine=lambda prompt, own: _parsers(services, request, prompt, use).constrain_params(own, is_whole=request.constrains_whole_output),
     )
+    return await start_request(context, services, plan)
 
 
 async def render_chat(services: Services, request: ChatRequest) -> tuple[list[int], SamplingParams]:

@@ -22,7 +22,7 @@ from frame.entrypoints.http.native.pooling import CUT_FIELD, paced, value_array
 from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_starter import start_request, stream_response, wait_complete
+from frame.entrypoints.http.request_starter import RequestPlan, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_models.dialects import (
     OllamaChat,
     OllamaCompletion,
@@ -79,7 +79,8 @@ async def generate(body: GenerateBody, context: ContextDep, services: ServicesDe
         # OpenAI's default is 16, Ollama's the rest of the context
         if completion.max_tokens is None:
             params = msgspec.structs.replace(params, max_tokens=None)
-        state = await start_request(context, services, completion.to_prompts(), [params], completion, add_special_tokens=False)
+        plan = RequestPlan(completion.to_prompts(), [params], completion, add_special_tokens=False)
+        state = await start_request(context, services, plan)
         parser = None
     else:
         request = body.to_chat_request(name)

@@ -34,6 +34,7 @@ from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import (
     MAX_NAME_CHARS,
     Chat,
+    RequestPlan,
     check_sequence_count,
     countable_tokens,
     encode_prompt,
@@ -143,7 +144,8 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     prompts, is_single = _prompts(request)
     check_sequence_count(services, len(prompts), "input_ids" if request.text is None else "text")
     params, prompts_only = to_sampling_params(request, len(prompts))
-    state = await start_request(context, services, prompts, params, request, refine=partial(_check_start, request))
+    plan = RequestPlan(prompts, params, request, refine=partial(_check_start, request))
+    state = await start_request(context, services, plan)
     builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
     if request.stream:
         await stream_response(context, services, state, builder.write_events, lambda: DONE)
@@ -401,7 +403,8 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     await context.body()
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     options = RequestOptions(rid=f"health-{uuid.uuid4().hex}")
-    state = await start_request(context, services, [prompt], [params], options, tasks=(services.resolved.task,))
+    plan = RequestPlan([prompt], [params], options, tasks=(services.resolved.task,))
+    state = await start_request(context, services, plan)
     try:
         await asyncio.wait_for(wait_complete(state), HEALTH_TIMEOUT)
     except TimeoutError:

@@ -18,7 +18,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import aborted
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, PacedBody
 from frame.entrypoints.http.request_options import RequestOptions
-from frame.entrypoints.http.request_starter import Caller, Prompt, start_request, wait_complete
+from frame.entrypoints.http.request_starter import Caller, Prompt, RequestPlan, start_request, wait_complete
 from frame.entrypoints.http.services import Services
 
 MAX_INPUTS = 2048  # of one request
@@ -62,16 +62,9 @@ async def compute_vectors(
     """(float32 [prompts, width], number of prompt tokens). Raises ApiError."""
     services.check_model(request.model)
     services.need_task(*tasks)
-    state = await start_request(
-        context,
-        services,
-        prompts,
-        [NOTHING_SAMPLED] * len(prompts),
-        request,
-        tasks=tasks,
-        max_length=request.truncate_length(services),
-        prefix=prefix,
-    )
+    params, max_length = [NOTHING_SAMPLED] * len(prompts), request.truncate_length(services)
+    plan = RequestPlan(prompts, params, request, tasks=tasks, max_length=max_length, prefix=prefix)
+    state = await start_request(context, services, plan)
     sequences = await wait_complete(state)
     if len(state.vectors) < len(sequences):
         raise aborted()

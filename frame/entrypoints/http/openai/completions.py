@@ -22,7 +22,14 @@ from frame.entrypoints.http.openai.logprobs import TextOffsets, chat_logprobs, c
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, join_events
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_starter import check_sequence_count, paced_map, start_request, stream_response, wait_complete
+from frame.entrypoints.http.request_starter import (
+    RequestPlan,
+    check_sequence_count,
+    paced_map,
+    start_request,
+    stream_response,
+    wait_complete,
+)
 from frame.entrypoints.http.response_models.anthropic import AnthropicModel, AnthropicModelList
 from frame.entrypoints.http.response_models.openai import (
     ChatCompletion,
@@ -253,7 +260,8 @@ async def completions(request: CompletionRequest, context: ContextDep, services:
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # an error before the request starts
     special = request.add_special_tokens
-    state = await start_request(context, services, prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
+    plan = RequestPlan(prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
+    state = await start_request(context, services, plan)
     return await CompletionResponse(services, request, state).send(context)
 
 

@@ -20,7 +20,7 @@ from frame.entrypoints.http.native.classify import get_labels
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.request_starter import Caller, Chat, start_request, wait_complete
+from frame.entrypoints.http.request_starter import Caller, Chat, RequestPlan, start_request, wait_complete
 from frame.entrypoints.http.response_models.openai import ModerationList
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
@@ -98,7 +98,7 @@ async def _judged_by_policy(
     chats = [Chat([{"role": "system", "content": system}, {"role": "user", "content": text}]) for text in texts]
     regex = verdict_form(services.moderation_policy) if services.client.limits.grammar else None
     params = SamplingParams(max_tokens=VERDICT_TOKENS, temperature=0.0, logprobs=0, regex=regex)
-    state = await start_request(context, services, chats, [params] * len(chats), request)
+    state = await start_request(context, services, RequestPlan(chats, [params] * len(chats), request))
     return [_verdict(sequence) for sequence in await wait_complete(state)]
 
 
