@@ -32,7 +32,7 @@ import torch
 
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
-from frame.core.sampling.sampling_metadata import PARAMETERS, SamplingPlan
+from frame.core.sampling.sampling_metadata import PARAMETERS, DrawArrays, FilterArrays, SamplingArrays, SamplingPlan
 from frame.kernels.sampling.logit_changes import apply_penalties, apply_token_mask
 from frame.kernels.sampling.logprobs import compute_logprobs
 from frame.kernels.sampling.operations import draw_filtered
@@ -124,14 +124,16 @@ def by_torch(rows: int, case: dict[str, float], params: Tensors) -> Callable[[to
         max_top_k=int(case.get("top_k", 0)),
         has_unlimited=has_p and not has_k,
         has_min_p="min_p" in case,
-        logprob_rows=None,
         num_top_logprobs=0,
         by_row=False,
-        arrays={},
+        arrays=SamplingArrays(),
     )
-    tensors = dict(params)
-    if "top_k" in params:
-        tensors |= {"top_k": params["top_k"].long(), "top_p": params["top_p"].double()}
+    draw = DrawArrays(params["temperature"], params["key"]) if is_drawn else None
+    tensors: SamplingArrays[torch.Tensor] = SamplingArrays(draw=draw)
+    if draw is not None and "top_k" in params:
+        if has_k or has_p:
+            tensors.filters = FilterArrays(params["top_k"].long(), params["top_p"].double())
+        draw.log_min_p = params["log_min_p"] if "min_p" in case else None
     sampler = Sampler(Processors((), rows), TORCH)
     return lambda logits: sampler.sample(logits, plan, None, tensors)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from frame.core.execution.staging import SharedMemory
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.batch_layout import compute_layout
@@ -64,8 +65,8 @@ def seconds_of_step(logits: torch.Tensor, params: SamplingParams, repetitions: i
     minimum = math.inf
     for _ in range(repetitions):
         start = time.perf_counter()
-        plan = table.plan(batch, layout)
-        sampler.sample(logits, plan, None, {name: torch.from_numpy(array) for name, array in plan.arrays.items()})
+        plan = table.begin_step(batch, layout, draws=False)
+        sampler.sample(logits, plan, None, SharedMemory().move(plan.arrays))
         minimum = min(minimum, time.perf_counter() - start)
     return minimum
 

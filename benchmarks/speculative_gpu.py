@@ -236,7 +236,7 @@ def main() -> None:
         if args.profile:
             loop, drafter = make_loop(args, Path(folder), drafts=True)
             assert drafter is not None
-            loop.runner.inputs.choose_accepted = SyntheticAcceptance(args.lengths[-1], NUM_STEPS).choose  # type: ignore[attr-defined]
+            loop.runner.inputs.planner.choose_accepted = SyntheticAcceptance(args.lengths[-1], NUM_STEPS).choose  # type: ignore[attr-defined]
             loop.scheduler.speculation.enable(drafter, NUM_STEPS)
             for batch in args.batches:
                 profile(loop, args, batch)
@@ -262,7 +262,7 @@ def main() -> None:
             for length in args.lengths:
                 if time.perf_counter() - began > args.budget:
                     continue
-                loop.runner.inputs.choose_accepted = SyntheticAcceptance(length, NUM_STEPS).choose  # type: ignore[attr-defined]
+                loop.runner.inputs.planner.choose_accepted = SyntheticAcceptance(length, NUM_STEPS).choose  # type: ignore[attr-defined]
                 for steps in (*args.fixed, None):
                     loop.scheduler.speculation.enable(drafter, steps or NUM_STEPS, is_adaptive=steps is None)
                     row = measure(loop, args, batch, *((0.1, args.seconds) if steps else (4 * args.seconds, 3 * args.seconds)))

@@ -89,7 +89,7 @@ class StageRunner(TorchModelRunner):
         # cannot compute another micro-batch meanwhile.
         parts = [whole_batch(batch, ALL)] if batch.has_deferred_grammar_mask else split_batch(batch, self._pipeline.size)
         if not parts:
-            self.inputs.update_slots(batch)
+            self.inputs.planner.update_slots(batch)
         steps = [self._run_part(part) for part in parts]
         if any(isinstance(step, UnsampledStep) for step in steps):
             return UnsampledStageStep(batch, parts, steps)
@@ -144,10 +144,10 @@ class StageRunner(TorchModelRunner):
         pending = super()._fetch(step, inputs, sampled, prompts)
         if not len(sampled.token_ids):
             return pending
-        if inputs.plans.verification is None:
+        if inputs.tensors.verification is None:
             self._sends.start(sampled.token_ids.clone())  # the next replay of a graph writes the original
         else:
-            self._sends.start(self.inputs.table.last_token.index_select(0, inputs.tensors["verify.slots"]))
+            self._sends.start(self.inputs.table.last_token.index_select(0, inputs.tensors.verification.slots))
         return pending
 
     def _with_hidden(self, inputs: ForwardInputs) -> ForwardInputs:

@@ -19,6 +19,7 @@ from frame.core.interfaces.batch import ScheduledBatch, StepResult, TokenTypes
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
+from frame.core.sampling.step_plan import StepArrays
 from frame.pooling.pooler import Pooler
 
 if TYPE_CHECKING:
@@ -72,20 +73,21 @@ class PoolingRunner(TorchModelRunner):
 
     def _execute(self, batch: ScheduledBatch) -> PendingStep:
         layout = compute_layout(batch)
-        extra_inputs = self._token_types(batch, layout)
-        forward_batch, tensors = self.inputs.build_forward_batch(batch, layout, extra_inputs)
-        if extra_inputs:
-            forward_batch = replace(forward_batch, extensions={TokenTypes: TokenTypes(tensors["token_types"])})
+        arrays = StepArrays(token_types=self._list_token_types(batch, layout))
+        forward_batch, tensors = self.inputs.build_forward_batch(batch, layout, arrays)
+        if tensors.token_types is not None:
+            forward_batch = replace(forward_batch, extensions={TokenTypes: TokenTypes(tensors.token_types)})
         hidden = self.forward(forward_batch)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
         return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)), self.context.platform)
 
-    def _token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> dict[str, np.ndarray]:
-        """Extra input "token_types", int64 [tokens], of a step with text pairs; else empty."""
+    def _list_token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> np.ndarray | None:
+        """The token types of a step with text pairs, int64 [tokens]; None for others."""
         second_text_starts = self._second_text_starts[batch.slots]
         if not second_text_starts.any():
-            return {}
+            return None
         starts = np.where(second_text_starts > 0, second_text_starts, np.iinfo(np.int32).max) - batch.num_computed
         places = np.arange(layout.num_tokens) - np.repeat(layout.query_starts[:-1], batch.num_scheduled)
-        return {"token_types": (places >= np.repeat(starts, batch.num_scheduled)).astype(np.int64)}
+        token_types: np.ndarray = (places >= np.repeat(starts, batch.num_scheduled)).astype(np.int64)
+        return token_types

@@ -22,7 +22,7 @@ from frame.speculation.draft_passes import DraftPasses, DraftRows
 if TYPE_CHECKING:
     from frame.core.execution.decode_graphs import Captured, CapturedSize, DecodeGraphs
     from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.sampling.draft_plan import DraftingPlan
+    from frame.core.sampling.step_plan import DraftingPlan
     from frame.speculation.tree_passes import TreePasses
 
 
@@ -125,10 +125,9 @@ class DraftGraphs:
         accepted counts are on the device."""
         slots = np.full(batch.num_rows, self._drafter.table.padding_slot, np.int32)
         lens = np.ones(batch.num_rows, np.int32)
-        count = len(plan.arrays["draft.slots"])
-        slots[:count] = plan.arrays["draft.slots"]
-        maximum = plan.arrays["draft.positions"] + plan.width + plan.num_tokens
-        lens[:count] = np.minimum(maximum, plan.arrays["draft.limits"])
+        arrays, count = plan.arrays, len(plan.arrays.slots)
+        slots[:count] = arrays.slots
+        lens[:count] = np.minimum(arrays.positions + plan.width + plan.num_tokens, arrays.limits)
         host = HostView(slots, batch.host.query_lens, lens, batch.host.page_table)
         self._drafter.backend.replay_plan(batch.plan, replace(batch, host=host))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.device_drafter import DraftModel
-    from frame.core.sampling.draft_plan import DraftingPlan
+    from frame.core.sampling.step_plan import DraftingPlan
 
 
 @dataclass(slots=True)
@@ -106,4 +106,4 @@ def list_lens(rows: DraftRows, plan: DraftingPlan, offset: int) -> np.ndarray:
     if rows.positions.device.type == "cpu":
         lens: np.ndarray = torch.minimum(rows.positions + 1, rows.limits).int().numpy()
         return lens
-    return np.minimum(plan.arrays["draft.positions"] + plan.width + offset, plan.arrays["draft.limits"]).astype(np.int32)
+    return np.minimum(plan.arrays.positions + plan.width + offset, plan.arrays.limits).astype(np.int32)

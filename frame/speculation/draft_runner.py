@@ -20,11 +20,9 @@ from frame.speculation.draft_passes import DraftPasses, DraftRows, list_lens
 from frame.speculation.tree_passes import TreePasses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from frame.core.execution.decode_graphs import DecodeGraphs
     from frame.core.interfaces.drafter import TreeShape
-    from frame.core.sampling.draft_plan import DraftingPlan
+    from frame.core.sampling.step_plan import DraftingArrays, DraftingPlan
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ class DraftRunner:
         token_ids: torch.Tensor,
         counts: torch.Tensor | None,
         plan: DraftingPlan,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: DraftingArrays[torch.Tensor],
         order: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """See `DeviceDrafts.draft`. An error of the model ends its use. With other ranks, which
@@ -89,11 +87,11 @@ class DraftRunner:
         token_ids: torch.Tensor,
         counts: torch.Tensor | None,
         plan: DraftingPlan,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: DraftingArrays[torch.Tensor],
         order: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        skipped = torch.zeros_like(tensors["draft.first"]) if counts is None else counts - 1
-        last = tensors["draft.first"] + skipped
+        skipped = torch.zeros_like(tensors.first) if counts is None else counts - 1
+        last = tensors.first + skipped
         if order is not None:
             token_ids = token_ids.index_select(0, order).clamp_(min=0)  # -1: not drawn
         if self._step is not None:
@@ -101,20 +99,20 @@ class DraftRunner:
             if order is not None:
                 batch = _follow_path(batch, order, tensors)
                 if self.model.reads_next:
-                    samples = tensors["draft.samples"]
+                    samples = tensors.samples
                     states = states.index_copy(0, samples, states.index_select(0, samples.index_select(0, order)))
             states = self._fill(batch, states, token_ids, last if plan.num_tokens else last[:0], tensors)
         elif self._graphs is not None:
-            states = self._graphs.fill(token_ids, order, tensors.get("draft.places")).index_select(0, last)
+            states = self._graphs.fill(token_ids, order, tensors.places).index_select(0, last)
         else:
             raise RuntimeError("a step drafts, but its forward pass is not known")
         if not plan.num_tokens:
             return None
-        ids, positions = token_ids.index_select(0, last), tensors["draft.positions"] + skipped
-        columns = skipped + tensors["draft.columns"] if "draft.columns" in tensors else skipped
-        rows = DraftRows(tensors["draft.slots"], tensors["draft.limits"], ids, positions, states, columns)
+        ids, positions = token_ids.index_select(0, last), tensors.positions + skipped
+        columns = skipped if tensors.columns is None else skipped + tensors.columns
+        rows = DraftRows(tensors.slots, tensors.limits, ids, positions, states, columns)
         if plan.num_drawn:
-            rows.temperature, rows.keys = tensors["draft.temperature"], tensors["draft.key"]
+            rows.temperature, rows.keys = tensors.temperature, tensors.key
         if self._graphs is not None and self._graphs.can_draft(len(ids)):
             return self._graphs.draft(rows, plan)
         if self._tree is not None:
@@ -122,16 +120,16 @@ class DraftRunner:
         return self._draft_rows(rows, plan)
 
     def _fill(
-        self, batch: ForwardBatch, states: torch.Tensor, token_ids: torch.Tensor, last: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+        self, batch: ForwardBatch, states: torch.Tensor, token_ids: torch.Tensor, last: torch.Tensor, tensors: DraftingArrays[torch.Tensor]
     ) -> torch.Tensor:
         """The first pass. last: int64 [n], the samples whose states are read. -> the states of the
         tokens that these are drawn from."""
-        samples, ids = tensors["draft.samples"], batch.token_ids
+        samples, ids = tensors.samples, batch.token_ids
         if self.model.reads_next:
-            ids = tensors["draft.next_ids"].index_copy(0, samples, token_ids)
+            ids = tensors.next_ids.index_copy(0, samples, token_ids)
         selected = SelectedTokens(samples.index_select(0, last))
         first = replace(batch, token_ids=ids, extensions={**batch.extensions, SelectedTokens: selected})
-        needs_plan = self._passes.has_own_backend or "draft.places" in tensors
+        needs_plan = self._passes.has_own_backend or tensors.places is not None
         return self.model.forward(replace(first, plan=self._passes.backend.plan(first)) if needs_plan else first, states)
 
     def _draft_rows(self, rows: DraftRows, plan: DraftingPlan) -> torch.Tensor:
@@ -139,7 +137,7 @@ class DraftRunner:
         model, drafts = self.model, []
         for place in range(plan.num_tokens):
             if model.needs_passes and (place or not model.reads_next):
-                batch = self._passes.make_batch(rows, list_lens(rows, plan, place), plan.arrays["draft.slots"].astype(np.int32))
+                batch = self._passes.make_batch(rows, list_lens(rows, plan, place), plan.arrays.slots.astype(np.int32))
                 rows.states = model.forward(replace(batch, plan=self._passes.backend.plan(batch)), rows.states)
                 rows.positions = rows.positions + 1
             rows.ids = self._passes.draw(rows, place)
@@ -148,14 +146,16 @@ class DraftRunner:
         return torch.stack(drafts, 1)
 
 
-def _follow_path(batch: ForwardBatch, order: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> ForwardBatch:
+def _follow_path(batch: ForwardBatch, order: torch.Tensor, tensors: DraftingArrays[torch.Tensor]) -> ForwardBatch:
     """The batch of a step with trees, as if the accepted tokens had been drafted as chains. order:
     see `Verified`."""
-    samples = tensors["draft.samples"]
+    samples, positions = tensors.samples, batch.positions
+    if tensors.places is not None:
+        positions = positions.index_copy(0, samples, tensors.places)
     path = samples.index_select(0, order)
     return replace(
         batch,
         token_ids=batch.token_ids.index_copy(0, samples, batch.token_ids.index_select(0, path)),
-        positions=batch.positions.index_copy(0, samples, tensors["draft.places"]),
+        positions=positions,
         extensions={name: each for name, each in batch.extensions.items() if name is not TreeMask},
     )

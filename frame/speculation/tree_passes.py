@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from frame.core.interfaces.drafter import TreeShape
-    from frame.core.sampling.draft_plan import DraftingPlan
+    from frame.core.sampling.step_plan import DraftingPlan
     from frame.speculation.draft_passes import DraftPasses, DraftRows
 
 
@@ -49,8 +49,7 @@ class TreePasses:
     def _draft_part(self, rows: DraftRows, plan: DraftingPlan, part: slice) -> torch.Tensor:
         """The trees of some rows, which are a part of the plan's."""
         size = self._shape.num_extended
-        slots, positions, limits = (plan.arrays[f"draft.{name}"][part] for name in ("slots", "positions", "limits"))
-        slots = slots.astype(np.int32)
+        slots, positions, limits = plan.arrays.slots[part].astype(np.int32), plan.arrays.positions[part], plan.arrays.limits[part]
         # upper bounds, since the accepted counts are on the device
         bounds = (np.maximum(np.minimum(positions + plan.width - 1, limits - size), 1) + size + 1).astype(np.int32)
 

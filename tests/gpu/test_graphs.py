@@ -141,7 +141,7 @@ def test_grammar_masks(filters, path_of):
     loops[1].runner.decode_graphs.draw_masked = lambda *given: drawn.append(given[2]) or draw(*given)
     plain, captured = (generate_with(loop, PROMPTS, params, grammars) for loop in loops)
     assert sum(a == b for a, b in zip(plain, captured, strict=True)) >= ROWS - 2
-    assert {0 if mask is None else len(mask["grammar_rows"]) for mask in drawn} >= {1, 10}
+    assert {0 if mask is None else len(mask.rows) for mask in drawn} >= {1, 10}
     for tokens, grammar in zip(captured, grammars, strict=True):
         assert grammar is None or all(grammar.allows(token, place) for place, token in enumerate(tokens))
 

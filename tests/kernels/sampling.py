@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import DataObject, booleans, data, floats, integers, just, one_of, sampled_from
 
+from frame.core.execution.staging import map_arrays
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -280,13 +281,13 @@ def sample_step(use_triton: bool, logits: torch.Tensor, params: list[SamplingPar
             new_pages=np.empty((0, 3), np.int32),
             grammar_mask=mask,
         )
-        plan = table.plan(batch, compute_layout(batch))
+        plan = table.begin_step(batch, compute_layout(batch), draws=False)
         processing = processors.plan(plan.slots, plan.positions)
-        arrays = plan.arrays if processing is None else {**plan.arrays, **processing.arrays}
-        tensors = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}
+        plan.arrays.processing = None if processing is None else processing.arrays
+        tensors = map_arrays(plan.arrays, lambda array: torch.from_numpy(array).to(DEVICE))
         results.append(sampler.sample(logits.to(DEVICE, copy=True), plan, processing, tensors))
         if processing is not None:
-            processors.observe_tokens(results[-1].token_ids, processing, tensors)
+            processors.observe_tokens(results[-1].token_ids, processing, tensors.processing)
     return results
 
 

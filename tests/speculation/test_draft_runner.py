@@ -15,8 +15,8 @@ from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, SlotSetup
 from frame.core.interfaces.device_drafter import DeviceDrafter
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.batch_layout import compute_layout
-from frame.core.sampling.draft_plan import DraftingPlan, plan_drafting
 from frame.core.sampling.sampling_metadata import SamplingTable, draw_keys
+from frame.core.sampling.step_plan import DraftingArrays, DraftingPlan, plan_drafting
 from frame.speculation.draft_runner import DraftRunner
 from scripts.train_frame_tiny.export import load_model
 from scripts.train_frame_tiny.model import FrameTiny, rope_tables
@@ -108,11 +108,11 @@ def test_keys_of_a_draft_are_those_of_its_positions() -> None:
     plan = plan_drafting(batch, order, compute_layout(batch), table)
     assert (plan.num_tokens, plan.num_drawn, plan.width) == (2, 1, 3)
     arrays = plan.arrays
-    assert arrays["draft.next_ids"][4:].tolist() == [12, 13, 14, 15]  # the others are drawn in the step
-    assert arrays["draft.samples"].tolist() == [0, 1, 2, 3] and arrays["draft.first"].tolist() == [0, 1]
-    assert arrays["draft.positions"].tolist() == [10, 21] and arrays["draft.limits"].tolist() == [16, 32]
+    assert arrays.next_ids[4:].tolist() == [12, 13, 14, 15]  # the others are drawn in the step
+    assert arrays.samples.tolist() == [0, 1, 2, 3] and arrays.first.tolist() == [0, 1]
+    assert arrays.positions.tolist() == [10, 21] and arrays.limits.tolist() == [16, 32]
     keys = [draw_keys(np.full(4, seed), first + np.arange(4)) for seed, first in ((41, 11), (40, 22))]
-    assert (arrays["draft.key"] == np.array(keys)).all()
+    assert (arrays.key == np.array(keys)).all()
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
@@ -121,7 +121,7 @@ def test_an_error_of_the_model_beside_other_ranks_is_raised(is_alone: bool) -> N
     runner: Any = make_loop(algorithm="mtp").runner
     drafts = DraftRunner(runner.drafts._passes, STEPS, is_alone=is_alone)
     slot = torch.zeros(1, dtype=torch.int64)
-    arguments = (slot, None, DraftingPlan(1, 0, 1, {}), {"draft.first": slot})
+    arguments = (slot, None, DraftingPlan(1, 0, 1, DraftingArrays(*[slot.numpy()] * 6)), DraftingArrays(*[slot] * 6))
     if is_alone:
         assert drafts.draft(*arguments) is None
     else:

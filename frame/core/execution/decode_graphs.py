@@ -24,6 +24,7 @@ from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
     from frame.core.interfaces.platform import Platform
+    from frame.core.sampling.sampling_metadata import GrammarArrays
 
 _NUM_BUFFERS = 3
 _ALIGNMENT = 16
@@ -208,8 +209,8 @@ class DecodeGraphs:
         the outputs of the sampling rows.
 
         draws: temperature and key of each sampling row, and all filters if a row has one; empty if
-        only the logits are used. settle: called with the inputs on the device, which it may change.
-        is_masked: `draw_masked` draws the tokens.
+        only the logits are used. resolve: called with the inputs on the device, which it may
+        change. is_masked: `draw_masked` draws the tokens.
         """
         rows = len(tokens.slots)
         step = self.steps[self._smallest[rows]]
@@ -244,17 +245,18 @@ class DecodeGraphs:
         step.captured.replay()
         return _first_rows(step.outputs, tokens.num_sampling) if is_masked else self._draw_filtered(step, tokens, draws)
 
-    def draw_masked(self, tokens: TokenRows, draws: Mapping[str, np.ndarray], mask: Mapping[str, torch.Tensor] | None) -> DecodeOutputs:
+    def draw_masked(
+        self, tokens: TokenRows, draws: Mapping[str, np.ndarray], grammar: GrammarArrays[torch.Tensor] | None
+    ) -> DecodeOutputs:
         """Draw the tokens of the last replay, whose arguments these are, under a grammar mask.
-        mask: "grammar_rows", int64 [m], the limited sampling rows, and "grammar_mask", int32
-        [m, words]; None: no row is limited. -> the outputs of the sampling rows."""
+        grammar: None: no row is limited. -> the outputs of the sampling rows."""
         step = self.steps[self._smallest[len(tokens.slots)]]
-        if mask is not None:
+        if grammar is not None:
             assert step.masked is not None, "the step was replayed with `is_masked`"
-            rows = len(mask["grammar_rows"])
-            self._masked_rows[:rows].copy_(mask["grammar_rows"])
+            rows = len(grammar.rows)
+            self._masked_rows[:rows].copy_(grammar.rows)
             self._masked_rows[rows : step.batch.num_rows].fill_(-1)
-            self._masks[:rows].copy_(mask["grammar_mask"])
+            self._masks[:rows].copy_(grammar.mask)
             step.masked.replay()
         return self._draw_filtered(step, tokens, draws)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from frame.core.execution.decode_graphs import DecodeGraphs
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.device_drafter import DraftModel
-    from frame.core.sampling.draft_plan import DraftingPlan
+    from frame.core.sampling.step_plan import DraftingArrays, DraftingPlan
 
 
 class DraftGraphs(Protocol):
@@ -55,7 +53,7 @@ class DeviceDrafts(Protocol):
         token_ids: torch.Tensor,
         counts: torch.Tensor | None,
         plan: DraftingPlan,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: DraftingArrays[torch.Tensor],
         order: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Fill the model's cache with the step, and draft. token_ids: int64 [samples], drawn.

@@ -11,39 +11,63 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
-from frame.core.execution.pending_rows import PendingPlan, PendingRows, shorten_rows
+from frame.core.execution.pending_rows import PendingRows, TokenFields
 from frame.core.execution.staging import make_staging
-from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens
+from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens, TreeMask
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.kv_cache.group_inputs import GroupInputs
 from frame.core.kv_cache.kv_pool import GIVEN_TOKENS, DeviceTable, KVPool
-from frame.core.sampling.batch_layout import BatchLayout, compute_layout
-from frame.core.sampling.draft_plan import plan_drafting
-from frame.core.sampling.prompt_logprobs import plan_prompts
-from frame.core.sampling.sampling_metadata import SamplingTable, grammar_arrays
-from frame.core.sampling.verification import make_extensions, plan_rounds, plan_verification
+from frame.core.sampling.batch_layout import A, BatchLayout, compute_layout
+from frame.core.sampling.sampling_metadata import GrammarArrays, SamplingTable, find_limited_rows
+from frame.core.sampling.step_plan import StepArrays, StepPlanner, StepPlans
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import KVCache, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
-    from frame.core.sampling.draft_plan import DraftingPlan
-    from frame.core.sampling.logits_pipeline import ProcessorPlan
-    from frame.core.sampling.prompt_logprobs import PromptPlan
     from frame.core.sampling.sampler import Sampler
-    from frame.core.sampling.sampling_metadata import SamplingPlan
-    from frame.core.sampling.verification import ChooseAccepted, SampleRound, VerificationPlan
-
-TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots")
 
 _MAX_PROMPT_KEYS = 16_384  # keys that the prompt tokens of a decode graph may read in total, without `shared_prefixes`
 _STAGED_BYTES_PER_TOKEN = 3 * 8
 _STAGED_BYTES_PER_ROW = 256
+
+
+@dataclass(slots=True)
+class TokenArrays(Generic[A]):
+    """The fields of `ForwardBatch` by token. All int64 [tokens]."""
+
+    token_ids: A  # of decodes the device alone has the ids
+    positions: A
+    kv_slots: A
+
+
+@dataclass(slots=True)
+class RowArrays(Generic[A]):
+    """The fields of `ForwardBatch` by row; see there."""
+
+    request_slots: A
+    logits_indices: A
+    seq_lens: A
+    query_lens: A
+    query_starts: A
+
+
+@dataclass(slots=True)
+class StagedArrays(Generic[A]):
+    """What one copy moves to the device."""
+
+    step: StepArrays[A]
+    tokens: TokenArrays[A] | None  # None: a `TokenPlacement` or a decode graph has them
+    rows: RowArrays[A] | None  # None: a decode graph runs the step
+    host_tokens: A | None  # int64 [n]; the tokens from the host of a step that a decode graph runs
+    page_writes: dict[str, A]  # see `PageTable.flat_writes`
+    groups: dict[str, A]  # those of `GroupInputs`, by its names
 
 
 class TokenPlacement(Protocol):
@@ -54,9 +78,8 @@ class TokenPlacement(Protocol):
         """The largest number of tokens that has a place."""
         ...
 
-    def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Copies `TOKEN_ARRAYS` to their addresses. -> tensors of the same names and lengths on the
-        device."""
+    def place(self, tokens: TokenArrays[np.ndarray]) -> TokenArrays[torch.Tensor]:
+        """Copies the arrays to their addresses."""
         ...
 
     def extensions(self, tokens: int) -> dict[type, Any]:
@@ -89,51 +112,16 @@ class TreeRows:
 
 
 @dataclass(slots=True)
-class StepPlans:
-    """The host's plans of one step; the values of their arrays travel to the device as extra
-    inputs."""
-
-    sampling: SamplingPlan
-    processing: ProcessorPlan | None  # None: no row uses a logits processor
-    prompts: PromptPlan | None  # None: no row needs prompt log-probabilities
-    verification: VerificationPlan | None = None  # None: no row has a draft
-    rounds: tuple[SampleRound, ...] = ()  # of a step with drafts and logits processors, whose `processing` is None
-    drafting: DraftingPlan | None = None  # None: there is no device drafter
-    pending: PendingPlan | None = None  # None: the host has all ids and lengths
-
-    def later_inputs(self) -> dict[str, np.ndarray]:
-        """The arrays that the verification, the device drafter and `PendingRows` read on the
-        device, by name."""
-        plans = (self.verification, self.drafting, self.pending)
-        return {name: array for plan in plans if plan is not None for name, array in plan.arrays.items()}
-
-    def extra_inputs(self) -> dict[str, np.ndarray]:
-        """The arrays that the sampler, the logits processors, the prompt log-probabilities and
-        `later_inputs` have, by name."""
-        arrays = self.sampling.arrays
-        if self.processing is not None:
-            arrays = {**arrays, **self.processing.arrays}
-        if self.prompts is not None:
-            arrays = {**arrays, "prompt_targets": self.prompts.targets}
-        if self.verification is not None or self.drafting is not None or self.pending is not None:
-            arrays = {**arrays, **self.later_inputs()}
-        for each in self.rounds:
-            arrays = {**arrays, **each.arrays}
-        return arrays
-
-
-@dataclass(slots=True)
 class ForwardInputs:
     """A step that runs the model's forward pass.
 
-    tensors: the extra inputs by name, and "sampling_slots", int64 [samples]. logits_indices:
-    int64 [n], the tokens whose hidden states are used; None: all that the forward returns, in
-    order. is_placed: whether the token arrays are at the addresses of the `TokenPlacement`, so that
-    its graphs run the step.
+    logits_indices: int64 [n], the tokens whose hidden states are used; None: all that the forward
+    returns, in order. is_placed: whether the token arrays are at the addresses of the
+    `TokenPlacement`, so that its graphs run the step.
     """
 
     plans: StepPlans
-    tensors: dict[str, torch.Tensor]
+    tensors: StepArrays[torch.Tensor]
     batch: ForwardBatch
     logits_indices: torch.Tensor | None
     is_placed: bool
@@ -143,18 +131,15 @@ class ForwardInputs:
 class ReplayInputs:
     """A step that a decode graph replays.
 
-    tensors: as in `ForwardInputs`; where the graph draws the tokens, those of `later_inputs`
-    alone. draws: parameters of the draw inside of the graph, one entry a sample; empty: the sampler
-    draws from the graph's logits. is_masked: a graph draws under a deferred grammar mask. settle:
-    changes the graph's inputs before its replay; None: nothing to change.
+    resolve: changes the graph's inputs before its replay; None: nothing to change. is_masked: a
+    graph draws under a deferred grammar mask.
     """
 
     plans: StepPlans
-    tensors: dict[str, torch.Tensor]
+    tensors: StepArrays[torch.Tensor]
     rows: TokenRows
-    draws: Mapping[str, np.ndarray]
-    is_masked: bool
     resolve: Callable[[Mapping[str, torch.Tensor]], None] | None
+    is_masked: bool
 
 
 StepInputs = ForwardInputs | ReplayInputs
@@ -164,8 +149,6 @@ class InputBatch:
     """The inputs of one runner. `prepare` once a step, in launch order, on the runner's stream and
     in inference mode.
 
-    choose_accepted: of benchmarks; None: drafts are compared with what is drawn. The builder sets
-    it.
     max_graph_rows: the largest batch that has a decode graph; 0: none has. The runner sets it.
     draws_masked: whether graphs draw under deferred grammar masks. The runner sets it.
     placement: the addresses of the piecewise graphs; None: there are none. The runner sets it.
@@ -183,9 +166,11 @@ class InputBatch:
         self.groups = (
             GroupInputs(kv, self.table, context.device) if isinstance(kv, KVPool) and kv.geometry.num_pools > 1 else None
         )  # None: the model has one cache group
-        self.sampling = SamplingTable(limits.max_running_requests, by_row=sampler.by_row)
-        self.choose_accepted: ChooseAccepted | None = None
-        self.pending = PendingRows(self.table, {} if self.groups is None else self.groups.windows)
+        windows = {} if self.groups is None else self.groups.windows
+        sampling = SamplingTable(limits.max_running_requests, by_row=sampler.by_row)
+        self.planner = StepPlanner(sampling, sampler.processors, self.table, tuple(windows.values()))
+        self.pending = PendingRows(self.table)
+        self._window_names = tuple(windows)
         self.max_graph_rows = 0
         self.draws_masked = False
         self.placement: TokenPlacement | None = None
@@ -199,143 +184,128 @@ class InputBatch:
 
     def prepare(self, batch: ScheduledBatch) -> StepInputs:
         """Sets up and releases slots, plans the step, and moves its inputs to the device."""
-        self.update_slots(batch)
-        batch = shorten_rows(batch)
-        layout = compute_layout(batch)
-        sampling = self.sampling.plan(batch, layout)
-        processing = self.sampler.processors.plan(sampling.slots, sampling.positions)
-        plans = StepPlans(sampling, processing, plan_prompts(batch, layout, self.sampling))
-        if layout.drafts is not None:
-            plans.verification = plan_verification(layout, layout.drafts, batch.slots.astype(np.int64))
-            if self.choose_accepted is not None:
-                chosen = self.choose_accepted(sampling.slots, layout.sample_positions, layout.drafts.targets)
-                plans.verification.arrays["verify.chosen"] = chosen
-            if plans.processing is not None:
-                rounds = plan_rounds(layout, layout.drafts, self.sampling, self.sampler.processors, sampling.slots, batch.grammar_mask)
-                if batch.num_pending is not None and self.table.tree_depth:
-                    rounds = rounds[: self.table.tree_depth + 1]
-                plans.processing, plans.rounds = None, rounds
-        if batch.num_pending is not None:
+        if batch.num_pending is not None:  # planned from the minimum lengths
+            batch = msgspec.structs.replace(batch, num_computed=batch.num_computed - batch.num_pending)
             self._write_host_tables(batch)
-            plans.pending = self.pending.plan(batch, batch.num_pending, layout, self.sampling, self.choose_accepted)
-        if batch.draft_order is not None:
-            more = 0 if plans.pending is None else plans.pending.width
-            plans.drafting = plan_drafting(batch, batch.draft_order, layout, self.sampling, more)
-        if self.max_graph_rows and plans.prompts is None and self._fits_decode_graph(batch, layout):
-            return self._prepare_replay(batch, layout, plans)
-        return self._prepare_forward(batch, layout, plans)
-
-    def update_slots(self, batch: ScheduledBatch) -> None:
-        """Sets up and releases slots: all that a batch without rows does."""
-        self.sampling.update(batch.setups, batch.released)
-        self.sampler.processors.update(batch.setups, batch.released)
+        layout = compute_layout(batch)
+        is_replay = self._fits_decode_graph(batch, layout)
+        draws = is_replay and (self.draws_masked or not batch.has_deferred_grammar_mask)
+        plans = self.planner.plan(batch, layout, is_replay=is_replay, draws=draws)
+        return self._prepare_replay(batch, layout, plans) if is_replay else self._prepare_forward(batch, layout, plans)
 
     def build_forward_batch(
         self,
         batch: ScheduledBatch,
         layout: BatchLayout,
-        extra_inputs: Mapping[str, np.ndarray],
+        arrays: StepArrays[np.ndarray],
         placement: TokenPlacement | None = None,
         *,
         selects_tokens: bool = False,
-    ) -> tuple[ForwardBatch, dict[str, torch.Tensor]]:
-        """The batch on the device with the backend's plan, and the `extra_inputs` as tensors of the
-        same names.
+    ) -> tuple[ForwardBatch, StepArrays[torch.Tensor]]:
+        """The batch on the device with the backend's plan, and `arrays` as tensors.
 
-        The names of `extra_inputs` must differ from the batch's fields. `placement` gives the token
-        arrays their addresses. `selects_tokens` adds the extension `SelectedTokens` of the tokens
-        that need logits.
+        `placement` gives the token arrays their addresses. `selects_tokens` adds the extension
+        `SelectedTokens` of the tokens that need logits.
         """
-        table = self.table
         self._write_host_tables(batch)
-        arrays = self._batch_arrays(batch, layout)
+        table, decodes = self.table, batch.num_decodes
+        host_tokens, host_rows = self._list_tokens(batch, layout), _list_rows(batch, layout)
+        places: dict[str, np.ndarray] = {}
+        if self.groups is not None:
+            places = self.groups.find_places(batch, layout.slots, layout.token_slots, layout.places) | self.groups.find_drafted(batch)
         extensions: dict[type, Any] = {}
         if placement is None:
-            tensors = self._move(batch, {**arrays, **extra_inputs})
+            staged = self._move(batch, arrays, host_tokens, host_rows, places)
+            tokens = staged.tokens
         else:
-            placed = placement.place({name: arrays[name] for name in TOKEN_ARRAYS})
+            tokens = placement.place(host_tokens)
             extensions |= placement.extensions(layout.num_tokens)
-            others = {name: array for name, array in arrays.items() if name not in placed}
-            tensors = self._move(batch, {**others, **extra_inputs}) | placed
-        extensions |= make_extensions(layout, self.backend, tensors, is_plain=self.groups is None and self.choose_accepted is None)
-        decodes = batch.num_decodes
+            staged = self._move(batch, arrays, None, host_rows, places)
+        rows, tensors, pending = staged.rows, staged.step, staged.step.pending
+        assert tokens is not None and rows is not None, "both were staged"
         if decodes:
             # a step that may still be in flight samples these ids, so the host does not have them
-            torch.index_select(table.last_token, 0, tensors["request_slots"][:decodes], out=tensors["token_ids"][:decodes])
-        self.pending.read_tokens(tensors, tensors["token_ids"][decodes:])
-        self.pending.resolve_tokens(tensors, tensors)
+            torch.index_select(table.last_token, 0, rows.request_slots[:decodes], out=tokens.token_ids[:decodes])
+        if pending is not None and pending.sources is not None:
+            out = tokens.token_ids[decodes : decodes + len(pending.sources)]
+            torch.index_select(table.last_token, 0, pending.sources, out=out)
+        fields = None
+        if pending is not None:
+            kv_slots = (tokens.kv_slots, *(staged.groups[name] for name in self._window_names))
+            fields = TokenFields(tokens.positions, rows.seq_lens, rows.request_slots, kv_slots)
+        self.pending.resolve(tensors, fields)
+        if tensors.verification is not None and tensors.verification.bits is not None:
+            is_plain = self.groups is None and self.planner.choose_accepted is None
+            extensions[TreeMask] = make_tree_mask(layout, self.backend, tensors.verification.bits, is_plain=is_plain)
         if selects_tokens:
-            extensions[SelectedTokens] = SelectedTokens(tensors["logits_indices"])
-        fields: dict[str, Any] = {name: tensors.pop(name) for name in arrays if not name.startswith("group_")}
+            extensions[SelectedTokens] = SelectedTokens(rows.logits_indices)
         forward = ForwardBatch(
             num_decodes=decodes,
+            token_ids=tokens.token_ids,
+            positions=tokens.positions,
+            kv_slots=tokens.kv_slots,
+            request_slots=rows.request_slots,
+            seq_lens=rows.seq_lens,
+            query_lens=rows.query_lens,
+            query_starts=rows.query_starts,
             page_table=table.pages,
+            logits_indices=rows.logits_indices,
             kv=self.kv,
-            host=self._view_host(batch, arrays["seq_lens"]),
+            host=self._view_host(batch, host_rows.seq_lens),
             extensions=extensions,
-            **fields,
         )
         if self.groups is not None:
-            forward = self.groups.make_views(forward, tensors, self.backend.plan)
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("group_")}
+            forward = self.groups.make_views(forward, staged.groups, self.backend.plan)
         return replace(forward, plan=self.backend.plan(forward)), tensors
 
     def _view_host(self, batch: ScheduledBatch, lens: np.ndarray) -> HostView:
-        """lens: the least lengths; on a CPU, where `resolve_tokens` changed them, the true ones."""
+        """lens: the minimum lengths; on a CPU, where `PendingRows` changed them, the true ones."""
         if batch.num_pending is None or self.table.is_shared:
             return HostView(batch.slots, batch.num_scheduled, lens, self.table.host_pages)
         return HostView(batch.slots, batch.num_scheduled, lens + batch.num_pending, self.table.host_pages, lens)
 
-    def move_grammar_mask(self, mask: np.ndarray) -> dict[str, torch.Tensor]:
+    def move_grammar_mask(self, mask: np.ndarray) -> GrammarArrays[torch.Tensor] | None:
         """A deferred grammar mask, int32 [sampling rows, ceil(vocab / 32)], as the tensors that the
-        sampler reads."""
-        return self._mask_staging.move(grammar_arrays(mask))
+        sampler reads; None: it limits no row."""
+        grammar = find_limited_rows(mask)
+        return None if grammar is None else self._mask_staging.move(grammar)
 
     def _fits_decode_graph(self, batch: ScheduledBatch, layout: BatchLayout) -> bool:
         """Whether a decode graph may run the step, with each token as a row of its own: there are
         few prompt tokens, and they read few keys or the backend reads shared prefixes once. Without
         prompts, rows with drafts run in a graph at any length: a forward pass without one takes
         longer."""
-        given = len(batch.token_ids)
-        has_encoder = any(setup.encoder_input is not None for setup in batch.setups)
-        if layout.num_tokens > self.max_graph_rows or (given and self._keeps_step) or has_encoder:
+        num_host = len(batch.token_ids)
+        if layout.num_tokens > self.max_graph_rows or len(layout.prompt_logprob_rows) or (num_host and self._keeps_step):
             return False
-        if given and self.groups is not None and self.groups.has_states:
+        if any(setup.encoder_input is not None for setup in batch.setups):
+            return False
+        if num_host and self.groups is not None and self.groups.has_states:
             return False  # a state is read and written by one row of a step
         if batch.draft_order is not None and len(layout.sample_rows) < layout.num_tokens:
             return False  # the first pass of the drafter reads the drawn tokens only
         if batch.num_pending is not None:  # `PendingPlan` has the ids of decodes and drafts, in the order of the batch
-            return not given if batch.num_drafts is None else bool(batch.num_drafts[batch.num_decodes :].all())
+            return not num_host if batch.num_drafts is None else bool(batch.num_drafts[batch.num_decodes :].all())
         if batch.num_drafts is not None and batch.num_drafts[batch.num_decodes :].all():
-            return given <= GIVEN_TOKENS
-        if given > MAX_SINGLE_TOKEN_ROWS:
+            return num_host <= GIVEN_TOKENS
+        if num_host > MAX_SINGLE_TOKEN_ROWS:
             return False
-        keys = given * int(layout.seq_lens[batch.num_decodes :].max(initial=0))
+        keys = num_host * int(layout.seq_lens[batch.num_decodes :].max(initial=0))
         return self.backend.capabilities.shared_prefixes or keys <= _MAX_PROMPT_KEYS
 
     def _prepare_replay(self, batch: ScheduledBatch, layout: BatchLayout, plans: StepPlans) -> ReplayInputs:
-        sampling = plans.sampling
-        is_plain = sampling.is_plain and plans.processing is None and not plans.rounds
-        is_masked = is_plain and batch.has_deferred_grammar_mask and self.draws_masked
-        if is_masked or (is_plain and not batch.has_deferred_grammar_mask):
-            tensors, draws = self._stage(batch, plans.later_inputs()), self.sampling.draws(sampling)
-        else:  # the sampler replaces the tokens that the graph draws
-            tensors, draws = self._stage(batch, {**plans.extra_inputs(), "sampling_slots": sampling.slots}), {}
-        drafted = None if plans.pending is None else plans.pending.arrays.get("pending.sources")
-        rows, resolve = self._token_rows(batch, layout, drafted), None
-        if layout.has_trees and plans.verification is not None:
-            rows = replace(rows, trees=self._tree_rows(batch, layout, plans.verification.arrays["verify.bits"]))
-        if plans.pending is not None:
-            resolve = partial(self._resolve_rows, plans.pending, tensors)
-            rows = replace(rows, pending=plans.pending.width)
+        tensors, rows, resolve = self._stage_replay(batch, plans), self._list_token_rows(batch, layout, plans), None
+        if plans.pending is None:
+            self.pending.resolve(tensors, None)
         else:
-            self.pending.resolve_samples(None, tensors)
-        return ReplayInputs(plans, tensors, rows, draws, is_masked, resolve)
+            resolve = partial(self._resolve_rows, tensors)
+        return ReplayInputs(plans, tensors, rows, resolve, is_masked=bool(plans.draws) and batch.has_deferred_grammar_mask)
 
-    def _resolve_rows(self, plan: PendingPlan, tensors: dict[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> None:
+    def _resolve_rows(self, tensors: StepArrays[torch.Tensor], rows: Mapping[str, torch.Tensor]) -> None:
         """rows: the inputs of a decode graph."""
-        self.pending.resolve_tokens(tensors, rows)
-        keys = self.pending.resolve_samples(plan, tensors)
+        kv_slots = [rows[name] for name in ("kv_slots", *self._window_names)]
+        fields = TokenFields(rows["positions"], rows["seq_lens"], rows["request_slots"], kv_slots, rows.get("tree_bits"))
+        keys = self.pending.resolve(tensors, fields)
         if keys is not None:
             rows["key"][: len(keys)].copy_(keys)
 
@@ -344,110 +314,104 @@ class InputBatch:
         if placement is not None and tokens > placement.maximum:
             placement = None
         is_selected = placement is None and self.selects_tokens and 2 * used <= tokens
-        forward, tensors = self.build_forward_batch(batch, layout, plans.extra_inputs(), placement, selects_tokens=is_selected)
-        tensors.setdefault("sampling_slots", forward.request_slots)
-        self.pending.resolve_samples(plans.pending, tensors)
+        forward, tensors = self.build_forward_batch(batch, layout, plans.arrays, placement, selects_tokens=is_selected)
+        if tensors.sampling is not None and tensors.sampling.slots is None:
+            tensors.sampling.slots = forward.request_slots
         all_sample = len(layout.sample_rows) == used == tokens  # every token samples, in order
         indices = None if is_selected or all_sample else forward.logits_indices
         return ForwardInputs(plans, tensors, forward, indices, placement is not None)
 
-    def _stage(self, batch: ScheduledBatch, extra_inputs: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Writes the batch's pages on the device, and its given tokens into the table. -> the
-        `extra_inputs` as tensors."""
-        given = len(batch.token_ids) if batch.num_pending is None else 0
-        if given:
-            extra_inputs = {**extra_inputs, "given_tokens": batch.token_ids.astype(np.int64)}
+    def _stage_replay(self, batch: ScheduledBatch, plans: StepPlans) -> StepArrays[torch.Tensor]:
+        """Writes the batch's pages on the device, and its tokens from the host into the table. ->
+        the arrays of the plans as tensors."""
+        num_host = len(batch.token_ids) if batch.num_pending is None else 0
         has_moves = self.groups is not None and self.groups.has_moves(batch)
-        if not len(batch.new_pages) and not extra_inputs and not has_moves:
-            return {}
+        has_arrays = not plans.draws or any(each is not None for each in (plans.verification, plans.drafting, plans.pending))
+        if not len(batch.new_pages) and not num_host and not has_moves and not has_arrays:
+            return StepArrays()
         self._write_host_tables(batch)
-        tensors = self._move(batch, extra_inputs)
-        if given:
+        staged = self._move(batch, plans.arrays, host_tokens=batch.token_ids.astype(np.int64) if num_host else None)
+        if staged.host_tokens is not None:
             first = self.table.first_given
-            self.table.last_token[first : first + given].copy_(tensors.pop("given_tokens"))
-        return tensors
+            self.table.last_token[first : first + num_host].copy_(staged.host_tokens)
+        return staged.step
 
-    def _token_rows(self, batch: ScheduledBatch, layout: BatchLayout, drafted: np.ndarray | None) -> TokenRows:
-        """The step's tokens one by one. The ids of given tokens are where `_stage` writes them.
-        drafted: `PendingPlan` says where those of rows with drafts are."""
-        slots, decodes, sampling = batch.slots.astype(np.int64), batch.num_decodes, layout.sample_rows
-        table, total = self.table, layout.num_tokens
-        every, positions = self._token_slots(batch, layout, slots)
-        sources = every
+    def _list_token_rows(self, batch: ScheduledBatch, layout: BatchLayout, plans: StepPlans) -> TokenRows:
+        """The step's tokens one by one. The ids of tokens from the host are where `_stage_replay`
+        writes them, and `PendingPlan` says where those of rows with drafts are."""
+        table, total, decodes, num_samples = self.table, layout.num_tokens, batch.num_decodes, len(layout.sample_rows)
+        slots, positions, pending, trees = layout.token_slots, layout.places, plans.pending, None
+        sources = slots
         if decodes < total:
-            sources = every.copy()
+            drafted = None if pending is None else pending.arrays.sources
+            sources = slots.copy()
             sources[decodes:] = table.first_given + np.arange(total - decodes) if drafted is None else drafted
-        kv_slots = self.table.find_kv_slots(batch, every, positions)
-        places = {} if self.groups is None else self.groups.find_places(batch, slots, every, positions)
-        if total == len(sampling):
-            return TokenRows(every, positions, sources, every, kv_slots, total, places)
-        order = _order_samples(layout)
-        drawn = np.full(total, table.padding_slot, np.int64)
-        drawn[: len(sampling)] = slots[sampling]
-        places = {name: array[order] for name, array in places.items()}
-        return TokenRows(every[order], positions[order], sources[order], drawn, kv_slots[order], len(sampling), places)
-
-    def _tree_rows(self, batch: ScheduledBatch, layout: BatchLayout, bits: np.ndarray) -> TreeRows:
-        """bits: int32 [tokens]."""
-        positions = layout.find_positions(self._token_slots(batch, layout, batch.slots)[1])
-        order = _order_samples(layout)
-        return TreeRows(positions[order], bits[order])
-
-    @staticmethod
-    def _token_slots(batch: ScheduledBatch, layout: BatchLayout, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Request slot and position of each token, int64 [tokens]."""
-        total, lens = layout.num_tokens, batch.num_scheduled
-        if total == len(slots):
-            return slots, batch.num_computed.astype(np.int64)
-        return np.repeat(slots, lens), np.arange(total) + np.repeat(batch.num_computed - layout.query_starts[:-1], lens)
+        kv_slots = table.find_kv_slots(batch, slots, positions)
+        places = {} if self.groups is None else self.groups.find_places(batch, layout.slots, slots, positions)
+        verification = None if plans.verification is None else plans.verification.arrays
+        if verification is not None and verification.trees is not None and verification.bits is not None:
+            trees = TreeRows(layout.positions, verification.bits)
+        drawn = slots
+        if total > num_samples:
+            order = layout.order_samples()
+            drawn = np.full(total, table.padding_slot, np.int64)
+            drawn[:num_samples] = layout.sample_slots
+            slots, positions, sources, kv_slots = slots[order], positions[order], sources[order], kv_slots[order]
+            places = {name: array[order] for name, array in places.items()}
+            trees = None if trees is None else TreeRows(trees.positions[order], trees.bits[order])
+        return TokenRows(slots, positions, sources, drawn, kv_slots, num_samples, places, 0 if pending is None else pending.width, trees)
 
     def _write_host_tables(self, batch: ScheduledBatch) -> None:
-        self.table.write_host(batch.new_pages)
+        if len(batch.new_pages):
+            self.table.write_host(batch.new_pages)
         if self.groups is not None:
             self.groups.write_tables(batch)
 
-    def _move(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    def _move(
+        self,
+        batch: ScheduledBatch,
+        arrays: StepArrays[np.ndarray],
+        tokens: TokenArrays[np.ndarray] | None = None,
+        rows: RowArrays[np.ndarray] | None = None,
+        places: Mapping[str, np.ndarray] | None = None,
+        *,
+        host_tokens: np.ndarray | None = None,
+    ) -> StagedArrays[torch.Tensor]:
         """Moves arrays and new pages to the device in one copy, and writes the pages into the
-        device's table."""
+        device's tables."""
+        table, groups = self.table, dict(places or {})
+        writes = table.flat_writes(batch.new_pages) if len(batch.new_pages) and not table.is_shared else {}
         if self.groups is not None:
-            tensors = self._move_pages(batch, {**arrays, **self.groups.list_moves(batch)})
-            self.groups.begin_step(tensors)
-            return tensors
-        return self._move_pages(batch, arrays)
+            groups |= self.groups.list_moves(batch)
+        staged: StagedArrays[torch.Tensor] = self._staging.move(StagedArrays(arrays, tokens, rows, host_tokens, writes, groups))
+        if writes:
+            table.write_device(**staged.page_writes)
+        if self.groups is not None:
+            self.groups.begin_step(staged.groups)
+        return staged
 
-    def _move_pages(self, batch: ScheduledBatch, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        if not len(batch.new_pages) or self.table.is_shared:
-            return self._staging.move(arrays)
-        writes = self.table.flat_writes(batch.new_pages)
-        tensors = self._staging.move({**arrays, **writes})
-        self.table.write_device(**{name: tensors.pop(name) for name in writes})
-        return tensors
-
-    def _batch_arrays(self, batch: ScheduledBatch, layout: BatchLayout) -> dict[str, np.ndarray]:
-        """The fields of `ForwardBatch` that change each step, except the ids of decodes, which only
-        the device has."""
-        slots = batch.slots.astype(np.int64)
+    def _list_tokens(self, batch: ScheduledBatch, layout: BatchLayout) -> TokenArrays[np.ndarray]:
         token_ids = np.empty(layout.num_tokens, np.int64)
         token_ids[batch.num_decodes :] = batch.token_ids
-        token_slots, positions = self._token_slots(batch, layout, slots)
-        places: dict[str, np.ndarray] = {}
-        if self.groups is not None:
-            places = self.groups.find_places(batch, slots, token_slots, positions) | self.groups.find_drafted(batch)
-        return {
-            **places,
-            "token_ids": token_ids,
-            "positions": layout.find_positions(positions),
-            "kv_slots": self.table.find_kv_slots(batch, token_slots, positions),
-            "request_slots": slots,
-            "logits_indices": layout.logits_indices,
-            "seq_lens": layout.seq_lens.astype(np.int32),
-            "query_lens": batch.num_scheduled.astype(np.int32),
-            "query_starts": layout.query_starts.astype(np.int32),
-        }
+        return TokenArrays(token_ids, layout.positions, self.table.find_kv_slots(batch, layout.token_slots, layout.places))
 
 
-def _order_samples(layout: BatchLayout) -> np.ndarray:
-    """The step's tokens, those that samples are drawn from first, int64 [tokens]."""
-    is_inner = np.ones(layout.num_tokens, bool)
-    is_inner[layout.logits_indices] = False
-    return np.concatenate((layout.logits_indices, np.flatnonzero(is_inner)))
+def _list_rows(batch: ScheduledBatch, layout: BatchLayout) -> RowArrays[np.ndarray]:
+    return RowArrays(
+        request_slots=layout.slots,
+        logits_indices=layout.logits_indices,
+        seq_lens=layout.seq_lens.astype(np.int32),
+        query_lens=batch.num_scheduled.astype(np.int32),
+        query_starts=layout.query_starts.astype(np.int32),
+    )
+
+
+def make_tree_mask(layout: BatchLayout, backend: AttentionBackend, bits: torch.Tensor, *, is_plain: bool) -> TreeMask:
+    """The mask of a step with trees. is_plain: all layers are in one cache group, and drafts are
+    compared with what is drawn. Raises ValueError where trees cannot be verified."""
+    if not backend.capabilities.tree_mask:
+        raise ValueError(f"{type(backend).__name__} cannot verify trees of drafted tokens; use a drafter of chains")
+    if not is_plain:
+        raise ValueError("models with several cache groups, and synthetic acceptance, verify no trees of drafted tokens")
+    assert layout.drafts is not None, "a step with trees has drafts"
+    return TreeMask(layout.drafts.rows[layout.drafts.num_samples > 1], bits)

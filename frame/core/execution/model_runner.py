@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     from frame.core.execution.drafting import DeviceDrafts
-    from frame.core.execution.input_batch import StepInputs, StepPlans
+    from frame.core.execution.input_batch import StepInputs
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
     from frame.core.kv_cache.capacity import Capacity
     from frame.core.sampling.sampler import Sampler
+    from frame.core.sampling.step_plan import StepArrays, StepPlans
 
 _log = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class TorchModelRunner(ModelRunner):
             outputs = self._replay(inputs)
             if inputs.is_masked:
                 return MaskedStep(partial(self._draw_masked_step, batch.step, inputs))
-            if inputs.draws:  # the graph drew the tokens
+            if inputs.plans.draws:  # the graph drew the tokens
                 return self._fetch(batch.step, inputs, Sampled(outputs.token_ids, outputs.best), None)
             logits = outputs.logits if inputs.plans.sampling.num_rows else None
         else:
@@ -230,7 +231,7 @@ class TorchModelRunner(ModelRunner):
     def _replay(self, inputs: ReplayInputs) -> DecodeOutputs:
         if self.decode_graphs is None:
             raise RuntimeError("a decode step was prepared for a graph, but no graph is captured")
-        outputs = self.decode_graphs.replay(inputs.rows, inputs.draws, inputs.resolve, is_masked=inputs.is_masked)
+        outputs = self.decode_graphs.replay(inputs.rows, inputs.plans.draws, inputs.resolve, is_masked=inputs.is_masked)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
         return outputs
@@ -250,8 +251,8 @@ class TorchModelRunner(ModelRunner):
         if inputs.logits_indices is not None:
             hidden = hidden.index_select(0, inputs.logits_indices)
         rows, prompts = plans.sampling.num_rows, None
-        if plans.prompts is not None:
-            targets = inputs.tensors["prompt_targets"]
+        targets = inputs.tensors.prompt_targets
+        if plans.prompts is not None and targets is not None:
             head = self.model.compute_logits
             prompts = PromptScores(plans.prompts, hidden[rows:], targets, head, self.vocab_size, self.sampler.operations)
         return self.model.compute_logits(hidden[:rows]) if rows else None, prompts
@@ -285,8 +286,8 @@ class TorchModelRunner(ModelRunner):
         """Draw the tokens of a step with a deferred grammar mask."""
         with torch.inference_mode():
             self._enter_stream()
-            if mask is not None:
-                inputs.tensors |= self.inputs.move_grammar_mask(mask)
+            if mask is not None and inputs.tensors.sampling is not None:
+                inputs.tensors.sampling.grammar = self.inputs.move_grammar_mask(mask)
             return self._fetch_sampled(step, inputs, logits, prompts)
 
     def _draw_masked_step(self, step: int, inputs: ReplayInputs, mask: np.ndarray | None) -> PendingStep:
@@ -294,8 +295,8 @@ class TorchModelRunner(ModelRunner):
         assert self.decode_graphs is not None, "the step was replayed"
         with torch.inference_mode():
             self._enter_stream()
-            limits = None if mask is None else self.inputs.move_grammar_mask(mask)
-            outputs = self.decode_graphs.draw_masked(inputs.rows, inputs.draws, limits or None)
+            grammar = None if mask is None else self.inputs.move_grammar_mask(mask)
+            outputs = self.decode_graphs.draw_masked(inputs.rows, inputs.plans.draws, grammar)
             return self._fetch(step, inputs, Sampled(self.agree_tokens(outputs.token_ids), outputs.best), None)
 
     def _fetch_sampled(self, step: int, inputs: StepInputs, logits: torch.Tensor | None, prompts: PromptScores | None) -> PendingStep:
@@ -305,27 +306,28 @@ class TorchModelRunner(ModelRunner):
         """Verify the drafts, if there are any, draft the next tokens, and start the copy of the
         results to the host."""
         plans, counts, drafts, order = inputs.plans, None, None, None
-        if plans.verification is not None:
-            verified = verify_drafts(sampled.token_ids, plans.verification, inputs.tensors)
-            self.inputs.table.last_token.index_copy_(0, inputs.tensors["verify.slots"], verified.last)
+        compared, drafting = inputs.tensors.verification, inputs.tensors.drafting
+        if plans.verification is not None and compared is not None:
+            verified = verify_drafts(sampled.token_ids, plans.verification, compared)
+            self.inputs.table.last_token.index_copy_(0, compared.slots, verified.last)
             counts, order, sampled = verified.counts, verified.order, replace(sampled, token_ids=verified.token_ids)
             if order is not None:
-                self._move_accepted(inputs, order, counts)
+                self._move_accepted(inputs, order, compared.first, counts)
             if self.inputs.groups is not None:
                 self.inputs.groups.store_drafted(counts)
             if self.drafts is not None:
-                self.inputs.pending.store_counts(inputs.tensors["verify.slots"], counts)
-        if plans.drafting is not None and self.drafts is not None:
-            drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, inputs.tensors, order)
+                self.inputs.pending.store_counts(compared.slots, counts)
+        if plans.drafting is not None and drafting is not None and self.drafts is not None:
+            drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, drafting, order)
             if drafts is not None:
-                self.inputs.table.store_drafts(inputs.tensors["draft.slots"], drafts)
+                self.inputs.table.store_drafts(drafting.slots, drafts)
         faults = self.processors.find_faults(plans.sampling.slots)
         output = StepOutput(step, sampled, plans.sampling, prompts, faults, counts, drafts, order)
         return fetch(output, self.context.platform)
 
-    def _move_accepted(self, inputs: StepInputs, order: torch.Tensor, counts: torch.Tensor) -> None:
-        """Move the accepted tokens of trees to the places of their positions. order, counts: see
-        `Verified`."""
+    def _move_accepted(self, inputs: StepInputs, order: torch.Tensor, first: torch.Tensor, counts: torch.Tensor) -> None:
+        """Move the accepted tokens of trees to the places of their positions. first: see
+        `VerificationArrays`; order, counts: see `Verified`."""
         pool, graphs = self.inputs.kv, self.decode_graphs
         if not isinstance(pool, KVPool):
             raise RuntimeError("a step with trees of drafted tokens ran without a KV pool")
@@ -334,24 +336,26 @@ class TorchModelRunner(ModelRunner):
         else:
             assert graphs is not None, "the step was replayed"
             places = graphs.inputs["kv_slots"][: len(order)]
-        pool.move_tokens(places.index_select(0, order), places, inputs.tensors["verify.first"], counts)
+        pool.move_tokens(places.index_select(0, order), places, first, counts)
 
-    def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: dict[str, torch.Tensor]) -> Sampled:
+    def _sample(self, logits: torch.Tensor | None, plans: StepPlans, tensors: StepArrays[torch.Tensor]) -> Sampled:
         """Draw the tokens and store them in the last-token table. `tensors`: the plans' arrays, and
         the slots of the sampling rows."""
-        slots = tensors["sampling_slots"]
+        sampling = tensors.sampling
+        assert sampling is not None and sampling.slots is not None, "no graph draws the tokens of the step"
+        slots = sampling.slots
         if logits is None:
             nothing = slots.new_empty(0)
             return Sampled(nothing, nothing.float())
         if plans.rounds:
             sampled = RoundSampler(self.sampler, self.processors, self.agree_tokens).sample(logits, plans.rounds, tensors)
-            return self.sampler.add_logprobs(sampled, logits, plans.sampling, tensors)
-        sampled = self.sampler.sample(logits, plans.sampling, plans.processing, tensors)
+            return self.sampler.add_logprobs(sampled, logits, plans.sampling, sampling)
+        sampled = self.sampler.sample(logits, plans.sampling, plans.processing, sampling)
         if self._tp.size > 1:
             sampled = replace(sampled, token_ids=self.agree_tokens(sampled.token_ids))
         self.inputs.table.last_token.index_copy_(0, slots, sampled.token_ids)
-        if plans.processing is not None:
-            self.processors.observe_tokens(sampled.token_ids, plans.processing, tensors)
+        if plans.processing is not None and sampling.processing is not None:
+            self.processors.observe_tokens(sampled.token_ids, plans.processing, sampling.processing)
         return sampled
 
     def set_drafts(self, drafts: DeviceDrafts, width: int, tree_depth: int = 0) -> None:

@@ -1,9 +1,9 @@
 """Steps with drafts of which the device alone has the ids, and the lengths that the step before
 them, still in flight, decides.
 
-The host plans such a step from the least lengths, as if that step accepted no draft;
-`PendingRows` adds the accepted tokens on the device. Used by the input batch and the model
-runner. Must not know a drafter, a request or a layer.
+The host plans such a step from the minimum lengths, as if that step accepted no draft
+(`PendingPlan`); `PendingRows` adds the accepted tokens on the device. Nothing waits for the device.
+Used by the input batch and the model runner. Must not know a drafter, a request or a layer.
 """
 
 from __future__ import annotations
@@ -11,141 +11,63 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-import numpy as np
 import torch
+from torch.nn.functional import pad
 
-from frame.core.execution.pending_trees import trace_trees
+from frame.core.sampling.batch_layout import DraftTrees
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
-    from frame.core.interfaces.batch import ScheduledBatch
-    from frame.core.kv_cache.kv_pool import DeviceTable, PageTable
-    from frame.core.sampling.batch_layout import BatchLayout, DraftLayout
-    from frame.core.sampling.sampling_metadata import SamplingTable
-    from frame.core.sampling.verification import ChooseAccepted
+    from frame.core.kv_cache.kv_pool import DeviceTable
+    from frame.core.sampling.logits_pipeline import ProcessorArrays
+    from frame.core.sampling.step_plan import PendingArrays, PendingKeys, StepArrays, VerificationArrays
 
 
-@dataclass(frozen=True, slots=True)
-class PendingPlan:
-    """The host's plan of one such step. `arrays`, int64, of which all but the first two are
-    missing where all lengths are known:
+@dataclass(slots=True)
+class TokenFields:
+    """The tensors of a forward batch, or of a decode graph's inputs, that accepted tokens change in
+    place."""
 
-      pending.sources   [tokens of rows with drafts]; index of the token in the last-token table
-      pending.targets   [samples]; the same of the drafted token that a sample is compared with
-      pending.tokens    [tokens]; request slots
-      pending.kv_slots  [tokens, width + 1]; the KV slot after so many accepted tokens; those of
-                          each `window` group, by its name in `GroupInputs.windows`
-      pending.samples   [samples]; request slots
-      pending.keys      [sampling rows, n]; keys of the draws from the row's first sample on
-      pending.cells     [samples]; the cell of the sample's key in `keys`, if no token is accepted
-      pending.chosen    [samples, width + 1]; see `ChooseAccepted`, as above
-
-    and of trees, of which only the device has the form:
-
-      pending.nodes     bool [sampling rows, most samples of a row]; whether the row has the node
-      pending.places    [samples]; the token that the sample is drawn from
-    """
-
-    width: int  # most tokens by which a row may be longer
-    arrays: dict[str, np.ndarray]
-
-
-def shorten_rows(batch: ScheduledBatch) -> ScheduledBatch:
-    """The batch with the least lengths of its rows."""
-    return batch if batch.num_pending is None else msgspec.structs.replace(batch, num_computed=batch.num_computed - batch.num_pending)
+    positions: torch.Tensor  # int64 [tokens]
+    seq_lens: torch.Tensor  # int32 [rows]
+    request_slots: torch.Tensor  # int64 [rows]
+    kv_slots: Sequence[torch.Tensor]  # int64 [tokens] each, of the page tables of `PendingArrays.kv_slots`
+    tree_bits: torch.Tensor | None = None  # int32 [tokens]; of a decode graph
 
 
 class PendingRows:
     """The accepted tokens of the last step by request slot, on the device."""
 
-    def __init__(self, table: DeviceTable, windows: Mapping[str, PageTable]) -> None:
-        """windows: `GroupInputs.windows`."""
+    def __init__(self, table: DeviceTable) -> None:
         self._table = table
-        self._tables = {"kv_slots": table, **windows}
         self._accepted = torch.zeros(table.num_slots + 1, dtype=torch.int64, device=table.pages.device)
         self._is_used = False
 
-    def plan(
-        self,
-        batch: ScheduledBatch,
-        counts: np.ndarray,
-        layout: BatchLayout,
-        sampling: SamplingTable,
-        choose_accepted: ChooseAccepted | None,
-    ) -> PendingPlan:
-        """The plan of a batch of `shorten_rows`, whose pages the tables have. counts: its
-        `num_pending`."""
-        slots = batch.slots.astype(np.int64)
-        width, arrays = int(counts.max(initial=0)), self._locate_drafts(batch, layout, slots)
-        if width:
-            tokens, more = np.repeat(slots, batch.num_scheduled), np.arange(width + 1)
-            positions = np.arange(layout.num_tokens) + np.repeat(batch.num_computed - layout.query_starts[:-1], batch.num_scheduled)
-            reached = np.minimum(more[:, None], np.repeat(counts, batch.num_scheduled))
-            for name, table in self._tables.items():
-                arrays[f"pending.{name}"] = np.stack([table.find_kv_slots(batch, tokens, positions + each) for each in reached], 1)
-            arrays["pending.tokens"] = tokens
-            if choose_accepted is not None and layout.drafts is not None:
-                samples = slots[layout.sample_rows]
-                found = [choose_accepted(samples, layout.sample_positions + each, layout.drafts.targets) for each in more]
-                arrays["pending.chosen"] = np.stack(found, 1)
-        if self._table.tree_depth and layout.drafts is not None:
-            arrays |= _plan_trees(layout, layout.drafts)
-        if width or "pending.nodes" in arrays:
-            arrays |= _plan_keys(layout, slots, sampling, width)
-        return PendingPlan(width, arrays)
+    def store_counts(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
+        """The samples of these slots that the step outputs, both int64 [n]."""
+        self._accepted.index_copy_(0, slots, counts - 1)
+        self._is_used = True
 
-    def read_tokens(self, tensors: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
-        """The ids of the rows with drafts. out: int64 [tokens], those after the decodes."""
-        sources = tensors.get("pending.sources")
-        if sources is not None:
-            torch.index_select(self._table.last_token, 0, sources, out=out[: len(sources)])
-
-    def resolve_tokens(self, tensors: dict[str, torch.Tensor], fields: Mapping[str, torch.Tensor]) -> None:
-        """Add the accepted tokens to `positions`, `seq_lens`, `kv_slots` and those of the `window`
-        groups, in place, and set what depends on the form of trees."""
-        if "pending.tokens" in tensors:
-            self._add_accepted(tensors, fields)
-        else:
-            self._clear_counts()  # the step before is committed
-        if "pending.nodes" in tensors:
-            self._resolve_trees(tensors, fields)
-
-    def _add_accepted(self, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, torch.Tensor]) -> None:
-        accepted = self._accepted.index_select(0, tensors["pending.tokens"])
-        count = len(accepted)
-        fields["positions"][:count].add_(accepted)
-        for name in self._tables:
-            torch.gather(tensors[f"pending.{name}"], 1, accepted.unsqueeze(1), out=fields[name][:count].unsqueeze(1))
-        rows = fields["request_slots"]
-        fields["seq_lens"].add_(self._accepted.index_select(0, rows))
-
-    def _resolve_trees(self, tensors: dict[str, torch.Tensor], fields: Mapping[str, torch.Tensor]) -> None:
-        """Make what `plan_verification` makes of trees that the host has."""
-        table, slots, exists = self._table, tensors["verify.slots"], tensors["pending.nodes"]
-        parents, ids = (each.index_select(0, slots)[:, : exists.shape[1] - 1] for each in (table.parents, table.drafts))
-        trees = trace_trees(parents, ids, exists, table.tree_depth)
-        bits = trees.pop("bits").int()
-        tensors |= {f"verify.{name}": tensor for name, tensor in trees.items()}
-        cells, places = tensors["verify.cells"], tensors["pending.places"]
-        shifts = torch.arange(exists.shape[1], device=cells.device).sub(trees["depths"]).view(-1).index_select(0, cells)
-        tensors["pending.shifts"] = shifts
-        fields["positions"].index_add_(0, places, shifts, alpha=-1)
-        bits = tensors["verify.bits"].index_copy_(0, places, bits.view(-1).index_select(0, cells))
-        if "tree_bits" in fields:  # of a decode graph
-            fields["tree_bits"][: len(bits)].copy_(bits)
-
-    def resolve_samples(self, plan: PendingPlan | None, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """Replace what the sampler, the verification and the device drafter read of positions. ->
-        the keys of the draws, int64 [samples]; None: those of the host hold. The step's tokens must
-        be settled."""
-        keys = None
-        if plan is not None:
-            if "verify.targets" in tensors:
-                tensors["verify.targets"] = self._table.last_token.index_select(0, tensors["pending.targets"])
-            if "pending.keys" in tensors:
-                keys = self._resolve_samples(tensors)
+    def resolve(self, tensors: StepArrays[torch.Tensor], fields: TokenFields | None) -> torch.Tensor | None:
+        """Add the accepted tokens to `fields`, and replace in `tensors` what the sampler, the
+        verification and the device drafter read of positions, and what depends on the form of
+        trees. fields: None for a step without pending rows. -> the keys of the draws, int64
+        [samples]; None: those of the host hold."""
+        keys, pending = None, tensors.pending
+        if pending is not None and fields is not None:
+            if pending.tokens is None:
+                self._clear_counts()  # the step before is committed
+            else:
+                self._add_accepted(pending, pending.tokens, fields)
+            shifts = None
+            if tensors.verification is not None:
+                if pending.nodes is not None:
+                    shifts = self._resolve_trees(tensors.verification, pending, pending.nodes, fields)
+                if pending.targets is not None:
+                    tensors.verification.targets = self._table.last_token.index_select(0, pending.targets)
+            if pending.keys is not None:
+                keys = self._resolve_samples(tensors, pending, pending.keys, shifts)
         self._clear_counts()
         return keys
 
@@ -154,63 +76,92 @@ class PendingRows:
             self._accepted.zero_()
             self._is_used = False
 
-    def store_counts(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
-        """The samples of these slots that the step outputs, both int64 [n]."""
-        self._accepted.index_copy_(0, slots, counts - 1)
-        self._is_used = True
+    def _add_accepted(self, pending: PendingArrays[torch.Tensor], token_slots: torch.Tensor, fields: TokenFields) -> None:
+        accepted = self._accepted.index_select(0, token_slots)
+        count = len(accepted)
+        fields.positions[:count].add_(accepted)
+        for kv_slots, choices in zip(fields.kv_slots, pending.kv_slots, strict=True):
+            torch.gather(choices, 1, accepted.unsqueeze(1), out=kv_slots[:count].unsqueeze(1))
+        fields.seq_lens.add_(self._accepted.index_select(0, fields.request_slots))
 
-    def _resolve_samples(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        accepted = self._accepted.index_select(0, tensors["pending.samples"])
-        cells, known = tensors["pending.cells"] + accepted, tensors["pending.keys"].view(-1)
+    def _resolve_trees(
+        self,
+        verification: VerificationArrays[torch.Tensor],
+        pending: PendingArrays[torch.Tensor],
+        exists: torch.Tensor,
+        fields: TokenFields,
+    ) -> torch.Tensor:
+        """Make what `plan_verification` makes of trees that the host has. -> `DraftLayout.shifts`,
+        int64 [samples]."""
+        table, slots, places = self._table, verification.slots, pending.places
+        if places is None or verification.bits is None:
+            raise RuntimeError("a step with trees has no places of their nodes")
+        parents, ids = (each.index_select(0, slots)[:, : exists.shape[1] - 1] for each in (table.parents, table.drafts))
+        trees, bits = trace_trees(parents, ids, exists, table.tree_depth)
+        verification.trees = trees
+        cells = verification.cells
+        shifts = torch.arange(exists.shape[1], device=cells.device).sub(trees.depths).view(-1).index_select(0, cells)
+        fields.positions.index_add_(0, places, shifts, alpha=-1)
+        bits = verification.bits.index_copy_(0, places, bits.view(-1).index_select(0, cells))
+        if fields.tree_bits is not None:
+            fields.tree_bits[: len(bits)].copy_(bits)
+        return shifts
+
+    def _resolve_samples(
+        self,
+        tensors: StepArrays[torch.Tensor],
+        pending: PendingArrays[torch.Tensor],
+        planned: PendingKeys[torch.Tensor],
+        shifts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        accepted = self._accepted.index_select(0, planned.samples)
+        cells, known, drafting = planned.cells + accepted, planned.keys.view(-1), tensors.drafting
         keys = in_order = known.index_select(0, cells)  # in_order: of rounds, whose samples follow each other
-        if "pending.shifts" in tensors:
-            keys = known.index_select(0, cells - tensors["pending.shifts"])
-            tensors["draft.places"] = tensors["draft.places"] + accepted
-        if "verify.chosen" in tensors:
-            tensors["verify.chosen"] = tensors["pending.chosen"].gather(1, accepted.unsqueeze(1)).squeeze(1)
-        for name in list(tensors):
-            part, _, field = name.rpartition(".")
-            if field == "positions" and f"{part}.slots" in tensors:  # of a logits processor or the drafter
-                more = self._accepted.index_select(0, tensors[f"{part}.slots"])
-                tensors[name] = tensors[name] + more
-                if part == "draft":
-                    tensors["draft.columns"] = more
-            elif field == "key" and part != "draft":
-                start = part and f"{part}."
-                found = keys if not part else in_order.index_select(0, tensors[f"{start}samples"])
-                drawn = tensors.get(f"{start}drawn_rows")
-                tensors[name] = found if drawn is None else found.index_select(0, drawn)
+        if shifts is not None:
+            keys = known.index_select(0, cells - shifts)
+            if drafting is not None and drafting.places is not None:
+                drafting.places = drafting.places + accepted
+        if tensors.verification is not None and pending.chosen is not None:
+            tensors.verification.chosen = pending.chosen.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        if drafting is not None:
+            drafting.columns = self._accepted.index_select(0, drafting.slots)
+            drafting.positions = drafting.positions + drafting.columns
+        samplings = [] if tensors.sampling is None else [(tensors.sampling, keys)]
+        samplings += [(each.sampling, in_order.index_select(0, each.samples)) for each in tensors.rounds]
+        for sampling, own_keys in samplings:
+            if (draw := sampling.draw) is not None:
+                draw.key = own_keys if draw.rows is None else own_keys.index_select(0, draw.rows)
+            if sampling.processing is not None:
+                self._move_positions(sampling.processing)
         return keys
 
-    def _locate_drafts(self, batch: ScheduledBatch, layout: BatchLayout, slots: np.ndarray) -> dict[str, np.ndarray]:
-        """Where the table has the ids of the rows with drafts."""
-        if layout.drafts is None or batch.num_drafts is None:
-            return {}
-        table, drafts = self._table, layout.drafts
-        samples = slots[layout.sample_rows]
-        cells = table.first_drafted + samples * table.drafts.shape[1] + drafts.offsets
-        targets = np.where(drafts.targets < 0, len(table.last_token) - 1, cells)
-        has_draft = np.repeat(batch.num_drafts[drafts.rows] > 0, drafts.num_samples)
-        sources = np.where(drafts.offsets == 0, samples, cells - 1)[has_draft]
-        return {"pending.sources": sources, "pending.targets": targets}
+    def _move_positions(self, processing: ProcessorArrays[torch.Tensor]) -> None:
+        for each in processing.by_processor:
+            each.positions = each.positions + self._accepted.index_select(0, each.slots)
 
 
-def _plan_keys(layout: BatchLayout, slots: np.ndarray, sampling: SamplingTable, width: int) -> dict[str, np.ndarray]:
-    """slots: int64 [rows]."""
-    drafts, samples = layout.drafts, slots[layout.sample_rows]
-    first = rows = np.arange(len(samples))
-    offsets = np.zeros_like(first)
-    if drafts is not None:
-        first, rows, offsets = drafts.first, np.repeat(np.arange(len(drafts.rows)), drafts.num_samples), drafts.offsets
-    keys = sampling.plan_drafts(samples[first], layout.sample_positions[first], int(offsets.max(initial=0)) + 1 + width)["key"]
-    return {"pending.samples": samples, "pending.keys": keys, "pending.cells": rows * keys.shape[1] + offsets}
-
-
-def _plan_trees(layout: BatchLayout, drafts: DraftLayout) -> dict[str, np.ndarray]:
-    """Also the arrays of the other plans of trees, as of tokens that are all in one branch."""
-    return {
-        "pending.nodes": np.arange(int(drafts.num_samples.max(initial=1))) < drafts.num_samples[:, None],
-        "pending.places": layout.logits_indices[: len(layout.sample_rows)],
-        "verify.bits": np.full(layout.num_tokens, -1, np.int32),
-        "draft.places": layout.sample_positions - 1,
-    }
+def trace_trees(
+    parents: torch.Tensor, token_ids: torch.Tensor, exists: torch.Tensor, depth: int
+) -> tuple[DraftTrees[torch.Tensor], torch.Tensor]:
+    """What `build_trees` computes on the host, from the parents in the device's table; paths are
+    int64. parents, token_ids: int64 [rows, width - 1], of the nodes from 1 on. exists: bool [rows,
+    width], whether the row has the node. depth: maximum of a node."""
+    nodes, is_drafted = torch.arange(exists.shape[1], device=parents.device), exists[:, 1:]
+    parents = pad(torch.where(is_drafted, parents, 0), (1, 0))
+    branch = [nodes.expand_as(parents)]  # of each node: the node itself, its parent and so on, then 0
+    for _ in range(depth):
+        branch.append(parents.gather(1, branch[-1]))
+    above = torch.stack(branch, 2)
+    in_branch = above > 0
+    depths = in_branch.sum(dim=2) * exists
+    branches = torch.zeros(*parents.shape, len(nodes), dtype=torch.bool, device=parents.device).scatter_(2, above, in_branch)
+    places = (depths.unsqueeze(2) - torch.arange(depth + 1, device=parents.device)).clamp_(min=0)
+    seen = (in_branch.long() << (nodes.unsqueeze(1) - above)).sum(dim=2)
+    trees = DraftTrees(
+        parents=parents,
+        depths=depths,
+        tokens=pad(torch.where(is_drafted, token_ids, -2), (1, 0), value=-2),
+        branches=branches | ~exists.unsqueeze(2),
+        paths=nodes.expand_as(branches).scatter(2, places, above),
+    )
+    return trees, (seen - (1 << nodes)).int()  # and all tokens before the draft, and node 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from frame.core.execution.decode_graphs import InputBuffers
+from frame.core.execution.input_batch import TokenArrays
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, HostView
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CALLS = ("run", "run_mla", "run_states")  # methods of a backend that layers call
-_PADDING: dict[str, np.generic] = {"token_ids": np.int64(0), "positions": np.int64(0), "kv_slots": np.int64(0)}
+_PADDING: dict[str, np.generic] = {"token_ids": np.int64(0), "positions": np.int64(0), "kv_slots": np.int64(0)}  # `TokenArrays`
 
 # (method of the backend, layer, operands, batch) -> the tensor that the layer uses as the result
 Intercept = Callable[..., torch.Tensor]
@@ -133,12 +134,12 @@ class PiecewiseGraphs:
                 len(self._sizes), self.maximum, time.perf_counter() - began, (free - self._platform.measure_memory().free) >> 20,
             )  # fmt: skip
 
-    def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Copy ids, positions and KV slots of a step of at most `maximum` tokens to the addresses
-        that the pieces read. All int64 [tokens]."""
-        tokens = len(arrays["token_ids"])
-        self._buffers.write(arrays, self._sizes[self._smallest[tokens]])
-        return {name: self._buffers.tensors[name][:tokens] for name in arrays}
+    def place(self, tokens: TokenArrays[np.ndarray]) -> TokenArrays[torch.Tensor]:
+        """Copy the arrays of a step of at most `maximum` tokens to the addresses that the pieces
+        read."""
+        count = len(tokens.token_ids)
+        self._buffers.write({name: getattr(tokens, name) for name in _PADDING}, self._sizes[self._smallest[count]])
+        return TokenArrays(*(self._buffers.tensors[name][:count] for name in _PADDING))
 
     def extensions(self, tokens: int) -> dict[type, Any]:
         """The `AttentionOutput` of the step; empty if layers have outputs of different shapes."""

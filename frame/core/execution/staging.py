@@ -5,9 +5,11 @@ Used by the input batch. Must not know what the arrays are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +25,9 @@ class Staging(Protocol):
     """Moves a step's host arrays to the device. `move` is called once per step, on the step's
     stream; its tensors are valid until the copy of the next `move` runs."""
 
-    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """C-contiguous arrays of any torch dtype -> device tensors of the same names."""
+    def move(self, arrays: Any) -> Any:
+        """C-contiguous arrays of any torch dtype, in a tree of dataclasses, tuples and mappings ->
+        the same tree with device tensors in their place."""
         ...
 
 
@@ -34,12 +37,28 @@ def make_staging(platform: Platform, num_bytes: int) -> Staging:
     return PinnedCopies(platform, num_bytes) if platform.is_asynchronous else SharedMemory()
 
 
+def map_arrays(tree: Any, convert: Callable[[np.ndarray], Any]) -> Any:
+    """A dataclass or tuple of arrays, mappings of arrays, and further dataclasses and tuples, with
+    `convert` of each array in its place. None and what is empty stays."""
+    kind: Any = type(tree)
+    if kind is dict:
+        return {name: convert(each) for name, each in tree.items()}
+    values = tree if kind is tuple else _get_fields(kind)(tree)
+    mapped = [convert(each) if type(each) is np.ndarray else each and map_arrays(each, convert) for each in values]
+    return tuple(mapped) if kind is tuple else kind(*mapped)
+
+
+@lru_cache(maxsize=64)
+def _get_fields(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that returns the fields of a dataclass, of which there are at least two."""
+    return attrgetter(*(field.name for field in fields(kind)))
+
+
 class SharedMemory:
     """The CPU's staging: views, no copies. The caller must not write to the arrays afterwards."""
 
-    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        from_numpy = torch.from_numpy
-        return {name: from_numpy(array) for name, array in arrays.items()}
+    def move(self, arrays: Any) -> Any:
+        return map_arrays(arrays, torch.from_numpy)
 
 
 class PinnedCopies:
@@ -55,9 +74,11 @@ class PinnedCopies:
         self._copied = [platform.create_event() for _ in range(_NUM_BUFFERS)]
         self._allocate(num_bytes)
 
-    def move(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    def move(self, arrays: Any) -> Any:
+        packed: list[np.ndarray] = []
+        map_arrays(arrays, packed.append)
         offsets, total = [], 0
-        for array in arrays.values():
+        for array in packed:
             offsets.append(total)
             total += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         if total > self._target.numel():
@@ -66,11 +87,12 @@ class PinnedCopies:
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         self._copied[self._turn].synchronize()
         host = self._host[self._turn]
-        for offset, array in zip(offsets, arrays.values(), strict=True):
+        for offset, array in zip(offsets, packed, strict=True):
             host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
         self._target[:total].copy_(self._pinned[self._turn][:total], non_blocking=True)
         self._copied[self._turn].record()
-        return {name: self._view(offset, array) for offset, (name, array) in zip(offsets, arrays.items(), strict=True)}
+        places = iter(offsets)
+        return map_arrays(arrays, lambda array: self._view(next(places), array))
 
     def _view(self, offset: int, like: np.ndarray) -> torch.Tensor:
         typed = self._typed.get(like.dtype)

@@ -9,39 +9,51 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 
 from frame.core.blame import describe, remedy
 from frame.core.messages import Finish
+from frame.core.sampling.batch_layout import A
 
 if TYPE_CHECKING:
     import torch
 
-    from frame.core.interfaces.batch import SlotSetup
+    from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.core.sampling.batch_layout import BatchLayout
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class ProcessorRows(Generic[A]):
+    """The rows that one logits processor changes. All int64 [n]."""
+
+    rows: A  # the sampling rows
+    indices: A  # of these rows in `ProcessorArrays.rows`
+    slots: A  # their request slots
+    positions: A  # of the tokens to sample
+
+
+@dataclass(slots=True)
+class ProcessorArrays(Generic[A]):
+    """The rows of one step that logits processors change, on the host or on the device."""
+
+    rows: A  # int64 [m]; all rows that a processor changes
+    by_processor: tuple[ProcessorRows[A], ...]  # in the order of `ProcessorPlan.indices`
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessorPlan:
-    """The logits processors of one step, by index. `arrays` has for each:
-
-      processor.INDEX.rows       int64 [n]; its sampling rows
-      processor.INDEX.places     int64 [n]; indices of these rows in `processor.rows`
-      processor.INDEX.slots      int64 [n]; their request slots
-      processor.INDEX.positions  int64 [n]; positions of the tokens to sample
-
-    and `processor.rows`, int64 [m]: all rows that a processor changes.
-    """
+    """The logits processors of one step, by index."""
 
     indices: tuple[int, ...]
-    arrays: dict[str, np.ndarray]
+    arrays: ProcessorArrays[np.ndarray]
 
 
 class Processors:
@@ -95,6 +107,11 @@ class Processors:
                 except Exception as error:  # noqa: BLE001 - the fault of one request must not end the others of its batch
                     self._faults[setup.slot] = _fault(processor, error)
 
+    def begin_step(self, batch: ScheduledBatch, layout: BatchLayout) -> ProcessorPlan | None:
+        """`update`, and the plan of the step."""
+        self.update(batch.setups, batch.released)
+        return self.plan(layout.sample_slots, layout.sample_positions)
+
     def plan(self, slots: np.ndarray, positions: np.ndarray) -> ProcessorPlan | None:
         """The processors to call for the sampling rows with these slots and positions, both int64
         [rows]. None: no row uses a processor."""
@@ -105,34 +122,35 @@ class Processors:
         if not indices:
             return None
         changed = np.flatnonzero(uses.any(axis=0))
-        arrays = {"processor.rows": changed}
+        by_processor = []
         for index in indices:
             rows = np.flatnonzero(uses[index])
-            arrays[f"processor.{index}.rows"] = rows
-            arrays[f"processor.{index}.places"] = np.searchsorted(changed, rows)
-            arrays[f"processor.{index}.slots"] = slots[rows]
-            arrays[f"processor.{index}.positions"] = positions[rows]
-        return ProcessorPlan(indices, arrays)
+            by_processor.append(ProcessorRows(rows, np.searchsorted(changed, rows), slots[rows], positions[rows]))
+        return ProcessorPlan(indices, ProcessorArrays(changed, tuple(by_processor)))
 
-    def apply(self, logits: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor], *, changed_only: bool = False) -> None:
+    def apply(
+        self, logits: torch.Tensor, plan: ProcessorPlan, tensors: ProcessorArrays[torch.Tensor], *, changed_only: bool = False
+    ) -> None:
         """Change logits [rows, vocab], float32, in place. `changed_only`: the logits are those of
-        `processor.rows` only."""
-        for index in plan.indices:
-            names = ("places" if changed_only else "rows", "slots", "positions")
-            rows, slots, positions = (tensors[f"processor.{index}.{name}"] for name in names)
+        `tensors.rows` only."""
+        for index, each in zip(plan.indices, tensors.by_processor, strict=True):
             try:
-                self._processors[index].apply(logits, rows, slots, positions)
+                self._processors[index].apply(logits, each.indices if changed_only else each.rows, each.slots, each.positions)
             except Exception as error:  # noqa: BLE001 - as in `update`
                 self._end_requests(index, plan, error)
 
     def observe_tokens(
-        self, token_ids: torch.Tensor, plan: ProcessorPlan, tensors: Mapping[str, torch.Tensor], is_output: torch.Tensor | None = None
+        self,
+        token_ids: torch.Tensor,
+        plan: ProcessorPlan,
+        tensors: ProcessorArrays[torch.Tensor],
+        is_output: torch.Tensor | None = None,
     ) -> None:
         """Pass the sampled tokens, int64 [rows], to the processors of the step. is_output: bool
         [rows], False for tokens after a rejected draft, which are left out; None: all are
         output."""
-        for index in plan.indices:
-            rows, slots = tensors[f"processor.{index}.rows"], tensors[f"processor.{index}.slots"]
+        for index, each in zip(plan.indices, tensors.by_processor, strict=True):
+            rows, slots = each.rows, each.slots
             if is_output is not None:
                 kept = is_output.index_select(0, rows)
                 rows, slots = rows[kept], slots[kept]
@@ -147,7 +165,8 @@ class Processors:
         if type(error).__name__ == "AcceleratorError":
             raise error
         sentence = _fault(self._processors[index], error)
-        self._faults.update(dict.fromkeys(plan.arrays[f"processor.{index}.slots"].tolist(), sentence))
+        slots = plan.arrays.by_processor[plan.indices.index(index)].slots
+        self._faults.update(dict.fromkeys(slots.tolist(), sentence))
 
     def _release(self, slot: int) -> None:
         self._faults.pop(slot, None)

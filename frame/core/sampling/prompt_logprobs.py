@@ -51,11 +51,9 @@ class PromptPlan:
         return max(part.num_top for part in self.parts)
 
 
-def plan_prompts(batch: ScheduledBatch, layout: BatchLayout, table: SamplingTable) -> PromptPlan | None:
-    """The prompt tokens that this step scores: the logits at position p are those of the token at p
-    + 1. None: no row needs them."""
-    if not len(layout.prompt_logprob_rows):
-        return None
+def plan_prompts(batch: ScheduledBatch, layout: BatchLayout, table: SamplingTable) -> PromptPlan:
+    """The prompt tokens that a step scores of `layout.prompt_logprob_rows`, of which there are
+    some: the logits at position p are those of the token at p + 1."""
     parts, lengths, targets = [], [], []
     for row in layout.prompt_logprob_rows.tolist():  # few rows request them
         slot, start, length = int(batch.slots[row]), int(batch.num_computed[row]), int(batch.num_scheduled[row])

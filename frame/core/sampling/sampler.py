@@ -20,13 +20,13 @@ import torch.nn.functional as F
 
 from frame.core.interfaces.device_operations import DeviceOperations
 from frame.core.sampling import gumbel_race
-from frame.core.sampling.sampling_metadata import PARAMETERS
+from frame.core.sampling.sampling_metadata import PARAMETERS, SamplingArrays
 
 if TYPE_CHECKING:
     from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
-    from frame.core.sampling.sampling_metadata import SamplingPlan
+    from frame.core.sampling.sampling_metadata import DrawArrays, FilterArrays, SamplingPlan
 
-Tensors = Mapping[str, torch.Tensor]
+SamplingTensors = SamplingArrays[torch.Tensor]
 
 _ADDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf).astype(np.float32)
 _MIN_BLOCKED_VOCAB = 8192  # vocabulary size from which a maximum per group of tokens is faster
@@ -55,32 +55,32 @@ class Sampler:
         self.operations = operations
         self.by_row = operations.draw_filtered is not None  # plans must come from a `SamplingTable` with the same value
 
-    def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors) -> Sampled:
+    def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: SamplingTensors) -> Sampled:
         """logits: [rows, vocab] of any float dtype; may be changed in place. Computes in
         float32."""
         if not self.by_row:
             logits = logits.float()
-        raw = None
-        if plan.logprob_rows is not None:
-            is_changed = processing is not None or "grammar_mask" in tensors
+        raw, rows = None, tensors.logprob_rows
+        if rows is not None:
+            is_changed = processing is not None or tensors.grammar is not None
             raw = logits
-            if len(plan.logprob_rows) != plan.num_rows:
-                raw = logits.index_select(0, tensors["logprob_rows"])
+            if len(rows) != plan.num_rows:
+                raw = logits.index_select(0, rows)
             elif is_changed:
                 raw = logits.clone()
         choose = self._choose_by_row if self.by_row else self._choose
         token_ids, best = choose(logits, plan, processing, tensors)
-        if raw is None:
+        if raw is None or rows is None:
             return Sampled(token_ids, best)
-        chosen = token_ids if len(raw) == plan.num_rows else token_ids.index_select(0, tensors["logprob_rows"])
+        chosen = token_ids if len(raw) == plan.num_rows else token_ids.index_select(0, rows)
         return Sampled(token_ids, best, *self.operations.compute_logprobs(raw, chosen, plan.num_top_logprobs))
 
-    def add_logprobs(self, sampled: Sampled, logits: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> Sampled:
+    def add_logprobs(self, sampled: Sampled, logits: torch.Tensor, plan: SamplingPlan, tensors: SamplingTensors) -> Sampled:
         """`sampled` with the log-probabilities that the plan asks for, under logits [rows, vocab]
         that nothing has changed."""
-        if plan.logprob_rows is None:
+        rows = tensors.logprob_rows
+        if rows is None:
             return sampled
-        rows = tensors["logprob_rows"]
         token_ids = sampled.token_ids.index_select(0, rows).clamp_(min=0)  # -1: not drawn
         scores = self.operations.compute_logprobs(logits.index_select(0, rows), token_ids, plan.num_top_logprobs)
         return Sampled(sampled.token_ids, sampled.best, *scores)
@@ -104,41 +104,42 @@ class Sampler:
         self.operations.mask_logits(logits, torch.arange(rows, device=logits.device), words)
 
     def _choose(
-        self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
+        self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if processing is not None:
-            self.processors.apply(logits, processing, tensors)
-        if "grammar_mask" in tensors:
-            apply_grammar(logits, tensors["grammar_rows"], tensors["grammar_mask"])
-        heights = gumbel_race.find_heights(logits) if plan.num_drawn else None
+        if processing is not None and tensors.processing is not None:
+            self.processors.apply(logits, processing, tensors.processing)
+        if tensors.grammar is not None:
+            apply_grammar(logits, tensors.grammar.rows, tensors.grammar.mask)
+        draw = tensors.draw
+        if draw is None:
+            best, token_ids = row_max(logits)
+            return token_ids, best
+        heights = gumbel_race.find_heights(logits)
         best, token_ids = row_max(logits, heights)
-        if heights is not None:
-            rows = tensors.get("drawn_rows")
-            limits = _limit_rows(logits, best, rows, plan, tensors)
-            drawn = gumbel_race.draw(logits, heights, tensors["temperature"], tensors["key"], rows, limits)
-            token_ids = drawn if rows is None else token_ids.index_copy(0, rows, drawn)
-        return token_ids, best
+        limits = _limit_rows(logits, best, plan, draw, tensors.filters)
+        drawn = gumbel_race.draw(logits, heights, draw.temperature, draw.key, draw.rows, limits)
+        return drawn if draw.rows is None else token_ids.index_copy(0, draw.rows, drawn), best
 
     def _choose_by_row(
-        self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: Tensors
+        self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """With `draw_filtered`. Masks are exact in any dtype and are written into the logits; rows
         with logits processors are sampled from a float32 copy."""
-        if "grammar_mask" in tensors:
-            self.operations.mask_logits(logits, tensors["grammar_rows"], tensors["grammar_mask"])
-        params = {name: tensors[name] for name in PARAMETERS if name in tensors}
-        if processing is None:
+        if tensors.grammar is not None:
+            self.operations.mask_logits(logits, tensors.grammar.rows, tensors.grammar.mask)
+        params = tensors.list_parameters()
+        if processing is None or tensors.processing is None:
             return self._draw(logits, params)
-        rows = tensors["processor.rows"]
+        rows = tensors.processing.rows
         scores = logits.index_select(0, rows).float()
-        self.processors.apply(scores, processing, tensors, changed_only=True)
+        self.processors.apply(scores, processing, tensors.processing, changed_only=True)
         token_ids, best = self._draw(scores, {name: each.index_select(0, rows) for name, each in params.items()})
         if len(rows) == plan.num_rows:
             return token_ids, best
         every_id, every_best = self._draw(logits, params)
         return every_id.index_copy_(0, rows, token_ids), every_best.index_copy_(0, rows, best)
 
-    def _draw(self, logits: torch.Tensor, params: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draw(self, logits: torch.Tensor, params: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """params: those of every row."""
         if "top_k" in params and self.operations.draw_filtered is not None:
             return self.operations.draw_filtered(logits, params, None, None)
@@ -205,27 +206,32 @@ def _find_addends(mask: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def _limit_rows(
-    logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor | None, plan: SamplingPlan, tensors: Tensors
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    plan: SamplingPlan,
+    draw: DrawArrays[torch.Tensor],
+    filters: FilterArrays[torch.Tensor] | None,
 ) -> torch.Tensor | None:
     """The smallest (logit - greatest logit) / temperature that the filters of each drawn row keep,
     float32 [drawn]; None: no row has a filter."""
     limits = None
-    if plan.num_filtered:
-        some = tensors.get("filtered_rows")
-        temperature = tensors["temperature"] if some is None else tensors["temperature"].index_select(0, some)
-        chosen = rows if some is None else some if rows is None else rows.index_select(0, some)
-        if chosen is not None:
-            logits, best = logits.index_select(0, chosen), best.index_select(0, chosen)
+    if filters is not None:
+        rows, some, temperature = draw.rows, filters.rows, draw.temperature
+        if some is not None:
+            temperature = temperature.index_select(0, some)
+            rows = some if rows is None else rows.index_select(0, some)
+        if rows is not None:
+            logits, best = logits.index_select(0, rows), best.index_select(0, rows)
         scaled = (logits - best.unsqueeze(1)).div_(temperature.unsqueeze(1))  # <= 0
-        limits = thresholds(scaled, plan, tensors)
+        limits = thresholds(scaled, plan, filters)
         if some is not None:
             limits = limits.new_full((plan.num_drawn,), -torch.inf).index_copy_(0, some, limits)
-    if plan.has_min_p:
-        limits = tensors["log_min_p"] if limits is None else torch.maximum(limits, tensors["log_min_p"])
+    if draw.log_min_p is not None:
+        limits = draw.log_min_p if limits is None else torch.maximum(limits, draw.log_min_p)
     return limits
 
 
-def thresholds(scaled: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> torch.Tensor:
+def thresholds(scaled: torch.Tensor, plan: SamplingPlan, filters: FilterArrays[torch.Tensor]) -> torch.Tensor:
     """The smallest scaled logit that top-k and top-p keep, float32 [filtered].
 
     scaled: [filtered, vocab], changed in place; the greatest value of each row is 0. Exponentials
@@ -235,12 +241,11 @@ def thresholds(scaled: torch.Tensor, plan: SamplingPlan, tensors: Tensors) -> to
     count = plan.max_top_k
     if plan.has_unlimited:  # only on the CPU can the values decide how many candidates top-p needs
         count = vocab if scaled.is_cuda else max(_FIRST_CANDIDATES, count)
-    top_p = tensors["top_p"]
-    mass = top_p  # read only for top-p without top-k
+    mass = filters.top_p  # read only for top-p without top-k
     if plan.has_unlimited:
         scaled = F.threshold(scaled, _MIN_LOG2_WEIGHT, -torch.inf, inplace=True)  # denormal weights are slow on CPUs
         mass = scaled.exp2().sum(dim=-1).double()
-    return _limits(scaled, mass, tensors["top_k"], top_p, min(count, vocab))
+    return _limits(scaled, mass, filters.top_k, filters.top_p, min(count, vocab))
 
 
 def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, count: int) -> torch.Tensor:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
+
+from frame.core.sampling.batch_layout import A
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
     from frame.core.sampling.batch_layout import BatchLayout
+    from frame.core.sampling.logits_pipeline import ProcessorArrays
 
 _ROW = np.dtype(
     [
@@ -30,15 +33,62 @@ _ROW = np.dtype(
         ("prompt_logprobs", "i2"),  # -1: none
     ]
 )
-PARAMETERS = ("temperature", "key", "top_k", "top_p", "log_min_p")  # the last three are present together
+PARAMETERS = ("temperature", "key", "top_k", "top_p", "log_min_p")  # of a draw by row; the last three are present together
 _GREEDY_BELOW = 1e-5  # lower temperatures count as 0: a division by them overflows
 _MIN_TOP_P = 1e-6  # keeps only the likeliest token, as any smaller value does; values below 1e-38 are 0 on the device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
+class DrawArrays(Generic[A]):
+    """The parameters of the draws: of the drawn rows, or of every row if `SamplingPlan.by_row`."""
+
+    temperature: A  # float32 [n]; times ln 2; 0: greedy
+    key: A  # int64 [n]
+    rows: A | None = None  # int64 [n]; the drawn rows; None: every row has parameters
+    log_min_p: A | None = None  # float32 [n]; None: no row uses min-p
+
+
+@dataclass(slots=True)
+class FilterArrays(Generic[A]):
+    """The top-k and top-p of the filtered rows, or of every row if `SamplingPlan.by_row`."""
+
+    top_k: A  # integer [n]; 0: off
+    top_p: A  # [n]
+    rows: A | None = None  # int64 [n]; indices of the filtered rows among the drawn ones; None: all are
+
+
+@dataclass(slots=True)
+class GrammarArrays(Generic[A]):
+    """The rows that a grammar mask limits."""
+
+    rows: A  # int64 [n]
+    mask: A  # int32 [n, ceil(vocab / 32)]; a set bit allows the token
+
+
+@dataclass(slots=True)
+class SamplingArrays(Generic[A]):
+    """What the sampler reads of one step, on the host or on the device."""
+
+    slots: A | None = None  # int64 [rows]; None: the samples are those of the batch's rows, in order
+    draw: DrawArrays[A] | None = None  # None: all rows are greedy
+    filters: FilterArrays[A] | None = None  # None: no row uses top-k or top-p
+    logprob_rows: A | None = None  # int64 [n]; rows with log-probabilities; None: no row has any
+    grammar: GrammarArrays[A] | None = None  # None: no row is limited
+    processing: ProcessorArrays[A] | None = None  # None: no row uses a logits processor
+
+    def list_parameters(self) -> dict[str, A]:
+        """The parameters of a `SamplingPlan` with `by_row`, by the names of `PARAMETERS`."""
+        if self.draw is None:
+            return {}
+        named = {"temperature": self.draw.temperature, "key": self.draw.key}
+        if self.filters is not None and self.draw.log_min_p is not None:
+            named |= {"top_k": self.filters.top_k, "top_p": self.filters.top_p, "log_min_p": self.draw.log_min_p}
+        return named
+
+
+@dataclass(slots=True, kw_only=True)
 class SamplingPlan:
-    """The sampler's work in one step. `arrays` are copied to the device under the names that
-    `Sampler` reads.
+    """The sampler's work in one step.
 
     Rows are the step's samples, in order. A row is drawn (temperature above 0) or greedy; some
     drawn rows are filtered by top-k or top-p. Each parameter in `arrays` covers the rows that use
@@ -52,20 +102,26 @@ class SamplingPlan:
     max_top_k: int  # of the filtered rows; 0: none uses top-k
     has_unlimited: bool  # a filtered row uses top-p without top-k
     has_min_p: bool
-    logprob_rows: np.ndarray | None  # int64; rows with log-probabilities
     num_top_logprobs: int
     by_row: bool  # whether the parameters in `arrays` cover every row
-    arrays: dict[str, np.ndarray]
+    arrays: SamplingArrays[np.ndarray]
+    # what a decode graph draws with: temperature (0: greedy) and key of each sampling row, and the
+    # filters if a row has one
+    draws: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
 
     @property
+    def logprob_rows(self) -> np.ndarray | None:
+        return self.arrays.logprob_rows
+
+    @property
     def is_plain(self) -> bool:
         """Whether temperature, key and filters by row are the only parameters of the step."""
         filters = self.num_filtered or self.has_min_p
-        return (self.by_row or not filters) and self.logprob_rows is None and "grammar_rows" not in self.arrays
+        return (self.by_row or not filters) and self.logprob_rows is None and self.arrays.grammar is None
 
 
 class SamplingTable:
@@ -97,58 +153,58 @@ class SamplingTable:
     def num_top_prompt_logprobs(self, slot: int) -> int:
         return int(self._rows["prompt_logprobs"][slot])
 
-    def draws(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
-        """The parameters that a decode graph reads, by sampling row: temperature (0: greedy), key
-        of the draw, and the filters if the plan has them by row."""
-        if plan.by_row:
-            return {name: plan.arrays[name] for name in PARAMETERS if name in plan.arrays}
-        rows = self._rows.take(plan.slots)
-        return {"temperature": rows["temperature"], "key": _keys(rows["seed"], plan.positions)}
-
-    def plan_drafts(self, slots: np.ndarray, positions: np.ndarray, width: int) -> dict[str, np.ndarray]:
+    def plan_drafts(self, slots: np.ndarray, positions: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
         """What a device drafter draws with: temperature of each slot, float32 [n] (0: greedy), and
         the keys of `width` positions from `positions` on, int64 [n, width]. slots: int64 [n]."""
         rows = self._rows.take(slots)
         keys = _keys(rows["seed"][:, None], positions[:, None] + np.arange(width))
-        return {"temperature": np.ascontiguousarray(rows["temperature"]), "key": keys}
+        return np.ascontiguousarray(rows["temperature"]), keys
 
-    def plan(self, batch: ScheduledBatch, layout: BatchLayout) -> SamplingPlan:
-        """Build the plan of one step."""
-        slots = batch.slots[layout.sample_rows].astype(np.int64)
-        plan = self.plan_samples(slots, layout.sample_positions, batch.grammar_mask)
-        if len(slots) != len(batch.slots) or layout.drafts is not None:
-            plan.arrays["sampling_slots"] = slots
+    def begin_step(self, batch: ScheduledBatch, layout: BatchLayout, *, draws: bool) -> SamplingPlan:
+        """`update`, and the plan of the step. draws: a decode graph draws the tokens of a step that
+        `is_plain`."""
+        self.update(batch.setups, batch.released)
+        slots, positions = layout.sample_slots, layout.sample_positions
+        plan = self.plan_samples(slots, positions, batch.grammar_mask)
+        if draws and plan.is_plain:
+            if plan.by_row:
+                plan.draws = plan.arrays.list_parameters()
+            else:
+                rows = self._rows.take(slots)
+                plan.draws = {"temperature": rows["temperature"], "key": _keys(rows["seed"], positions)}
         return plan
 
     def plan_samples(self, slots: np.ndarray, positions: np.ndarray, mask: np.ndarray | None) -> SamplingPlan:
         """Build the plan of samples in these slots at these positions, both int64 [n]. mask: int32
         [n, words], or None."""
         rows = self._rows.take(slots)  # for structured arrays, many times as fast as indexing
-        arrays: dict[str, np.ndarray] = {}
         drawn = np.flatnonzero(rows["temperature"])
-        wanted = np.flatnonzero(rows["logprobs"] >= 0)
-        if len(wanted):
-            arrays["logprob_rows"] = wanted
+        logprob_rows = np.flatnonzero(rows["logprobs"] >= 0)
         chosen = rows if len(drawn) == len(rows) else rows.take(drawn)
         filtered = np.flatnonzero((chosen["top_k"] > 0) | (chosen["top_p"] < 1.0))
         has_min_p = bool(len(drawn)) and bool(np.isfinite(chosen["log_min_p"]).any())
-        if self._by_row:
-            arrays |= _of_every_row(rows, positions, is_filtered=has_min_p or len(filtered) > 0)
-        elif len(drawn):
-            arrays["temperature"] = np.ascontiguousarray(chosen["temperature"])
-            arrays["key"] = _keys(chosen["seed"], positions[drawn])
-            if len(drawn) != len(slots):
-                arrays["drawn_rows"] = drawn
-            if has_min_p:
-                arrays["log_min_p"] = np.ascontiguousarray(chosen["log_min_p"])
         top_k, top_p = chosen["top_k"][filtered], chosen["top_p"][filtered]
-        if len(filtered) and not self._by_row:
-            arrays["top_k"] = top_k.astype(np.int64)
-            arrays["top_p"] = top_p.astype(np.float64)
-            if len(filtered) != len(drawn):
-                arrays["filtered_rows"] = filtered
-        if mask is not None:
-            arrays |= grammar_arrays(mask)
+        draw = filters = None
+        if self._by_row:
+            draw = DrawArrays(np.ascontiguousarray(rows["temperature"]), _keys(rows["seed"], positions))
+            if has_min_p or len(filtered):
+                draw.log_min_p = np.ascontiguousarray(rows["log_min_p"])
+                filters = FilterArrays(np.ascontiguousarray(rows["top_k"]), np.ascontiguousarray(rows["top_p"]))
+        elif len(drawn):
+            draw = DrawArrays(np.ascontiguousarray(chosen["temperature"]), _keys(chosen["seed"], positions[drawn]))
+            if len(drawn) != len(slots):
+                draw.rows = drawn
+            if has_min_p:
+                draw.log_min_p = np.ascontiguousarray(chosen["log_min_p"])
+            if len(filtered):
+                some = None if len(filtered) == len(drawn) else filtered
+                filters = FilterArrays(top_k.astype(np.int64), top_p.astype(np.float64), some)
+        arrays = SamplingArrays(
+            draw=draw,
+            filters=filters,
+            logprob_rows=logprob_rows if len(logprob_rows) else None,
+            grammar=None if mask is None else find_limited_rows(mask),
+        )
         return SamplingPlan(
             slots=slots,
             positions=positions,
@@ -157,30 +213,22 @@ class SamplingTable:
             max_top_k=int(top_k.max(initial=0)),
             has_unlimited=bool((top_k == 0).any()),
             has_min_p=has_min_p,
-            logprob_rows=wanted if len(wanted) else None,
             num_top_logprobs=int(rows["logprobs"].max(initial=0)),
             by_row=self._by_row,
             arrays=arrays,
         )
 
 
-def _of_every_row(rows: np.ndarray, positions: np.ndarray, *, is_filtered: bool) -> dict[str, np.ndarray]:
-    names = ("temperature", "top_k", "top_p", "log_min_p") if is_filtered else ("temperature",)
-    arrays = {name: np.ascontiguousarray(rows[name]) for name in names}
-    arrays["key"] = _keys(rows["seed"], positions)
-    return arrays
-
-
-def grammar_arrays(mask: np.ndarray) -> dict[str, np.ndarray]:
-    """The sampler's arrays of a grammar mask: rows that it limits, and their masks."""
+def find_limited_rows(mask: np.ndarray) -> GrammarArrays[np.ndarray] | None:
+    """The rows that a grammar mask limits; None: it limits none."""
     # most masks forbid the special tokens, which are the last ones
     is_limited = mask[:, -1] != -1
     others = np.flatnonzero(~is_limited)
     is_limited[others] = np.bitwise_and.reduce(mask[others], axis=1) != -1
     rows = np.flatnonzero(is_limited)
     if len(rows) == len(mask):  # nothing to copy
-        return {"grammar_rows": rows, "grammar_mask": mask}
-    return {"grammar_rows": rows, "grammar_mask": mask[rows]} if len(rows) else {}
+        return GrammarArrays(rows, mask)
+    return GrammarArrays(rows, mask[rows]) if len(rows) else None
 
 
 def draw_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -253,7 +253,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         if drafter is not None:
             _set_drafter(runner, drafter, resolved)
         if (length := user.speculative.synthetic_acceptance_length) is not None:
-            runner.inputs.choose_accepted = SyntheticAcceptance(length, user.speculative.num_steps).choose
+            runner.inputs.planner.choose_accepted = SyntheticAcceptance(length, user.speculative.num_steps).choose
             _log.warning("speculative.synthetic_acceptance_length is set: drafts are accepted at random, and outputs are wrong")
     else:
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)

@@ -10,7 +10,7 @@ from msgspec import structs
 from frame.core.execution.async_output import DoneStep, QueuedStep, StepOutput
 from frame.core.interfaces.platform import PlatformContext
 from frame.core.sampling.sampler import Sampled
-from frame.core.sampling.sampling_metadata import SamplingPlan
+from frame.core.sampling.sampling_metadata import SamplingArrays, SamplingPlan
 from tests.plugins.fake_platform import FakePlatform
 
 
@@ -26,7 +26,7 @@ def test_copies_of_several_tensors_are_those_of_each(has_drafts: bool, length: i
     rows = np.arange(3)
     plan = SamplingPlan(
         slots=rows, positions=rows, num_drawn=0, num_filtered=0, max_top_k=0, has_unlimited=False, has_min_p=False,
-        logprob_rows=rows if has_drafts else None, num_top_logprobs=2, by_row=True, arrays={},
+        num_top_logprobs=2, by_row=True, arrays=SamplingArrays(logprob_rows=rows if has_drafts else None),
     )  # fmt: skip
     output = StepOutput(7, Sampled(numbers[:3], best, *logprobs), plan, None, None, *more)
     expected, found = DoneStep(output).wait(), QueuedStep(output, FakePlatform(PlatformContext())).wait()

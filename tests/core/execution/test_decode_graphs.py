@@ -159,7 +159,7 @@ def test_a_graph_draws_under_grammar_masks(more, captured):
         assert grammar is None or all(grammar.allows(token, place) for place, token in enumerate(tokens))
     assert bool(masks) == (not more)
     if masks:
-        assert {0 if mask is None else len(mask["grammar_rows"]) for mask in masks} >= {0, 1, 2}
+        assert {0 if mask is None else len(mask.rows) for mask in masks} >= {0, 1, 2}
 
 
 def test_one_of_two_ranks_draws_under_grammar_masks():

@@ -22,6 +22,7 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
+from frame.core.sampling.step_plan import StepArrays
 from tests.core.fake_model import FakeAttention, fake_model_config
 
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ def test_every_array_equals_the_naive_one(drawn, page_size, random):
     table.last_token[: table.first_given] = torch.arange(SLOTS + 1) + 1000
     extend_ids = [random.randrange(100) for _ in range(sum(row[2] for row in rows[decodes:]))]
     batch = scheduled(rows, decodes, writes, extend_ids, np.array(scores))
-    forward, extra = inputs.build_forward_batch(batch, compute_layout(batch), {"extra": np.arange(3)})
+    forward, extra = inputs.build_forward_batch(batch, compute_layout(batch), StepArrays(prompt_targets=np.arange(3)))
 
     ids, positions, places, ends, wanted = [], [], [], [], []
     given_ids = iter(extend_ids)
@@ -101,7 +102,7 @@ def test_every_array_equals_the_naive_one(drawn, page_size, random):
     assert forward.logits_indices.tolist() == wanted
     assert (forward.num_rows, forward.num_tokens, forward.num_decodes) == (len(rows), len(ids), decodes)
     assert forward.plan == len(rows)
-    assert extra["extra"].tolist() == [0, 1, 2]
+    assert extra.prompt_targets.tolist() == [0, 1, 2]
     dtypes = {"token_ids": torch.int64, "positions": torch.int64, "kv_slots": torch.int64, "request_slots": torch.int64}
     dtypes |= {"seq_lens": torch.int32, "query_lens": torch.int32, "query_starts": torch.int32, "page_table": torch.int32}
     assert {name: getattr(forward, name).dtype for name in dtypes} == dtypes
@@ -124,7 +125,7 @@ def test_a_decode_step_of_64_rows_costs_what_one_of_one_row_does(page_size):
     with torch.inference_mode():
         for rows, batch in [*batches.items()] * 300:
             start = time.perf_counter()
-            inputs.build_forward_batch(batch, compute_layout(batch), {})
+            inputs.build_forward_batch(batch, compute_layout(batch), StepArrays())
             best[rows] = min(best[rows], time.perf_counter() - start)
     assert best[64] < 2 * best[1]  # 28.2 µs and 27.6 where this was written
 
@@ -149,7 +150,7 @@ def test_tokens_one_by_one_begin_with_those_that_are_sampled():
     batch = msgspec.structs.replace(batch, setups=[setup(slot, temperature=0.0) for slot in (3, 1, 0)])
     inputs.max_graph_rows = 8
     prepared = inputs.prepare(batch)
-    assert prepared.tensors == {} and prepared.draws["temperature"].tolist() == [0.0, 0.0]
+    assert prepared.tensors == StepArrays() and prepared.plans.draws["temperature"].tolist() == [0.0, 0.0]
     found = prepared.rows
     first = table.first_given
     assert found.slots.tolist() == [3, 1, 1, 1, 0, 0] and found.num_sampling == 2
@@ -172,17 +173,17 @@ def test_a_decode_graph_draws_the_tokens_of_rows_without_logprobs_alone():
     inputs = make(4)
     inputs.max_graph_rows = 2
     plain = inputs.prepare(decodes(0, 1, setups=[setup(0, temperature=0.0), setup(1, temperature=1.0)]))
-    assert isinstance(plain, ReplayInputs) and plain.tensors == {} and list(plain.draws) == ["temperature", "key"]
-    assert (plain.draws["temperature"] > 0).tolist() == [False, True]
+    assert isinstance(plain, ReplayInputs) and plain.tensors == StepArrays() and list(plain.plans.draws) == ["temperature", "key"]
+    assert (plain.plans.draws["temperature"] > 0).tolist() == [False, True]
     sampled = inputs.prepare(decodes(0, 2, setups=[setup(2, temperature=0.0, logprobs=1)]))
-    assert isinstance(sampled, ReplayInputs) and not sampled.draws
-    assert sampled.tensors["sampling_slots"].tolist() == [0, 2] and sampled.tensors["logprob_rows"].tolist() == [1]
+    assert isinstance(sampled, ReplayInputs) and not sampled.plans.draws
+    assert sampled.tensors.sampling.slots.tolist() == [0, 2] and sampled.tensors.sampling.logprob_rows.tolist() == [1]
     deferred = inputs.prepare(decodes(0, 1, has_deferred_grammar_mask=True))
-    assert isinstance(deferred, ReplayInputs) and not deferred.draws and not deferred.is_masked
+    assert isinstance(deferred, ReplayInputs) and not deferred.plans.draws and not deferred.is_masked
     inputs.draws_masked = True
     masked = inputs.prepare(decodes(0, 1, has_deferred_grammar_mask=True))
-    assert isinstance(masked, ReplayInputs) and masked.draws and masked.is_masked
-    assert not inputs.prepare(decodes(0, 2, has_deferred_grammar_mask=True)).draws, "a row has log-probabilities"
+    assert isinstance(masked, ReplayInputs) and masked.plans.draws and masked.is_masked
+    assert not inputs.prepare(decodes(0, 2, has_deferred_grammar_mask=True)).plans.draws, "a row has log-probabilities"
     assert isinstance(inputs.prepare(decodes(0, 1, 2)), ForwardInputs), "no graph has three rows"
 
 

@@ -3,6 +3,7 @@ after."""
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,13 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from tests.core.test_speculative_equality import make_loop
 
 LENGTH, DRAFT, REJECTED = 5, [41, 42, 43], 1  # of slot 0, whose step in flight has as many drafted tokens
+
+
+def list_tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor) or tree is None:
+        return [] if tree is None else [tree]
+    values = tree if isinstance(tree, tuple) else [getattr(tree, each.name) for each in fields(tree)]
+    return [tensor for value in values for tensor in list_tensors(value)]
 
 
 def make_batch(setups: list[SlotSetup], parents: np.ndarray | None = None) -> ScheduledBatch:
@@ -55,15 +63,19 @@ def test_inputs_are_those_of_known_lengths(parents: np.ndarray | None) -> None:
         assert found.batch.token_ids.tolist() == [7, 40, *DRAFT[:2]]
         for name in ("positions", "kv_slots", "seq_lens", "request_slots", "logits_indices"):
             assert torch.equal(getattr(found.batch, name), getattr(expected.batch, name)), name
-        names = [name for name in expected.tensors if name.startswith(("round.", "verify.")) or name in {"draft.positions", "draft.places"}]
-        assert any(name.startswith("round.1.") and name.endswith(".positions") for name in names)
-        assert "round.1.key" in names and ("verify.paths" in names) == (parents is not None)
-        for name in names:
-            one, other = found.tensors[name], expected.tensors[name]
-            if name == "verify.paths":  # those of the rows' own nodes are read
-                one, other = (each[found.tensors["pending.nodes"]].int() for each in (one, other))
-            assert torch.equal(one, other), name
-        columns = found.tensors["draft.columns"] if pending else torch.zeros(2, dtype=torch.int64)
+        (verified, drafting), (one, other) = ((each.tensors.verification, each.tensors.drafting) for each in (found, expected))
+        if parents is not None:  # of the paths, those of the rows' own nodes are read
+            nodes = found.tensors.pending.nodes
+            trees = [replace(each.trees, paths=each.trees.paths[nodes].int()) for each in (verified, one)]
+            verified, one = (replace(each, trees=read) for each, read in zip((verified, one), trees, strict=True))
+        rounds = found.tensors.rounds[: len(expected.tensors.rounds)]  # more, where the host does not have the depths
+        tensors = [list_tensors(each) for each in ((verified, rounds), (one, expected.tensors.rounds))]
+        assert found.tensors.rounds[1].sampling.draw is not None and found.tensors.rounds[1].sampling.processing is not None
+        assert all(map(torch.equal, *tensors)) and len(tensors[0]) == len(tensors[1])
+        assert torch.equal(drafting.positions, other.positions)
+        assert (drafting.places is None) == (other.places is None) == (parents is None)
+        assert drafting.places is None or torch.equal(drafting.places, other.places)
+        columns = drafting.columns if pending else torch.zeros(2, dtype=torch.int64)
         for row, column in enumerate(columns.tolist()):  # from here on the keys of a row are those of its positions
-            assert torch.equal(found.tensors["draft.key"][row, column : column + 3], expected.tensors["draft.key"][row, :3])
+            assert torch.equal(drafting.key[row, column : column + 3], other.key[row, :3])
         assert found.batch.host.seq_lens.tolist() == expected.batch.host.seq_lens.tolist()

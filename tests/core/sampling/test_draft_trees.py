@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frame.attention_backends import FLEX_ATTENTION, TORCH_NATIVE
-from frame.core.execution.pending_trees import trace_trees
-from frame.core.interfaces.batch import ScheduledBatch, TreeMask
+from frame.core.execution.input_batch import make_tree_mask
+from frame.core.execution.pending_rows import trace_trees
+from frame.core.execution.staging import SharedMemory
+from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.drafter import Drafts
 from frame.core.sampling.batch_layout import BatchLayout, compute_layout
-from frame.core.sampling.verification import make_extensions, plan_verification, verify_drafts
+from frame.core.sampling.step_plan import plan_verification
+from frame.core.sampling.verification import verify_drafts
 
 Tree = list[tuple[int, int]]  # (parent, token) of each node from 1 on
 
@@ -62,10 +65,12 @@ def test_the_device_finds_the_form_of_trees(trees: list[Tree]) -> None:
     exists = torch.from_numpy(drafts.num_samples).unsqueeze(1) > torch.arange(nodes.shape[1])
     unknown = ~exists[:, 1:] * 5  # what the table has beyond the drafted tokens
     tokens = torch.from_numpy(drafts.trees.tokens)[:, 1:] + unknown
-    for name, found in trace_trees(nodes[:, 1:], tokens, exists, depth).items():
-        expected = torch.from_numpy(getattr(drafts.trees, name))
-        is_read = exists if name in {"paths", "bits"} else torch.ones_like(exists)
-        assert torch.equal(found[is_read].long(), expected[is_read].long()), name
+    found, bits = trace_trees(nodes[:, 1:], tokens, exists, depth)
+    for name in ("parents", "depths", "tokens", "branches", "paths"):
+        tensor, expected = getattr(found, name), torch.from_numpy(getattr(drafts.trees, name))
+        is_read = exists if name == "paths" else torch.ones_like(exists)
+        assert torch.equal(tensor[is_read].long(), expected[is_read].long()), name
+    assert drafts.bits is not None and bits[exists].tolist() == drafts.bits.tolist()
 
 
 @settings(max_examples=100, deadline=None)
@@ -74,8 +79,8 @@ def test_the_longest_path_of_drawn_tokens_is_output(trees: list[Tree], data: st.
     layout = lay_out(trees)
     assert layout.drafts is not None
     drawn = [7, *(data.draw(st.integers(0, 2)) for tree in trees for _ in range(len(tree) + 1))]
-    plan = plan_verification(layout, layout.drafts, np.arange(len(trees) + 2))
-    found = verify_drafts(torch.tensor(drawn), plan, {name: torch.from_numpy(array) for name, array in plan.arrays.items()})
+    plan = plan_verification(layout, layout.drafts)
+    found = verify_drafts(torch.tensor(drawn), plan, SharedMemory().move(plan.arrays))
     assert found.order is not None and found.counts[0] == 1 and found.last[0] == 7 and found.order[0] == 0
     first = 1
     for row, tree in enumerate(trees, 1):
@@ -100,11 +105,12 @@ def test_tokens_of_a_depth_share_a_position_and_see_their_branch(trees: list[Tre
     layout = lay_out(trees)
     backend: Any = SimpleNamespace(capabilities=TORCH_NATIVE)
     assert layout.drafts is not None
-    plan = plan_verification(layout, layout.drafts, np.arange(len(trees) + 2))
-    mask = make_extensions(layout, backend, {"verify.bits": torch.from_numpy(plan.arrays["verify.bits"])}, is_plain=True)[TreeMask]
+    plan = plan_verification(layout, layout.drafts)
+    mask = make_tree_mask(layout, backend, SharedMemory().move(plan.arrays).bits, is_plain=True)
     assert mask.rows.tolist() == list(range(1, len(trees) + 1))
     places = np.concatenate(([3], *(10 * row + 10 + np.arange(len(tree) + 1) for row, tree in enumerate(trees)), [4, 5]))
-    positions, sample, token = layout.find_positions(places), 1, 1
+    assert layout.places.tolist() == places.tolist()
+    positions, sample, token = layout.positions, 1, 1
     assert positions[0] == 3 and positions[-2:].tolist() == [4, 5]
     words = mask.bits.tolist()
     assert words[0] == words[-1] == words[-2] == -1
@@ -119,12 +125,12 @@ def test_tokens_of_a_depth_share_a_position_and_see_their_branch(trees: list[Tre
 
 def test_refusals() -> None:
     layout, backend = lay_out([[(0, 1)]]), SimpleNamespace(capabilities=FLEX_ATTENTION)
-    tensors = {"verify.bits": torch.zeros(4)}
+    bits = torch.zeros(4)
     with pytest.raises(ValueError, match="cannot verify trees of drafted tokens; use a drafter of chains"):
-        make_extensions(layout, backend, tensors, is_plain=True)  # type: ignore[arg-type]
+        make_tree_mask(layout, backend, bits, is_plain=True)  # type: ignore[arg-type]
     backend.capabilities = TORCH_NATIVE
     with pytest.raises(ValueError, match="several cache groups, and synthetic acceptance"):
-        make_extensions(layout, backend, tensors, is_plain=False)  # type: ignore[arg-type]
+        make_tree_mask(layout, backend, bits, is_plain=False)  # type: ignore[arg-type]
 
 
 def test_a_shorter_tree_is_its_first_nodes() -> None:

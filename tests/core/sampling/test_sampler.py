@@ -15,7 +15,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler, draw_plain, row_max
-from frame.core.sampling.sampling_metadata import SamplingTable, draw_keys
+from frame.core.sampling.sampling_metadata import SamplingArrays, SamplingTable, draw_keys
 from tests.core.sampling.race_reference import winners
 
 VOCAB = 300
@@ -39,7 +39,7 @@ def run(logits, params, seeds=None, positions=None, grammar_mask=None, samples=N
         new_pages=np.empty((0, 3), np.int32),
         grammar_mask=grammar_mask,
     )
-    plan = table.plan(batch, compute_layout(batch))
+    plan = table.begin_step(batch, compute_layout(batch), draws=False)
     tensors = SharedMemory().move(plan.arrays)
     return Sampler(Processors((), rows), TORCH).sample(logits.clone(), plan, None, tensors), plan
 
@@ -212,10 +212,10 @@ def test_grammar_masks_hold_for_greedy_and_drawn_rows():
     sampled, plan = run(torch.randn(rows, VOCAB), params, grammar_mask=mask)
     for row, token in enumerate(sampled.token_ids.tolist()):
         assert mask[row, token // 32] >> (token % 32) & 1
-    assert 5 not in plan.arrays["grammar_rows"]
+    assert 5 not in plan.arrays.grammar.rows
 
 
 def test_a_greedy_step_asks_for_no_work():
     _, plan = run(torch.randn(4, VOCAB), [SamplingParams(temperature=0.0, top_k=4, top_p=0.5, min_p=0.1)] * 4)
-    assert plan.arrays == {}
+    assert plan.arrays == SamplingArrays()
     assert (plan.num_drawn, plan.num_filtered, plan.has_min_p) == (0, 0, False)

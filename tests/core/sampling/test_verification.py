@@ -3,19 +3,20 @@ decode graphs, for every sampling parameter, and right, wrong and half-right dra
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from frame.core.execution.staging import SharedMemory
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.batch_layout import DraftLayout
-from frame.core.sampling.verification import plan_verification, verify_drafts
+from frame.core.sampling.step_plan import plan_verification
+from frame.core.sampling.verification import verify_drafts
 from frame.testing.drafters import ScriptedDrafter
 from tests.core.execution.test_decode_graphs import PROMPTS, VOCAB, make_loop
-
-NO_LAYOUT: Any = None  # which is read for trees alone
 
 
 def test_counts_and_last_tokens() -> None:
@@ -24,11 +25,13 @@ def test_counts_and_last_tokens() -> None:
     offsets = np.arange(14) - np.repeat(first, num_samples)
     targets = np.array([-1, 5, 6, 7, -1, 5, 6, -1, 1, 2, 3, -1, 9, -1])
     drawn = torch.tensor([8, 5, 6, 7, 8, 4, 6, 8, 1, 0, 3, 8, 9, 7])
-    plan = plan_verification(NO_LAYOUT, DraftLayout(np.array([0, 2, 3, 4, 6]), num_samples, first, offsets, targets), np.arange(10, 17))
-    found = verify_drafts(drawn, plan, {name: torch.from_numpy(array) for name, array in plan.arrays.items()})
+    rows = np.array([0, 2, 3, 4, 6])
+    layout: Any = SimpleNamespace(sample_slots=10 + np.repeat(rows, num_samples))
+    plan = plan_verification(layout, DraftLayout(rows, num_samples, first, offsets, targets, np.repeat(np.arange(5), num_samples), 4))
+    found = verify_drafts(drawn, plan, SharedMemory().move(plan.arrays))
     assert found.counts.tolist() == [1, 4, 1, 2, 2]
     assert found.last.tolist() == [8, 8, 4, 0, 7]
-    assert plan.arrays["verify.slots"].tolist() == [10, 12, 13, 14, 16]
+    assert plan.arrays.slots.tolist() == [10, 12, 13, 14, 16]
 
 
 def make_params(row: int, *, wants_more: bool) -> SamplingParams:
