@@ -95,7 +95,7 @@ class DraftGraphs:
             read = fill.inputs if self._drafter.model.reads_next else fill.batch.token_ids
             read[:count].copy_(read[:count].index_select(0, order))
         self._next_ids[:count].copy_(token_ids)
-        if self._drafter.has_own_backend:
+        if self._drafter.has_separate_backend:
             self._drafter.backend.replay_plan(fill.batch.plan, replace(fill.batch, host=host))
         fill.captured.replay()
         return fill.states[:count]
@@ -138,7 +138,7 @@ class DraftGraphs:
         if drafter.model.reads_next:
             batch = replace(batch, token_ids=self._next_ids[: batch.num_rows])
         plain = replace(batch, plan=drafter.backend.plan(batch))
-        if drafter.has_own_backend:
+        if drafter.has_separate_backend:
             batch = replace(batch, plan=drafter.backend.capture_plan(batch))
         model = drafter.model
         (out,), captured = capture_step(
@@ -199,9 +199,9 @@ class DraftGraphs:
 
     def _extend(self, rows: DraftRows, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
         """A further pass, and its draw."""
-        made = self._drafter.make_batch(rows, batch.host.seq_lens, batch.host.slots)
+        inputs = self._drafter.make_batch(rows, batch.host.seq_lens, batch.host.slots)
         for name in ("positions", "kv_slots", "seq_lens"):
-            getattr(batch, name).copy_(getattr(made, name))
+            getattr(batch, name).copy_(getattr(inputs, name))
         rows.states.copy_(self._drafter.model.forward(bound_lengths(batch), rows.states))
         rows.positions.add_(1)
         return self._draw(rows)

@@ -95,7 +95,7 @@ class DraftLengths:
         return length
 
     def limit(self, slots: np.ndarray) -> np.ndarray:
-        """Most tokens to draft for each slot in the step of the last `choose`: int32 [n]."""
+        """Maximum tokens to draft for each slot in the step of the last `choose`: int32 [n]."""
         if self._threshold <= 0 or self._has_trees:
             return np.full(len(slots), self._greatest, np.int32)
         hits, tries = self._slots[:, slots]
@@ -198,7 +198,7 @@ class DraftLengths:
         return 0, 0.0
 
     def _plan(self, size: int) -> Iterator[tuple[int, int, bool]]:
-        """The steps of one size of batch, without end: length, least tokens for a slot, and
+        """The steps of one size of batch, without end: length, minimum tokens for a slot, and
         `is_idle`. While no drafts are best, a probe drafts for every slot, so that the acceptance
         stays known, and a drafter is not idle in the last steps before. A probe of length 0 is
         idle, as the steps that it stands for. Every other of these probes

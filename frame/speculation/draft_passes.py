@@ -37,11 +37,11 @@ class DraftRows:
     temperature: torch.Tensor | None = None  # float32 [rows]; None: all rows are greedy
     keys: torch.Tensor | None = None  # int64 [rows, columns]
 
-    def select(self, part: slice) -> DraftRows:
+    def select(self, some: slice) -> DraftRows:
         """Some of the rows."""
         tensors = [getattr(self, each.name) for each in fields(self)]
-        found: list[Any] = [None if tensor is None else tensor[part] for tensor in tensors]
-        return DraftRows(*found)
+        values: list[Any] = [None if tensor is None else tensor[some] for tensor in tensors]
+        return DraftRows(*values)
 
 
 class DraftPasses:
@@ -54,7 +54,7 @@ class DraftPasses:
         target. agree: tokens drawn on this rank -> those of rank 0."""
         self.model = model
         self.backend = attention or inputs.backend
-        self.has_own_backend = attention is not None
+        self.has_separate_backend = attention is not None
         self.table, self.kv = inputs.table, inputs.kv
         self._agree = agree
         self._draw_plain = inputs.sampler.operations.draw_plain

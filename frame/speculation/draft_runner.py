@@ -32,8 +32,8 @@ class DraftRunner:
     `DeviceDrafts`."""
 
     def __init__(self, passes: DraftPasses, num_steps: int, tree: TreeShape | None = None, *, is_alone: bool = True) -> None:
-        """num_steps: most tokens of a draft. tree: None: drafts are chains. is_alone: no other rank
-        drafts the same tokens."""
+        """num_steps: maximum length of a draft. tree: None: drafts are chains. is_alone: no other
+        rank drafts the same tokens."""
         self.model = passes.model
         self._passes = passes
         self._num_steps = num_steps
@@ -129,7 +129,7 @@ class DraftRunner:
             ids = tensors.next_ids.index_copy(0, samples, token_ids)
         selected = SelectedTokens(samples.index_select(0, last))
         first = replace(batch, token_ids=ids, extensions={**batch.extensions, SelectedTokens: selected})
-        needs_plan = self._passes.has_own_backend or tensors.places is not None
+        needs_plan = self._passes.has_separate_backend or tensors.places is not None
         return self.model.forward(replace(first, plan=self._passes.backend.plan(first)) if needs_plan else first, states)
 
     def _draft_rows(self, rows: DraftRows, plan: DraftingPlan) -> torch.Tensor:

@@ -59,7 +59,7 @@ class DraftScheduler(Speculation):
         self._num_steps = 0
         self.tree: TreeShape | None = None  # None: drafts are chains
         self._last_token = np.zeros(table.num_slots, np.int32)  # by slot: the last committed output token
-        self._wanted = np.zeros(table.num_slots, np.int32)  # by slot: most tokens of a draft; 0 without a request
+        self._max_tokens = np.zeros(table.num_slots, np.int32)  # by slot: maximum tokens of a draft; 0 without a request
         self._accepted_at = np.zeros(0, np.int64)  # of the step being committed: rows whose draft was accepted at each position, or node
 
     @property
@@ -86,12 +86,12 @@ class DraftScheduler(Speculation):
         began = time.perf_counter()
         try:
             for slot in released:
-                self._wanted[slot] = 0
+                self._max_tokens[slot] = 0
                 self._lengths.reset(slot)
                 drafter.remove_slot(slot)
             for setup in setups:
-                wanted = setup.params.num_speculative_tokens
-                self._wanted[setup.slot] = MAX_STEPS if wanted is None else wanted
+                requested = setup.params.num_speculative_tokens
+                self._max_tokens[setup.slot] = MAX_STEPS if requested is None else requested
                 drafter.add_slot(setup)
         except Exception as error:  # noqa: BLE001 - the output does not depend on drafts
             self._disable(drafter, error)
@@ -120,7 +120,7 @@ class DraftScheduler(Speculation):
         drafter, a = self._drafter, self._table.arrays
         if drafter is None or not slots.size or not self._choose_length():
             return None
-        limits = np.minimum(np.minimum(self._lengths.limit(slots), self._wanted[slots]), self._choose_length())
+        limits = np.minimum(np.minimum(self._lengths.limit(slots), self._max_tokens[slots]), self._choose_length())
         room = np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], limits)
         can_draft = (room > 0) & (a.num_committed_tokens[slots] + 1 == a.num_tokens[slots])
         chosen = np.flatnonzero(can_draft)
@@ -149,7 +149,7 @@ class DraftScheduler(Speculation):
         if not slots.size or not self._choose_length():
             return None
         a, length = self._table.arrays, self._choose_length()
-        limits = np.minimum(np.minimum(self._lengths.limit(slots), self._wanted[slots]), length)
+        limits = np.minimum(np.minimum(self._lengths.limit(slots), self._max_tokens[slots]), length)
         counts = np.minimum(np.minimum(a.max_num_tokens[slots] - a.num_tokens[slots], limits), self._on_device[slots]).clip(0)
         for i in np.flatnonzero(a.special[slots] & GRAMMAR).tolist():
             forced = getattr(self._table.get_request(int(slots[i])).grammar, "forced", ())  # the first one may be in flight
@@ -241,7 +241,7 @@ class DraftScheduler(Speculation):
     def _choose_length(self) -> int:
         if self._length is None:
             num_rows = self._table.num_slots - self._table.num_free
-            self._length = self._lengths.choose(num_rows) if self._wanted.any() else 0
+            self._length = self._lengths.choose(num_rows) if self._max_tokens.any() else 0
         return self._length
 
     def _check(self, drafts: Drafts, room: np.ndarray) -> None:

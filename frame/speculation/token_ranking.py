@@ -25,7 +25,7 @@ def rank_tokens(
     greedy; and keys, int64 [rows]; None: all rows are greedy. The tokens of other rows race with
     the row's key, and those that come first are the likelier ones. Only tokens of the SEARCHED
     groups that may have the greatest scores are examined: a sort of a whole vocabulary takes longer
-    than a pass. NaN counts as the least score.
+    than a pass. NaN counts as the lowest score.
     """
     if kernels.can_use_triton(logits.device):
         from frame.kernels.sampling.token_ranking import find_likeliest

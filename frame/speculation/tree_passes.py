@@ -1,9 +1,9 @@
 """`TreePasses`: drafts trees with a device drafter (EAGLE-2: Li et al. 2024, arXiv 2406.16858).
 
-Each pass extends the likeliest branches of the deepest tokens, by the product of the probabilities
-along a branch; of all tokens found, the likeliest are drafted. The tokens of a pass are decodes,
-whose keys are stored after those of the sequence and of the passes before. Nothing waits for the
-device. Used by the draft runner. Must not know a request or a drafter by name.
+Each pass extends the likeliest branches of the deepest tokens, by the joint probability along a
+branch; of all candidates, the likeliest are drafted. The tokens of a pass are decodes, whose keys
+are stored after those of the sequence and of the passes before. Nothing waits for the device. Used by
+the draft runner. Must not know a request or a drafter by name.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class TreePasses:
         """The tree of each row: int64 [rows, 2, plan.num_tokens], see `StepResult.drafts`. The
         tokens are ordered by their probability, so that the first n are the likeliest n. Attention
         backends have room for as many decodes as there are slots, so that many rows draft in
-        parts."""
+        chunks."""
         count = max(1, self._passes.table.num_slots // self._shape.width)
-        parts = [slice(start, start + count) for start in range(0, len(rows.ids), count)]
-        return torch.cat([self._draft_part(rows.select(part), plan, part) for part in parts])
+        chunks = [slice(start, start + count) for start in range(0, len(rows.ids), count)]
+        return torch.cat([self._draft_chunk(rows.select(chunk), plan, chunk) for chunk in chunks])
 
-    def _draft_part(self, rows: DraftRows, plan: DraftingPlan, part: slice) -> torch.Tensor:
-        """The trees of some rows, which are a part of the plan's."""
+    def _draft_chunk(self, rows: DraftRows, plan: DraftingPlan, chunk: slice) -> torch.Tensor:
+        """The trees of some rows, which are some of the plan's."""
         size = self._shape.num_extended
-        slots, positions, limits = plan.arrays.slots[part].astype(np.int32), plan.arrays.positions[part], plan.arrays.limits[part]
+        slots, positions, limits = plan.arrays.slots[chunk].astype(np.int32), plan.arrays.positions[chunk], plan.arrays.limits[chunk]
         # upper bounds, since the accepted counts are on the device
         bounds = (np.maximum(np.minimum(positions + plan.width - 1, limits - size), 1) + size + 1).astype(np.int32)
 
@@ -79,7 +79,7 @@ class TreePasses:
             rows = self._read_last(rows, prepare)
         values, ids = (each[:, 0] for each in self._passes.rank(rows, rows.states.unsqueeze(1), 0, width))
         branches, states = begin_branches(values, ids), rows.states
-        found, numbers = [(values, ids)], [ids[:, :0]]
+        candidates, numbers = [(values, ids)], [ids[:, :0]]
         # a token follows its parents in the order, so that no branch has more tokens than are taken
         for place, batch in zip(range(1, num_nodes), self._make_batches(rows), strict=False):
             if place > 1:
@@ -89,9 +89,9 @@ class TreePasses:
             states = self._passes.model.forward(batch, states.index_select(0, branches.sources.flatten()))
             values, ids = self._passes.rank(rows, states.view(count, width, -1), place, width)
             values, ids = (branches.values.unsqueeze(2) + values).flatten(1), ids.flatten(1)
-            found.append((values, ids))
+            candidates.append((values, ids))
             numbers.append(branches.numbers)
-        values, ids = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        values, ids = (torch.cat(each, 1) for each in zip(*candidates, strict=True))
         return choose_nodes(values, ids, torch.cat(numbers, 1), width, num_nodes)
 
     def _read_last(self, rows: DraftRows, prepare: Callable[[ForwardBatch], ForwardBatch]) -> DraftRows:

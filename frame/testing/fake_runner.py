@@ -159,11 +159,11 @@ class FakeRunner(ModelRunner):
                     raise FakeRunnerError(f"page {page} is handed to slot {slot} while step {step}, in flight, writes to it")
             self._table[slot, index] = page
 
-    def _check_chunk(self, batch: ScheduledBatch, row: int, given: np.ndarray) -> None:
+    def _check_chunk(self, batch: ScheduledBatch, row: int, chunk: np.ndarray) -> None:
         slot = int(batch.slots[row])
-        start, count = int(batch.num_computed[row]), len(given)
+        start, count = int(batch.num_computed[row]), len(chunk)
         expected = self._slots[slot].tokens[start : start + count]
-        if given.tolist() != expected:
+        if chunk.tolist() != expected:
             raise FakeRunnerError(f"slot {slot}: the chunk at {start} holds other tokens than its setup")
         if bool(batch.samples[row]) != (start + count == len(self._slots[slot].tokens)):
             raise FakeRunnerError(f"slot {slot}: `samples` is wrong for the chunk at {start}")
@@ -215,11 +215,11 @@ class FakeRunner(ModelRunner):
         """Draw the token of every sample of a row, as a sampler does that does not look at the
         draft. Tokens after the first that differs from the draft do not belong to the slot."""
         state, drawn = self._slots[row.slot], []
-        given = len(state.tokens)
+        count = len(state.tokens)
         for i, prefix in enumerate(row.prefixes):
             drawn.append(self._draw(row.slot, prefix, None if masks is None else masks[i]))
-            state.tokens[given + i :] = row.draft[i : i + 1]
-        state.tokens[given:] = [token for token, _ in drawn[: _count_output(row, drawn)]]
+            state.tokens[count + i :] = row.draft[i : i + 1]
+        state.tokens[count:] = [token for token, _ in drawn[: _count_output(row, drawn)]]
         return drawn
 
     def _draw(self, slot: int, prefix: int, mask: np.ndarray | None) -> tuple[int, bool]:
@@ -237,14 +237,14 @@ class FakeRunner(ModelRunner):
         counts = [_count_output(*each) for each in zip(sampled, rows, strict=True)]
         slots = batch.slots[batch.samples].tolist()
         asked = [self._slots[slot].setup.params.logprobs for slot in slots]
-        wanted = [k for k in asked if k is not None]
-        width = max(wanted, default=0)
+        requested = [k for k in asked if k is not None]
+        width = max(requested, default=0)
         top = (tokens[:, None] + np.arange(width)) % self.vocab_size
         return StepResult(
             step=batch.step,
             token_ids=tokens,
             counts=None if batch.num_drafts is None else np.array(counts, np.int32),
-            logprobs=_logprob(tokens) if wanted else None,
+            logprobs=_logprob(tokens) if requested else None,
             top_ids=top.astype(np.int32) if width else None,
             top_logprobs=_logprob(top) if width else None,
             prompt_logprobs=self._prompt_logprobs(batch) if batch.prompt_logprobs is not None else None,
@@ -253,19 +253,19 @@ class FakeRunner(ModelRunner):
         )
 
     def _prompt_logprobs(self, batch: ScheduledBatch) -> list[PromptLogprobs | None]:
-        found: list[PromptLogprobs | None] = []
+        results: list[PromptLogprobs | None] = []
         assert batch.prompt_logprobs is not None
         for row, slot in enumerate(batch.slots.tolist()):
             if not batch.prompt_logprobs[row]:
-                found.append(None)
+                results.append(None)
                 continue
             setup = self._slots[slot].setup
             first = int(batch.num_computed[row]) + 1
             last = min(first + int(batch.num_scheduled[row]), setup.prompt_len)
             ids = setup.token_ids[first:last]
             top = (ids[:, None] + np.arange(setup.params.prompt_logprobs or 0)) % self.vocab_size
-            found.append(PromptLogprobs(first, _logprob(ids), top.astype(np.int32), _logprob(top)))
-        return found
+            results.append(PromptLogprobs(first, _logprob(ids), top.astype(np.int32), _logprob(top)))
+        return results
 
 
 def continuation(

@@ -42,8 +42,8 @@ class LocalLoop:
         """The output tokens of every prompt; encoder_inputs: one for each, for encoder-decoder
         models. Raises RuntimeError when a request is refused or does not end."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        given = encoder_inputs or [b""] * len(prompts)
-        rids = [self._add(*request) for request in zip(prompts, each, given, strict=True)]
+        inputs = encoder_inputs or [b""] * len(prompts)
+        rids = [self._add(*request) for request in zip(prompts, each, inputs, strict=True)]
         outputs: dict[str, list[int]] = {rid: [] for rid in rids}
         ended: set[str] = set()
         for tokens in self.run_steps():

@@ -57,7 +57,7 @@ def load_cache_class(reuses: bool) -> type[PrefixCache]:
 
 
 class OldestFirst(EvictionPolicy):
-    """Least recently used: the eviction order of a rig that was given none."""
+    """Least recently used: the eviction order of a rig without one."""
 
     def __init__(self, context: EvictionContext = EVICTION, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -214,18 +214,18 @@ class SchedulerRig:
             "invalid_request",
             "deadline_exceeded",
         )
-        count, wanted = len(request.got), len(request.whole)
-        assert ended_early or count == wanted, f"{rid} ended after {count} of {wanted} tokens: {request.finish}"
+        count, expected = len(request.got), len(request.whole)
+        assert ended_early or count == expected, f"{rid} ended after {count} of {expected} tokens: {request.finish}"
         assert not request.got or request.cached is not None, f"{rid} was not told how many tokens were cached"
         if request.message.params.logprobs is not None:
             told = [token for each in request.logprobs for token in each.token_ids]
             assert told == request.got, f"{rid} has log-probabilities of {told} for {request.got}"
         if request.message.params.prompt_logprobs is not None and request.got:
-            given = request.prompt_logprobs
-            assert given is not None, f"{rid} has no log-probabilities of its prompt"
-            is_of_prompt = given.token_ids == list(request.message.token_ids) and given.logprobs[0] is None
-            assert is_of_prompt, f"{rid} has log-probabilities of {given.token_ids} for its prompt"
-            assert None not in given.logprobs[1:], f"{rid} lacks the log-probability of prompt token {given.logprobs.index(None, 1)}"
+            logprobs = request.prompt_logprobs
+            assert logprobs is not None, f"{rid} has no log-probabilities of its prompt"
+            is_of_prompt = logprobs.token_ids == list(request.message.token_ids) and logprobs.logprobs[0] is None
+            assert is_of_prompt, f"{rid} has log-probabilities of {logprobs.token_ids} for its prompt"
+            assert None not in logprobs.logprobs[1:], f"{rid} lacks the log-probability of prompt token {logprobs.logprobs.index(None, 1)}"
 
     def _whole(self, tokens: Sequence[int], params: SamplingParams, grammar: Grammar | None) -> list[int]:
         limit = min(self.config.max_context, self.config.capacity + 1) - len(tokens)

@@ -153,8 +153,8 @@ class QueuedStep:
         arrays = [tensor.numpy().copy() for tensor in self._host]
         if len(arrays) < len(self._forms):
             sizes = [shape.numel() * np.dtype(dtype).itemsize // 4 for shape, dtype in self._forms]
-            parts = np.split(arrays[0], np.cumsum(sizes[:-1]))
-            arrays = [part.view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, self._forms, strict=True)]
+            pieces = np.split(arrays[0], np.cumsum(sizes[:-1]))
+            arrays = [piece.view(dtype).reshape(shape) for piece, (shape, dtype) in zip(pieces, self._forms, strict=True)]
         return self._output.result(arrays)
 
 

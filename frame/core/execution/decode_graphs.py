@@ -338,7 +338,7 @@ def _first_rows(outputs: DecodeOutputs, rows: int) -> DecodeOutputs:
 
 
 def bound_lengths(batch: ForwardBatch) -> ForwardBatch:
-    """A batch for capture whose host view has the most tokens that a row may have in a replay."""
+    """A batch for capture whose host view has the maximum lengths of rows in a replay."""
     max_length = np.full_like(batch.host.seq_lens, batch.page_table.shape[1] * batch.kv.page_size)
     return replace(batch, host=replace(batch.host, seq_lens=max_length))
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from frame.core.execution.model_runner import TorchModelRunner
     from frame.core.interfaces.batch import ScheduledBatch
 
-# The methods of plugins that compute tensors from tensors; the products of GEMM kernels are called
-# by the modules that own them.
+# The methods of plugins that compute tensors from tensors; GEMM kernels are called by the modules
+# that own them.
 _METHODS = ("run", "run_parts", "run_mla", "dispatch", "combine")
 
 
@@ -47,42 +47,42 @@ def check_finite(runner: TorchModelRunner) -> None:
 
 def _search(runner: TorchModelRunner, batch: ScheduledBatch) -> str:
     """Repeat the step and name the first plugin with finite inputs and a result that is not."""
-    found: list[tuple[object, str]] = []
+    faults: list[tuple[object, str]] = []
 
     def note(owner: object, place: str, inputs: Any, result: Any) -> None:
-        if not found and not _is_finite(result) and _is_finite(inputs):
-            found.append((owner, place))
+        if not faults and not _is_finite(result) and _is_finite(inputs):
+            faults.append((owner, place))
 
     context = runner.context
     attention = context.attention
-    parts = attention.backends if isinstance(attention, HybridAttention) else (attention,)
+    backends = attention.backends if isinstance(attention, HybridAttention) else (attention,)
     with ExitStack() as stack:
-        for part in (*parts, context.moe_runner, context.moe_dispatcher):
-            stack.enter_context(_watched(part, note))
+        for plugin in (*backends, context.moe_runner, context.moe_dispatcher):
+            stack.enter_context(_watched(plugin, note))
         stack.enter_context(_watched_modules(runner.model, note))
         runner.launch(batch).wait()
-    owner, place = found[0] if found else (runner.model, "its output")
+    owner, place = faults[0] if faults else (runner.model, "its output")
     culprit = owner if find_origin(owner) is not None else runner.model
     return f"{describe(culprit)} yields NaN or infinity in a warm-up step, in {place}; check the weights, or {remedy(culprit)}."
 
 
 @contextmanager
-def _watched(part: Any, note: Callable[[object, str, Any, Any], None]) -> Iterator[None]:
+def _watched(plugin: Any, note: Callable[[object, str, Any, Any], None]) -> Iterator[None]:
     """Note the results of a plugin's methods."""
-    names = [name for name in _METHODS if part is not None and hasattr(part, name)]
+    names = [name for name in _METHODS if plugin is not None and hasattr(plugin, name)]
     for name in names:
-        setattr(part, name, _noting(part, name, getattr(part, name), note))
+        setattr(plugin, name, _noting(plugin, name, getattr(plugin, name), note))
     try:
         yield
     finally:
         for name in names:
-            delattr(part, name)
+            delattr(plugin, name)
 
 
-def _noting(part: object, name: str, method: Callable[..., Any], note: Callable[[object, str, Any, Any], None]) -> Callable[..., Any]:
+def _noting(plugin: object, name: str, method: Callable[..., Any], note: Callable[[object, str, Any, Any], None]) -> Callable[..., Any]:
     def noting(*arguments: Any) -> Any:
         result = method(*arguments)
-        note(part, f"{type(part).__name__}.{name}", arguments, result)
+        note(plugin, f"{type(plugin).__name__}.{name}", arguments, result)
         return result
 
     return noting

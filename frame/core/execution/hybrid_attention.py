@@ -34,7 +34,7 @@ _BACKGROUND_NICENESS = 10  # of the compiler, so that it does not slow down serv
 
 
 @dataclass(frozen=True, slots=True)
-class SplitPart:
+class SplitBatch:
     """Rows of a step, as a batch with the plan of the backend that computes them."""
 
     backend: AttentionBackend
@@ -46,9 +46,9 @@ class SplitPlan:
     """The decodes and the extends of a step; None where a step has none. `whole`: all rows, if one
     backend computes them."""
 
-    decodes: SplitPart | None = None
-    extends: SplitPart | None = None
-    whole: SplitPart | None = None
+    decodes: SplitBatch | None = None
+    extends: SplitBatch | None = None
+    whole: SplitBatch | None = None
 
 
 class BackgroundPreparation:
@@ -132,7 +132,7 @@ class HybridAttention(AttentionBackend):
         """Prepare both backends. A slow one is prepared in the background if the other can compute
         all rows meanwhile."""
         pairs = (self._extends, self._decodes), (self._decodes, self._extends)
-        slow = next((own for own, other in pairs if own.capabilities.compiles_at_start and _can_stand_in(other, own)), None)
+        slow = next((each for each, other in pairs if each.capabilities.compiles_at_start and _can_stand_in(other, each)), None)
         for backend in (self._extends, self._decodes):
             if backend is not slow:
                 backend.prepare(layers, on_compile)
@@ -176,7 +176,7 @@ class HybridAttention(AttentionBackend):
 
     def capture_plan(self, batch: ForwardBatch) -> SplitPlan:
         backend = self._stand_in or self._decodes
-        return SplitPlan(whole=SplitPart(backend, replace(batch, plan=backend.capture_plan(batch))))
+        return SplitPlan(whole=SplitBatch(backend, replace(batch, plan=backend.capture_plan(batch))))
 
     def replay_plan(self, plan: SplitPlan, batch: ForwardBatch) -> None:
         if plan.whole is not None:  # the backend that was captured, even after a switch
@@ -185,8 +185,8 @@ class HybridAttention(AttentionBackend):
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         plan: SplitPlan = batch.plan
         if plan.decodes is None or plan.extends is None:
-            part = _only(plan)
-            return part.backend.run(spec, q, k, v, part.batch)
+            split = _only(plan)
+            return split.backend.run(spec, q, k, v, split.batch)
         first = batch.num_decodes
         decoded = plan.decodes.backend.run(spec, q[:first], k[:first], v[:first], plan.decodes.batch)
         return _joined(batch, decoded, plan.extends.backend.run(spec, q[first:], k[first:], v[first:], plan.extends.batch))
@@ -196,8 +196,8 @@ class HybridAttention(AttentionBackend):
     ) -> torch.Tensor:
         plan: SplitPlan = batch.plan
         if plan.decodes is None or plan.extends is None:
-            part = _only(plan)
-            return part.backend.run_mla(layer, q_nope, q_rope, latent, part.batch)
+            split = _only(plan)
+            return split.backend.run_mla(layer, q_nope, q_rope, latent, split.batch)
         first = batch.num_decodes
         decoded = plan.decodes.backend.run_mla(layer, q_nope[:first], q_rope[:first], latent[:first], plan.decodes.batch)
         extended = plan.extends.backend.run_mla(layer, q_nope[first:], q_rope[first:], latent[first:], plan.extends.batch)
@@ -211,14 +211,14 @@ def _can_stand_in(other: AttentionBackend, backend: AttentionBackend) -> bool:
     return not can.compiles_at_start and {"extend", "decode"} <= set(can.phases) and has_graphs
 
 
-def _planned(backend: AttentionBackend, batch: ForwardBatch) -> SplitPart:
-    return SplitPart(backend, replace(batch, plan=backend.plan(batch)))
+def _planned(backend: AttentionBackend, batch: ForwardBatch) -> SplitBatch:
+    return SplitBatch(backend, replace(batch, plan=backend.plan(batch)))
 
 
-def _only(plan: SplitPlan) -> SplitPart:
-    part = plan.whole or plan.decodes or plan.extends
-    assert part is not None  # a step has rows
-    return part
+def _only(plan: SplitPlan) -> SplitBatch:
+    split = plan.whole or plan.decodes or plan.extends
+    assert split is not None  # a step has rows
+    return split
 
 
 def _joined(batch: ForwardBatch, decoded: torch.Tensor, extended: torch.Tensor) -> torch.Tensor:
@@ -226,23 +226,23 @@ def _joined(batch: ForwardBatch, decoded: torch.Tensor, extended: torch.Tensor) 
     `AttentionOutput`."""
     place = batch.get(AttentionOutput)
     if place is not None:
-        own = place.tensor, place.tensor[len(decoded) :]
-        if (decoded.data_ptr(), extended.data_ptr()) == (own[0].data_ptr(), own[1].data_ptr()):
+        halves = place.tensor, place.tensor[len(decoded) :]
+        if (decoded.data_ptr(), extended.data_ptr()) == (halves[0].data_ptr(), halves[1].data_ptr()):
             return place.tensor
     return torch.cat((decoded, extended))
 
 
 def _decodes(batch: ForwardBatch) -> ForwardBatch:
     first = batch.num_decodes
-    return _part(batch, slice(None, first), slice(None, first), batch.query_starts[: first + 1], first)
+    return _slice_batch(batch, slice(None, first), slice(None, first), batch.query_starts[: first + 1], first)
 
 
 def _extends(batch: ForwardBatch) -> ForwardBatch:
     first = batch.num_decodes  # decode rows have one token each
-    return _part(batch, slice(first, None), slice(first, None), batch.query_starts[first:] - first, 0)
+    return _slice_batch(batch, slice(first, None), slice(first, None), batch.query_starts[first:] - first, 0)
 
 
-def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.Tensor, num_decodes: int) -> ForwardBatch:
+def _slice_batch(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.Tensor, num_decodes: int) -> ForwardBatch:
     host = batch.host
     extensions = dict(batch.extensions)
     if (place := batch.get(AttentionOutput)) is not None:
@@ -250,8 +250,8 @@ def _part(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: torch.T
     if (chosen := batch.get(SparseKeys)) is not None:
         extensions[SparseKeys] = SparseKeys(chosen.slots[tokens])
     if (trees := batch.get(TreeMask)) is not None:
-        is_own = (trees.rows >= rows.start) & (trees.rows < rows.stop)
-        extensions[TreeMask] = TreeMask(trees.rows[is_own] - rows.start, trees.bits[tokens])
+        is_inside = (trees.rows >= rows.start) & (trees.rows < rows.stop)
+        extensions[TreeMask] = TreeMask(trees.rows[is_inside] - rows.start, trees.bits[tokens])
     return replace(
         batch,
         num_decodes=num_decodes,

@@ -128,9 +128,9 @@ class PendingRows:
             drafting.positions = drafting.positions + drafting.columns
         samplings = [] if tensors.sampling is None else [(tensors.sampling, keys)]
         samplings += [(each.sampling, in_order.index_select(0, each.samples)) for each in tensors.rounds]
-        for sampling, own_keys in samplings:
+        for sampling, sample_keys in samplings:
             if (draw := sampling.draw) is not None:
-                draw.key = own_keys if draw.rows is None else own_keys.index_select(0, draw.rows)
+                draw.key = sample_keys if draw.rows is None else sample_keys.index_select(0, draw.rows)
             if sampling.processing is not None:
                 self._move_positions(sampling.processing)
         return keys

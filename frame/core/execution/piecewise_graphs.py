@@ -49,7 +49,7 @@ def piece_sizes(maximum: int) -> tuple[int, ...]:
     arithmetic, because padding costs time there."""
     steps = [8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
     while steps[-1] < maximum:
-        steps += [steps[-1] * part // 4 for part in range(5, 9)]
+        steps += [steps[-1] * quarters // 4 for quarters in range(5, 9)]
     return (*(size for size in steps if size < maximum), maximum)
 
 

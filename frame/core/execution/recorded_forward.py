@@ -1,6 +1,6 @@
 """`RecordedForward`: the forward pass of a few decodes on a CPU, recorded once and replayed.
 
-Between two products, which stream all caches full of weights, the interpreter of a forward pass
+Between two GEMMs, which stream all caches full of weights, the interpreter of a forward pass
 runs from cold caches. A kernel package that offers `RowOperations.begin_recording` keeps its calls
 instead, and later steps of as many rows make all of them in one call. Used by the model runner's
 builder. Must not know a model or a package.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.row_operations import RowOperations
 
-_MAX_ROWS = 8  # for more, products take most of a step, and the kept tensors much memory
+_MAX_ROWS = 8  # for more, GEMMs take most of a step, and the kept tensors much memory
 _KEPT = 4  # recordings
 _MAX_OPERATORS = 8  # of PyTorch in a step; with more, little would be gained
 _INPUTS = ("token_ids", "positions", "kv_slots", "request_slots", "seq_lens")

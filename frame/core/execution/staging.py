@@ -99,8 +99,8 @@ class PinnedCopies:
         if typed is None:
             typed = self._typed[like.dtype] = self._target.view(_torch_dtype(like.dtype))
         start = offset // like.itemsize
-        part = typed[start : start + like.size]
-        return part if like.ndim == 1 else part.view(like.shape)
+        values = typed[start : start + like.size]
+        return values if like.ndim == 1 else values.view(like.shape)
 
     def _allocate(self, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

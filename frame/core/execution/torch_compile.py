@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def keep_out(part: object, *names: str) -> None:
-    """Exclude these methods of `part` from compilation: they depend on each step's plan and would
+def keep_out(plugin: object, *names: str) -> None:
+    """Exclude these methods of `plugin` from compilation: they depend on each step's plan and would
     be compiled anew for each."""
     for name in names:
-        setattr(part, name, torch.compiler.disable(getattr(part, name)))
+        setattr(plugin, name, torch.compiler.disable(getattr(plugin, name)))
 
 
 class Forward:

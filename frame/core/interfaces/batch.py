@@ -286,8 +286,8 @@ class AttentionOutput:
         shape = (like.shape[0], heads, width)
         output = batch.extensions.get(AttentionOutput)
         if output is not None and output.tensor.shape == shape and output.tensor.dtype == like.dtype:
-            found: torch.Tensor = output.tensor
-            return found
+            buffer: torch.Tensor = output.tensor
+            return buffer
         return like.new_empty(shape)
 
     def slice_tokens(self, tokens: slice) -> AttentionOutput:

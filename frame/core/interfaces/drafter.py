@@ -32,7 +32,7 @@ class TreeShape:
 
     width: int
     depth: int
-    num_nodes: int  # drafted tokens, at most
+    num_nodes: int  # maximum number of drafted tokens
 
     @property
     def num_extended(self) -> int:
@@ -62,7 +62,7 @@ class DrafterContext:
     vocab_size: int
     max_slots: int
     max_context: int  # tokens of a sequence, prompt and output
-    num_steps: int  # most tokens of a draft
+    num_steps: int  # maximum length of a draft
     draft_model_path: str | None = None  # folder of a checkpoint
     tree: TreeShape | None = None  # None: drafts are chains
 
@@ -132,7 +132,7 @@ class Drafter(ABC):
       request before. With `keeps_texts`, drafts may come from other requests with the same
       `setup.tenant`, and from no others.
     - `observe_tokens` gets every output token of the slots after `setup.token_ids`, in order.
-    - `propose_tokens` continues the tokens given so far, changes nothing, and returns at most
+    - `propose_tokens` continues the tokens so far, changes nothing, and returns at most
       `max_tokens[i]` token ids of the vocabulary for each slot. A draft that is wrong costs time
       and changes no output.
     - The methods work on arrays of slots. Their time does not grow with the length of a text.

@@ -1,4 +1,4 @@
-"""`RowOperations`: what a kernel package computes between the products, on the rows of a step.
+"""`RowOperations`: what a kernel package computes between the GEMMs, on the rows of a step.
 
 A GEMM kernel offers them to the layers (`GemmKernel.row_operations`), and the layers use them where
 no Triton kernel runs. Must not know a layer, a batch or a request.
@@ -92,7 +92,7 @@ class RowOperations(Protocol):
         ...
 
     def begin_recording(self) -> None:
-        """From now on keep the calls of this thread of the package's operations, products and
+        """From now on keep the calls of this thread of the package's operations, GEMMs and
         attention as well as make them. The caller keeps the tensors of these calls."""
         ...
 

@@ -87,7 +87,7 @@ def compute_layout(batch: ScheduledBatch) -> BatchLayout:
     if num_tokens != rows:
         token_slots = np.repeat(slots, batch.num_scheduled)
         places = np.arange(num_tokens) + np.repeat(places - starts[:-1], batch.num_scheduled)
-    sampling, positions = np.flatnonzero(batch.samples), places
+    sampling, positions = batch.samples.nonzero()[0], places
     logits, sample_positions, drafts = starts[1:][sampling] - 1, seq_lens[sampling], None
     if batch.num_drafts is not None:
         drafts = _compute_drafts(batch, starts, sampling, batch.num_drafts[sampling].astype(np.int64))

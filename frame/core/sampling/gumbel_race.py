@@ -55,10 +55,10 @@ def find_heights(logits: torch.Tensor) -> torch.Tensor:
     the greatest value."""
     vocab = logits.shape[1]
     whole = vocab // GROUP * GROUP
-    parts = [logits[:, :whole].unflatten(1, (-1, GROUP)).amax(dim=-1)] if whole else []
+    maxima = [logits[:, :whole].unflatten(1, (-1, GROUP)).amax(dim=-1)] if whole else []
     if whole < vocab:
-        parts.append(logits[:, whole:].amax(dim=-1, keepdim=True))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        maxima.append(logits[:, whole:].amax(dim=-1, keepdim=True))
+    return maxima[0] if len(maxima) == 1 else torch.cat(maxima, dim=1)
 
 
 def hash_words(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -75,16 +75,16 @@ def hash_words(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _find_min(keys: np.ndarray, num_groups: int) -> np.ndarray:
-    """The least E of each group (see `_Race`), float32 [n, num_groups]. keys: uint64 [n]."""
+    """The minimum E of each group (see `_Race`), float32 [n, num_groups]. keys: uint64 [n]."""
     index = ~(np.arange(num_groups, dtype=np.uint32) * np.uint32(2))
     share = (hash_words(keys[:, None], index) + 0.5) * -(2.0**-32)
-    found: np.ndarray = (np.log1p(share) * (-1.0 / math.log(2.0) / GROUP)).astype(np.float32)
-    return found
+    minimum: np.ndarray = (np.log1p(share) * (-1.0 / math.log(2.0) / GROUP)).astype(np.float32)
+    return minimum
 
 
 def _find_noise(keys: np.ndarray, groups: np.ndarray, minimum: np.ndarray) -> np.ndarray:
     """log2(E) of the tokens of groups, float32 [n, GROUP]. keys: uint64 [n]; groups: integers [n];
-    least: float32 [n], of the groups."""
+    minimum: float32 [n], of the groups."""
     number = groups.astype(np.uint32)
     leaders = hash_words(keys, ~(number * np.uint32(2) + np.uint32(1))) >> np.uint32(_LEADER_SHIFT)
     columns = (number * np.uint32(GROUP))[:, None] + _INSIDE
@@ -101,10 +101,10 @@ def _find_noise(keys: np.ndarray, groups: np.ndarray, minimum: np.ndarray) -> np
 class _Race:
     """The race of some rows on the CPU.
 
-    The noise is kept as the exponential E = exp(-G), in units of ln 2. The least E of a group of n
-    tokens is an exponential divided by n, and any token is equally likely to have it: the leader.
-    Each other token has this least E plus an exponential of its own, because exponentials have no
-    memory.
+    The noise is kept as the exponential E = exp(-G), in units of ln 2. The minimum E of n tokens
+    is an exponential divided by n, and any token is equally likely to have it: the leader. Each
+    other token has this minimum plus an exponential of its own, because exponentials have
+    no memory.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class _Race:
         scores, tokens = np.empty(len(places), np.float32), np.empty(len(places), np.int64)
         step = _CELLS // GROUP
         for start in range(0, len(places), step):
-            part = slice(start, start + step)
-            scores[part], tokens[part] = self._run_some(places[part], groups[part])
+            some = slice(start, start + step)
+            scores[some], tokens[some] = self._run_some(places[some], groups[some])
         return scores, tokens
 
     def _run_some(self, places: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -187,7 +187,7 @@ def _draw_from_all(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.
 
 
 def find_min(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """The least E of each group (see `_Race`), float32 [n, num_groups]. keys: int64 [n]."""
+    """The minimum E of each group (see `_Race`), float32 [n, num_groups]. keys: int64 [n]."""
     if keys.device.type != "cpu":
         return _find_min_on_device(keys, num_groups)
     return torch.from_numpy(_find_min(keys.numpy().view(np.uint64), num_groups))
@@ -195,7 +195,7 @@ def find_min(keys: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 def find_noise(keys: torch.Tensor, groups: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
     """log2(E) of the tokens of groups, float32 [n, m, GROUP]. keys: int64 [n]; groups: int64 [n,
-    m]; least: float32 [n, m], of the groups."""
+    m]; minimum: float32 [n, m], of the groups."""
     if keys.device.type != "cpu":
         return _find_noise_on_device(keys, groups, minimum)
     repeated = keys.numpy().view(np.uint64).repeat(groups.shape[1])
@@ -214,8 +214,8 @@ def _find_noise_on_device(keys: torch.Tensor, groups: torch.Tensor, minimum: tor
     tokens = groups.unsqueeze(-1) * GROUP + inside
     words = _hash_on_device(keys, torch.cat((tokens.flatten(-2), -2 - groups * 2), -1))  # of the tokens, then of the leaders
     leaders = (words[:, -groups.shape[-1] :] >> _LEADER_SHIFT).unsqueeze(2)
-    own = ((words[:, : -groups.shape[-1]].unflatten(1, (-1, GROUP)) >> 9).float() + 0.5).mul_(2.0**-23).log2_()
-    return (minimum.unsqueeze(2) - own.masked_fill_(leaders == inside, 0.0)).log2_()
+    offsets = ((words[:, : -groups.shape[-1]].unflatten(1, (-1, GROUP)) >> 9).float() + 0.5).mul_(2.0**-23).log2_()
+    return (minimum.unsqueeze(2) - offsets.masked_fill_(leaders == inside, 0.0)).log2_()
 
 
 def _hash_on_device(keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ _CUDA_BLOCK_CELLS = 1 << 25  # larger on CUDA, where each block costs kernel lau
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPart:
+class ScoredRow:
     """The prompt tokens of one row that get a log-probability: `count` tokens from position
     `first`. The token after the end of the prompt gets none."""
 
@@ -38,33 +38,33 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """The parts of one step. `targets`, int64: the next prompt token of each computed token, 0
-    where there is none."""
+    """The scored rows of one step. `targets`, int64: the next prompt token of each computed token,
+    0 where there is none."""
 
-    parts: tuple[PromptPart, ...]
+    rows: tuple[ScoredRow, ...]
     lengths: tuple[int, ...]
     targets: np.ndarray
     num_rows: int
 
     @property
     def num_top(self) -> int:
-        return max(part.num_top for part in self.parts)
+        return max(row.num_top for row in self.rows)
 
 
 def plan_prompts(batch: ScheduledBatch, layout: BatchLayout, table: SamplingTable) -> PromptPlan:
     """The prompt tokens that a step scores of `layout.prompt_logprob_rows`, of which there are
     some: the logits at position p are those of the token at p + 1."""
-    parts, lengths, targets = [], [], []
+    rows, lengths, targets = [], [], []
     for row in layout.prompt_logprob_rows.tolist():  # few rows request them
         slot, start, length = int(batch.slots[row]), int(batch.num_computed[row]), int(batch.num_scheduled[row])
         prompt = table.prompt(slot)
         target = np.zeros(length, np.int64)
         known = prompt[start + 1 : start + 1 + length]
         target[: len(known)] = known
-        parts.append(PromptPart(row, start + 1, len(known), table.num_top_prompt_logprobs(slot)))
+        rows.append(ScoredRow(row, start + 1, len(known), table.num_top_prompt_logprobs(slot)))
         lengths.append(length)
         targets.append(target)
-    return PromptPlan(tuple(parts), tuple(lengths), np.concatenate(targets), len(batch.slots))
+    return PromptPlan(tuple(rows), tuple(lengths), np.concatenate(targets), len(batch.slots))
 
 
 class PromptScores:
@@ -96,11 +96,11 @@ class PromptScores:
         chosen, top_ids, top, ranks = arrays
         results: list[PromptLogprobs | None] = [None] * self._plan.num_rows
         start = 0
-        for part, length in zip(self._plan.parts, self._plan.lengths, strict=True):
-            here = slice(start, start + part.count)
-            ids = top_ids[here, : part.num_top].astype(np.int32)
-            likeliest = top[here, : part.num_top].copy()
-            results[part.row] = PromptLogprobs(part.first, chosen[here].copy(), ids, likeliest, ranks[here].astype(np.int32))
+        for scored, length in zip(self._plan.rows, self._plan.lengths, strict=True):
+            here = slice(start, start + scored.count)
+            ids = top_ids[here, : scored.num_top].astype(np.int32)
+            likeliest = top[here, : scored.num_top].copy()
+            results[scored.row] = PromptLogprobs(scored.first, chosen[here].copy(), ids, likeliest, ranks[here].astype(np.int32))
             start += length
         return results
 

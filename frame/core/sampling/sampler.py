@@ -258,12 +258,12 @@ def _limits(scaled: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p
     limit = values.gather(1, last).squeeze(1).masked_fill_(~has_k, -torch.inf)
     weights = values.double().exp2_()
     cumulated = weights.cumsum(dim=-1)
-    wanted = top_p * torch.where(has_k, cumulated.gather(1, last).squeeze(1), mass)
-    size = ((cumulated - weights) < wanted.unsqueeze(1)).sum(-1, keepdim=True).clamp_(min=1)
+    required = top_p * torch.where(has_k, cumulated.gather(1, last).squeeze(1), mass)
+    size = ((cumulated - weights) < required.unsqueeze(1)).sum(-1, keepdim=True).clamp_(min=1)
     nucleus = values.gather(1, torch.minimum(size, last + 1) - 1).squeeze(1)
     limit = torch.maximum(limit, nucleus.masked_fill_(top_p >= 1.0, -torch.inf))
     if count < vocab and not scaled.is_cuda:
-        short = (~has_k & (top_p < 1.0) & (cumulated[:, -1] < wanted)).nonzero().squeeze(1)
+        short = (~has_k & (top_p < 1.0) & (cumulated[:, -1] < required)).nonzero().squeeze(1)
         if len(short):
             more = count * _CANDIDATE_FACTOR if count * _CANDIDATE_FACTOR < vocab // 2 else vocab
             limit[short] = _limits(scaled[short], mass[short], top_k[short], top_p[short], more)

@@ -178,12 +178,12 @@ class SamplingTable:
         """Build the plan of samples in these slots at these positions, both int64 [n]. mask: int32
         [n, words], or None."""
         rows = self._rows.take(slots)  # for structured arrays, many times as fast as indexing
-        drawn = np.flatnonzero(rows["temperature"])
-        logprob_rows = np.flatnonzero(rows["logprobs"] >= 0)
+        (drawn,) = rows["temperature"].nonzero()
+        (logprob_rows,) = (rows["logprobs"] >= 0).nonzero()
         chosen = rows if len(drawn) == len(rows) else rows.take(drawn)
-        filtered = np.flatnonzero((chosen["top_k"] > 0) | (chosen["top_p"] < 1.0))
+        (filtered,) = ((chosen["top_k"] > 0) | (chosen["top_p"] < 1.0)).nonzero()
         has_min_p = bool(len(drawn)) and bool(np.isfinite(chosen["log_min_p"]).any())
-        top_k, top_p = chosen["top_k"][filtered], chosen["top_p"][filtered]
+        top_k = chosen["top_k"][filtered] if len(filtered) else np.empty(0, np.int32)
         draw = filters = None
         if self._by_row:
             draw = DrawArrays(np.ascontiguousarray(rows["temperature"]), _keys(rows["seed"], positions))
@@ -198,7 +198,7 @@ class SamplingTable:
                 draw.log_min_p = np.ascontiguousarray(chosen["log_min_p"])
             if len(filtered):
                 some = None if len(filtered) == len(drawn) else filtered
-                filters = FilterArrays(top_k.astype(np.int64), top_p.astype(np.float64), some)
+                filters = FilterArrays(top_k.astype(np.int64), chosen["top_p"][filtered].astype(np.float64), some)
         arrays = SamplingArrays(
             draw=draw,
             filters=filters,
@@ -210,10 +210,10 @@ class SamplingTable:
             positions=positions,
             num_drawn=len(drawn),
             num_filtered=len(filtered),
-            max_top_k=int(top_k.max(initial=0)),
-            has_unlimited=bool((top_k == 0).any()),
+            max_top_k=int(top_k.max()) if len(filtered) else 0,
+            has_unlimited=len(filtered) > 0 and bool((top_k == 0).any()),
             has_min_p=has_min_p,
-            num_top_logprobs=int(rows["logprobs"].max(initial=0)),
+            num_top_logprobs=int(rows["logprobs"].max()) if len(logprob_rows) else 0,
             by_row=self._by_row,
             arrays=arrays,
         )
