@@ -2,8 +2,8 @@
 
 Each pass extends the likeliest branches of the deepest tokens, by the joint probability along a
 branch; of all candidates, the likeliest are drafted. The tokens of a pass are decodes, whose keys
-are stored after those of the sequence and of the passes before. Nothing waits for the device. Used by
-the draft runner. Must not know a request or a drafter by name.
+are stored after those of the sequence and of the passes before. Nothing waits for the device. Used
+by the draft runner. Must not know a request or a drafter by name.
 """
 
 from __future__ import annotations
