@@ -206,8 +206,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     resolved, parts, platform, tp, pipeline = plan.resolved, plan.parts, plan.platform, plan.groups.tp, plan.groups.pipeline
     phases: dict[str, float] = {}
     clock = time.perf_counter()
-    model_config = resolved.model
-    device = platform.device
+    model_config, device = resolved.model, platform.device
     platform.activate()
     platform.seed(resolved.user.model.seed)
     platform.release_memory()  # of an earlier engine of this process
