@@ -39,7 +39,7 @@ WORDS: dict[str, str] = {
     r"shared[ _]starts?": "in-batch prefix sharing",
     r"paired[ _]attention": "hybrid attention",
     r"step[ _]outcomes?": "output processor",
-    r"riders?": "extra inputs",
+    r"riders?": "step arrays",
     r"masks?[ _](that[ _])?follows?": "deferred grammar mask",
     r"narrows": "supports_token_selection",
     r"wanted[ _]tokens": "SelectedTokens",

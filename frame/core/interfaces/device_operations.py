@@ -28,7 +28,7 @@ class DeviceOperations:
     draw_plain: (logits, temperature float32 [rows], times ln 2, 0: greedy, keys int64 [rows],
       last_tokens) -> (token ids int64, greatest logits float32). last_tokens: a table of token ids,
       int64 [slots], and the slot of each row, int64 [rows], to which its token is written, or None.
-    draw_filtered: (logits, the parameters of every row, as in `SamplingPlan.arrays`, plain,
+    draw_filtered: (logits, parameters by name, of `SamplingArrays.list_parameters`, plain,
       last_tokens) -> as above. plain: the result of `draw_plain` for the same rows, which is
       overwritten, or None. None: the sampler filters, from plans with the rows that use a filter.
     mask_logits: (logits, rows int64 [m], mask int32 [m, ceil(vocab / 32)]) sets the logits of
