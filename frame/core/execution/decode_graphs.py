@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from frame.core.execution.staging import to_torch_dtype
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
 
@@ -85,7 +86,7 @@ class InputBuffers:
         self._host = [_views(pinned.numpy(), offsets, padding, maximum) for pinned in self._pinned]
         self._target = torch.empty(total, dtype=torch.uint8, device=platform.device)
         self.tensors = {
-            name: self._target[offset : offset + padding[name].nbytes * maximum].view(_torch_dtype(padding[name].dtype))
+            name: self._target[offset : offset + padding[name].nbytes * maximum].view(to_torch_dtype(padding[name].dtype))
             for name, offset in offsets.items()
         }
         for host in self._host:
@@ -374,7 +375,3 @@ class _Recomputed:
 
 def _views(buffer: np.ndarray, offsets: Mapping[str, int], padding: Mapping[str, np.generic], maximum: int) -> dict[str, np.ndarray]:
     return {name: buffer[offset : offset + padding[name].nbytes * maximum].view(padding[name].dtype) for name, offset in offsets.items()}
-
-
-def _torch_dtype(dtype: np.dtype) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -299,7 +299,7 @@ class InputBatch:
             self.pending.resolve(tensors, None)
         else:
             resolve = partial(self._resolve_rows, tensors)
-        return ReplayInputs(plans, tensors, rows, resolve, is_masked=bool(plans.draws) and batch.has_deferred_grammar_mask)
+        return ReplayInputs(plans, tensors, rows, resolve, is_masked=bool(plans.sampling.draws) and batch.has_deferred_grammar_mask)
 
     def _resolve_rows(self, tensors: StepArrays[torch.Tensor], rows: Mapping[str, torch.Tensor]) -> None:
         """rows: the inputs of a decode graph."""
@@ -326,7 +326,7 @@ class InputBatch:
         the arrays of the plans as tensors."""
         num_host = len(batch.token_ids) if batch.num_pending is None else 0
         has_moves = self.groups is not None and self.groups.has_moves(batch)
-        has_arrays = not plans.draws or any(each is not None for each in (plans.verification, plans.drafting, plans.pending))
+        has_arrays = not plans.sampling.draws or any(each is not None for each in (plans.verification, plans.drafting, plans.pending))
         if not len(batch.new_pages) and not num_host and not has_moves and not has_arrays:
             return StepArrays()
         self._write_host_tables(batch)

@@ -219,7 +219,7 @@ class TorchModelRunner(ModelRunner):
             outputs = self._replay(inputs)
             if inputs.is_masked:
                 return MaskedStep(partial(self._draw_masked_step, batch.step, inputs))
-            if inputs.plans.draws:  # the graph drew the tokens
+            if inputs.plans.sampling.draws:  # the graph drew the tokens
                 return self._fetch(batch.step, inputs, Sampled(outputs.token_ids, outputs.best), None)
             logits = outputs.logits if inputs.plans.sampling.num_rows else None
         else:
@@ -231,7 +231,7 @@ class TorchModelRunner(ModelRunner):
     def _replay(self, inputs: ReplayInputs) -> DecodeOutputs:
         if self.decode_graphs is None:
             raise RuntimeError("a decode step was prepared for a graph, but no graph is captured")
-        outputs = self.decode_graphs.replay(inputs.rows, inputs.plans.draws, inputs.resolve, is_masked=inputs.is_masked)
+        outputs = self.decode_graphs.replay(inputs.rows, inputs.plans.sampling.draws, inputs.resolve, is_masked=inputs.is_masked)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
         return outputs
@@ -296,7 +296,7 @@ class TorchModelRunner(ModelRunner):
         with torch.inference_mode():
             self._enter_stream()
             grammar = None if mask is None else self.inputs.move_grammar_mask(mask)
-            outputs = self.decode_graphs.draw_masked(inputs.rows, inputs.plans.draws, grammar)
+            outputs = self.decode_graphs.draw_masked(inputs.rows, inputs.plans.sampling.draws, grammar)
             return self._fetch(step, inputs, Sampled(self.agree_tokens(outputs.token_ids), outputs.best), None)
 
     def _fetch_sampled(self, step: int, inputs: StepInputs, logits: torch.Tensor | None, prompts: PromptScores | None) -> PendingStep:

@@ -97,7 +97,7 @@ class PinnedCopies:
     def _view(self, offset: int, like: np.ndarray) -> torch.Tensor:
         typed = self._typed.get(like.dtype)
         if typed is None:
-            typed = self._typed[like.dtype] = self._target.view(_torch_dtype(like.dtype))
+            typed = self._typed[like.dtype] = self._target.view(to_torch_dtype(like.dtype))
         start = offset // like.itemsize
         values = typed[start : start + like.size]
         return values if like.ndim == 1 else values.view(like.shape)
@@ -111,5 +111,5 @@ class PinnedCopies:
 
 
 @lru_cache(maxsize=32)
-def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+def to_torch_dtype(dtype: np.dtype) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -106,7 +106,7 @@ class SamplingPlan:
     by_row: bool  # whether the parameters in `arrays` cover every row
     arrays: SamplingArrays[np.ndarray]
     # what a decode graph draws with: temperature (0: greedy) and key of each sampling row, and the
-    # filters if a row has one
+    # filters if a row has one; empty: the sampler draws the tokens
     draws: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property

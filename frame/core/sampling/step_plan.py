@@ -9,7 +9,7 @@ once they are on the device. Must not know a drafter, a request or a layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 import numpy as np
@@ -159,10 +159,6 @@ class StepPlans:
     rounds: tuple[SampleRound, ...] = ()  # of a step with drafts and logits processors
     drafting: DraftingPlan | None = None  # None: there is no device drafter
     pending: PendingPlan | None = None  # None: the host has all ids and lengths
-    # parameters of the draw inside of a decode graph, one entry a sample: see `SamplingPlan.draws`;
-    # empty: the sampler draws the tokens
-    draws: dict[str, np.ndarray] = field(default_factory=dict)
-
 
 class StepPlanner:
     """Plans the steps of one runner, in launch order.
@@ -190,7 +186,7 @@ class StepPlanner:
         where it can."""
         processing = self._processors.begin_step(batch, layout)
         sampling = self._sampling.begin_step(batch, layout, draws=draws and processing is None)
-        plans = StepPlans(StepArrays(), sampling, processing, draws=sampling.draws)
+        plans = StepPlans(StepArrays(), sampling, processing)
         arrays = plans.arrays
         if len(layout.prompt_logprob_rows):
             plans.prompts = plan_prompts(batch, layout, self._sampling)
@@ -206,7 +202,7 @@ class StepPlanner:
                     rounds = rounds[: self._table.tree_depth + 1]
                 plans.processing, plans.rounds = None, tuple(rounds)
                 arrays.rounds = tuple(each.arrays for each in rounds)
-        if not plans.draws:
+        if not sampling.draws:
             arrays.sampling = sampling.arrays
             arrays.sampling.processing = None if plans.processing is None else plans.processing.arrays
             if is_replay or layout.drafts is not None or len(layout.sample_slots) != len(batch.slots):

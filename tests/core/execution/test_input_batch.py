@@ -150,7 +150,7 @@ def test_tokens_one_by_one_begin_with_those_that_are_sampled():
     batch = msgspec.structs.replace(batch, setups=[setup(slot, temperature=0.0) for slot in (3, 1, 0)])
     inputs.max_graph_rows = 8
     prepared = inputs.prepare(batch)
-    assert prepared.tensors == StepArrays() and prepared.plans.draws["temperature"].tolist() == [0.0, 0.0]
+    assert prepared.tensors == StepArrays() and prepared.plans.sampling.draws["temperature"].tolist() == [0.0, 0.0]
     found = prepared.rows
     first = table.first_given
     assert found.slots.tolist() == [3, 1, 1, 1, 0, 0] and found.num_sampling == 2
@@ -173,17 +173,17 @@ def test_a_decode_graph_draws_the_tokens_of_rows_without_logprobs_alone():
     inputs = make(4)
     inputs.max_graph_rows = 2
     plain = inputs.prepare(decodes(0, 1, setups=[setup(0, temperature=0.0), setup(1, temperature=1.0)]))
-    assert isinstance(plain, ReplayInputs) and plain.tensors == StepArrays() and list(plain.plans.draws) == ["temperature", "key"]
-    assert (plain.plans.draws["temperature"] > 0).tolist() == [False, True]
+    assert isinstance(plain, ReplayInputs) and plain.tensors == StepArrays() and list(plain.plans.sampling.draws) == ["temperature", "key"]
+    assert (plain.plans.sampling.draws["temperature"] > 0).tolist() == [False, True]
     sampled = inputs.prepare(decodes(0, 2, setups=[setup(2, temperature=0.0, logprobs=1)]))
-    assert isinstance(sampled, ReplayInputs) and not sampled.plans.draws
+    assert isinstance(sampled, ReplayInputs) and not sampled.plans.sampling.draws
     assert sampled.tensors.sampling.slots.tolist() == [0, 2] and sampled.tensors.sampling.logprob_rows.tolist() == [1]
     deferred = inputs.prepare(decodes(0, 1, has_deferred_grammar_mask=True))
-    assert isinstance(deferred, ReplayInputs) and not deferred.plans.draws and not deferred.is_masked
+    assert isinstance(deferred, ReplayInputs) and not deferred.plans.sampling.draws and not deferred.is_masked
     inputs.draws_masked = True
     masked = inputs.prepare(decodes(0, 1, has_deferred_grammar_mask=True))
-    assert isinstance(masked, ReplayInputs) and masked.plans.draws and masked.is_masked
-    assert not inputs.prepare(decodes(0, 2, has_deferred_grammar_mask=True)).plans.draws, "a row has log-probabilities"
+    assert isinstance(masked, ReplayInputs) and masked.plans.sampling.draws and masked.is_masked
+    assert not inputs.prepare(decodes(0, 2, has_deferred_grammar_mask=True)).plans.sampling.draws, "a row has log-probabilities"
     assert isinstance(inputs.prepare(decodes(0, 1, 2)), ForwardInputs), "no graph has three rows"
 
 
