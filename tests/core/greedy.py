@@ -23,10 +23,9 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank, load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
-from frame.entrypoints.processes.components import build_runner
-from frame.parallel.rank_channels import decode_batch, encode_batch
 from frame.entrypoints.processes.components import RunnerPlan, build_runner
 from frame.entrypoints.processes.join_groups import Groups
+from frame.parallel.rank_channels import decode_batch, encode_batch
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.local_loop import LocalLoop
