@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.collective import Collective
+from frame.core.interfaces.collective import Collective, SupportsReduceMatmul, SupportsReduceNorm, SupportsStartSend
 
 if TYPE_CHECKING:
     import torch
@@ -70,24 +70,32 @@ class RankWatch:
                 log.error("%s: another rank is slow, hangs, or has ended", sentence)
 
 
-class WatchedGroup(Collective):
-    """A group whose waits are watched. `name`: of the group, in sentences."""
+class WatchedGroup(Collective, SupportsReduceNorm, SupportsReduceMatmul, SupportsStartSend):
+    """A group whose waits are watched. `name`: of the group, in sentences. Offers what the group
+    offers."""
 
     def __init__(self, group: Collective, watch: RankWatch, name: str) -> None:
         super().__init__(group.context, group.options)
         self._group, self._watch, self._name = group, watch, name
+        self._reduce_add_norm = group.reduce_add_norm if isinstance(group, SupportsReduceNorm) else None
+        self._reduce_matmul = group.reduce_matmul if isinstance(group, SupportsReduceMatmul) else None
+        self._start_send = group.start_send if isinstance(group, SupportsStartSend) else None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._watch.waiting(f"all-reduce ({self._name})"):
             return self._group.all_reduce(tensor)
 
     def reduce_add_norm(self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+        if self._reduce_add_norm is None:
+            return None
         with self._watch.waiting(f"all-reduce ({self._name})"):
-            return self._group.reduce_add_norm(tensor, residual, weight, eps)
+            return self._reduce_add_norm(tensor, residual, weight, eps)
 
     def reduce_matmul(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+        if self._reduce_matmul is None:
+            return None
         with self._watch.waiting(f"all-reduce ({self._name})"):
-            return self._group.reduce_matmul(multiply, x, columns)
+            return self._reduce_matmul(multiply, x, columns)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         with self._watch.waiting(f"all-gather ({self._name})"):
@@ -109,8 +117,11 @@ class WatchedGroup(Collective):
         with self._watch.waiting(f"send ({self._name})"):
             self._group.send(tensor, target)
 
-    def start_send(self, tensor: torch.Tensor, target: int) -> Transfer:
-        return self._group.start_send(tensor, target)
+    def start_send(self, tensor: torch.Tensor, target: int) -> Transfer | None:
+        if self._start_send is not None:
+            return self._start_send(tensor, target)
+        self.send(tensor, target)
+        return None
 
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         with self._watch.waiting(f"recv from {source} ({self._name})"):

@@ -21,6 +21,7 @@ from frame.core.execution.decode_graphs import DecodeOutputs
 from frame.core.execution.input_batch import ReplayInputs
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import ScheduledBatch, StageInput, StepResult
+from frame.core.interfaces.collective import SupportsStartSend
 from frame.core.interfaces.runner import UnsampledStep
 from frame.parallel.micro_batches import MicroBatch, join_results, split_batch, whole_batch
 
@@ -45,6 +46,7 @@ class Sends:
 
     def __init__(self, group: Collective, target: int) -> None:
         self._group = group
+        self._start_send = group.start_send if isinstance(group, SupportsStartSend) else None
         self._target = target
         # Tokens of each micro-batch may wait for the first stage, which receives them before it
         # computes one of the same number.
@@ -56,7 +58,10 @@ class Sends:
         progress."""
         if len(self._transfers) == self._maximum:
             self._transfers.popleft().wait()
-        self._transfers.append(self._group.start_send(tensor, self._target))
+        if self._start_send is None:
+            self._group.send(tensor, self._target)
+        elif (transfer := self._start_send(tensor, self._target)) is not None:
+            self._transfers.append(transfer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.platform import HOST, CapturedGraph, DeviceStream, Platform, PlatformContext
+from frame.core.interfaces.platform import HOST, CapturedGraph, DeviceStream, Platform, PlatformContext, SupportsGraphs, SupportsStreams
 from frame.plugins.loader import load_registry
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ def _open(name: str, index: int) -> Platform:
 def capture_graph(platform: Platform, run: Callable[[], object]) -> CapturedGraph:
     """Capture `run` in a graph of its own, on a stream for captures. Raises RuntimeError where it
     cannot be captured, or the platform captures no graphs."""
-    pool, stream = platform.create_graph_pool(), _capture_stream(platform)
-    if pool is None or stream is None:
+    if not (isinstance(platform, SupportsStreams) and isinstance(platform, SupportsGraphs)):
         raise RuntimeError(f"{type(platform).__name__} captures no graphs")
+    pool = platform.create_graph_pool()
     platform.synchronize()
     platform.release_memory()
-    with platform.use_stream(stream):
+    with platform.use_stream(_capture_stream(platform)):
         graph = platform.begin_capture(pool)
         try:
             run()
@@ -53,6 +53,6 @@ def capture_graph(platform: Platform, run: Callable[[], object]) -> CapturedGrap
 
 
 @lru_cache(maxsize=16)
-def _capture_stream(platform: Platform) -> DeviceStream | None:
+def _capture_stream(platform: SupportsStreams) -> DeviceStream:
     """One stream for all captures of a platform: libraries keep workspaces for each stream."""
     return platform.create_stream()

@@ -26,7 +26,7 @@ from frame.plugins import hookspecs
 from frame.plugins.files import add_class, add_classes, explain_absence, find_classes, load_file
 from frame.plugins.manifests import guarded
 from frame.plugins.registry import BrokenPlugin, Registry, cause_chain
-from frame.plugins.renames import describe_hook, describe_import
+from frame.plugins.renames import describe_hook
 from frame.registration import PROJECT, Provenance
 
 __all__ = ["FRAME_DISTRIBUTION", "Observers", "load_configured", "load_registry", "observers"]
@@ -160,9 +160,7 @@ def _read(registry: Registry, hooks: pluggy.PluginManager, owner: Provenance, en
     except (KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # noqa: BLE001 - one broken distribution must not end the start
-        renames = describe_import(error)
-        problem = f"{cause_chain(error)}. {renames}" if renames else cause_chain(error)
-        broken = BrokenPlugin(owner.distribution, owner.version, f"{entry.name} = {entry.value}", problem)
+        broken = BrokenPlugin(owner.distribution, owner.version, f"{entry.name} = {entry.value}", cause_chain(error))
         registry.broken.append(broken)
         _log.debug("plugin not read: %s", broken)  # the main process warns once
 

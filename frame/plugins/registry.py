@@ -25,7 +25,7 @@ from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.host.installation import install_command
-from frame.plugins.renames import describe_import, describe_missing, describe_renames
+from frame.plugins.renames import INTERFACES, describe_import, describe_missing, describe_renames
 from frame.registration import KindRegistry, Provenance, list_unmet
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ class Registry:
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # a plugin's import may raise any error, SystemExit included
-            sentence = f"{who} was selected but does not load from {record.target}: {cause_chain(error)}"
-            renames = describe_import(error)
-            raise PluginError(f"{sentence}. {renames}" if renames else sentence) from error
+            raise PluginError(f"{who} was selected but does not load from {record.target}: {cause_chain(error)}") from error
         base = _import(_kind(record.kind).interface_path)
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
             raise PluginError(f"{who}: {record.target} is no subclass of {_kind(record.kind).interface_path.replace(':', '.')}; derive it.")
@@ -152,7 +150,7 @@ class Registry:
             missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
             renames = describe_missing(record.api, loaded)
             raise PluginError(f"{who}: {record.target} does not implement {missing} of {record.api}{f'; {renames}' if renames else ''}.")
-        _check_signatures(who, record, loaded, base)
+        _check_signatures(who, record, loaded)
         _check_capabilities(who, record, loaded)
         note_origin(loaded, record)
         return loaded
@@ -214,7 +212,8 @@ class Registry:
 
 
 def cause_chain(error: BaseException) -> str:
-    """Return one line: the error, its place, and its chain of causes."""
+    """Return one line: the error, its place, its chain of causes, and the new names that an import
+    misses."""
     parts: list[str] = []
     seen: set[int] = set()
     current: BaseException | None = error
@@ -223,7 +222,8 @@ def cause_chain(error: BaseException) -> str:
         text = " ".join(str(current).split())
         parts.append(f"{type(current).__name__}: {text}{_place(current)}" if text else f"{type(current).__name__}{_place(current)}")
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return ", caused by ".join(parts)
+    chain, renames = ", caused by ".join(parts), describe_import(error)
+    return f"{chain}. {renames}" if renames else chain
 
 
 def _place(error: BaseException) -> str:
@@ -247,14 +247,15 @@ def _import(target: str) -> Any:
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
 
-def _check_signatures(who: str, record: PluginRecord, loaded: type, base: type) -> None:
+def _check_signatures(who: str, record: PluginRecord, loaded: type) -> None:
     """Raise PluginError for a constructor or a method that does not take the arguments of its
     interface. An argument with the name of a capability is given only to plugins that have it."""
     try:
         inspect.signature(loaded).bind(None, None)
     except TypeError as error:
         raise PluginError(f"{who}: {record.target} does not take (context, options) of {record.api}: {error}.") from None
-    for name, declared in vars(base).items():
+    interfaces = [each for each in loaded.__mro__ if each.__module__.startswith(f"{INTERFACES}.") and each is not loaded]
+    for name, declared in (pair for each in interfaces for pair in vars(each).items()):
         own = inspect.getattr_static(loaded, name, declared)
         if name.startswith("_") or own is declared or not (inspect.isfunction(declared) and inspect.isfunction(own)):
             continue

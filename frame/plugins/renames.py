@@ -1,8 +1,9 @@
-"""Public names of the plugin interfaces that changed, and the sentences that tell a plugin's author
-the new ones.
+"""Public names of the plugin interfaces that changed, modules that moved, and the sentences that
+tell a plugin's author the new ones.
 
 Used by the registry and the loader where they refuse a plugin that was written for an earlier
-interface version. A name keeps its row here until its interface drops plugins of that version.
+interface version, or that imports a module which has moved. A name keeps its row here until its
+interface drops plugins of that version.
 """
 
 from __future__ import annotations
@@ -39,6 +40,31 @@ FORMER_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+# Modules and packages that plugins may have imported, and where they are now.
+MOVED_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "frame.core.config": "frame.config",
+        "frame.core.drafting": "frame.speculation",
+        "frame.core.execution.components": "frame.entrypoints.processes.components",
+        "frame.core.execution.pooler": "frame.pooling.pooler",
+        "frame.core.execution.pooling_runner": "frame.pooling.pooling_runner",
+        "frame.core.finite_check": "frame.core.execution.finite_check",
+        "frame.core.grammars": "frame.structured_output",
+        "frame.core.kv_cache.memory_plan": "frame.entrypoints.processes.memory_plan",
+        "frame.core.parallel": "frame.parallel",
+        "frame.core.sampling.synthetic_acceptance": "frame.speculation.synthetic_acceptance",
+        "frame.core.scheduling.speculation": "frame.speculation.draft_scheduler",
+        "frame.core.text": "frame.text",
+        "frame.models.layers.weights.plain_product": "frame.models.layers.weights.plain_gemm",
+        "frame.models.layers.weights.products": "frame.models.layers.weights.gemms",
+        "frame.testing.devices": "frame.plugins.devices",
+    }
+)
+
+_STREAM_METHODS = ("synchronize", "create_stream", "create_event", "get_current_stream", "set_stream", "allocate_pinned")
+_GRAPH_METHODS = ("create_graph_pool", "begin_capture", "end_capture", "is_capturing", "borrow")
+_GROUP_METHODS = ("read", "unlock_group", "evict_group", "count_evictable", "count_locked")
+
 RENAMES = tuple(
     Rename(*row)
     for row in (
@@ -71,6 +97,23 @@ RENAMES = tuple(
         ("grammar_backend/3", "sampling", "Grammar.accept", "Grammar.accept_token"),
         ("grammar_backend/3", "sampling", "GrammarBackend(tokenizer, vocab_size, options)", "GrammarBackend(context, options)"),
         ("grammar_backend/3", "sampling", "register_grammars", "register_grammar_backends"),
+        ("platform/2", "platform", "Platform.is_asynchronous", "SupportsStreams"),
+        *(("platform/2", "platform", f"Platform.{name}", f"SupportsStreams.{name}") for name in _STREAM_METHODS),
+        *(("platform/2", "platform", f"Platform.{name}", f"SupportsGraphs.{name}") for name in _GRAPH_METHODS),
+        ("platform/2", "platform", "Platform.check_synchronisation", "SupportsSynchronisationChecks.check_synchronisation"),
+        ("collective/2", "collective", "Collective.reduce_add_norm", "SupportsReduceNorm.reduce_add_norm"),
+        ("collective/2", "collective", "Collective.sum_product", "SupportsReduceMatmul.reduce_matmul"),
+        ("collective/2", "collective", "Collective.start_send", "SupportsStartSend.start_send"),
+        *(("prefix_cache/2", "cache", f"PrefixCache.{name}", f"SupportsCacheGroups.{name}") for name in _GROUP_METHODS),
+        ("prefix_cache/2", "cache", "PrefixCache.outline", "SupportsOutline.outline"),
+        ("prefix_cache/2", "cache", "PrefixCache.relock", "SupportsRelock.relock"),
+        ("prefix_cache/2", "cache", "PrefixCache.reset", "evict_all"),
+        ("prefix_cache/2", "cache", "PrefixCache.check_integrity", "check_integrity"),
+        ("prefix_cache/2", "cache", "Match.longest", "Match.max_length"),
+        ("gemm_kernel/2", "gemm_kernel", "Product", "Gemm"),
+        ("gemm_kernel/2", "gemm_kernel", "GroupedProduct", "GroupedGemm"),
+        ("model/4", "batch", "HiddenStateTaps", "HiddenStateOutputs"),
+        ("attention_backend/4", "batch", "HostView.least_lens", "HostView.min_lens"),
         ("reasoning_parser/3", "parsing", "ReasoningParser(options)", "ReasoningParser(context, options)"),
         ("tool_call_parser/3", "parsing", "ToolCallParser(options)", "ToolCallParser(context, options)"),
         ("weight_format/2", "weight_format", "Codes", "QuantType"),
@@ -97,28 +140,39 @@ def describe_renames(written_for: str, offered: str) -> str:
 
 
 def describe_import(error: BaseException) -> str:
-    """The renames of the interface page that an ImportError in the chain of `error` misses, or
-    misses a name of, a sentence; "" for other errors."""
+    """The new place of what an ImportError in the chain of `error` misses, a sentence; "" for other
+    errors. It misses an interface page or a name of one, or a module that has moved."""
     current: BaseException | None = error
     while current is not None:
+        if isinstance(current, ImportError) and (moved := _find_moved(current)) is not None:
+            return f"The plugin was written for an earlier frame: {moved} is {MOVED_MODULES[moved]} now."
         if isinstance(current, ImportError) and (current.name or "").startswith(f"{INTERFACES}."):
             page = (current.name or "").removeprefix(f"{INTERFACES}.")
-            found = [each for each in RENAMES if each.module == page and f"{each.old!r}" in str(current)]
-            if found:
-                versions = " and ".join(dict.fromkeys(KINDS[each.api.partition("/")[0]].api for each in found))
-                return f"The plugin was written for an earlier interface; this frame supports {versions}: {_clause(found)}."
+            renames = [each for each in RENAMES if each.module == page and f"{each.old!r}" in str(current)]
+            if renames:
+                versions = " and ".join(dict.fromkeys(KINDS[each.api.partition("/")[0]].api for each in renames))
+                return f"The plugin was written for an earlier interface; this frame supports {versions}: {_clause(renames)}."
             if isinstance(current, ModuleNotFoundError) and page in FORMER_KINDS:
                 return f"The plugin was written for an earlier interface: {_replacement(page)}."
         current = current.__cause__ or current.__context__
     return ""
 
 
-def describe_missing(api: str, found: type) -> str:
+def _find_moved(error: ImportError) -> str | None:
+    """The key of `MOVED_MODULES` that an import did not find."""
+    for old in MOVED_MODULES:
+        parent, _, name = old.rpartition(".")
+        if error.name == old or (error.name == parent and f"cannot import name {name!r}" in str(error)):
+            return old
+    return None
+
+
+def describe_missing(api: str, plugin: type) -> str:
     """The earlier names that a class of interface version `api` has in place of abstract methods, a
     clause; "" for none."""
-    wanted, kind = getattr(found, "__abstractmethods__", ()), api.partition("/")[0]
-    old = (each for each in RENAMES if each.api.startswith(f"{kind}/") and hasattr(found, each.old.rpartition(".")[2]))
-    return _clause(each for each in old if each.new.rpartition(".")[2] in wanted)
+    missing, kind = getattr(plugin, "__abstractmethods__", ()), api.partition("/")[0]
+    old = (each for each in RENAMES if each.api.startswith(f"{kind}/") and hasattr(plugin, each.old.rpartition(".")[2]))
+    return _clause(each for each in old if each.new.rpartition(".")[2] in missing)
 
 
 def describe_hook(name: str) -> str:

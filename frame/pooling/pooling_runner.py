@@ -80,7 +80,7 @@ class PoolingRunner(TorchModelRunner):
         hidden = self.forward(forward_batch)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
-        return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)), self.context.platform)
+        return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)), self.streams)
 
     def _list_token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> np.ndarray | None:
         """The token types of a step with text pairs, int64 [tokens]; None for others."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from frame.core.execution.decode_graphs import bound_lengths, capture_step
+from frame.core.execution.decode_graphs import bound_lengths, capture_step, create_graph_pool
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import HostView
 from frame.speculation.draft_passes import DraftPasses, DraftRows
@@ -71,7 +71,7 @@ class DraftGraphs:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
         is_dry: run each size only."""
         graphs = self._graphs
-        pool = None if is_dry else graphs.platform.create_graph_pool()
+        pool = None if is_dry else create_graph_pool(graphs.platform)
         max_rows = graphs.find_size(min(self._drafter.table.num_slots, graphs.maximum))
         if self._tree is not None:  # each branch is a row
             max_rows = min(max_rows, graphs.maximum // self._tree.shape.width)

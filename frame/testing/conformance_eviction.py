@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-from frame.core.interfaces.cache import EvictionPolicy, PrefixCacheContext
+from frame.core.interfaces.cache import EvictionPolicy, PrefixCacheContext, check_integrity, evict_all
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, Subject
@@ -148,11 +148,11 @@ def cache_keeps_its_contract(policy: Make) -> None:
             cache.unlock(locked.pop(rng.randrange(len(locked))))
         wanted = min(rng.randint(0, 4), cache.num_evictable)
         assert len(cache.evict(wanted)) == wanted, "evict freed another number of pages than it was asked for"
-        cache.check_integrity()
+        check_integrity(cache)
     for handle in locked:
         cache.unlock(handle)
-    cache.reset()
-    assert cache.num_evictable == 0 and not sum(map(len, cache.audit())), "reset left pages in the cache"
+    evict_all(cache)
+    assert cache.num_evictable == 0 and not sum(map(len, cache.audit())), "evict left unlocked pages in the cache"
 
 
 def runs_with_few_pages(policy: Make) -> None:

@@ -1,4 +1,4 @@
-"""The conformance suite of `platform/1`: device, memory, streams, events and graphs.
+"""The conformance suite of `platform/2`: device, memory, streams, events and graphs.
 
 Run by the conformance option of the pytest plugin. On a device that computes synchronously, checks
 of streams and graphs are skipped. Must not know a platform by name.
@@ -11,10 +11,20 @@ import importlib
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
-from frame.core.interfaces.platform import DeviceMemory, FoundDevices, Platform, PlatformCapabilities, PlatformContext
+from frame.core.interfaces.platform import (
+    DeviceMemory,
+    FoundDevices,
+    Platform,
+    PlatformCapabilities,
+    PlatformContext,
+    SupportsGraphs,
+    SupportsStreams,
+    SupportsSynchronisationChecks,
+)
 from frame.plugins.devices import capture_graph
 from frame.testing.conformance import Check, SkipCheck, Subject
 
@@ -28,7 +38,7 @@ def suite(subject: Subject) -> Iterable[Check]:
     yield Check("record_finds_devices", partial(_record_finds_devices, subject, platform))
     for check in (
         _device_computes, _memory_is_consistent, _allocations_count, _pinned_memory_is_separate, _seeds_repeat,
-        _streams_and_events_exist_where_calls_are_asynchronous, _streams_differ, _streams_are_current_by_thread,
+        _streams_differ, _streams_are_current_by_thread,
         _use_stream_restores, _side_stream_is_one, _events_follow_copies, _events_measure_time, _synchronisation_is_found_or_not,
     ):  # fmt: skip
         yield Check(check.__name__.removeprefix("_"), partial(check, platform))
@@ -87,7 +97,8 @@ def _allocations_count(platform: Platform) -> None:
     assert platform.count_reserved() < after.reserved, "release_memory must give unused memory back"
 
 
-def _pinned_memory_is_separate(platform: Platform) -> None:
+def _pinned_memory_is_separate(platform: Any) -> None:
+    _needs_streams(platform)
     shapes = ((3, 5), (0,), (17,))
     held = [platform.allocate_pinned(shape, dtype) for shape in shapes for dtype in (torch.uint8, torch.float32)]
     for (shape, dtype), tensor in zip(((shape, dtype) for shape in shapes for dtype in (torch.uint8, torch.float32)), held, strict=True):
@@ -99,38 +110,34 @@ def _pinned_memory_is_separate(platform: Platform) -> None:
 
 
 def _seeds_repeat(platform: Platform) -> None:
+    """`torch.manual_seed` seeds the device, too."""
+
     def draw(seed: int) -> list[float]:
-        platform.seed(seed)
+        torch.manual_seed(seed)
         return torch.rand(8, device=platform.device).tolist() + torch.rand(8).tolist()
 
     assert draw(7) == draw(7), "the same seed must give the same random numbers"
     assert draw(7) != draw(8), "another seed must give other random numbers"
 
 
-def _streams_and_events_exist_where_calls_are_asynchronous(platform: Platform) -> None:
-    assert (platform.create_stream() is not None) == platform.is_asynchronous, "create_stream returns a stream if is_asynchronous"
-    if not platform.is_asynchronous:
-        assert platform.create_graph_pool() is None, "graphs need streams"
-
-
-def _new_stream(platform: Platform) -> object:
-    stream = platform.create_stream()
-    if stream is None:
+def _needs_streams(platform: Any) -> Any:
+    """A new stream."""
+    if not isinstance(platform, SupportsStreams):
         raise SkipCheck("calls of this platform are synchronous")
-    return stream
+    return platform.create_stream()
 
 
-def _streams_differ(platform: Platform) -> None:
-    first, second = _new_stream(platform), _new_stream(platform)
+def _streams_differ(platform: Any) -> None:
+    first, second = _needs_streams(platform), _needs_streams(platform)
     assert first != second, "create_stream must return a new stream each time"
     assert first != platform.get_current_stream(), "create_stream must not return the current stream"
 
 
-def _streams_are_current_by_thread(platform: Platform) -> None:
-    stream = _new_stream(platform)
+def _streams_are_current_by_thread(platform: Any) -> None:
+    stream = _needs_streams(platform)
     before = platform.get_current_stream()
     seen: list[object] = []
-    platform.set_stream(stream)  # type: ignore[arg-type]
+    platform.set_stream(stream)
     try:
         assert platform.get_current_stream() == stream, "set_stream must change the current stream"
 
@@ -145,11 +152,11 @@ def _streams_are_current_by_thread(platform: Platform) -> None:
     assert platform.get_current_stream() == before
 
 
-def _use_stream_restores(platform: Platform) -> None:
-    stream = _new_stream(platform)
+def _use_stream_restores(platform: Any) -> None:
+    stream = _needs_streams(platform)
     before = platform.get_current_stream()
     try:
-        with platform.use_stream(stream):  # type: ignore[arg-type]
+        with platform.use_stream(stream):
             assert platform.get_current_stream() == stream, "use_stream must change the current stream"
             raise KeyError
     except KeyError:
@@ -157,21 +164,21 @@ def _use_stream_restores(platform: Platform) -> None:
     assert platform.get_current_stream() == before, "use_stream must restore the stream, also after an error"
 
 
-def _side_stream_is_one(platform: Platform) -> None:
-    _new_stream(platform)
+def _side_stream_is_one(platform: Any) -> None:
+    _needs_streams(platform)
     side = platform.get_side_stream()
     assert side == platform.get_side_stream(), "there is one side stream for all layers"
     assert side != platform.get_current_stream(), "the side stream must not be the current one"
 
 
-def _events_follow_copies(platform: Platform) -> None:
-    stream = _new_stream(platform)
+def _events_follow_copies(platform: Any) -> None:
+    stream = _needs_streams(platform)
     event = platform.create_event()
     event.synchronize()  # was never recorded: returns at once
     x = torch.ones(1 << 20, device=platform.device)
     host = platform.allocate_pinned(x.shape, x.dtype)
-    stream.wait_stream(platform.get_current_stream())  # type: ignore[attr-defined]
-    with platform.use_stream(stream):  # type: ignore[arg-type]
+    stream.wait_stream(platform.get_current_stream())
+    with platform.use_stream(stream):
         for _ in range(20):
             x = x * 2
         host.copy_(x, non_blocking=True)
@@ -182,8 +189,8 @@ def _events_follow_copies(platform: Platform) -> None:
     platform.synchronize()
 
 
-def _events_measure_time(platform: Platform) -> None:
-    _new_stream(platform)
+def _events_measure_time(platform: Any) -> None:
+    _needs_streams(platform)
     first, second = (platform.create_event(is_timed=True) for _ in range(2))
     x = torch.ones(1 << 20, device=platform.device)
     first.record()
@@ -194,8 +201,10 @@ def _events_measure_time(platform: Platform) -> None:
     assert 0 < first.elapsed_time(second) < 10_000, "elapsed_time gives the milliseconds between two events"
 
 
-def _synchronisation_is_found_or_not(platform: Platform) -> None:
+def _synchronisation_is_found_or_not(platform: Any) -> None:
     x = torch.ones(8, device=platform.device)
+    if not isinstance(platform, SupportsSynchronisationChecks):
+        raise SkipCheck("this platform does not detect calls that wait for the device")
     with platform.check_synchronisation(is_allowed=False), platform.check_synchronisation(is_allowed=True):
         assert float(x.sum()) == 8
     assert float(x.sum()) == 8, "check_synchronisation must end with its block"
@@ -205,14 +214,15 @@ def _synchronisation_is_found_or_not(platform: Platform) -> None:
 
 
 def _needs_graphs(platform: Platform) -> None:
-    if platform.create_graph_pool() is None:
+    if not isinstance(platform, SupportsGraphs):
         raise SkipCheck("this platform captures no graphs")
 
 
 def _graphs_match_the_record(subject: Subject, platform: Platform) -> None:
     can = subject.record.capabilities
     offers = isinstance(can, PlatformCapabilities) and can.graphs
-    assert (platform.create_graph_pool() is not None) == offers, "the record says `graphs` if, and only if, there is a graph pool"
+    assert isinstance(platform, SupportsGraphs) == offers, "the record says `graphs` if, and only if, the class derives from SupportsGraphs"
+    assert isinstance(platform, SupportsStreams) or not offers, "graphs need streams"
 
 
 def _captured(platform: Platform) -> tuple[torch.Tensor, list[torch.Tensor], Callable[[], None]]:
@@ -223,7 +233,7 @@ def _captured(platform: Platform) -> tuple[torch.Tensor, list[torch.Tensor], Cal
     return x, results, graph.replay
 
 
-def _graphs_replay(subject: Subject, platform: Platform) -> None:
+def _graphs_replay(subject: Subject, platform: Any) -> None:
     _needs_graphs(platform)
     x, (result,), replay = _captured(platform)
     address = result.data_ptr()
@@ -235,7 +245,7 @@ def _graphs_replay(subject: Subject, platform: Platform) -> None:
     assert result.data_ptr() == address
 
 
-def _graphs_compute_nothing_else(subject: Subject, platform: Platform) -> None:
+def _graphs_compute_nothing_else(subject: Subject, platform: Any) -> None:
     _needs_graphs(platform)
     count = torch.zeros(1, device=platform.device)
     _, _, replay = _captured(platform)
@@ -245,7 +255,7 @@ def _graphs_compute_nothing_else(subject: Subject, platform: Platform) -> None:
     assert float(count) == 1, "a graph must not hold work from after its capture"
 
 
-def _captures_end(subject: Subject, platform: Platform) -> None:
+def _captures_end(subject: Subject, platform: Any) -> None:
     _needs_graphs(platform)
     seen: list[bool] = []
     capture_graph(platform, lambda: seen.append(platform.is_capturing))
@@ -261,7 +271,7 @@ def _captures_end(subject: Subject, platform: Platform) -> None:
     _graphs_replay(subject, platform)
 
 
-def _captures_are_of_one_thread(subject: Subject, platform: Platform) -> None:
+def _captures_are_of_one_thread(subject: Subject, platform: Any) -> None:
     _needs_graphs(platform)
     count = torch.zeros(1, device=platform.device)
     seen: list[bool] = []
@@ -284,7 +294,8 @@ def _captures_are_of_one_thread(subject: Subject, platform: Platform) -> None:
     assert float(count) == 1, "a capture must not record what other threads do"
 
 
-def _borrowed_memory_is_the_same(platform: Platform) -> None:
+def _borrowed_memory_is_the_same(platform: Any) -> None:
+    _needs_graphs(platform)
     owner = torch.arange(48, device=platform.device).float().view(4, 12)[:, 3:9].unflatten(1, (2, 3))
     lent = platform.borrow(owner)
     assert lent.data_ptr() == owner.data_ptr() and lent.stride() == owner.stride(), "borrow must return the same memory"

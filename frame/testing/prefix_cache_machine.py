@@ -6,7 +6,6 @@ Used by the suite `prefix_cache` and by the tests of caches. Must not know a plu
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from frame.core.interfaces.cache import PrefixCache
+from frame.core.interfaces.cache import PrefixCache, SupportsOutline, SupportsRelock, check_integrity, evict_all
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
 NAMESPACES = st.sampled_from(["", "salt", "one:", "one:salt", "two:"])
@@ -99,8 +98,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.forget(self.cache.reset(), self.cache.num_evictable)
-        assert self.cache.num_evictable == 0, "reset left unlocked pages"
+        self.forget(evict_all(self.cache), self.cache.num_evictable)
+        assert self.cache.num_evictable == 0, "evict left unlocked pages"
 
     def forget(self, pages: np.ndarray, at_least: int) -> None:
         freed = set(pages.tolist())
@@ -116,7 +115,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def relock(self) -> None:
-        with contextlib.suppress(NotImplementedError):
+        if isinstance(self.cache, SupportsRelock):
             self.cache.relock(handle for _, handle in self.locked)
 
     @rule()
@@ -127,7 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         locked = sum(1 for prefix in self.model if self.locks[prefix])
         assert self.cache.num_locked == locked, f"num_locked is {self.cache.num_locked}, {locked} pages are locked"
         assert self.cache.num_evictable == len(self.model) - locked, f"num_evictable is {self.cache.num_evictable}"
@@ -136,14 +135,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_outlined(self) -> None:
-        if not hasattr(self, "cache") or not (runs := self.cache.outline(1_000)):
+        cache = getattr(self, "cache", None)
+        if not isinstance(cache, SupportsOutline) or not (runs := cache.outline(1_000)):
             return
         assert sum(run.tokens for run in runs) == len(self.model) * self.page_size, "the outline shows another number of tokens"
         for run in runs:
             assert run.hidden == 0, "an outline without a limit hides runs"
             start = 0 if run.parent < 0 else runs[run.parent].start + runs[run.parent].tokens
             assert run.start == start, "a run does not begin where its parent ends"
-        shown = self.cache.outline(2)
+        shown = cache.outline(2)
         assert [run.age for run in shown] == [run.age for run in runs[:2]], "a shorter outline shows other runs"
         for place, run in enumerate(shown):
             hidden = sum(other.parent == place for other in runs) - (place == 0 and len(runs) > 1 and runs[1].parent == 0)

@@ -18,7 +18,6 @@ from frame.core.interfaces.cache import (
     EvictableNode,
     EvictionContext,
     EvictionPolicy,
-    PageAllocator,
     PrefixCache,
     PrefixCacheCapabilities,
     PrefixCacheContext,
@@ -28,7 +27,7 @@ from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingContext, SchedulingPolicy
-from frame.core.kv_cache.page_allocator import PagedAllocator
+from frame.core.kv_cache.page_allocator import PageAllocator, PagedAllocator
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
 from frame.core.scheduling.scheduler import SchedulerConfig

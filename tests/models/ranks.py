@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
+from frame.core.interfaces.collective import SupportsReduceMatmul, SupportsReduceNorm
+
 T = TypeVar("T")
 
 
@@ -30,7 +32,7 @@ class Meeting:
         return everybody
 
 
-class ThreadGroup:
+class ThreadGroup(SupportsReduceNorm, SupportsReduceMatmul):
     """One rank's `Collective`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:

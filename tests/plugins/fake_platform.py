@@ -17,7 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from frame import hookimpl
-from frame.core.interfaces.platform import Accelerator, DeviceMemory, FoundDevices, HostPlatform, PlatformCapabilities, PlatformContext
+from frame.core.interfaces.platform import (
+    Accelerator,
+    DeviceMemory,
+    FoundDevices,
+    HostPlatform,
+    PlatformCapabilities,
+    PlatformContext,
+    SupportsGraphs,
+    SupportsStreams,
+)
 
 if TYPE_CHECKING:
     from frame.registration import KindRegistry
@@ -82,10 +91,8 @@ class FakeGraph(TorchDispatchMode):
                     old.copy_(new)
 
 
-class FakePlatform(HostPlatform):
+class FakePlatform(HostPlatform, SupportsStreams, SupportsGraphs):
     """The host under another name, with streams and graphs."""
-
-    is_asynchronous = True
 
     def __init__(self, context: PlatformContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -99,6 +106,9 @@ class FakePlatform(HostPlatform):
 
     def measure_memory(self) -> DeviceMemory:
         return DeviceMemory(self._memory, self._memory - (64 << 20), reserved=32 << 20, peak=16 << 20)
+
+    def synchronize(self) -> None:
+        return None
 
     def create_stream(self) -> FakeStream:
         return FakeStream()

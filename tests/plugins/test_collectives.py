@@ -22,7 +22,7 @@ from frame.config.resolve import ResolveError
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.collective import Collective, CollectiveContext, LocalGroup
-from frame.core.interfaces.platform import HostPlatform
+from frame.core.interfaces.platform import PlatformContext
 from frame.entrypoints.configuration.prepare import prepare
 from frame.kernels import peer_sum
 from frame.plugins.collectives import P2pOptions, p2p
@@ -33,6 +33,7 @@ from frame.testing.checkpoints import make_checkpoint
 from frame.testing.conformance import run_suite
 from frame.testing.conformance_collective import suite
 from tests.plugins import fake_collective
+from tests.plugins.fake_platform import FakePlatform
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,10 +124,10 @@ def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch,
 
     copied = SimpleNamespace(sum=lambda parts, out: out.copy_(torch.cat([part.view(-1) for part in parts]).view(out.shape)))
     monkeypatch.setattr(p2p, "PeerCopies", lambda *arguments: copied)
-    monkeypatch.setattr(HostPlatform, "create_stream", lambda self: self)
-    monkeypatch.setattr(HostPlatform, "is_capturing", property(lambda self: captures))
+    platform = FakePlatform(PlatformContext())
+    monkeypatch.setattr(FakePlatform, "is_capturing", property(lambda self: captures))
     for captures, expected in ((False, ["one_shot"]), (True, ["one_shot", *["nccl"] * 3])):
-        group = p2p.P2p(CollectiveContext(0, 2, "file:///x"), P2pOptions(one_shot_bytes=1024, copies=True))
+        group = p2p.P2p(CollectiveContext(0, 2, "file:///x", platform), P2pOptions(one_shot_bytes=1024, copies=True))
         calls.clear()
         assert all(torch.equal(group.all_reduce(x), x) for x in (*messages[:3], torch.ones(33, 9).t()))
         assert calls == expected

@@ -45,7 +45,7 @@ def test_calls_in_a_row_sum_tensors_of_any_number_of_pieces(delays: tuple[float,
     calls = [(torch.randn(2, count, generator=numbers).to(torch.bfloat16), parts) for count, parts in counts]
 
     def act(rank: int) -> list[torch.Tensor]:
-        copies = peer_copies.PeerCopies(Handle(rank, memories, signals, delays[rank]), rank, platform, MagicMock(), SLOT)
+        copies = peer_copies.PeerCopies(Handle(rank, memories, signals, delays[rank]), rank, platform, SLOT)
         return [copies.sum(x[rank].chunk(parts), torch.empty_like(x[rank])) for x, parts in calls]
 
     with ThreadPoolExecutor(2) as pool:

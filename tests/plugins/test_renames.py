@@ -14,8 +14,8 @@ import torch
 
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.sampling import LogitsProcessor
-from frame.plugins.registry import PluginError, Registry
-from frame.plugins.renames import FORMER_KINDS, INTERFACES, RENAMES, describe_hook, describe_import, describe_renames
+from frame.plugins.registry import PluginError, Registry, cause_chain
+from frame.plugins.renames import FORMER_KINDS, INTERFACES, MOVED_MODULES, RENAMES, describe_hook, describe_import, describe_renames
 
 MODULE = "frame_test_old_plugin"
 
@@ -57,7 +57,7 @@ def test_an_earlier_version_is_refused_with_the_version_offered_and_the_new_name
     with pytest.raises(PluginError) as caught:
         registry.get("attention_backend", "old")
     text = str(caught.value)
-    assert "written for interface attention/1, this frame supports attention_backend/3" in text
+    assert "written for interface attention/1, this frame supports attention_backend/4" in text
     assert "rename AttentionNeeds to AttentionRequirements, AttentionOut to AttentionOutput" in text
 
 
@@ -73,16 +73,27 @@ def test_an_import_of_an_old_name_is_refused_with_the_new_one() -> None:
     with pytest.raises(ImportError) as caught:
         exec("from frame.core.interfaces.model import ModelFacts")
     sentence = describe_import(caught.value)
-    assert sentence == "The plugin was written for an earlier interface; this frame supports model/3: rename ModelFacts to ModelConfig."
+    assert sentence == "The plugin was written for an earlier interface; this frame supports model/4: rename ModelFacts to ModelConfig."
     assert describe_import(ImportError("No module named 'x'", name="x")) == ""
     wrapped = RuntimeError("no plugin")
     wrapped.__cause__ = caught.value
     assert describe_import(wrapped) == sentence
+    assert cause_chain(wrapped).endswith(sentence)
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED_MODULES.items())
+def test_an_import_of_a_moved_module_is_refused_with_the_new_one(old: str, new: str) -> None:
+    importlib.import_module(new)
+    parent, _, name = old.rpartition(".")
+    for statement in (f"import {old}", f"from {parent} import {name}"):
+        with pytest.raises(ImportError) as caught:
+            exec(statement)
+        assert describe_import(caught.value) == f"The plugin was written for an earlier frame: {old} is {new} now."
 
 
 def test_every_version_between_asked_and_offered_is_described() -> None:
-    assert describe_renames("model/2", "model/2") == describe_renames("model/3", "model/2") == describe_renames("x", "model/2") == ""
-    assert "ModelFacts to ModelConfig" in describe_renames("model/1", "model/3")
+    assert describe_renames("model/2", "model/2") == describe_renames("model/4", "model/2") == describe_renames("x", "model/2") == ""
+    assert "ModelFacts to ModelConfig" in describe_renames("model/1", "model/4")
 
 
 BOTH = "by weight_format/2 (hook register_weight_formats) and gemm_kernel/2 (hook register_gemm_kernels)"
@@ -94,7 +105,7 @@ def test_a_plugin_of_a_split_kind_is_refused_with_both_new_kinds(api: str, kind:
     registry = registry_with(kind, f"{MODULE}:OldMethod", api=api)
     with pytest.raises(PluginError) as caught:
         registry.get(kind, "old")
-    assert f"written for interface {api}, this frame supports {kind}/2" in str(caught.value)
+    assert f"written for interface {api}, this frame supports {KINDS[kind].api}" in str(caught.value)
     assert f"replace {api.partition('/')[0]} {BOTH}" in str(caught.value)
 
 

@@ -22,7 +22,7 @@ CASE = Case(Rows.of([1]), head_dim=16, v_head_dim=16)
 def subject(*phases: Phase) -> conformance.Subject:
     capabilities = replace(CAPABILITIES, phases=phases)
     target = type("Partial", (PlainAttention,), {"capabilities": capabilities})
-    record = PluginRecord("attention_backend", "partial", "m:Partial", "attention_backend/3", capabilities)
+    record = PluginRecord("attention_backend", "partial", "m:Partial", "attention_backend/4", capabilities)
     return conformance.Subject(record, target, None, conformance.Setting())
 
 

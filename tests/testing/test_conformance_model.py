@@ -21,7 +21,7 @@ CONFIG = {
 
 
 def subject(target: type) -> conformance.Subject:
-    record = PluginRecord("model", "own", "m:Own", "model/3", ModelCapabilities(("OwnForCausalLM",)))
+    record = PluginRecord("model", "own", "m:Own", "model/4", ModelCapabilities(("OwnForCausalLM",)))
     return conformance.Subject(record, target, None, conformance.Setting())
 
 

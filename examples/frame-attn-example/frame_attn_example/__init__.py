@@ -35,7 +35,7 @@ def register_attention_backends(registry: KindRegistry) -> None:
         "frame_attn_example.backend:BlockwiseBackend",
         capabilities=CAPABILITIES,
         options=BlockwiseOptions,
-        api="attention_backend/3",  # the interface version that this package was written for
+        api="attention_backend/4",  # the interface version that this package was written for
         rank=-10,  # `auto` prefers every other backend that fits
         summary="Blockwise attention with a running softmax, in plain PyTorch.",
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from frame.core.interfaces.batch import PromptLogprobs
-    from frame.core.interfaces.platform import Platform
+    from frame.core.interfaces.platform import SupportsStreams
     from frame.core.interfaces.runner import PendingStep
     from frame.core.sampling.sampler import Sampled
     from frame.core.sampling.sampling_metadata import SamplingPlan
@@ -133,7 +133,7 @@ class QueuedStep:
     `wait` blocks on the event after them.
     """
 
-    def __init__(self, output: Output, platform: Platform) -> None:
+    def __init__(self, output: Output, platform: SupportsStreams) -> None:
         self._output = output
         self._device = output.tensors()  # kept alive until the copies are done
         self._forms = [(tensor.shape, str(tensor.dtype).removeprefix("torch.")) for tensor in self._device]
@@ -158,9 +158,10 @@ class QueuedStep:
         return self._output.result(arrays)
 
 
-def fetch(output: Output, platform: Platform) -> PendingStep:
-    """Start the copy of the output to the host, on the current stream."""
-    return QueuedStep(output, platform) if platform.is_asynchronous else DoneStep(output)
+def fetch(output: Output, platform: SupportsStreams | None) -> PendingStep:
+    """Start the copy of the output to the host, on the current stream. platform: None where calls
+    are synchronous."""
+    return DoneStep(output) if platform is None else QueuedStep(output, platform)
 
 
 def _spread(values: np.ndarray, plan: SamplingPlan) -> np.ndarray:

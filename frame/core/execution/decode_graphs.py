@@ -21,6 +21,7 @@ import torch
 from frame.core.execution.staging import to_torch_dtype
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
+from frame.core.interfaces.platform import Platform, SupportsGraphs, SupportsStreams
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
@@ -81,8 +82,12 @@ class InputBuffers:
         for name, value in padding.items():
             offsets[name] = total
             total += -(-value.nbytes * maximum // _ALIGNMENT) * _ALIGNMENT
-        self._pinned = [platform.allocate_pinned((total,), torch.uint8) for _ in range(_NUM_BUFFERS)]
-        self._copied = [platform.create_event() for _ in range(_NUM_BUFFERS)] if platform.is_asynchronous else []
+        streams = platform if isinstance(platform, SupportsStreams) else None
+        self._pinned = [
+            torch.empty(total, dtype=torch.uint8) if streams is None else streams.allocate_pinned((total,), torch.uint8)
+            for _ in range(_NUM_BUFFERS)
+        ]
+        self._copied = [] if streams is None else [streams.create_event() for _ in range(_NUM_BUFFERS)]
         self._host = [_views(pinned.numpy(), offsets, padding, maximum) for pinned in self._pinned]
         self._target = torch.empty(total, dtype=torch.uint8, device=platform.device)
         self.tensors = {
@@ -187,7 +192,7 @@ class DecodeGraphs:
     def capture(self, *, is_dry: bool = False) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
         is_dry: run each size only, and keep the states of the step."""
-        pool = None if is_dry else self.platform.create_graph_pool()
+        pool = None if is_dry else create_graph_pool(self.platform)
         counted = torch.arange(self.maximum + 1, dtype=torch.int64, device=self.device)
         token_ids = torch.zeros(self.maximum, dtype=torch.int64, device=self.device)
         with paused_collection(collects_first=True):
@@ -344,13 +349,17 @@ def bound_lengths(batch: ForwardBatch) -> ForwardBatch:
     return replace(batch, host=replace(batch.host, seq_lens=max_length))
 
 
+def create_graph_pool(platform: Platform) -> object | None:
+    """The memory of several graphs; None: the platform captures none."""
+    return platform.create_graph_pool() if isinstance(platform, SupportsGraphs) else None
+
+
 def capture_step(platform: Platform, pool: Any, first: Callable[[], Outputs], run: Callable[[], Outputs]) -> tuple[Outputs, Captured]:
     """Capture `run` after a call of `first`, which compiles and initialises its kernels. -> its
     outputs, which each replay overwrites."""
     outputs = first()
-    if pool is None:
+    if pool is None or not isinstance(platform, SupportsGraphs):
         return outputs, _Recomputed(first, outputs)
-    platform.get_current_stream().synchronize()
     graph = platform.begin_capture(pool)
     try:
         outputs = run()

@@ -25,6 +25,7 @@ from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from frame.core.execution.recorded_forward import record_decodes
 from frame.core.execution.torch_compile import Forward
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
+from frame.core.interfaces.platform import SupportsStreams
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.prompt_logprobs import PromptScores
@@ -63,7 +64,8 @@ class TorchModelRunner(ModelRunner):
         self.vocab_size = model_config.vocab_size
         self._tp = context.tp
         platform = context.platform
-        self._stream = platform.create_stream()
+        self.streams = platform if isinstance(platform, SupportsStreams) else None
+        self._stream = None if self.streams is None else self.streams.create_stream()
         is_last = context.pipeline is None or context.pipeline.is_last
         selects = is_last and context.experts is None and model.supports_token_selection  # all groups dispatch as many tokens
         self.inputs = InputBatch(context, pool, sampler, selects_tokens=selects)
@@ -73,8 +75,8 @@ class TorchModelRunner(ModelRunner):
         self.piecewise_graphs: PiecewiseGraphs | None = None
         self.drafts: DeviceDrafts | None = None  # of a device drafter
         self.before_step: Callable[[], None] | None = None  # moves experts; the builder sets it
-        if self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
-            self._stream.wait_stream(platform.get_current_stream())
+        if self.streams is not None and self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
+            self._stream.wait_stream(self.streams.get_current_stream())
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; on the CPU it has completed when this returns. Raises DeviceLost if the
@@ -207,8 +209,8 @@ class TorchModelRunner(ModelRunner):
     def _enter_stream(self) -> None:
         """Make the runner's stream the current stream of this thread, for good: entering and
         leaving it would cost 50 µs per step."""
-        if self._stream is not None:
-            self.context.platform.set_stream(self._stream)
+        if self.streams is not None and self._stream is not None:
+            self.streams.set_stream(self._stream)
 
     def _execute(self, batch: ScheduledBatch) -> PendingStep:
         """Prepare the inputs, replay a decode graph or run the forward pass, sample, and start the
@@ -323,7 +325,7 @@ class TorchModelRunner(ModelRunner):
                 self.inputs.table.store_drafts(drafting.slots, drafts)
         faults = self.processors.find_faults(plans.sampling.slots)
         output = StepOutput(step, sampled, plans.sampling, prompts, faults, counts, drafts, order)
-        return fetch(output, self.context.platform)
+        return fetch(output, self.streams)
 
     def _move_accepted(self, inputs: StepInputs, order: torch.Tensor, first: torch.Tensor, counts: torch.Tensor) -> None:
         """Move the accepted tokens of trees to the places of their positions. first: see

@@ -26,12 +26,13 @@ from frame.core.execution.decode_graphs import InputBuffers
 from frame.core.execution.input_batch import TokenArrays
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, HostView
+from frame.core.interfaces.platform import Platform, SupportsGraphs
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch
     from frame.core.interfaces.attention import AttentionBackend, AttentionSpec, LatentProjections
     from frame.core.interfaces.batch import StateLayer
-    from frame.core.interfaces.platform import CapturedGraph, Platform
+    from frame.core.interfaces.platform import CapturedGraph
 
     Layer = AttentionSpec | LatentProjections | StateLayer
 
@@ -121,13 +122,13 @@ class PiecewiseGraphs:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
         is_dry: run each size only."""
         began, free = time.perf_counter(), self._platform.measure_memory().free
-        pool = None if is_dry else self._platform.create_graph_pool()
+        platform = None if is_dry or not isinstance(self._platform, SupportsGraphs) else self._platform
+        pool = None if platform is None else platform.create_graph_pool()
         with paused_collection(collects_first=True):
             for batch in reversed(self._batches):
                 self._forward(replace(batch, plan=self._backend.plan(batch)))  # compiles and initialises kernels before the capture
-                if pool is not None:
-                    self._platform.get_current_stream().synchronize()
-                    self._pieces.insert(0, self._captured(batch, pool))
+                if platform is not None:
+                    self._pieces.insert(0, self._captured(batch, platform, pool))
         if not is_dry:
             _log.info(
                 "graphs of steps with prompts: %d sizes up to %d tokens, %.1f s, %d MiB",
@@ -163,8 +164,7 @@ class PiecewiseGraphs:
         with _intercepted(self._backend, intercept):
             return self._forward(self._batches[index])[:tokens]
 
-    def _captured(self, batch: ForwardBatch, pool: Any) -> _Pieces:
-        platform = self._platform
+    def _captured(self, batch: ForwardBatch, platform: SupportsGraphs, pool: object) -> _Pieces:
         graphs: list[CapturedGraph] = []
         attention: list[_Attention] = []
 

@@ -10,12 +10,12 @@ from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from frame.core.interfaces.platform import Platform
+from frame.core.interfaces.platform import Platform, SupportsStreams
 
 _ALIGNMENT = 16
 _NUM_BUFFERS = 2
@@ -34,7 +34,7 @@ class Staging(Protocol):
 def make_staging(platform: Platform, num_bytes: int) -> Staging:
     """The staging of a device. num_bytes: expected maximum of one step; larger steps grow the
     buffers."""
-    return PinnedCopies(platform, num_bytes) if platform.is_asynchronous else SharedMemory()
+    return PinnedCopies(platform, platform.device, num_bytes) if isinstance(platform, SupportsStreams) else SharedMemory()
 
 
 def map_arrays(tree: Any, convert: Callable[[np.ndarray], Any]) -> Any:
@@ -68,8 +68,9 @@ class PinnedCopies:
     Two pinned buffers take turns, so that a copy in flight is never overwritten.
     """
 
-    def __init__(self, platform: Platform, num_bytes: int) -> None:
+    def __init__(self, platform: SupportsStreams, device: torch.device, num_bytes: int) -> None:
         self._platform = platform
+        self._device = device
         self._turn = 0
         self._copied = [platform.create_event() for _ in range(_NUM_BUFFERS)]
         self._allocate(num_bytes)
@@ -106,7 +107,7 @@ class PinnedCopies:
         num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._pinned = [self._platform.allocate_pinned((num_bytes,), torch.uint8) for _ in range(_NUM_BUFFERS)]
         self._host = [pinned.numpy() for pinned in self._pinned]
-        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._platform.device)
+        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._typed: dict[np.dtype, torch.Tensor] = {}  # the target viewed as each dtype
 
 

@@ -1,8 +1,9 @@
-"""The interfaces of prefix caches (kind `prefix_cache`), eviction policies (kind
-`eviction_policy`) and the page allocator.
+"""The interfaces of prefix caches (kind `prefix_cache`) and eviction policies (kind
+`eviction_policy`).
 
 A page is an index into the KV pool; token sequences are int32 arrays. Must not know requests,
-devices or models.
+devices or models. Every prefix cache derives from `PrefixCache`; the classes named `Supports…` are
+optional, and users find them by `isinstance` at construction.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import numpy as np
+
 from frame.core.interfaces.plugin import Reason
 
 if TYPE_CHECKING:
-    import numpy as np
     from pydantic import BaseModel
 
     from frame.core.interfaces.cache_groups import PagePool
@@ -119,15 +121,15 @@ class PrefixCache(ABC):
       a colon has no owner.
     - `evict(n)` returns at least n pages if that many are evictable, else all that are; `evict(0)`
       does nothing. The caller frees them.
-    - num_evictable + num_locked = pages owned; `check_integrity` raises otherwise.
+    - num_evictable + num_locked = pages owned; `audit` raises otherwise.
     - A match is valid until the next `insert` or `evict`: lock it at once.
     - Arrays that are passed in are views that change later: keep copies. `match` may be given more
       tokens than whole pages, and `insert` more pages.
     - The first pages of `insert` may be the cache's own, from an earlier match.
     - A page number is unique in all cache groups. With several groups (`PrefixCacheContext.pools`)
       a match is the longest that all of them serve: its window pages are present, and its state
-      was saved. Methods name further groups by their index in `Match.groups`. `evict` and `reset`
-      return pages of any group. `lock` also locks the window pages of the match.
+      was saved. `evict` returns pages of any group. `lock` also locks the window pages of the
+      match.
     """
 
     reuses: ClassVar[bool] = True  # False: `match` finds nothing, and `insert` returns every page as a duplicate
@@ -151,52 +153,15 @@ class PrefixCache(ABC):
         `window`: int32, one entry for each page of the sequence, 0: none. `snapshot`: int32 [n, 2]
         of (number of tokens, page of the state after them)."""
 
-    def read(self, handle: Any) -> Match:
-        """The pages of a locked prefix; of further groups, those that are present."""
-        raise NotImplementedError(f"{type(self).__name__} serves models with one cache group")
-
-    def unlock_group(self, handle: Any, index: int) -> None:
-        """Release the lock of a locked prefix's window pages only; they are not read any more."""
-
-    def evict_group(self, index: int, num_pages: int) -> np.ndarray:
-        """As `evict`, of a further group; the sequences stay."""
-        raise NotImplementedError(f"{type(self).__name__} serves models with one cache group")
-
-    def count_evictable(self, index: int) -> int:
-        """Pages that `evict_group` could return now."""
-        return 0
-
-    def count_locked(self, index: int) -> int:
-        """Pages of a further group that are owned and locked."""
-        return 0
-
     @abstractmethod
     def evict(self, num_pages: int) -> np.ndarray: ...
 
     @abstractmethod
-    def reset(self) -> np.ndarray:
-        """Remove all unlocked sequences. -> their pages."""
-
-    @abstractmethod
     def audit(self) -> Iterator[np.ndarray]:
-        """`check_integrity` in parts of bounded time, so that steps can run in between. Each part
-        yields pages that the cache owns, int32, together all of them, in any order. Invalid once
-        any method but `match` is called in between."""
-
-    def check_integrity(self) -> None:
-        """Raise RuntimeError if the contract is violated."""
-        for _ in self.audit():
-            pass
-
-    def outline(self, limit: int) -> list[CachedRun]:
-        """Up to `limit` nodes for display, parents before children, the most recently used first.
-        Reads a bounded part of a large cache, because requests wait meanwhile. By default none."""
-        return []
-
-    def relock(self, handles: Iterable[Any]) -> None:
-        """Replace all locks by locks of these handles, which repairs a missing or repeated
-        `unlock`."""
-        raise NotImplementedError(f"{type(self).__name__} cannot repair its locks")
+        """Check the contract in parts of bounded time, so that steps can run in between; raises
+        RuntimeError where it is violated. Each part yields pages that the cache owns, int32,
+        together all of them, in any order. Invalid once any method but `match` is called in
+        between."""
 
     @property
     @abstractmethod
@@ -207,6 +172,64 @@ class PrefixCache(ABC):
     @abstractmethod
     def num_locked(self) -> int:
         """Pages owned and locked."""
+
+
+class SupportsCacheGroups(ABC):
+    """Optional: serves models with several cache groups. `index`: of a further group, as in
+    `Match.groups`. The record says so too (`PrefixCacheCapabilities.groups`)."""
+
+    @abstractmethod
+    def read(self, handle: Any) -> Match:
+        """The pages of a locked prefix; of further groups, those that are present."""
+
+    @abstractmethod
+    def unlock_group(self, handle: Any, index: int) -> None:
+        """Release the lock of a locked prefix's window pages only; they are not read any more."""
+
+    @abstractmethod
+    def evict_group(self, index: int, num_pages: int) -> np.ndarray:
+        """As `evict`, of a further group; the sequences stay."""
+
+    @abstractmethod
+    def count_evictable(self, index: int) -> int:
+        """Pages that `evict_group` could return now."""
+
+    @abstractmethod
+    def count_locked(self, index: int) -> int:
+        """Pages of a further group that are owned and locked."""
+
+
+class SupportsOutline(ABC):
+    """Optional: shows its content."""
+
+    @abstractmethod
+    def outline(self, limit: int) -> list[CachedRun]:
+        """Up to `limit` nodes for display, parents before children, the most recently used first.
+        Reads a bounded part of a large cache, because requests wait meanwhile."""
+
+
+class SupportsRelock(ABC):
+    """Optional: repairs its locks."""
+
+    @abstractmethod
+    def relock(self, handles: Iterable[Any]) -> None:
+        """Replace all locks by locks of these handles, which repairs a missing or repeated
+        `unlock`."""
+
+
+def evict_all(cache: PrefixCache, num_groups: int = 0) -> np.ndarray:
+    """Remove all unlocked sequences, and what is unlocked of the cache's further groups. -> their
+    pages."""
+    pages = [cache.evict(cache.num_evictable)]
+    if isinstance(cache, SupportsCacheGroups):
+        pages += [cache.evict_group(index, cache.count_evictable(index)) for index in range(num_groups)]
+    return np.concatenate(pages)
+
+
+def check_integrity(cache: PrefixCache) -> None:
+    """Raise RuntimeError if a prefix cache violates its contract."""
+    for _ in cache.audit():
+        pass
 
 
 class EvictableNode(Protocol):
@@ -239,27 +262,3 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def key(self, node: EvictableNode) -> tuple[float, ...]: ...
-
-
-class PageAllocator(ABC):
-    """Allocates pages. `alloc` returns int32 [n], or None when fewer are free. `free` of a page
-    that is not allocated raises an error that names it. Contract: num_free + allocated pages =
-    capacity."""
-
-    @property
-    @abstractmethod
-    def num_free(self) -> int: ...
-
-    @abstractmethod
-    def alloc(self, num_pages: int) -> np.ndarray | None: ...
-
-    @abstractmethod
-    def free(self, pages: np.ndarray | Sequence[int]) -> None: ...
-
-    @abstractmethod
-    def pages_out(self) -> np.ndarray:
-        """All allocated pages, int32, ascending."""
-
-    @abstractmethod
-    def check_integrity(self, held: Iterable[np.ndarray] = ()) -> None:
-        """Raise unless `held` (the pages that callers hold) are exactly the allocated pages."""

@@ -1,9 +1,10 @@
 """`Collective`: a group of ranks that reduce, gather and exchange tensors.
 
-Layers and MoE dispatchers get the tensor-parallel group as `context.tp`. Each rank constructs its
-member of the group, which joins the others at a rendezvous address; ranks may run on several hosts.
-Importing this page imports no torch. Must not know a model or another plugin kind except the
-platform.
+Every collective derives from `Collective`; the classes named `Supports…` are optional, and users
+find them by `isinstance` at construction. Layers and MoE dispatchers get the tensor-parallel group
+as `context.tp`. Each rank constructs its member of the group, which joins the others at a
+rendezvous address; ranks may run on several hosts. Importing this page imports no torch. Must not
+know a model or another plugin kind except the platform.
 """
 
 from __future__ import annotations
@@ -86,12 +87,6 @@ class Transfer(Protocol):
         ...
 
 
-class SentTransfer:
-    """A send that has ended."""
-
-    def wait(self) -> None: ...
-
-
 class Collective(ABC):
     """One rank's member of a group. All ranks call the same operations in the same order.
 
@@ -111,18 +106,6 @@ class Collective(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, the same bits on all of them; may be in place; returns the sum."""
 
-    def reduce_add_norm(self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-        """norm(s + residual), where s is the sum over the ranks of `tensor` [rows, size], and
-        norm(x) is x / rms(x) * weight; writes s + residual over `residual`. None, on all ranks,
-        where there is no such kernel for these tensors."""
-        return None
-
-    def reduce_matmul(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
-        """The sum over the ranks of `multiply(x)` [rows, columns], which has x's dtype. `multiply`
-        takes any number of rows, so that one part is sent while another is computed. None, on all
-        ranks, where the collective does not do so for this size."""
-        return None
-
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenation over the ranks along `dim`."""
@@ -134,12 +117,6 @@ class Collective(ABC):
     @abstractmethod
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Send to one rank, which calls `recv`. Returns when `tensor` may be written again."""
-
-    def start_send(self, tensor: torch.Tensor, target: int) -> Transfer:
-        """Send to one rank without waiting for its `recv`, where the collective can. `tensor` must
-        not be written before the transfer's `wait`."""
-        self.send(tensor, target)
-        return SentTransfer()
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -175,6 +152,36 @@ def _exchange(group: Collective, parts: Sequence[torch.Tensor], received: Sequen
             group.send(parts[other].contiguous(), other)
         elif not sends and len(received[other]):
             group.recv(received[other], other)
+
+
+class SupportsReduceNorm(ABC):
+    """Optional: one kernel for a sum over the ranks and the norm after it."""
+
+    @abstractmethod
+    def reduce_add_norm(self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+        """norm(s + residual), where s is the sum over the ranks of `tensor` [rows, size], and
+        norm(x) is x / rms(x) * weight; writes s + residual over `residual`. None, on all ranks,
+        where there is no such kernel for these tensors."""
+
+
+class SupportsReduceMatmul(ABC):
+    """Optional: sends one part of a matmul's result while another is computed."""
+
+    @abstractmethod
+    def reduce_matmul(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
+        """The sum over the ranks of `multiply(x)` [rows, columns], which has x's dtype. `multiply`
+        takes any number of rows. None, on all ranks, where the collective does not do so for this
+        size."""
+
+
+class SupportsStartSend(ABC):
+    """Optional: sends without waiting for the other rank's `recv`. Without it, pipeline stages wait
+    for each other in `send`."""
+
+    @abstractmethod
+    def start_send(self, tensor: torch.Tensor, target: int) -> Transfer | None:
+        """Send to one rank. `tensor` must not be written before the transfer's `wait`; None: it may
+        be written now."""
 
 
 class LocalGroup(Collective):

@@ -60,7 +60,7 @@ class Kind:
 _ALL = (
     Kind(
         name="platform",
-        version=1,
+        version=2,
         summary="platforms: devices with their memory, streams and graphs",
         interface="platform:Platform",
         context="platform:PlatformContext",
@@ -69,7 +69,7 @@ _ALL = (
     ),
     Kind(
         name="collective",
-        version=1,
+        version=2,
         summary="collectives: operations on tensors of several ranks",
         interface="collective:Collective",
         context="collective:CollectiveContext",
@@ -87,7 +87,7 @@ _ALL = (
     ),
     Kind(
         name="model",
-        version=3,
+        version=4,
         summary="model architectures",
         interface="model:Model",
         context="model:ModelContext",
@@ -96,7 +96,7 @@ _ALL = (
     ),
     Kind(
         name="attention_backend",
-        version=3,
+        version=4,
         summary="attention backends",
         interface="attention:AttentionBackend",
         context="rank_context:RankContext",
@@ -159,7 +159,7 @@ _ALL = (
     ),
     Kind(
         name="prefix_cache",
-        version=1,
+        version=2,
         summary="prefix caches",
         interface="cache:PrefixCache",
         context="cache:PrefixCacheContext",

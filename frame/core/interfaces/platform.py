@@ -1,10 +1,11 @@
 """`Platform`: the device of one rank, as the core, models and plugins use it: memory, streams,
 events and captured graphs.
 
-A record (`PlatformCapabilities`) tells `resolve` what the platform offers, and how to find its
-devices without importing torch. The platform itself is built once for each rank and passed on as
-`RankContext.platform`; callers bind its methods at construction. Importing this page imports no
-torch. Must not know a model, a request or another plugin kind.
+Every platform derives from `Platform`; the classes named `Supports…` are optional, and users find
+them by `isinstance` at construction. A record (`PlatformCapabilities`) tells `resolve` what the
+platform offers, and how to find its devices without importing torch. The platform itself is built
+once for each rank and passed on as `RankContext.platform`. Importing this page imports no torch.
+Must not know a model, a request or another plugin kind.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from frame.core.interfaces.plugin import Anything
 
@@ -115,20 +116,14 @@ class CapturedGraph(Protocol):
 class Platform(ABC):
     """The device of one rank.
 
-    `is_asynchronous`: calls return before the device has computed. Then streams and events exist,
-    and results are read after an event. Otherwise `create_stream` returns None and no event is
-    made. Methods that a step calls (`set_stream`, `create_event`, `allocate_pinned`) must cost no
-    more than the call of the library beneath.
+    A platform whose calls return before the device has computed also derives from
+    `SupportsStreams`: results are read after an event. The core seeds a device by
+    `torch.manual_seed`.
     """
-
-    is_asynchronous: ClassVar[bool] = True
 
     def __init__(self, context: PlatformContext, options: BaseModel | None = None) -> None:
         self.context = context
         self.options = options
-        self._side: DeviceStream | None = None
-
-    # the device
 
     @property
     @abstractmethod
@@ -145,15 +140,6 @@ class Platform(ABC):
         """As in the device's `Accelerator`; None: the platform has no such number."""
         return None
 
-    def activate(self) -> None:
-        """Make the device this thread's current one. Called first in each thread that uses it."""
-
-    def seed(self, seed: int) -> None:
-        """Seed PyTorch's generators of the host and of the device."""
-        import torch
-
-        torch.manual_seed(seed)
-
     @property
     def profiler_activities(self) -> Sequence[Any]:
         """The `torch.profiler.ProfilerActivity` values of a recording."""
@@ -161,7 +147,8 @@ class Platform(ABC):
 
         return [torch.profiler.ProfilerActivity.CPU]
 
-    # memory
+    def activate(self) -> None:
+        """Make the device this thread's current one. Called first in each thread that uses it."""
 
     @abstractmethod
     def measure_memory(self) -> DeviceMemory:
@@ -175,31 +162,28 @@ class Platform(ABC):
     def release_memory(self) -> None:
         """Give unused memory of PyTorch's allocator back to the device."""
 
-    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory from which and to which asynchronous copies run beside the
-        host; ordinary memory where there is none."""
-        import torch
 
-        return torch.empty(shape, dtype=dtype)
+class SupportsStreams(ABC):
+    """Optional: the platform's calls are asynchronous, ordered by streams and events. Methods that
+    a step calls (`set_stream`, `create_event`, `allocate_pinned`) must cost no more than the call
+    of the library beneath."""
 
-    # streams
+    _side_stream: DeviceStream | None = None
 
     @abstractmethod
     def synchronize(self) -> None:
         """Block until all streams of the device are done."""
 
     @abstractmethod
-    def create_stream(self) -> DeviceStream | None:
-        """A new stream; None where calls are synchronous."""
+    def create_stream(self) -> DeviceStream:
+        """A new stream."""
 
     def get_side_stream(self) -> DeviceStream:
         """The second stream of models that overlap two computations. There is one for all layers,
         which run one after another."""
-        if self._side is None:
-            self._side = self.create_stream()
-        if self._side is None:
-            raise NotImplementedError(f"{type(self).__name__} is synchronous and has no streams")
-        return self._side
+        if self._side_stream is None:
+            self._side_stream = self.create_stream()
+        return self._side_stream
 
     @abstractmethod
     def create_event(self, *, is_timed: bool = False) -> DeviceEvent:
@@ -217,40 +201,16 @@ class Platform(ABC):
         """Make `stream` this thread's current one inside a with block."""
         return _switch_stream(self, stream)
 
-    def check_synchronisation(self, *, is_allowed: bool) -> contextlib.AbstractContextManager[object]:
-        """Inside a with block, calls that wait for the device raise RuntimeError, or not. Does
-        nothing where the platform cannot detect them."""
-        return contextlib.nullcontext()
+    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory from which and to which asynchronous copies run beside the
+        host; ordinary memory where there is none."""
+        import torch
 
-    # graphs
-
-    def create_graph_pool(self) -> object | None:
-        """Memory that several graphs share, none of which is replayed while another one's results
-        are read; None: the platform captures no graphs."""
-        return None
-
-    def begin_capture(self, pool: object) -> CapturedGraph:
-        """Capture what this thread queues on its current stream, which runs nothing now. Other
-        threads may use the device meanwhile."""
-        raise NotImplementedError(f"{type(self).__name__} captures no graphs")
-
-    def end_capture(self, graph: CapturedGraph) -> None:
-        """End the capture, also after an error. Raises RuntimeError where it failed."""
-        raise NotImplementedError(f"{type(self).__name__} captures no graphs")
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether this thread's current stream is being captured."""
-        return False
-
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor over the same memory that does not keep it allocated. Used while a graph is
-        captured, whose pool hands the memory out again."""
-        return tensor
+        return torch.empty(shape, dtype=dtype)
 
 
 @contextlib.contextmanager
-def _switch_stream(platform: Platform, stream: DeviceStream) -> Iterator[None]:
+def _switch_stream(platform: SupportsStreams, stream: DeviceStream) -> Iterator[None]:
     before = platform.get_current_stream()
     platform.set_stream(stream)
     try:
@@ -259,10 +219,45 @@ def _switch_stream(platform: Platform, stream: DeviceStream) -> Iterator[None]:
         platform.set_stream(before)
 
 
+class SupportsGraphs(ABC):
+    """Optional, of a platform with streams: captures what is queued on a stream, and replays it
+    with one call. The record says so too (`PlatformCapabilities.graphs`)."""
+
+    @abstractmethod
+    def create_graph_pool(self) -> object:
+        """Memory that several graphs share, none of which is replayed while another one's results
+        are read."""
+
+    @abstractmethod
+    def begin_capture(self, pool: object) -> CapturedGraph:
+        """Wait for this thread's current stream, then capture what the thread queues on it. Other
+        threads may use the device meanwhile."""
+
+    @abstractmethod
+    def end_capture(self, graph: CapturedGraph) -> None:
+        """End the capture, also after an error. Raises RuntimeError where it failed."""
+
+    @property
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether this thread's current stream is being captured."""
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over the same memory that does not keep it allocated. Used while a graph is
+        captured, whose pool hands the memory out again."""
+        return tensor
+
+
+class SupportsSynchronisationChecks(ABC):
+    """Optional: detects calls that wait for the device. Suites and tests use it."""
+
+    @abstractmethod
+    def check_synchronisation(self, *, is_allowed: bool) -> contextlib.AbstractContextManager[object]:
+        """Inside a with block, calls that wait for the device raise RuntimeError, or not."""
+
+
 class HostPlatform(Platform):
     """The host's cores and memory. Every call has been computed when it returns."""
-
-    is_asynchronous = False
 
     @property
     def device(self) -> torch.device:
@@ -279,21 +274,6 @@ class HostPlatform(Platform):
 
         memory = psutil.virtual_memory()
         return DeviceMemory(int(memory.total), int(memory.available), is_shared=True)
-
-    def synchronize(self) -> None:
-        return None
-
-    def create_stream(self) -> DeviceStream | None:
-        return None
-
-    def create_event(self, *, is_timed: bool = False) -> DeviceEvent:
-        raise NotImplementedError("the host has no events: its calls are synchronous")
-
-    def get_current_stream(self) -> DeviceStream:
-        raise NotImplementedError("the host has no streams: its calls are synchronous")
-
-    def set_stream(self, stream: DeviceStream) -> None:
-        raise NotImplementedError("the host has no streams: its calls are synchronous")
 
 
 HOST = HostPlatform(PlatformContext())

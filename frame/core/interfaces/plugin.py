@@ -62,7 +62,7 @@ class PluginRecord:
     kind: str
     name: str
     target: str  # "package.module:Class"
-    api: str  # the interface version that it was written for ("attention_backend/3")
+    api: str  # the interface version that it was written for ("attention_backend/4")
     capabilities: Capabilities = field(default_factory=Anything)
     options: type[BaseModel] | None = None  # the plugin's own settings
     requires: tuple[str, ...] = ()  # PEP 508 strings, checked without an import

@@ -10,15 +10,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from frame.core.interfaces.cache import PageAllocator
 from frame.core.interfaces.cache_groups import PagePool
 
 RESERVED_PAGE = 0
 
 
-class PagedAllocator(PageAllocator):
+class PagedAllocator:
     """A stack of free pages in one array: pages freed last are allocated first, since their memory
-    may be in a cache.
+    may be in a cache. num_free + allocated pages = capacity.
 
     `num_pages` counts every page of the pool, the reserved one included: pages 1 … num_pages - 1
     are allocated.
@@ -41,6 +40,7 @@ class PagedAllocator(PageAllocator):
         return self._num_free
 
     def alloc(self, num_pages: int) -> np.ndarray | None:
+        """-> int32 [num_pages]; None when fewer are free."""
         if num_pages > self._num_free:
             return None
         top = self._num_free - num_pages
@@ -50,6 +50,7 @@ class PagedAllocator(PageAllocator):
         return pages
 
     def free(self, pages: np.ndarray | Sequence[int]) -> None:
+        """Raises ValueError, which names the page, for one that is not allocated."""
         pages = np.asarray(pages, np.int32)
         if not pages.size:
             return
@@ -59,9 +60,12 @@ class PagedAllocator(PageAllocator):
         self._num_free += pages.size
 
     def pages_out(self) -> np.ndarray:
+        """All allocated pages, int32, ascending."""
         return np.flatnonzero(self._is_out).astype(np.int32)
 
     def check_integrity(self, held: Iterable[np.ndarray] = ()) -> None:
+        """Raise RuntimeError unless `held` (the pages that callers hold) are exactly the allocated
+        pages."""
         free = self._stack[: self._num_free]
         out = self.pages_out()
         places = np.bincount(free, minlength=len(self._is_out))
@@ -99,7 +103,7 @@ class PagedAllocator(PageAllocator):
                 raise ValueError(f"page {int(twice[0])} is freed twice")
 
 
-class GroupedAllocator(PageAllocator):
+class GroupedAllocator:
     """Allocates the pages of several pools. A page number is that of the pool plus the pool's first
     number, so it is unique: pages of all pools are freed and checked together."""
 
@@ -151,6 +155,9 @@ class GroupedAllocator(PageAllocator):
         pages = np.asarray(pages, np.int32)
         pools = np.searchsorted(self.first_pages, pages, side="right") - 1
         return [pages[pools == pool] - first for pool, first in enumerate(self.first_pages)]
+
+
+PageAllocator = PagedAllocator | GroupedAllocator
 
 
 def _some(pages: np.ndarray) -> str:

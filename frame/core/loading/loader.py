@@ -25,7 +25,7 @@ from frame.core.interfaces.attention import AttentionSpec, LatentProjections
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.device_drafter import DraftModel
 from frame.core.interfaces.model import Model
-from frame.core.interfaces.platform import HOST, Platform
+from frame.core.interfaces.platform import HOST, Platform, SupportsStreams
 from frame.core.interfaces.weights import WeightSource, WeightSourceContext
 from frame.core.loading.weight_reader import ReadAhead, read_headers, read_weights
 
@@ -207,7 +207,7 @@ def _is_filled_whole(parameter: nn.Parameter) -> bool:
 def _plan_read_ahead(model: nn.Module, platform: Platform) -> ReadAhead | None:
     """The rows of each tensor that this rank needs, for a model on a GPU. None on the CPU, where
     mapped files are faster."""
-    if not platform.is_asynchronous:
+    if not isinstance(platform, SupportsStreams):
         return None
     rows: dict[str, slice | None] = {}
     for parameter in model.parameters():

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.platform import DeviceEvent, Platform
+from frame.core.interfaces.platform import DeviceEvent, Platform, SupportsStreams
 from frame.core.interfaces.weights import FileRange
 
 THREADS = 8
@@ -45,6 +45,7 @@ class WeightStream:
 
     def __init__(self, platform: Platform, threads: int | None = None) -> None:
         self._platform = platform
+        self._streams = platform if isinstance(platform, SupportsStreams) else None
         self._pool = ThreadPoolExecutor(threads or min(THREADS, os.cpu_count() or 1), thread_name_prefix="weights")
         self._thread = threading.local()
         self._files: dict[Path, int] = {}
@@ -56,8 +57,8 @@ class WeightStream:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for file in self._files.values():
             os.close(file)
-        if self._platform.is_asynchronous:
-            self._platform.synchronize()  # copies from the threads' buffers must be done before these are freed
+        if self._streams is not None:
+            self._streams.synchronize()  # copies from the threads' buffers must be done before these are freed
 
     def read(self, places: Iterable[FileRange]) -> Iterator[torch.Tensor]:
         """Yield the tensors, in order, on the device; up to `AHEAD` bytes are read in advance."""
@@ -75,8 +76,8 @@ class WeightStream:
                 tensor, pieces, place = waiting.popleft()
                 for piece in pieces:
                     copied = piece.result()
-                    if copied is not None:
-                        self._platform.get_current_stream().wait_event(copied)
+                    if copied is not None and self._streams is not None:
+                        self._streams.get_current_stream().wait_event(copied)
                 ahead -= count_bytes(place)
                 yield tensor.view(place.dtype).view(place.shape)
 
@@ -86,9 +87,9 @@ class WeightStream:
         file = self._files[place.path]
         target = torch.empty(count_bytes(place), dtype=torch.uint8, device=self._platform.device)
         freed = None
-        if self._platform.is_asynchronous:  # a kernel on this stream may still read the tensor that had this memory before
-            freed = self._platform.create_event()
-            freed.record(self._platform.get_current_stream())
+        if self._streams is not None:  # a kernel on this stream may still read the tensor that had this memory before
+            freed = self._streams.create_event()
+            freed.record(self._streams.get_current_stream())
         pieces = [
             self._pool.submit(self._fetch, file, place, start, target[start : start + PIECE], freed)
             for start in range(0, count_bytes(place), PIECE)
@@ -97,12 +98,13 @@ class WeightStream:
 
     def _fetch(self, file: int, place: FileRange, start: int, target: torch.Tensor, freed: DeviceEvent | None) -> DeviceEvent | None:
         """Read one piece; runs in a thread. -> on a GPU, the event of its copy."""
-        if freed is None:
+        if freed is None or self._streams is None:
             _read_into(file, place, start, target)
             return None
         lane: Lane | None = getattr(self._thread, "lane", None)
         if lane is None:
-            lane = self._thread.lane = Lane(self._platform)
+            self._platform.activate()  # for this thread: page-locked memory belongs to a device's context
+            lane = self._thread.lane = Lane(self._streams)
         return lane.copy(file, place, start, target, freed)
 
 
@@ -110,13 +112,9 @@ class Lane:
     """One thread's stream to a GPU, with two page-locked buffers: one is filled while the other one
     is copied."""
 
-    def __init__(self, platform: Platform) -> None:
-        platform.activate()  # for this thread: page-locked memory belongs to a device's context
-        stream = platform.create_stream()
-        if stream is None:
-            raise TypeError(f"{type(platform).__name__} is asynchronous, but creates no stream")
+    def __init__(self, platform: SupportsStreams) -> None:
         self._platform = platform
-        self._stream = stream
+        self._stream = platform.create_stream()
         self._buffers = [platform.allocate_pinned((PIECE,), torch.uint8) for _ in range(2)]
         self._copied: list[DeviceEvent | None] = [None, None]
         self._turn = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.cache import Match, PrefixCache
+from frame.core.interfaces.cache import Match, PrefixCache, SupportsCacheGroups
 from frame.core.interfaces.cache_groups import CHECKPOINT_TOKENS, PagePool
 from frame.core.interfaces.drafter import MAX_STEPS
 from frame.core.kv_cache.page_allocator import GroupedAllocator
@@ -58,7 +58,7 @@ class GroupRows:
         self.block_pool = blocks  # its number in the allocator; None: the model has no `write_once` group
         pools = allocator.pools[:blocks]
         shape = table.arrays.page_table.shape
-        self.cache = cache
+        self.cache = cache if cache.reuses and isinstance(cache, SupportsCacheGroups) else None  # None: keeps no prefix
         self.allocator = allocator
         self.page_size = pools[0].page_size
         self.snapshot = next((index for index, pool in enumerate(pools[1:]) if pool.kind == "snapshot"), None)
@@ -76,15 +76,18 @@ class GroupRows:
         self._saves: list[tuple[int, int]] = []
 
     @property
-    def is_cached(self) -> bool:
-        """Whether the prefix cache holds pages of these groups."""
-        return bool(self.windows) or self.snapshot is not None
+    def num_cached(self) -> int:
+        """The number of these groups of which the prefix cache holds pages."""
+        return len(self.windows) + (self.snapshot is not None)
 
     # room -----------------------------------------------------------------------------------------
 
     def count_available(self, index: int) -> int:
         """Pages of a group that can be allocated now: free and evictable ones."""
-        return self.allocator.count_free(index + 1) + self.cache.count_evictable(index)
+        return self.allocator.count_free(index + 1) + self._count_evictable(index)
+
+    def _count_evictable(self, index: int) -> int:
+        return 0 if self.cache is None else self.cache.count_evictable(index)
 
     @property
     def num_growable(self) -> int:
@@ -113,7 +116,7 @@ class GroupRows:
         """The pages of each group, as `Heartbeat.groups`."""
         load = []
         for index, pool in enumerate(self.allocator.pools[1:]):
-            total, evictable = pool.num_pages - 1, 0 if index + 1 == self.block_pool else self.cache.count_evictable(index)
+            total, evictable = pool.num_pages - 1, 0 if index + 1 == self.block_pool else self._count_evictable(index)
             used = total - self.allocator.count_free(index + 1) - evictable
             load.append({"group": pool.name, "used_pages": used, "total_pages": total, "evictable_pages": evictable})
         return load
@@ -121,7 +124,7 @@ class GroupRows:
     def _allocate(self, index: int, num_pages: int) -> np.ndarray | None:
         short = num_pages - self.allocator.count_free(index + 1)
         if short > 0:
-            if short > self.cache.count_evictable(index):
+            if self.cache is None or short > self.cache.count_evictable(index):
                 return None
             self.allocator.free(self.cache.evict_group(index, short))
         return self.allocator.alloc_in(index + 1, num_pages)
@@ -187,7 +190,7 @@ class GroupRows:
 
     def _free_before(self, rows: WindowRows, slot: int, first: int) -> None:
         shared, begin = int(self._table.arrays.num_shared[slot]), int(rows.first[slot])
-        if begin < shared <= first:
+        if self.cache is not None and begin < shared <= first:
             self.cache.unlock_group(self._table.get_request(slot).handle, rows.index)
         private = rows.pages[slot, max(begin, shared) : first]
         self.allocator.free(private[private > 0])
@@ -274,13 +277,13 @@ class GroupRows:
     def save_chunk(self, slot: int, num_tokens: int) -> None:
         """Save the slot's state after the step that is being scheduled, if a match can end
         there."""
-        if self.snapshot is not None and num_tokens % self.page_size == 0 and self.cache.reuses:
+        if self.snapshot is not None and num_tokens % self.page_size == 0 and self.cache is not None:
             self._save(slot, num_tokens)
 
     def save_decodes(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
         """Save the states of decoding slots, which have `num_tokens` tokens after this step, every
         `interval` tokens. A slot keeps its last checkpoint only."""
-        if self.snapshot is None or not self.cache.reuses:
+        if self.snapshot is None or self.cache is None:
             return
         for row in np.flatnonzero(num_tokens % self.interval == 0).tolist():
             slot = int(slots[row])
@@ -295,7 +298,7 @@ class GroupRows:
     def limit_drafts(self, num_tokens: np.ndarray) -> np.ndarray | int:
         """The most drafts of rows that have `num_tokens` tokens after a step without drafts: a
         state is saved in such steps alone."""
-        if self.snapshot is None or not self.cache.reuses:
+        if self.snapshot is None or self.cache is None:
             return MAX_STEPS
         beyond: np.ndarray = num_tokens % self.interval
         return np.where(beyond > 0, self.interval - 1 - beyond, 0)

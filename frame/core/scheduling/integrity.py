@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from frame.core.interfaces.cache import SupportsRelock
 from frame.core.scheduling.running import RunningSet
 
 
@@ -53,6 +54,8 @@ def repair_accounts(running: RunningSet) -> list[str]:
     kv_manager, done = running.kv_manager, []
     if kv_manager.cache.num_locked != len(_shared(running)):
         before = kv_manager.cache.num_locked
+        if not isinstance(kv_manager.cache, SupportsRelock):
+            raise RuntimeError(f"{type(kv_manager.cache).__name__} cannot repair its locks")
         kv_manager.cache.relock(request.handle for request in running.requests)
         done.append(f"{before} pages of the prefix cache were locked, {kv_manager.cache.num_locked} are in use; the locks were reset")
     held = np.concatenate([np.empty(0, np.int32), *_held(running), *kv_manager.cache.audit()])
@@ -97,7 +100,7 @@ def _check_groups(running: RunningSet) -> None:
     if groups is None:
         return
     for rows in groups.windows:
-        locked = running.kv_manager.cache.count_locked(rows.index)
+        locked = 0 if groups.cache is None else groups.cache.count_locked(rows.index)
         if locked and not any(request.handle is not None for request in running.requests):
             raise RuntimeError(f"the cache has {locked} locked window pages, but no running request uses the cache")
     stateless = [request.rid for request in running.requests if groups.snapshot is not None and not groups.states[request.slot]]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from frame.core.interfaces.cache import Inserted, PageAllocator, PrefixCache
-from frame.core.kv_cache.page_allocator import GroupedAllocator
+from frame.core.interfaces.cache import Inserted, PrefixCache
+from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator
 from frame.core.scheduling.group_rows import GroupRows
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
@@ -156,8 +156,8 @@ class KVCacheManager:
         request.handle = inserted.handle
         a.num_shared[slot] = whole
         cached = max(shared, inserted.num_cached // self.page_size)
-        if groups is not None:
-            match = self.cache.read(inserted.handle)
+        if groups is not None and groups.cache is not None:
+            match = groups.cache.read(inserted.handle)
             groups.share_rows(slot, match)
         elif cached > shared:
             match = self.cache.match(request.tokens[: whole * self.page_size], request.namespace)
@@ -188,7 +188,7 @@ class KVCacheManager:
     @property
     def _cached_groups(self) -> GroupRows | None:
         """`groups`, if the prefix cache holds pages of them."""
-        return self.groups if self.groups is not None and self.groups.is_cached else None
+        return self.groups if self.groups is not None and self.groups.num_cached else None
 
     def _has_uncached(self, slot: int, num_computed: int) -> bool:
         """Whether a row has whole pages or checkpoints that the prefix cache does not hold."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, StepResult
+from frame.core.interfaces.cache import SupportsOutline, evict_all
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.ipc.inflight_file import open_inflight
@@ -241,13 +242,15 @@ class Scheduler:
     def flush_cache(self) -> int:
         """Evict all cached prefixes that no running request uses. -> pages freed."""
         kv_manager = self._running.kv_manager
-        pages = kv_manager.cache.reset()
+        pages = evict_all(kv_manager.cache, 0 if kv_manager.groups is None else kv_manager.groups.num_cached)
         kv_manager.allocator.free(pages)
         return len(pages)
 
     def outline_cache(self, limit: int) -> dict[str, Any]:
         """The prefix cache's most recently used runs, for display: `CachedRun` as plain data."""
-        return {"page_size": self.config.page_size, "runs": [asdict(run) for run in self._running.kv_manager.cache.outline(limit)]}
+        cache = self._running.kv_manager.cache
+        runs = cache.outline(limit) if isinstance(cache, SupportsOutline) else []
+        return {"page_size": self.config.page_size, "runs": [asdict(run) for run in runs]}
 
     def get_load(self) -> dict[str, Any]:
         """Gauges, and counters since the start, named as in `Heartbeat`."""

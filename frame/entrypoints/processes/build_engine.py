@@ -22,7 +22,7 @@ from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.drafter import DrafterCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
-from frame.core.interfaces.platform import Platform, PlatformContext
+from frame.core.interfaces.platform import Platform, PlatformContext, SupportsStreams
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.ipc.transport import Transport
@@ -113,7 +113,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
         groups = join_groups(resolved, registry, place, platform)
         return build_runner(RunnerPlan(resolved, parts, platform, groups, is_cold))
 
-    if not platform.is_asynchronous:
+    if not isinstance(platform, SupportsStreams):
         return build(load_parts(resolved, registry), is_cold=False), None
     clock = time.perf_counter()
     kernels = kernel_cache(resolved, platform.device_name)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionCapabilities
-from frame.core.interfaces.cache import EvictionContext, PageAllocator, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext
+from frame.core.interfaces.cache import EvictionContext, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext
 from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.scheduling import SchedulingContext, SchedulingPolicy
 from frame.core.kv_cache.eviction_guard import GuardedEvictionPolicy
-from frame.core.kv_cache.page_allocator import GroupedAllocator, PagedAllocator
+from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator, PagedAllocator
 from frame.core.messages import Finish
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.request import Request

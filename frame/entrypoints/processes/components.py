@@ -208,7 +208,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     clock = time.perf_counter()
     model_config, device = resolved.model, platform.device
     platform.activate()
-    platform.seed(resolved.user.model.seed)
+    torch.manual_seed(resolved.user.model.seed)  # of the device, too
     platform.release_memory()  # of an earlier engine of this process
     before = platform.measure_memory()
     context = build_context(resolved, parts, platform, plan.groups)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.collective import SupportsReduceMatmul
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.weights.layer_weight import LayerWeight
 
@@ -154,6 +155,7 @@ class RowLinear(Linear):
         super().__init__(context, (name,), split_range(context, f"{name} inputs", input_size), (Range.whole(output_size),), bias)
         self.tp = context.tp
         self.columns = output_size
+        self._reduce_matmul = self.tp.reduce_matmul if self.tp.size > 1 and isinstance(self.tp, SupportsReduceMatmul) else None
         self.sends_pieces = True  # of large results, while others are computed; False: another summand joins the sum
         self._defers = False
 
@@ -162,8 +164,8 @@ class RowLinear(Linear):
         self._defers = self.tp.size > 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:  # type: ignore[override]
-        if self.sends_pieces and self.tp.size > 1 and x.dim() == 2 and not torch.compiler.is_compiling():
-            total = self.tp.reduce_matmul(self._multiply, x, self.columns)
+        if self._reduce_matmul is not None and self.sends_pieces and x.dim() == 2 and not torch.compiler.is_compiling():
+            total = self._reduce_matmul(self._multiply, x, self.columns)
             if total is not None:
                 return total
         out = self._multiply(x)

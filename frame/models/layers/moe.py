@@ -17,6 +17,7 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.model import ModelContext
+from frame.core.interfaces.platform import SupportsStreams
 from frame.models.layers.linear import RankSum, RowLinear, add_up, defer_sum, split_range
 from frame.models.layers.mlp import GatedMLP, require_silu
 from frame.models.layers.norm import RMSNorm
@@ -160,9 +161,9 @@ class MoE(nn.Module):
         self._returns_parts = context.ep_group.size == 1
         self._defers = False
         # collectives must be issued in the same order on all ranks
-        self._overlaps = context.platform.is_asynchronous and context.ep_group.size == 1
+        self._streams = context.platform if isinstance(context.platform, SupportsStreams) else None
+        self._overlaps = self._streams is not None and context.ep_group.size == 1
         self._tp = context.tp
-        self._platform = context.platform
 
     def defer_sum(self) -> None:
         """Return a `RankSum` on several ranks: one sum of the routed and the shared experts."""
@@ -175,7 +176,7 @@ class MoE(nn.Module):
                 if isinstance(part, RowLinear):
                     part.sends_pieces = False
             self._returns_parts = hasattr(self.shared, "defer_sum")  # then neither term has a collective
-            self._overlaps = self._platform.is_asynchronous and self._returns_parts
+            self._overlaps = self._streams is not None and self._returns_parts
 
     def forward_normed(
         self, norm: RMSNorm, x: torch.Tensor | RankSum, residual: torch.Tensor
@@ -201,12 +202,12 @@ class MoE(nn.Module):
         gated = self.shared if add is not None and isinstance(self.shared, GatedSharedExpert) else None
         run_shared = self.shared if gated is None else gated.expert
         run = self.runner.run_parts if add is not None and self._returns_parts else None
-        if not self._overlaps or len(x) > _OVERLAP_TOKENS:
+        if self._streams is None or not self._overlaps or len(x) > _OVERLAP_TOKENS:
             routed, shared = self._run_experts(x, logits, run), run_shared(x)
         else:
-            main, side = self._platform.get_current_stream(), self._platform.get_side_stream()
+            main, side = self._streams.get_current_stream(), self._streams.get_side_stream()
             side.wait_stream(main)
-            with self._platform.use_stream(side):
+            with self._streams.use_stream(side):
                 shared = run_shared(x)
             routed = self._run_experts(x, logits, run)
             main.wait_stream(side)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
+from frame.core.interfaces.collective import SupportsReduceNorm
 from frame.models.layers.linear import RankSum, add_up
 from frame.models.layers.parameter import ShardedParameter
 
@@ -52,6 +53,7 @@ class RMSNorm(nn.Module):
         self.kernel = _add_norm(context, size)
         self.sums_partials = kernels.can_use_triton(context.device)  # the kernel takes [tokens, parts, size]
         self.scale = None
+        self._group = context.tp if isinstance(context.tp, SupportsReduceNorm) else None
 
     def finish(self) -> None:
         """Lay the weight out for the fast path."""
@@ -75,9 +77,9 @@ class RMSNorm(nn.Module):
 
     def join_sum(self, x: RankSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As `add_residual`, in the kernel that sums over the ranks; None where there is none."""
-        if self.scale is None or residual is None or not len(x):
+        if self._group is None or self.scale is None or residual is None or not len(x):
             return None
-        normed = x.group.reduce_add_norm(x.summand, residual, self.scale, self.eps)
+        normed = self._group.reduce_add_norm(x.summand, residual, self.scale, self.eps)
         return None if normed is None else (normed, residual)
 
     def add_residual(self, x: torch.Tensor | RankSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

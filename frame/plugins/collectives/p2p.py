@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from frame.core.interfaces.collective import SupportsReduceMatmul, SupportsReduceNorm
+from frame.core.interfaces.platform import SupportsGraphs, SupportsStreams
 from frame.plugins.collectives import P2pOptions
 from frame.plugins.collectives.nccl import Nccl
 from frame.plugins.collectives.peer_copies import SLOT, SLOTS, PeerCopies
@@ -37,7 +39,7 @@ _ALIGNMENT = 16  # bytes of a kernel's accesses
 _MORE_RANKS = 2 << 20  # bytes that a one-shot sum of more than two ranks sends at most, by default
 
 
-class P2p(Nccl):
+class P2p(Nccl, SupportsReduceNorm, SupportsReduceMatmul):
     """All ranks select the same kernel, by the size of the message."""
 
     def __init__(self, context: CollectiveContext, options: BaseModel | None = None) -> None:
@@ -75,10 +77,11 @@ class P2p(Nccl):
         addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=memory.device)
         turns = torch.zeros(self._kernels.CHANNELS, dtype=torch.int32, device=memory.device)
         self._peers = self._kernels.Peers(self.rank, self.size, addresses, turns)
-        stream = self.context.platform.create_stream() if self._use_copies else None
-        if stream is not None:
+        platform = self.context.platform
+        self._graphs = platform if isinstance(platform, SupportsGraphs) else None
+        if self._use_copies and isinstance(platform, SupportsStreams):
             self._slots = self._share_memory(SLOT * SLOTS)
-            self._copies = PeerCopies(self._slots[1], self.rank, self.context.platform, stream)
+            self._copies = PeerCopies(self._slots[1], self.rank, platform)
 
     def _register(self) -> weakref.finalize[Any, Any]:
         """Let PyTorch find this group by its name. -> the way to undo it."""
@@ -103,7 +106,7 @@ class P2p(Nccl):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.numel() * tensor.itemsize
         if size > max(self._one_shot, self._two_shot):
-            if self._copies is None or self.context.platform.is_capturing:
+            if self._copies is None or self._is_capturing():
                 return super().all_reduce(tensor)
             return self._copies.sum((tensor.contiguous(),), tensor.new_empty(tensor.shape))
         if size <= self._one_shot and self._kernels.can_sum(tensor):
@@ -136,9 +139,12 @@ class P2p(Nccl):
 
     def reduce_matmul(self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, columns: int) -> torch.Tensor | None:
         size = len(x) * columns * x.itemsize
-        if self._copies is None or size <= self._one_shot or self.context.platform.is_capturing:
+        if self._copies is None or size <= self._one_shot or self._is_capturing():
             return None
         return self._copies.sum((multiply(rows).contiguous() for rows in x.chunk(2)), x.new_empty(len(x), columns))
+
+    def _is_capturing(self) -> bool:
+        return self._graphs is not None and self._graphs.is_capturing
 
     def close(self) -> None:
         self._unregister()  # first: a registered group outlives `_groups`

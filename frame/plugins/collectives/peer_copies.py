@@ -14,22 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.platform import DeviceEvent, DeviceStream, Platform
+    from frame.core.interfaces.platform import DeviceEvent, DeviceStream, SupportsStreams
 
 SLOT = 16 << 20  # bytes of a piece
 SLOTS = 8
 
 
 class PeerCopies:
-    """One rank's end. `handle`: of `SLOTS * slot` bytes of symmetric memory of two ranks. `stream`:
-    of the copies.
+    """One rank's end. `handle`: of `SLOTS * slot` bytes of symmetric memory of two ranks.
 
     A rank signals a piece after it has added the piece before it. So the signal of piece n says
     that the slot of piece n - 1 may be written again, and `SLOTS - 1` pieces can be on the way.
     """
 
-    def __init__(self, handle: Any, rank: int, platform: Platform, stream: DeviceStream, slot: int = SLOT) -> None:
-        self._platform, self._stream = platform, stream
+    def __init__(self, handle: Any, rank: int, platform: SupportsStreams, slot: int = SLOT) -> None:
+        self._platform, self._stream = platform, platform.create_stream()
         self._handle, self._peer, self._slot = handle, 1 - rank, slot
         self._remote, self._local = (handle.get_buffer(each, (SLOTS, slot), torch.uint8) for each in (1 - rank, rank))
         self._count = 0  # pieces of all calls

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.collective import Collective, CollectiveContext, Transfer
+from frame.core.interfaces.collective import Collective, CollectiveContext, SupportsStartSend, Transfer
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-class TorchGroup(Collective):
+class TorchGroup(Collective, SupportsStartSend):
     """A base class: `make_group` creates the process group."""
 
     def __init__(self, context: CollectiveContext, options: BaseModel | None = None) -> None:

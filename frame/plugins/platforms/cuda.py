@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frame.core.interfaces.platform import DeviceMemory, Platform, PlatformContext
+from frame.core.interfaces.platform import (
+    DeviceMemory,
+    Platform,
+    PlatformContext,
+    SupportsGraphs,
+    SupportsStreams,
+    SupportsSynchronisationChecks,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(Platform, SupportsStreams, SupportsGraphs, SupportsSynchronisationChecks):
     """One GPU. Streams, events and graphs are PyTorch's own objects."""
 
     def __init__(self, context: PlatformContext, options: BaseModel | None = None) -> None:
@@ -84,6 +91,7 @@ class CudaPlatform(Platform):
         return torch.cuda.graph_pool_handle()
 
     def begin_capture(self, pool: Any) -> torch.cuda.CUDAGraph:
+        self.get_current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may use the device during the capture
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")

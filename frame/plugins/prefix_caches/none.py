@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheContext
+from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheContext, SupportsRelock
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _NONE = np.empty(0, np.int32)
 
 
-class NoCache(PrefixCache):
+class NoCache(PrefixCache, SupportsRelock):
     """Matches nothing; every inserted page is reported as a duplicate, which the caller frees."""
 
     reuses: ClassVar[bool] = False
@@ -37,9 +37,6 @@ class NoCache(PrefixCache):
         return Inserted(len(tokens) // self._page_size * self._page_size, None, offered[offered > 0].tolist())
 
     def evict(self, num_pages: int) -> np.ndarray:
-        return _NONE
-
-    def reset(self) -> np.ndarray:
         return _NONE
 
     def audit(self) -> Iterator[np.ndarray]:

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frame.core.interfaces.cache import CachedRun, Inserted, Match, PrefixCache, PrefixCacheContext
+from frame.core.interfaces.cache import (
+    CachedRun,
+    Inserted,
+    Match,
+    PrefixCache,
+    PrefixCacheContext,
+    SupportsCacheGroups,
+    SupportsOutline,
+    SupportsRelock,
+)
 from frame.plugins.prefix_caches.radix_groups import WindowGroup, make_groups
 from frame.plugins.prefix_caches.radix_nodes import Handle, Node, outline_tree
 
@@ -27,7 +36,7 @@ _NO_PAGES = np.empty(0, np.int32)
 _AUDITED = 256  # nodes that one part of an audit checks: about a millisecond
 
 
-class RadixCache(PrefixCache):
+class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelock):
     """A radix tree over pages with locks, and a heap of unlocked leaves for each owner, in the
     order of the eviction policy.
 
@@ -194,10 +203,6 @@ class RadixCache(PrefixCache):
         self._evictable_of[owner] += change
         if not self._evictable_of[owner]:
             del self._evictable_of[owner]
-
-    def reset(self) -> np.ndarray:
-        rest = [self.evict(self._num_evictable), *(group.evict(group.num_evictable) for group in self._groups)]
-        return np.concatenate(rest)
 
     def outline(self, limit: int) -> list[CachedRun]:
         def count_pages(node: Node) -> dict[str, int]:

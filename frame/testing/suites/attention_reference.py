@@ -6,7 +6,7 @@ Used by the attention suites and tests. Must not know a backend.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -17,6 +17,7 @@ import torch.utils.deterministic
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch, TreeMask
+from frame.core.interfaces.platform import SupportsSynchronisationChecks
 from frame.plugins.devices import open_platform
 from frame.testing.attention_cases import Case, Pages, RandomProjections, lay_out, quantize_rows, select_positions, shared_with
 
@@ -53,7 +54,8 @@ def poisoned_memory() -> Iterator[None]:
 
 def no_waiting(device: str) -> AbstractContextManager[object]:
     """Inside, a PyTorch call that makes the host wait for a GPU raises."""
-    return open_platform(device).check_synchronisation(is_allowed=False)
+    platform = open_platform(device)
+    return platform.check_synchronisation(is_allowed=False) if isinstance(platform, SupportsSynchronisationChecks) else nullcontext()
 
 
 def make_inputs(case: Case) -> Inputs:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.batch import ScheduledBatch
-from frame.core.interfaces.cache import PageAllocator
 from frame.core.interfaces.cache_groups import CHECKPOINT_TOKENS, PagePool
-from frame.core.kv_cache.page_allocator import GroupedAllocator
+from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator
 from frame.testing.fake_runner import DoneStep, FakeRunner, FakeRunnerError, LaterStep, hash_tokens
 from frame.testing.scheduler_rig import IsInvalid, SchedulerRig
 

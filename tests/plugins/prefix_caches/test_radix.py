@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frame.core.interfaces.cache import EvictableNode, EvictionPolicy, PrefixCacheContext
+from frame.core.interfaces.cache import EvictableNode, EvictionPolicy, PrefixCacheContext, check_integrity, evict_all
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches import radix as radix_cache
 from frame.plugins.prefix_caches import radix_nodes
@@ -91,7 +91,7 @@ def test_an_audit_checks_every_node_in_bounded_parts(breach: str) -> None:
         broken = deepcopy(cache)
         harm([node for node in broken._nodes() if not node.children][place])
         with pytest.raises(RuntimeError, match=sentence):
-            broken.check_integrity()
+            check_integrity(broken)
 
 
 def filled(policy: EvictionPolicy, uses: dict[int, int]) -> RadixCache:
@@ -129,7 +129,7 @@ def test_a_long_prefix_is_evicted_from_its_end() -> None:
     cache.insert(ids(list(range(20))), np.arange(1, 11, dtype=np.int32))
     assert cache.evict(3).tolist() == [8, 9, 10]
     assert cache.match(ids(list(range(20)))).num_tokens == 14
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_match_that_was_evicted_before_it_was_locked_is_an_error() -> None:
@@ -156,7 +156,7 @@ def test_a_match_survives_a_split() -> None:
     assert (cache.num_locked, cache.num_evictable) == (4, 1)
     cache.unlock(whole.handle)
     assert cache.num_locked == 1
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_the_heap_is_bounded() -> None:
@@ -203,8 +203,8 @@ def test_no_cache_matches_and_stores_nothing() -> None:
     cache.lock(inserted.handle)
     cache.unlock(inserted.handle)
     assert cache.match(ids([1, 2, 3, 4])).num_tokens == 0
-    assert cache.num_evictable == cache.num_locked == len(cache.evict(3)) == len(cache.reset()) == 0
-    cache.check_integrity()
+    assert cache.num_evictable == cache.num_locked == len(cache.evict(3)) == len(evict_all(cache)) == 0
+    check_integrity(cache)
 
 
 def test_an_owner_evicts_its_own_pages_first() -> None:
@@ -224,7 +224,7 @@ def test_an_owner_evicts_its_own_pages_first() -> None:
     assert left("modest:", 0, 20) == 20
     assert sum(left(f"greedy:{i}", 100, 20) for i in range(10)) == 30
     cache.evict(30)  # now both have the same number: each loses pages
-    cache.check_integrity()
+    check_integrity(cache)
     assert 5 <= left("modest:", 0, 20) <= 15
     assert cache.num_evictable == 20
     cache.evict(100)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from frame.core.interfaces.cache import PrefixCacheContext
+from frame.core.interfaces.cache import PrefixCacheContext, check_integrity
 from frame.core.interfaces.cache_groups import PagePool
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.scheduler_rig import OldestFirst
@@ -144,7 +144,7 @@ class GroupsMachine(RuleBasedStateMachine):
     def accounts_are_right(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         locked = self.locked_window() & set(self.window)
         assert (self.cache.count_locked(0), self.cache.count_evictable(0)) == (len(locked), len(self.window) - len(locked))
         assert self.cache.count_evictable(1) == len(self.states)

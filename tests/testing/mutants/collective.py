@@ -1,4 +1,4 @@
-"""Mutants of `collective/1`. The reference exchanges bytes through a key-value store."""
+"""Mutants of `collective/2`. The reference exchanges bytes through a key-value store."""
 
 from __future__ import annotations
 

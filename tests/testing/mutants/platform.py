@@ -1,4 +1,4 @@
-"""Mutants of `platform/1`. The reference computes on the host under another name."""
+"""Mutants of `platform/2`. The reference computes on the host under another name."""
 
 from __future__ import annotations
 
@@ -80,14 +80,6 @@ class ReusesPinnedMemory(FakePlatform):
     def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         count = torch.Size(shape).numel() * dtype.itemsize
         return self._buffer[:count].view(dtype).view(*shape)
-
-
-@mutant
-class IgnoresSeeds(FakePlatform):
-    """seed sets no generator."""
-
-    def seed(self, seed: int) -> None:
-        return None
 
 
 @mutant
@@ -195,10 +187,3 @@ class BorrowsCopies(FakePlatform):
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
-
-
-@mutant
-class DeniesStreams(FakePlatform):
-    """Says that calls are synchronous, but makes streams."""
-
-    is_asynchronous = False

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext
+from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext, SupportsRelock
 from tests.testing.mutants import MutantList
 
 Prefix = tuple[str, bytes]
@@ -23,7 +23,7 @@ class Entry:
         self.last_access = self.created = self.hits = 0
 
 
-class PlainCache(PrefixCache):
+class PlainCache(PrefixCache, SupportsRelock):
     """A dictionary from each cached prefix of whole pages to its last page. Needs memory and time
     for the square of a sequence's length, so it is for tests alone."""
 
@@ -110,9 +110,6 @@ class PlainCache(PrefixCache):
         if entry.parent is not None:
             self.entries[entry.parent].children -= 1
         return entry.page
-
-    def reset(self) -> np.ndarray:
-        return self.evict(len(self.entries))
 
     def audit(self) -> Iterator[np.ndarray]:
         yield np.array([entry.page for entry in self.entries.values()], np.int32)
@@ -311,16 +308,6 @@ class KeepsAView(PlainCache):
         found = super().match(tokens, namespace)
         prefixes = self.prefixes(tokens, namespace)[: len(found.pages)]
         return Match(found.num_tokens, np.array([self.views[prefix][0] for prefix in prefixes], np.int32), found.handle)
-
-
-@mutant
-class ResetsLockedPages(PlainCache):
-    """`reset` removes everything."""
-
-    def reset(self) -> np.ndarray:
-        pages = np.array([entry.page for entry in self.entries.values()], np.int32)
-        self.entries.clear()
-        return pages
 
 
 @mutant

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from frame.core.interfaces.platform import CapturedGraph
+from frame.core.interfaces.platform import CapturedGraph, SupportsStreams
 from frame.entrypoints.tools.bench.floors import Ceilings
 from frame.plugins.devices import capture_graph, open_platform
 
@@ -48,26 +48,27 @@ class Clock:
         allocate."""
         for call in calls:
             call()
-        self._platform.synchronize()
-        if not self._platform.is_asynchronous:
+        streams = self._platform if isinstance(self._platform, SupportsStreams) else None
+        if streams is None:
             return Timed(self._on_host(calls), "host")
-        recorded = self._recorded(calls) if graph else None
+        streams.synchronize()
+        recorded = self._recorded(streams, calls) if graph else None
         if recorded is None:
-            return Timed(self._by_events(calls), "events")
-        return Timed(self._by_events([recorded.replay]) / len(calls), "graph")
+            return Timed(self._by_events(streams, calls), "events")
+        return Timed(self._by_events(streams, [recorded.replay]) / len(calls), "graph")
 
-    def _recorded(self, calls: Sequence[Call]) -> CapturedGraph | None:
+    def _recorded(self, streams: SupportsStreams, calls: Sequence[Call]) -> CapturedGraph | None:
         """The calls as a graph; None if they cannot be captured, because one synchronises or
         allocates outside the graph's pool."""
         try:
             return capture_graph(self._platform, lambda: [call() for call in calls])
         except RuntimeError:
-            self._platform.synchronize()
+            streams.synchronize()
             return None
 
-    def _by_events(self, calls: Sequence[Call]) -> float:
+    def _by_events(self, streams: SupportsStreams, calls: Sequence[Call]) -> float:
         def round_seconds() -> float:
-            first, second = (self._platform.create_event(is_timed=True) for _ in range(2))
+            first, second = (streams.create_event(is_timed=True) for _ in range(2))
             first.record()
             for call in calls:
                 call()

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from frame import hookimpl
-from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext
+from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext, SupportsRelock
 
 
 @hookimpl
@@ -19,7 +19,7 @@ def register_prefix_caches(registry) -> None:
     registry.add("blocks", f"{__name__}:BlockCache", capabilities=capabilities, summary="Hashed pages, least recently used first.")
 
 
-class BlockCache(PrefixCache):
+class BlockCache(PrefixCache, SupportsRelock):
     """A handle is the hash of a prefix's last page; None: the empty prefix."""
 
     def __init__(self, context: PrefixCacheContext, options: BaseModel | None = None) -> None:
@@ -82,9 +82,6 @@ class BlockCache(PrefixCache):
         for digest in gone:
             del self.parents[digest], self.locks[digest]
         return np.array([self.pages.pop(digest) for digest in gone], np.int32)
-
-    def reset(self) -> np.ndarray:
-        return self.evict(len(self.unlocked))
 
     def audit(self) -> Iterator[np.ndarray]:
         yield np.fromiter(self.pages.values(), np.int32)
