@@ -8,20 +8,16 @@ which every rank gets, so no rank waits for another one to learn them. Must not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
-from frame.core.interfaces.runner import DeviceLost, UnsampledStep, WrappedRunner
-from frame.parallel.rank_channels import GrammarMask
+from frame.core.interfaces.runner import DeviceLost, ModelRunner, PendingStep, UnsampledStep, WrappedRunner
+from frame.parallel.rank_channels import BatchSender, GrammarMask, ResultReceiver
 from frame.parallel.rank_watch import RankWatch
 from frame.parallel.tp_follower import LeadingRunner, watch_wait
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.runner import ModelRunner, PendingStep
-    from frame.parallel.rank_channels import BatchSender, ResultReceiver
 
 _NO_TOKENS = np.empty(0, np.int32)
 

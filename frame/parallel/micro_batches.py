@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from frame.core.interfaces.batch import StepResult
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ScheduledBatch
+from frame.core.interfaces.batch import ScheduledBatch, StepResult
 
 _BY_ROW = ("slots", "num_computed", "num_scheduled", "samples", "prompt_logprobs", "skip_kv_store", "num_drafts")
 

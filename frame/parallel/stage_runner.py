@@ -12,31 +12,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from frame.core.execution.decode_graphs import DecodeOutputs
-from frame.core.execution.input_batch import ReplayInputs
+from frame.core.execution.decode_graphs import DecodeOutputs, Redraw
+from frame.core.execution.input_batch import ForwardInputs, ReplayInputs, StepInputs
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.interfaces.batch import ScheduledBatch, StageInput, StepResult
-from frame.core.interfaces.collective import SupportsStartSend
-from frame.core.interfaces.runner import UnsampledStep
+from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch, StageInput, StepResult
+from frame.core.interfaces.build import BuildContext
+from frame.core.interfaces.collective import Collective, SupportsStartSend, Transfer
+from frame.core.interfaces.model import Model, ModelConfig
+from frame.core.interfaces.runner import PendingStep, UnsampledStep
+from frame.core.kv_cache.capacity import Capacity
+from frame.core.kv_cache.kv_pool import KVPool
+from frame.core.sampling.prompt_logprobs import PromptScores
+from frame.core.sampling.sampler import Sampled, Sampler
 from frame.parallel.micro_batches import MicroBatch, join_results, split_batch, whole_batch
-
-if TYPE_CHECKING:
-    from frame.core.execution.decode_graphs import Redraw
-    from frame.core.execution.input_batch import ForwardInputs, StepInputs
-    from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.collective import Collective, Transfer
-    from frame.core.interfaces.model import Model, ModelConfig
-    from frame.core.interfaces.runner import PendingStep
-    from frame.core.kv_cache.capacity import Capacity
-    from frame.core.kv_cache.kv_pool import KVPool
-    from frame.core.sampling.prompt_logprobs import PromptScores
-    from frame.core.sampling.sampler import Sampled, Sampler
 
 ALL = -1  # the number of a micro-batch that is the whole batch
 

@@ -10,20 +10,15 @@ import contextlib
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from frame.core.blame import explain
-from frame.core.interfaces.runner import DeviceLost, ProfileError, UnsampledStep, WrappedRunner
-from frame.parallel.rank_channels import GrammarMask, Profile, SwitchBackend, Traced
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from frame.core.interfaces.batch import ScheduledBatch, StepResult
-    from frame.core.interfaces.runner import ModelRunner, PendingStep, ProfileRequest
-    from frame.parallel.rank_channels import BatchReceiver, BatchSender, ResultReceiver, ResultSender
-    from frame.parallel.rank_watch import RankWatch
-
+from frame.core.interfaces.batch import ScheduledBatch, StepResult
+from frame.core.interfaces.runner import DeviceLost, ModelRunner, PendingStep, ProfileError, ProfileRequest, UnsampledStep, WrappedRunner
+from frame.parallel.rank_channels import BatchReceiver, BatchSender, GrammarMask, Profile, ResultReceiver, ResultSender, SwitchBackend, Traced
+from frame.parallel.rank_watch import RankWatch
 
 log = logging.getLogger(__name__)
 

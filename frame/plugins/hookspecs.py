@@ -7,13 +7,11 @@ subset of the arguments.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from frame.core.interfaces.kinds import KINDS, Kind
 from frame.registration import KindRegistry, hookspec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def _make_register_hook(kind: Kind) -> Callable[[KindRegistry], None]:

@@ -15,11 +15,12 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
 from frame.config.resolve_plugins import plugin_options
+from frame.config.resolved import PluginChoice
 from frame.core.blame import note_origin
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS, Kind
@@ -27,9 +28,6 @@ from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.host.installation import install_command
 from frame.plugins.renames import INTERFACES, describe_import, describe_missing, describe_renames
 from frame.registration import KindRegistry, Provenance, list_unmet
-
-if TYPE_CHECKING:
-    from frame.config.resolved import PluginChoice
 
 __all__ = ["BrokenPlugin", "KindRegistry", "PluginError", "PluginRecord", "Registry", "cause_chain"]
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch

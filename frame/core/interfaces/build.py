@@ -7,17 +7,14 @@ Used by models and layers. `entrypoints.processes.components` makes it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.collective import Collective
+from frame.core.interfaces.gemm_kernel import GemmChoice
+from frame.core.interfaces.moe import MoEDispatcher, MoERunner
 from frame.core.interfaces.rank_context import Limits, LoadCode, RankContext
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.attention import AttentionBackend
-    from frame.core.interfaces.gemm_kernel import GemmChoice
-    from frame.core.interfaces.moe import MoEDispatcher, MoERunner
-    from frame.core.interfaces.row_operations import RowOperations
-    from frame.core.interfaces.weight_format import WeightFormat
+from frame.core.interfaces.row_operations import RowOperations
+from frame.core.interfaces.weight_format import WeightFormat
 
 __all__ = ["BuildContext", "Collective", "Limits", "LoadCode"]
 

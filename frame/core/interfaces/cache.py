@@ -11,16 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+from pydantic import BaseModel
 
+from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.plugin import Reason
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.cache_groups import PagePool
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import click
-    from pydantic import BaseModel
+import click
+from pydantic import BaseModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:
-    from fastapi import APIRouter
-    from pydantic import BaseModel
+from fastapi import APIRouter
+from pydantic import BaseModel
 
 MIN_REFUSAL, MAX_REFUSAL = 400, 599
 

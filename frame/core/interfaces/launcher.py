@@ -8,16 +8,14 @@ know requests, models or devices.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import IO, Protocol
+
+from pydantic import BaseModel
 
 from frame.core.interfaces.plugin import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from pydantic import BaseModel
 
 
 @dataclass(frozen=True, slots=True)

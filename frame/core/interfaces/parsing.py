@@ -16,13 +16,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
 
 from frame.core.interfaces.plugin import Reason
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
 
 Format = dict[str, Any]
 

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
-if TYPE_CHECKING:
-    from array import array
+import numpy as np
+from pydantic import BaseModel
 
-    import numpy as np
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.cache import Match
-    from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.interfaces.cache import Match
+from frame.core.interfaces.sampling_params import SamplingParams
 
 PATIENCE = 10.0  # seconds of waiting after which `late_first` puts a request first
 

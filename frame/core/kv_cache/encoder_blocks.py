@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from frame.core.interfaces.batch import EncoderInputs, ForwardBatch, HostView
+from frame.core.interfaces.batch import EncoderInputs, ForwardBatch, HostView, ScheduledBatch
+from frame.core.kv_cache.geometry import CacheGroup, KVGeometry
 from frame.core.kv_cache.kv_pool import PageTable
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ScheduledBatch
-    from frame.core.kv_cache.geometry import CacheGroup, KVGeometry
 
 
 class EncoderBlocks:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention_spec import AttentionSpec
 from frame.core.interfaces.cache_groups import CacheTensor, GroupKind, LayerCache
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.device_drafter import DraftModel
-    from frame.core.interfaces.model import Model, ModelConfig
+from frame.core.interfaces.device_drafter import DraftModel
+from frame.core.interfaces.model import Model, ModelConfig
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from frame.core.interfaces.batch import DraftedStates, SequenceStates
+from frame.core.interfaces.batch import DraftedStates, ForwardBatch, ScheduledBatch, SequenceStates
 from frame.core.kv_cache.encoder_blocks import EncoderBlocks
-from frame.core.kv_cache.kv_pool import PageTable
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
-    from frame.core.kv_cache.kv_pool import DeviceTable, KVPool
+from frame.core.kv_cache.kv_pool import DeviceTable, KVPool, PageTable
 
 
 class GroupInputs:

@@ -12,25 +12,20 @@ import logging
 import math
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 
-from frame.core.interfaces.collective import SupportsReduceMatmul, SupportsReduceNorm
+from frame.core.interfaces.collective import CollectiveContext, SupportsReduceMatmul, SupportsReduceNorm
 from frame.core.interfaces.platform import SupportsGraphs, SupportsStreams
 from frame.plugins.collectives import P2pOptions
 from frame.plugins.collectives.nccl import Nccl
 from frame.plugins.collectives.peer_copies import SLOT, SLOTS, PeerCopies
 from frame.plugins.collectives.torch_group import open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.collective import CollectiveContext
 
 _log = logging.getLogger(__name__)
 

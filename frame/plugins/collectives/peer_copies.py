@@ -9,12 +9,11 @@ so a call must not be captured in a graph.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from frame.core.interfaces.platform import DeviceEvent, DeviceStream, SupportsStreams
+from frame.core.interfaces.platform import DeviceEvent, DeviceStream, SupportsStreams
 
 SLOT = 16 << 20  # bytes of a piece
 SLOTS = 8

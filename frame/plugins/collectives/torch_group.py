@@ -10,17 +10,15 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.collective import Collective, CollectiveContext, SupportsStartSend, Transfer
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 
 class TorchGroup(Collective, SupportsStartSend):

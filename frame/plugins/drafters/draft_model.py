@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from frame.core.interfaces.attention_spec import AttentionSpec
+from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel, DraftModelContext
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.model import LazyTensor
+from frame.core.interfaces.model import LazyTensor
 
 
 class DraftModelDrafter(DeviceDrafter):

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.batch import SelectedTokens
+from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel, DraftModelContext
+from frame.core.interfaces.model import LazyTensor, ModelConfig
 from frame.models.layers.attention import Attention, AttentionOptions
 from frame.models.layers.decoder import Decoder
 from frame.models.layers.embedding import Head
@@ -27,10 +27,6 @@ from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, load_parameters
 from frame.models.layers.rotary import Rotary, read_rope_parameters
 from frame.plugins.drafters.draft_config import read_draft_config
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.model import LazyTensor, ModelConfig
 
 
 class Eagle3Drafter(DeviceDrafter):

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.batch import SelectedTokens
+from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel, DraftModelContext
+from frame.core.interfaces.model import LazyTensor, ModelConfig
 from frame.models.layers.embedding import Head
 from frame.models.layers.linear import ReplicatedLinear
 from frame.models.layers.parameter import load_parameters
 from frame.plugins.drafters.draft_config import read_draft_config
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.model import LazyTensor, ModelConfig
 
 
 class MedusaDrafter(DeviceDrafter):

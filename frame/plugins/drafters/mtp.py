@@ -8,23 +8,18 @@ the target's. Used by the model runner. Must not know a request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.batch import SelectedTokens
+from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel, DraftModelContext
+from frame.core.interfaces.model import LazyTensor
 from frame.models.layers.decoder import Decoder
 from frame.models.layers.linear import ReplicatedLinear, add_up
 from frame.models.layers.parameter import load_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.model import LazyTensor
 
 
 class MtpDrafter(DeviceDrafter):

@@ -9,15 +9,11 @@ tokenizer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.batch import SlotSetup
-    from frame.plugins.drafters import NgramOptions
+from frame.plugins.drafters import NgramOptions
 
 _MAX_LENGTH, _SHORTEST = 4, 2  # tokens of an n-gram, without options
 _MIN_BITS, _MAX_BITS = 10, 15  # of the number of entries of a table

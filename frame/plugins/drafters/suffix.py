@@ -10,15 +10,12 @@ Used by the scheduler. Must not know a model or a tokenizer.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.batch import SlotSetup
-    from frame.plugins.drafters import SuffixOptions
+from frame.plugins.drafters import SuffixOptions
 
 ORDERS = np.array([24, 16, 12, 8, 6, 4, 3, 2])  # tokens of the suffixes that are nodes, longest first
 _DEPTH = int(ORDERS[0])

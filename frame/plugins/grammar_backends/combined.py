@@ -7,16 +7,12 @@ Knows one tokenizer and one vocabulary. xgrammar takes seconds to load and is lo
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
-from frame.core.interfaces.sampling import GrammarBackend
+from pydantic import BaseModel
+
+from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
 from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
 from frame.plugins.grammar_backends.options import XGrammarOptions
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.sampling import CompiledGrammar, GrammarContext
 
 
 class CombinedBackend(GrammarBackend):

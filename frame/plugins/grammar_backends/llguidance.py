@@ -13,22 +13,18 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from pydantic import BaseModel
 
-from frame.core.interfaces.sampling import GrammarBackend
+from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
 from frame.plugins.grammar_backends import ebnf, structural_tags
 from frame.plugins.grammar_backends.closed_schema import close_schema
 from frame.plugins.grammar_backends.library_errors import explain_rejection
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.sampling import GrammarContext
 
 MAX_THREADS = 16  # that compute masks
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,20 +9,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xgrammar
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
-from frame.core.interfaces.sampling import GrammarBackend
+from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
 from frame.plugins.grammar_backends.options import XGrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.sampling import CompiledGrammar, GrammarContext
 
 _PREAMBLE = re.compile(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .* is false: )?", re.DOTALL)  # source location and failed check
 

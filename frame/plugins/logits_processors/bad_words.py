@@ -6,19 +6,14 @@ As in transformers, the row is prompt plus output; a sequence of one token is al
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from pydantic import BaseModel
 
+from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.sampling import ProcessorContext
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.plugins.logits_processors.addition import add_to
 from frame.plugins.logits_processors.slot_state import Column, SlotProcessor
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.batch import SlotSetup
-    from frame.core.interfaces.sampling import ProcessorContext
-    from frame.core.interfaces.sampling_params import SamplingParams
 
 _ANY = -1  # padding of a prefix: matches every token
 _NEVER = -2  # padding of a row shorter than the prefix: matches no token

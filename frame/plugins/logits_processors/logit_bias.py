@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from pydantic import BaseModel
 
+from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.sampling import ProcessorContext
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.plugins.logits_processors.addition import add_to
 from frame.plugins.logits_processors.slot_state import Column, SlotProcessor
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.batch import SlotSetup
-    from frame.core.interfaces.sampling import ProcessorContext
-    from frame.core.interfaces.sampling_params import SamplingParams
 
 
 class LogitBias(SlotProcessor):

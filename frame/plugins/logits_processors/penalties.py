@@ -6,20 +6,15 @@ Frequency and presence penalties (OpenAI) count the output; repetition (Keskar e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
+from pydantic import BaseModel
 
 from frame import kernels
+from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.sampling import ProcessorContext
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.plugins.logits_processors.slot_state import Column, SlotProcessor
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.batch import SlotSetup
-    from frame.core.interfaces.sampling import ProcessorContext
-    from frame.core.interfaces.sampling_params import SamplingParams
 
 _IN_PROMPT = 1 << 30  # set if the prompt contains the token; the bits below count the output
 

@@ -3,17 +3,14 @@ the results are summed over the ranks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from pydantic import BaseModel
 
 from frame import kernels
 from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, MoEDispatcher, select_local
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.rank_context import RankContext
+from frame.core.interfaces.rank_context import RankContext
 
 
 class AllReduce(MoEDispatcher):

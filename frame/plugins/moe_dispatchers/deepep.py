@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 from torch.nn.functional import pad
 
+from frame.core.interfaces.collective import Collective
 from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, MoEDispatcher
-
-if TYPE_CHECKING:
-    from frame.core.interfaces.collective import Collective
 
 _NONE = -1  # DeepEP: a selection that is no expert, or one of another rank
 

@@ -6,22 +6,17 @@ The library compiles each shape on first use, which needs nvcc. Knows no routing
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import deep_gemm
 import torch
+from pydantic import BaseModel
 from torch import nn
 
+from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe.align import Alignment, align_tokens
 from frame.kernels.moe.grouped_gemm import combine_pairs
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.build import BuildContext
 
 
 class DeepGemm(MoERunner):

@@ -9,13 +9,14 @@ experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
+from pydantic import BaseModel
 from torch import nn
 
 from frame import kernels
+from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.kernels import nvidia
 from frame.kernels.linear.fp8_quantize import quantize_groups
@@ -35,11 +36,6 @@ from frame.kernels.moe.grouped_gemm import (
     compute_gate_up_vector,
 )
 from frame.models.layers.weights.expert_activation import activate, find_activation
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.build import BuildContext
 
 _CPU_MEMORY = 1 << 20  # bytes of shared memory assumed for the interpreter, which has no limit
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from frame.core.interfaces.platform import (
     DeviceMemory,
@@ -16,9 +17,6 @@ from frame.core.interfaces.platform import (
     SupportsStreams,
     SupportsSynchronisationChecks,
 )
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 
 class CudaPlatform(Platform, SupportsStreams, SupportsGraphs, SupportsSynchronisationChecks):

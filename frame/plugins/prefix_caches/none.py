@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import BaseModel
 
 from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheContext, SupportsRelock
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 _NONE = np.empty(0, np.int32)
 

@@ -12,9 +12,10 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from frame.core.interfaces.cache import (
     CachedRun,
@@ -28,9 +29,6 @@ from frame.core.interfaces.cache import (
 )
 from frame.plugins.prefix_caches.radix_groups import WindowGroup, make_groups
 from frame.plugins.prefix_caches.radix_nodes import Handle, Node, outline_tree
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 _NO_PAGES = np.empty(0, np.int32)
 _AUDITED = 256  # nodes that one part of an audit checks: about a millisecond

@@ -11,12 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from frame.core.interfaces.cache_groups import PagePool
+from frame.core.interfaces.cache_groups import PagePool
 
 _NO_PAGES = np.empty(0, np.int32)
 

@@ -8,12 +8,10 @@ reads. Other marks are dropped.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
 
 from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningParser, held_back
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 START, MESSAGE = "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)

@@ -7,13 +7,10 @@ content, and later tags are text.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pydantic import BaseModel
 
 from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningParser, held_back
 from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 _START, _THINKING, _GAP, _REPLY = range(4)
 

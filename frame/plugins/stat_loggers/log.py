@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from frame.core.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
-
-if TYPE_CHECKING:
-    from frame.plugins.stat_loggers import LogOptions
+from frame.plugins.stat_loggers import LogOptions
 
 log = logging.getLogger(__name__)
 INTERVAL = 10.0  # seconds, without options

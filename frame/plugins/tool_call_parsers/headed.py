@@ -8,14 +8,12 @@ belongs to it.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from pydantic import BaseModel
+
+from frame.core.interfaces.parsing import ParserContext
 from frame.plugins.tool_call_parsers.machine import JsonSpan, Machine
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.parsing import ParserContext
 
 MAX_HEADER = 256  # characters; a longer header without a bracket is text
 

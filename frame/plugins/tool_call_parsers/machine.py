@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from frame.core.interfaces.parsing import Function, ToolCallDelta, ToolCallParser, ToolDelta, held_back
+from pydantic import BaseModel
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.parsing import ParserContext
+from frame.core.interfaces.parsing import Function, ParserContext, ToolCallDelta, ToolCallParser, ToolDelta, held_back
 
 MAX_GAP = 64  # whitespace characters before a mark that belong to the mark
 

@@ -12,16 +12,13 @@ import json
 import keyword
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from frame.core.interfaces.parsing import CallRule, Format, Function
+from pydantic import BaseModel
+
+from frame.core.interfaces.parsing import CallRule, Format, Function, ParserContext
 from frame.plugins.tool_call_parsers.formats import either, optional, sequence, several, tag, text
 from frame.plugins.tool_call_parsers.machine import Machine
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.parsing import ParserContext
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 DEEPEST = 64

@@ -10,16 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from frame.core.interfaces.parsing import CallRule, Format, Function
+from pydantic import BaseModel
+
+from frame.core.interfaces.parsing import CallRule, Format, Function, ParserContext
 from frame.plugins.tool_call_parsers.formats import arguments_of, optional, sequence, several, tag, text, within_text
 from frame.plugins.tool_call_parsers.machine import Machine
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from frame.core.interfaces.parsing import ParserContext
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

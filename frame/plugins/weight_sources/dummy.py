@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from frame.core.interfaces.weights import WeightSource, WeightSourceContext
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 PERIOD = 1_000_003  # random numbers that are drawn. A prime, so that the rows of a matrix differ
 _E2M1_DEVIATION = 2.9  # of uniform e2m1 values

@@ -11,19 +11,17 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import LazyTensor
 from frame.core.interfaces.weights import FileRange, WeightSource, WeightSourceContext
 from frame.host.installation import describe_gguf
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "*.safetensors")  # without an index file, the first pattern that matches

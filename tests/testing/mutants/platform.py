@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.platform import Accelerator, DeviceMemory, FoundDevices
+from frame.core.interfaces.platform import Accelerator, DeviceMemory, FoundDevices, HostPlatform
 from tests.plugins.fake_platform import CAPABILITIES, MEMORY, FakeEvent, FakeGraph, FakePlatform, FakeStream
 from tests.testing.mutants import MutantList
 
@@ -44,6 +44,18 @@ class SaysHost(FakePlatform):
 @mutant.using(capabilities=replace(CAPABILITIES, graphs=False))
 class HidesGraphs(FakePlatform):
     """The record denies graphs, but the platform makes a pool for them."""
+
+
+@mutant
+class LacksGraphs(HostPlatform):
+    """The record says that graphs can be captured, but the class offers none."""
+
+    @property
+    def device_name(self) -> str:
+        return "Fake 1"
+
+    def measure_memory(self) -> DeviceMemory:
+        return DeviceMemory(MEMORY, MEMORY - (64 << 20))
 
 
 @mutant
@@ -119,6 +131,14 @@ class MakesSideStreams(FakePlatform):
 
     def get_side_stream(self) -> FakeStream:
         return FakeStream()
+
+
+@mutant
+class SideStreamIsCurrent(FakePlatform):
+    """get_side_stream returns the current stream, so that two computations do not overlap."""
+
+    def get_side_stream(self) -> FakeStream:
+        return self.get_current_stream()
 
 
 @mutant

@@ -311,6 +311,18 @@ class KeepsAView(PlainCache):
 
 
 @mutant
+class EvictsLockedPagesWithTheRest(PlainCache):
+    """`evict` of everything that is evictable removes locked prefixes, too."""
+
+    def evict(self, num_pages: int) -> np.ndarray:
+        if not 0 < self.num_evictable <= num_pages:
+            return super().evict(num_pages)
+        pages = np.array([entry.page for entry in self.entries.values()], np.int32)
+        self.entries.clear()
+        return pages
+
+
+@mutant
 class RelockAddsLocks(PlainCache):
     """`relock` keeps the locks that it should replace."""
 
