@@ -77,8 +77,8 @@ class KindRegistry:
         if any(record.name == name for record in self.added):
             raise PluginError(f"{here} is added twice by {self.owner.distribution or 'the same plugin'}; keep one.")
         if isinstance(target, type):
-            given, target = target, f"{target.__module__}:{target.__qualname__}"
-            self.classes[target] = given
+            target_class, target = target, f"{target.__module__}:{target.__qualname__}"
+            self.classes[target] = target_class
         module, _, attribute = target.partition(":")
         if not module or not attribute:
             raise PluginError(f"{here}: the target is {target!r}; write it as 'package.module:Class'.")
@@ -133,9 +133,9 @@ def _unmet_requirement(text: str, assumed: frozenset[str]) -> Reason | None:
     if requirement.name in assumed or (requirement.marker is not None and not requirement.marker.evaluate()):
         return None
     try:
-        found = version(requirement.name)
+        installed = version(requirement.name)
     except PackageNotFoundError:
         return Reason(f"it needs {requirement.name}{requirement.specifier}, which is not installed ({install_command(text)})")
-    if not requirement.specifier.contains(found, prereleases=True):
-        return Reason(f"it needs {requirement.name}{requirement.specifier}, installed is {found} ({install_command(text)})")
+    if not requirement.specifier.contains(installed, prereleases=True):
+        return Reason(f"it needs {requirement.name}{requirement.specifier}, installed is {installed} ({install_command(text)})")
     return None

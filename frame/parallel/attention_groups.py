@@ -36,7 +36,7 @@ def pad_group(groups: Sequence[ScheduledBatch | None], number: int, padding_slot
     if not any(prompts):
         missing = max(sizes) - sizes[number]
         return _add_rows(padded, padding_slot, np.ones(missing, np.int32), is_decode=True)
-    missing = max(size + (not own) for size, own in zip(sizes, prompts, strict=True)) - sizes[number]
+    missing = max(size + (not has_prompt) for size, has_prompt in zip(sizes, prompts, strict=True)) - sizes[number]
     lengths = [min(max_context, missing - start) for start in range(0, missing, max_context)]
     return _add_rows(padded, padding_slot, np.array(lengths, np.int32), is_decode=False)
 
@@ -53,8 +53,8 @@ def _add_rows(batch: ScheduledBatch, slot: int, lengths: np.ndarray, *, is_decod
     if not rows:
         return batch
     nothing = np.zeros(rows, np.bool_)
-    given = {name: getattr(batch, name) for name in ("prompt_logprobs", "skip_kv_store")}
-    flags = {name: np.concatenate((own, nothing)) for name, own in given.items() if own is not None}
+    arrays = {name: getattr(batch, name) for name in ("prompt_logprobs", "skip_kv_store")}
+    flags = {name: np.concatenate((array, nothing)) for name, array in arrays.items() if array is not None}
     return replace(
         batch,
         num_decodes=batch.num_decodes + (rows if is_decode else 0),
@@ -100,24 +100,24 @@ class LeadingGroupRunner(LeadingRunner):
 
 
 class GroupedStep:
-    """A step of all groups; `own` is that of group 0."""
+    """A step of all groups; `local` is that of group 0."""
 
-    def __init__(self, own: PendingStep, batch: ScheduledBatch, results: Sequence[ResultReceiver], watch: RankWatch | None) -> None:
-        self.own = own
+    def __init__(self, local: PendingStep, batch: ScheduledBatch, results: Sequence[ResultReceiver], watch: RankWatch | None) -> None:
+        self.local = local
         self.batch = batch
         self._results = results
         self._watch = watch
 
     def wait(self) -> StepResult:
-        found = [self.own.wait()]
+        results = [self.local.wait()]
         idle = _idle_batch(self.batch.groups).step
         try:
             with watch_wait(self._watch, "the results of groups"):
-                for part, receiver in zip(self.batch.groups[1:], self._results, strict=True):
-                    found.append(receiver.receive(idle if part is None else part.step))
+                for batch, receiver in zip(self.batch.groups[1:], self._results, strict=True):
+                    results.append(receiver.receive(idle if batch is None else batch.step))
         except Exception as error:
             raise DeviceLost(f"step {self.batch.step} failed in an attention group: {error}") from error
-        return StepResult(step=self.batch.step, token_ids=_NO_TOKENS, groups=found)
+        return StepResult(step=self.batch.step, token_ids=_NO_TOKENS, groups=results)
 
 
 class UnsampledGroupedStep(UnsampledStep):
@@ -129,17 +129,17 @@ class UnsampledGroupedStep(UnsampledStep):
 
     def sample(self, mask: np.ndarray | None) -> None:
         start = 0
-        for number, part in enumerate(self._step.batch.groups):
-            if part is None:
+        for number, batch in enumerate(self._step.batch.groups):
+            if batch is None:
                 continue
-            rows = slice(start, start := start + int(part.samples.sum()))
-            if not part.has_deferred_grammar_mask:
+            rows = slice(start, start := start + int(batch.samples.sum()))
+            if not batch.has_deferred_grammar_mask:
                 continue
-            own = None if mask is None else mask[rows]
+            group_mask = None if mask is None else mask[rows]
             if number:
-                self._followers.send_order(GrammarMask(own, number))
-            elif isinstance(self._step.own, UnsampledStep):
-                self._step.own.sample(own)
+                self._followers.send_order(GrammarMask(group_mask, number))
+            elif isinstance(self._step.local, UnsampledStep):
+                self._step.local.sample(group_mask)
 
     def wait(self) -> StepResult:
         return self._step.wait()

@@ -23,11 +23,11 @@ def balance_experts(load: np.ndarray, num_physical: int, num_ranks: int, num_gro
     _, experts = load.shape
     if num_groups % num_hosts:
         num_groups = num_hosts = 1
-    for what, whole, parts in (
+    for what, whole, divisor in (
         ("experts", experts, num_groups), ("physical experts", num_physical, num_ranks), ("ranks", num_ranks, num_hosts),
     ):  # fmt: skip
-        if whole % parts:
-            raise ValueError(f"{whole} {what} cannot be divided by {parts}")
+        if whole % divisor:
+            raise ValueError(f"{whole} {what} cannot be divided by {divisor}")
     if num_physical < experts:
         raise ValueError(f"{num_physical} physical experts cannot hold {experts} logical ones")
     return np.stack([_balance_layer(row, num_physical, num_ranks, num_groups, num_hosts) for row in load])
@@ -37,8 +37,8 @@ def _balance_layer(load: np.ndarray, num_physical: int, num_ranks: int, num_grou
     group_size = len(load) // num_groups
     groups = pack(load.reshape(num_groups, group_size).sum(1), num_hosts)  # [hosts, groups of a host]
     placed = []
-    for own in groups:
-        experts = (own[:, None] * group_size + np.arange(group_size)).ravel()
+    for members in groups:
+        experts = (members[:, None] * group_size + np.arange(group_size)).ravel()
         replicas, counts = replicate(load[experts], num_physical // num_hosts)
         packs = pack((load[experts] / counts)[replicas], num_ranks // num_hosts)
         placed.append(experts[replicas[packs.ravel()]])
@@ -75,9 +75,9 @@ def replicate(load: np.ndarray, num_replicas: int) -> tuple[np.ndarray, np.ndarr
 def find_imbalance(load: np.ndarray, placement: np.ndarray, num_ranks: int) -> np.ndarray:
     """The load of the busiest rank over the mean load of ranks, float64 [layers]; 1.0: balanced.
     The replicas of an expert share its load equally."""
-    found = []
+    imbalances = []
     for row, logical in zip(np.asarray(load, np.float64), placement, strict=True):
         each = row / np.maximum(np.bincount(logical, minlength=len(row)), 1)
         ranks = each[logical].reshape(num_ranks, -1).sum(1)
-        found.append(ranks.max() / max(ranks.mean(), 1e-9))
-    return np.array(found)
+        imbalances.append(ranks.max() / max(ranks.mean(), 1e-9))
+    return np.array(imbalances)

@@ -52,11 +52,11 @@ def list_movable(model: object) -> list[MovableExperts]:
 def count_transit_bytes(layers: Sequence[MovableExperts], stage_bytes: int) -> int:
     """The most that experts in transit take: the received experts of a layer, and those of a stage
     that are sent."""
-    found = [0]
+    sizes = [0]
     for layer in layers:
         tensors = layer.list_tensors()
-        found.append(sum(tensor.nbytes for tensor in tensors) + max(stage_bytes, sum(tensor[0].nbytes for tensor in tensors)))
-    return max(found)
+        sizes.append(sum(tensor.nbytes for tensor in tensors) + max(stage_bytes, sum(tensor[0].nbytes for tensor in tensors)))
+    return max(sizes)
 
 
 class ExpertBalancer:
@@ -97,12 +97,12 @@ class ExpertBalancer:
             layer.get_counts().zero_()
         ranks = self._group.size
         present = np.array([layer.placement.logical for layer in self._layers])
-        wanted = balance_experts(load, present.shape[1], ranks)
-        before, after = find_imbalance(load, present, ranks), find_imbalance(load, wanted, ranks)
+        balanced = balance_experts(load, present.shape[1], ranks)
+        before, after = find_imbalance(load, present, ranks), find_imbalance(load, balanced, ranks)
         for index in np.flatnonzero(after < before - _MIN_GAIN).tolist():
-            layer, own = self._layers[index], present[index]
-            logical = keep_places(own, wanted[index], ranks)
-            moves = deque(find_moves(own, logical, ranks))
+            layer, placed = self._layers[index], present[index]
+            logical = keep_places(placed, balanced[index], ranks)
+            moves = deque(find_moves(placed, logical, ranks))
             placement = replace(layer.placement, logical=tuple(logical.tolist()))
             if moves:
                 self._open.append(LayerMove(layer, placement, moves, []))
@@ -138,21 +138,21 @@ class ExpertBalancer:
         send_rows = [sum(move.target // each == other for move in sent) for other in range(size)]
         recv_rows = [sum(move.source // each == other for move in got) for other in range(size)]
         rows = torch.tensor([move.source % each for move in sent], dtype=torch.int64, device=tensors[0].device)
-        parts = []
+        received = []
         for tensor in tensors:
             chosen = tensor.view(torch.uint8).index_select(0, rows)  # float8 too, which not every collective takes
             taken = self._group.all_to_all(chosen, send_rows, recv_rows).view(tensor.dtype)
-            parts.append(taken.view(len(got), *tensor.shape[1:]))
-        return [(move.target % each, [part[index] for part in parts]) for index, move in enumerate(got)]
+            received.append(taken.view(len(got), *tensor.shape[1:]))
+        return [(move.target % each, [tensor_rows[index] for tensor_rows in received]) for index, move in enumerate(got)]
 
 
-def keep_places(present: np.ndarray, wanted: np.ndarray, ranks: int) -> np.ndarray:
+def keep_places(present: np.ndarray, balanced: np.ndarray, ranks: int) -> np.ndarray:
     """The experts of each rank in `wanted`, int64 [physical experts], at their present places where
     the rank has them already."""
     placed = []
-    for own, new in zip(present.reshape(ranks, -1), wanted.reshape(ranks, -1), strict=True):
+    for present_ids, new in zip(present.reshape(ranks, -1), balanced.reshape(ranks, -1), strict=True):
         rest, kept = new.tolist(), []
-        for logical in own.tolist():
+        for logical in present_ids.tolist():
             kept.append(logical if logical in rest else None)
             if logical in rest:
                 rest.remove(logical)
@@ -160,10 +160,10 @@ def keep_places(present: np.ndarray, wanted: np.ndarray, ranks: int) -> np.ndarr
     return np.array(placed, np.int64)
 
 
-def find_moves(present: np.ndarray, wanted: np.ndarray, ranks: int) -> list[Move]:
+def find_moves(present: np.ndarray, balanced: np.ndarray, ranks: int) -> list[Move]:
     """A move for each place whose expert changes, from a place of its own rank if there is one."""
-    each, found = len(present) // ranks, []
-    for target in np.flatnonzero(present != wanted).tolist():
-        places = np.flatnonzero(present == wanted[target]).tolist()
-        found.append(Move(min(places, key=lambda place: (place // each != target // each, place)), target))
-    return found
+    each, moves = len(present) // ranks, []
+    for target in np.flatnonzero(present != balanced).tolist():
+        places = np.flatnonzero(present == balanced[target]).tolist()
+        moves.append(Move(min(places, key=lambda place: (place // each != target // each, place)), target))
+    return moves

@@ -51,8 +51,8 @@ class GroupedScheduler:
             each.abort_all(reason)
 
     def drain_outputs(self) -> StepTokens | None:
-        found = [ended for each in self._schedulers if (ended := each.drain_outputs()) is not None]
-        return join_tokens(found) if found else None
+        outputs = [ended for each in self._schedulers if (ended := each.drain_outputs()) is not None]
+        return join_tokens(outputs) if outputs else None
 
     def close(self) -> None:
         for each in self._schedulers:
@@ -63,35 +63,35 @@ class GroupedScheduler:
     def schedule_batch(self, now: float | None = None) -> ScheduledBatch | None:
         """The next step of all groups; None when no group has anything to run."""
         groups = [each.schedule_batch(now) for each in self._schedulers]
-        parts = [part for part in groups if part is not None]
-        if not parts:
+        batches = [group_batch for group_batch in groups if group_batch is not None]
+        if not batches:
             return None
-        batch = join_rows(parts)
+        batch = join_rows(batches)
         self._step += 1
         return msgspec.structs.replace(batch, step=self._step - 1, groups=groups)
 
     def fill_deferred_mask(self, batch: ScheduledBatch) -> np.ndarray | None:
         """The masks of the groups whose masks are deferred, one after another; rows of the others
         allow all tokens."""
-        parts = [(each, part) for each, part in zip(self._schedulers, batch.groups, strict=True) if part is not None]
-        masks = [each.fill_deferred_mask(part) if part.has_deferred_grammar_mask else None for each, part in parts]
+        pairs = [(each, group_batch) for each, group_batch in zip(self._schedulers, batch.groups, strict=True) if group_batch is not None]
+        masks = [each.fill_deferred_mask(group_batch) if group_batch.has_deferred_grammar_mask else None for each, group_batch in pairs]
         width = max((mask.shape[1] for mask in masks if mask is not None), default=0)
         if not width:
             return None
         return np.concatenate([
-            np.full((int(part.samples.sum()), width), ALLOWED, np.int32) if mask is None else mask
-            for mask, (_, part) in zip(masks, parts, strict=True)
+            np.full((int(group_batch.samples.sum()), width), ALLOWED, np.int32) if mask is None else mask
+            for mask, (_, group_batch) in zip(masks, pairs, strict=True)
         ])  # fmt: skip
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepTokens:
         """See `Scheduler.commit`."""
         every = zip(self._schedulers, batch.groups, result.groups, strict=True)
-        return join_tokens([each.commit(part, own) for each, part, own in every if part is not None])
+        return join_tokens([each.commit(group_batch, group_result) for each, group_batch, group_result in every if group_batch is not None])
 
     def fail_step(self, batch: ScheduledBatch, error: str) -> FailedRequests:
         """See `Scheduler.fail_step`."""
-        parts = zip(self._schedulers, batch.groups, strict=True)
-        failed = [each.fail_step(part, error) for each, part in parts if part is not None]
+        pairs = zip(self._schedulers, batch.groups, strict=True)
+        failed = [each.fail_step(group_batch, error) for each, group_batch in pairs if group_batch is not None]
         return replace(
             failed[0],
             ended=join_tokens([each.ended for each in failed]),
@@ -131,29 +131,29 @@ class GroupedScheduler:
         return [sentence for each in self._schedulers for sentence in each.repair_integrity()]
 
 
-def join_rows(parts: Sequence[ScheduledBatch]) -> ScheduledBatch:
+def join_rows(batches: Sequence[ScheduledBatch]) -> ScheduledBatch:
     """A batch that tells of all rows of the parts, for what counts rows and tokens."""
     names = ("slots", "num_computed", "num_scheduled", "samples")
-    joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    joined: dict[str, Any] = {name: np.concatenate([getattr(batch, name) for batch in batches]) for name in names}
     return ScheduledBatch(
         step=0,
-        num_decodes=sum(part.num_decodes for part in parts),
+        num_decodes=sum(batch.num_decodes for batch in batches),
         token_ids=np.empty(0, np.int32),
         new_pages=np.empty((0, 3), np.int32),
-        has_deferred_grammar_mask=any(part.has_deferred_grammar_mask for part in parts),
+        has_deferred_grammar_mask=any(batch.has_deferred_grammar_mask for batch in batches),
         **joined,
     )
 
 
-def join_tokens(parts: Sequence[StepTokens]) -> StepTokens:
+def join_tokens(messages: Sequence[StepTokens]) -> StepTokens:
     """The tokens of several groups as one message; the entries by index are shifted."""
-    if len(parts) == 1:
-        return parts[0]
+    if len(messages) == 1:
+        return messages[0]
     joined: dict[str, Any] = {"rids": [], "token_ids": []}
-    for part in parts:
+    for message in messages:
         start = len(joined["rids"])
         for name in StepTokens.__struct_fields__:
-            value = getattr(part, name)
+            value = getattr(message, name)
             if isinstance(value, list):
                 joined[name] += value
             else:

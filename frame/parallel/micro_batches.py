@@ -48,14 +48,14 @@ def split_batch(batch: ScheduledBatch, count: int) -> list[MicroBatch]:
     number_of = batch.slots % count
     sample_row = np.repeat(np.arange(len(batch.slots)), count_samples(batch))  # the row of each sample
     place = np.cumsum(batch.samples) - 1  # of each sampling row
-    found: list[MicroBatch] = []
+    micro_batches: list[MicroBatch] = []
     for number in range(count):
         rows = np.flatnonzero(number_of == number)
         if len(rows):
             samples = np.flatnonzero(np.isin(sample_row, rows))
-            part = _take_rows(batch, rows, samples, is_first=not found, is_last=not (number_of > number).any())
-            found.append(MicroBatch(number, part, rows, samples, place[rows][batch.samples[rows]]))
-    return found
+            rows_batch = _take_rows(batch, rows, samples, is_first=not micro_batches, is_last=not (number_of > number).any())
+            micro_batches.append(MicroBatch(number, rows_batch, rows, samples, place[rows][batch.samples[rows]]))
+    return micro_batches
 
 
 def _take_rows(batch: ScheduledBatch, rows: np.ndarray, samples: np.ndarray, *, is_first: bool, is_last: bool) -> ScheduledBatch:
@@ -73,25 +73,25 @@ def _take_rows(batch: ScheduledBatch, rows: np.ndarray, samples: np.ndarray, *, 
     return msgspec.structs.replace(batch, **changes)
 
 
-def join_results(batch: ScheduledBatch, parts: Sequence[MicroBatch], results: Sequence[StepResult]) -> StepResult:
+def join_results(batch: ScheduledBatch, micro_batches: Sequence[MicroBatch], results: Sequence[StepResult]) -> StepResult:
     """The result of the batch from those of its micro-batches."""
-    if len(parts) == 1:
+    if len(micro_batches) == 1:
         return results[0]
     total = int(count_samples(batch).sum())
     joined: dict[str, Any] = {"step": batch.step, "token_ids": np.zeros(total, np.int32)}
     prompts: list[Any] = [None] * len(batch.slots)
     faults: dict[int, str] = {}
-    for part, result in zip(parts, results, strict=True):
+    for micro_batch, result in zip(micro_batches, results, strict=True):
         for name in ("token_ids", "logprobs", "top_ids", "top_logprobs", "invalid"):
             if (value := getattr(result, name)) is not None:
-                joined[name] = _scatter(joined.get(name), value, part.samples, total)
+                joined[name] = _scatter(joined.get(name), value, micro_batch.samples, total)
         if batch.num_drafts is not None:
-            counts = np.ones(len(part.sampling_rows), np.int32) if result.counts is None else result.counts
-            joined["counts"] = _scatter(joined.get("counts"), counts, part.sampling_rows, int(batch.samples.sum()))
-        for row, found in zip(part.rows, result.prompt_logprobs or (), strict=False):
-            prompts[row] = found
-        faults |= {int(part.samples[sample]): why for sample, why in (result.faults or {}).items()}
-    joined["prompt_logprobs"] = prompts if any(found is not None for found in prompts) else None
+            counts = np.ones(len(micro_batch.sampling_rows), np.int32) if result.counts is None else result.counts
+            joined["counts"] = _scatter(joined.get("counts"), counts, micro_batch.sampling_rows, int(batch.samples.sum()))
+        for row, logprobs in zip(micro_batch.rows, result.prompt_logprobs or (), strict=False):
+            prompts[row] = logprobs
+        faults |= {int(micro_batch.samples[sample]): why for sample, why in (result.faults or {}).items()}
+    joined["prompt_logprobs"] = prompts if any(logprobs is not None for logprobs in prompts) else None
     return StepResult(faults=faults or None, **joined)
 
 

@@ -62,21 +62,21 @@ class ReplicaChooser:
 
 def _hash_blocks(prompt: Sequence[int], namespace: str) -> list[int]:
     """A hash of each prefix of whole blocks."""
-    found, last = [], hash(namespace)
+    hashes, last = [], hash(namespace)
     for start in range(0, min(len(prompt), MAX_BLOCKS * BLOCK) - BLOCK + 1, BLOCK):
         last = hash((last, *prompt[start : start + BLOCK]))
-        found.append(last)
-    return found
+        hashes.append(last)
+    return hashes
 
 
 _COUNTS = frozenset(field.name for field in msgspec.structs.fields(Heartbeat) if field.type in (int, float)) | {"pages", "max_total_tokens"}
 
 
-def sum_loads(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def sum_loads(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The data of several engines as one's: counts are added, the rest is the first engine's."""
-    total = dict(parts[0])
+    total = dict(loads[0])
     for name in total:
-        values = [part[name] for part in parts if name in part]
+        values = [load[name] for load in loads if name in load]
         if name in _COUNTS:
             total[name] = sum(values)
         elif name == "accepted_at":

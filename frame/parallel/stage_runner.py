@@ -84,30 +84,30 @@ class StageRunner(TorchModelRunner):
     def _execute(self, batch: ScheduledBatch) -> PendingStep:
         # The other ranks of the last stage wait for tokens that are drawn with a deferred mask, and
         # cannot compute another micro-batch meanwhile.
-        parts = [whole_batch(batch, ALL)] if batch.has_deferred_grammar_mask else split_batch(batch, self._pipeline.size)
-        if not parts:
+        micro_batches = [whole_batch(batch, ALL)] if batch.has_deferred_grammar_mask else split_batch(batch, self._pipeline.size)
+        if not micro_batches:
             self.inputs.planner.update_slots(batch)
-        steps = [self._run_part(part) for part in parts]
+        steps = [self._run_micro_batch(each) for each in micro_batches]
         if any(isinstance(step, UnsampledStep) for step in steps):
-            return UnsampledStageStep(batch, parts, steps)
-        return StageStep(batch, parts, steps)
+            return UnsampledStageStep(batch, micro_batches, steps)
+        return StageStep(batch, micro_batches, steps)
 
-    def _run_part(self, part: MicroBatch) -> PendingStep | None:
+    def _run_micro_batch(self, micro_batch: MicroBatch) -> PendingStep | None:
         """Compute a micro-batch. -> None unless this is the last stage."""
         stage = self._pipeline
         if stage.is_last:
-            return super()._execute(part.batch)
+            return super()._execute(micro_batch.batch)
         if stage.is_first:
-            self._receive_tokens(part.number)
-        inputs = self.inputs.prepare(part.batch)
+            self._receive_tokens(micro_batch.number)
+        inputs = self.inputs.prepare(micro_batch.batch)
         if isinstance(inputs, ReplayInputs):
             self._sends.start(self._replay(inputs).logits.clone())  # the next replay writes the original
         else:
             self._sends.start(self.forward(self._with_hidden(inputs).batch))
             if self.inputs.groups is not None:
                 self.inputs.groups.save_states()
-        if stage.is_first and len(part.sampling_rows):
-            self._expected.append(ExpectedTokens(part.number, part.batch.slots[part.batch.samples].astype(np.int64)))
+        if stage.is_first and len(micro_batch.sampling_rows):
+            self._expected.append(ExpectedTokens(micro_batch.number, micro_batch.batch.slots[micro_batch.batch.samples].astype(np.int64)))
         return None
 
     def capture_decode_graphs(self, max_rows: int, *, is_dry: bool = False) -> None:
@@ -171,20 +171,20 @@ def _add_hidden(batch: ForwardBatch, hidden: torch.Tensor) -> ForwardBatch:
 class StageStep:
     """A step of a stage, in flight."""
 
-    def __init__(self, batch: ScheduledBatch, parts: list[MicroBatch], steps: list[PendingStep | None]) -> None:
-        self._batch, self._parts, self._steps = batch, parts, steps
+    def __init__(self, batch: ScheduledBatch, micro_batches: list[MicroBatch], steps: list[PendingStep | None]) -> None:
+        self._batch, self._micro_batches, self._steps = batch, micro_batches, steps
 
     def wait(self) -> StepResult:
         results = [step.wait() for step in self._steps if step is not None]
         if not results:
             return StepResult(step=self._batch.step, token_ids=np.empty(0, np.int32))
-        return join_results(self._batch, self._parts, results)
+        return join_results(self._batch, self._micro_batches, results)
 
 
 class UnsampledStageStep(StageStep, UnsampledStep):
     """A step of the last stage with a deferred grammar mask."""
 
     def sample(self, mask: np.ndarray | None) -> None:
-        for part, step in zip(self._parts, self._steps, strict=True):
+        for micro_batch, step in zip(self._micro_batches, self._steps, strict=True):
             if isinstance(step, UnsampledStep):
-                step.sample(None if mask is None else mask[part.samples])
+                step.sample(None if mask is None else mask[micro_batch.samples])

@@ -103,15 +103,15 @@ def add_class(registry: Registry, target: type, owner: str, version: str) -> Non
     """
     kind, name = name_class(target)
     capabilities, options = getattr(target, "capabilities", None), getattr(target, "Options", None)
-    part = registry.kind(kind.name, owner, version)
-    part.add(
+    kind_registry = registry.kind(kind.name, owner, version)
+    kind_registry.add(
         name,
         target,
         capabilities=capabilities if isinstance(capabilities, Capabilities) else None,
         options=options if isinstance(options, type) and issubclass(options, BaseModel) else None,
         summary=next(iter((inspect.getdoc(target) or "").split("\n\n")), "").replace("\n", " "),
     )
-    registry.commit(part)
+    registry.commit(kind_registry)
 
 
 def add_classes(registry: Registry, classes: Iterable[type]) -> None:

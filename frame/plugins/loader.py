@@ -71,10 +71,10 @@ def _add_files(registry: Registry, paths: Sequence[str]) -> None:
                 raise
             except BaseException as error:  # a hook may raise any error, SystemExit included
                 raise PluginError(f"plugins.paths: {path} cannot be read: {cause_chain(error)}") from error
-        found = [] if hooked else find_classes(module)
-        if not hooked and not found:
+        classes = [] if hooked else find_classes(module)
+        if not hooked and not classes:
             raise PluginError(f"plugins.paths: {path} has no plugin; {explain_absence(module)}")
-        for target in found:
+        for target in classes:
             add_class(registry, target, path, version)
 
 
@@ -87,13 +87,13 @@ def load_registry(
     not raised: see `Registry.broken`. `assumed`: see `Registry`."""
     registry = _make_registry(deny, assumed)
     is_allowed = _make_filter(allow if installed else (), deny)
-    found = _entry_points()
-    used = [(owner, entry) for owner, entry in found if _is_own(owner) or is_allowed(owner.distribution)]
+    entries = _entry_points()
+    used = [(owner, entry) for owner, entry in entries if _is_own(owner) or is_allowed(owner.distribution)]
     for owner, entry in used:
         if entry.group == PROJECT:
             _read(registry, registry.hooks, owner, entry)
     _add_commands(registry, used)
-    owners = {_normalise(owner.distribution) for owner, _ in found}
+    owners = {_normalise(owner.distribution) for owner, _ in entries}
     registry.excluded = frozenset(owners - {_normalise(owner.distribution) for owner, _ in used})
     registry.absent = {name for name in (*(allow or ()), *deny) if "/" not in name and _normalise(name) not in owners}
     registry.hooks.check_pending()  # finds nothing: `_add_manifest` has refused plugins with unknown hooks, with a better error
@@ -122,24 +122,24 @@ def _add_commands(registry: Registry, entries: Sequence[tuple[Provenance, EntryP
     """Add the subcommands among these entry points. None is imported."""
     for owner, entry in entries:
         if entry.group == COMMANDS:
-            part = registry.kind("cli_command", owner.distribution, owner.version)
+            kind_registry = registry.kind("cli_command", owner.distribution, owner.version)
             try:
-                part.add(entry.name, entry.value, summary=f"The command frame {entry.name}.")
+                kind_registry.add(entry.name, entry.value, summary=f"The command frame {entry.name}.")
             except PluginError as error:
                 registry.broken.append(BrokenPlugin(owner.distribution, owner.version, f"{entry.name} = {entry.value}", str(error)))
-            registry.commit(part)
+            registry.commit(kind_registry)
 
 
 def _entry_points() -> list[tuple[Provenance, EntryPoint]]:
     """All entry points, frame's own first, then by distribution name. A distribution's metadata,
     which each access to its name or version parses, is parsed once."""
     names: set[str] = set()
-    for found in distributions():
+    for installed in distributions():
         try:
-            if any(entry.group in GROUPS for entry in found.entry_points):
-                names.add(_normalise(found.name))
+            if any(entry.group in GROUPS for entry in installed.entry_points):
+                names.add(_normalise(installed.name))
         except (OSError, ValueError, TypeError, KeyError) as error:  # a partly removed installation
-            _log.debug("installed distribution %s is unreadable: %s", found, error)
+            _log.debug("installed distribution %s is unreadable: %s", installed, error)
     ordered = sorted(names, key=lambda name: (name != FRAME_DISTRIBUTION, name))
     chosen = [distribution(name) for name in ordered]  # the first on the path, as for imports
     owners = [Provenance(each.name, each.version) for each in chosen]
@@ -174,12 +174,12 @@ def _add_manifest(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, 
             raise PluginError(f"a package names its commands in the entry-point group {COMMANDS}, because help reads no manifest")
         if not hooks.get_hookcallers(plugin):
             raise PluginError(f"{plugin.__name__} has no hook; write @hookimpl before its register_… function")
-        parts = _collect(registry, hooks, plugin, owner)
+        kind_registries = _collect(registry, hooks, plugin, owner)
     except BaseException:
         hooks.unregister(plugin)
         raise
-    for part in parts:
-        registry.commit(part)
+    for kind_registry in kind_registries:
+        registry.commit(kind_registry)
 
 
 def _refuse_unknown_hooks(hooks: pluggy.PluginManager, plugin: Any) -> None:
@@ -194,15 +194,15 @@ def _refuse_unknown_hooks(hooks: pluggy.PluginManager, plugin: Any) -> None:
 
 def _collect(registry: Registry, hooks: pluggy.PluginManager, plugin: Any, owner: Provenance) -> list[Any]:
     """Call the plugin's register hooks one by one, so that each record gets its distribution."""
-    parts = []
+    kind_registries = []
     for caller in hooks.get_hookcallers(plugin) or ():
         kind = _KIND_OF_HOOK.get(caller.name)
         for impl in caller.get_hookimpls():
             if kind is not None and impl.plugin is plugin:
-                part = registry.kind(kind, owner.distribution, owner.version)
-                impl.function(*(part for _ in impl.argnames))
-                parts.append(part)
-    return parts
+                kind_registry = registry.kind(kind, owner.distribution, owner.version)
+                impl.function(*(kind_registry for _ in impl.argnames))
+                kind_registries.append(kind_registry)
+    return kind_registries
 
 
 def _normalise(name: str) -> str:
@@ -225,24 +225,24 @@ def observers(registry: Registry) -> Observers:
     `frame.plugins.hookspecs`. An observer of `on_start` that raises stops the start with
     PluginError. Any other that raises is logged with its traceback and switched off; the error is
     not raised."""
-    found = Observers()
+    registered = Observers()
     if registry.hooks is None:
-        return found
+        return registered
     for event in EVENTS:
         impls = getattr(registry.hooks.hook, event).get_hookimpls()
         if impls:
             listeners = [_Listener(*_owner(impl.plugin_name), impl.function, tuple(impl.argnames)) for impl in impls]
-            setattr(found, event, _Event(event, listeners))
-    return found
+            setattr(registered, event, _Event(event, listeners))
+    return registered
 
 
 def observed_events(registry: Registry) -> dict[str, list[str]]:
     """The events that each distribution observes."""
-    found: dict[str, list[str]] = {}
+    events: dict[str, list[str]] = {}
     for event in EVENTS if registry.hooks is not None else ():
         for impl in getattr(registry.hooks.hook, event).get_hookimpls():
-            found.setdefault(impl.plugin_name.partition(":")[0], []).append(event)
-    return found
+            events.setdefault(impl.plugin_name.partition(":")[0], []).append(event)
+    return events
 
 
 def _owner(plugin: str) -> tuple[str, str]:

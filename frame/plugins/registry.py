@@ -73,23 +73,23 @@ class Registry:
         known = {f"{kind}/{name}" for kind in KINDS for name in (*self._records[kind], *self._suggested[kind])}
         return sorted(self.absent | {name for name in self._denied if "/" in name and name not in known})
 
-    def commit(self, part: KindRegistry) -> None:
+    def commit(self, kind_registry: KindRegistry) -> None:
         """Add the records of a hook that succeeded."""
-        for record in part.added:
+        for record in kind_registry.added:
             if (full_name := f"{record.kind}/{record.name}") in self._denied:
                 others = ", ".join(name for name in self._denied if name != full_name)
                 reason = Reason("plugins.deny excludes it", f"plugins.deny: [{others}]")
                 record = replace(record, problems=(*record.problems, reason))
-            record = replace(record, problems=(*_api_problems(record.api, part.kind), *record.problems))
+            record = replace(record, problems=(*_api_problems(record.api, kind_registry.kind), *record.problems))
             self._records[record.kind].setdefault(record.name, []).append(record)
-        self._suggested[part.kind.name].update(part.suggested)
-        self._classes.update(part.classes)
+        self._suggested[kind_registry.kind.name].update(kind_registry.suggested)
+        self._classes.update(kind_registry.classes)
 
     def records(self, kind: str) -> list[PluginRecord]:
         """Return all records of a kind, by descending rank. `problems` says why a record cannot be
         used."""
-        found = [_with_clash(record, same) for same in self._records[_kind(kind).name].values() for record in same]
-        return sorted(found, key=lambda record: (-record.rank, record.name, record.distribution))
+        records = [_with_clash(record, same) for same in self._records[_kind(kind).name].values() for record in same]
+        return sorted(records, key=lambda record: (-record.rank, record.name, record.distribution))
 
     def all_records(self) -> dict[str, list[PluginRecord]]:
         """Return the records of every kind, the input of `frame.config.resolve`."""
@@ -117,18 +117,18 @@ class Registry:
         if there is none."""
         kind, _, plain = name.rpartition("/")
         if kind:
-            found = [record for record in self.records(kind) if record.name == plain]
-            if not found:
+            records = [record for record in self.records(kind) if record.name == plain]
+            if not records:
                 raise PluginError(self._unknown(kind, plain))
-            return found
-        found = [record for each in KINDS for record in self.records(each) if record.name == plain]
-        if not found:
+            return records
+        records = [record for each in KINDS for record in self.records(each) if record.name == plain]
+        if not records:
             for each in KINDS:
                 if name in self._suggested[each]:
                     raise PluginError(self._unknown(each, name))
             known = {record.name for each in KINDS for record in self.records(each)}
             raise PluginError(f"No plugin is called {plain!r}{did_you_mean(plain, known) or '.'}{self._broken_note()}")
-        return found
+        return records
 
     def load(self, record: PluginRecord) -> type:
         """Import the record's class. Raises PluginError with the chain of causes."""
@@ -168,8 +168,8 @@ class Registry:
                 f"{choice.kind} {choice.name!r} ({owner}) is missing in this process: {error} Start every process in the same "
                 "environment."
             ) from None
-        found = (record.target, record.distribution, record.version)
-        if found != (choice.target, choice.distribution, choice.version):
+        here = (record.target, record.distribution, record.version)
+        if here != (choice.target, choice.distribution, choice.version):
             raise PluginError(
                 f"{choice.kind} {choice.name!r} was resolved as {choice.distribution} {choice.version} ({choice.target}), "
                 f"but this process finds {record.distribution} {record.version} ({record.target}); restart after the "
@@ -212,15 +212,15 @@ class Registry:
 def cause_chain(error: BaseException) -> str:
     """Return one line: the error, its place, its chain of causes, and the new names that an import
     misses."""
-    parts: list[str] = []
+    causes: list[str] = []
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         text = " ".join(str(current).split())
-        parts.append(f"{type(current).__name__}: {text}{_place(current)}" if text else f"{type(current).__name__}{_place(current)}")
+        causes.append(f"{type(current).__name__}: {text}{_place(current)}" if text else f"{type(current).__name__}{_place(current)}")
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    chain, renames = ", caused by ".join(parts), describe_import(error)
+    chain, renames = ", caused by ".join(causes), describe_import(error)
     return f"{chain}. {renames}" if renames else chain
 
 
@@ -229,8 +229,10 @@ def _place(error: BaseException) -> str:
     plugins."""
     frames = traceback.extract_tb(error.__traceback__)
     here = Path(__file__).parent
-    own = [f for f in frames if not f.filename.startswith("<frozen") and "importlib" not in f.filename and Path(f.filename).parent != here]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    outside = [
+        f for f in frames if not f.filename.startswith("<frozen") and "importlib" not in f.filename and Path(f.filename).parent != here
+    ]
+    return f" ({outside[-1].filename}:{outside[-1].lineno})" if outside else ""
 
 
 def _kind(kind: str) -> Kind:
@@ -254,27 +256,28 @@ def _check_signatures(who: str, record: PluginRecord, loaded: type) -> None:
         raise PluginError(f"{who}: {record.target} does not take (context, options) of {record.api}: {error}.") from None
     interfaces = [each for each in loaded.__mro__ if each.__module__.startswith(f"{INTERFACES}.") and each is not loaded]
     for name, declared in (pair for each in interfaces for pair in vars(each).items()):
-        own = inspect.getattr_static(loaded, name, declared)
-        if name.startswith("_") or own is declared or not (inspect.isfunction(declared) and inspect.isfunction(own)):
+        implemented = inspect.getattr_static(loaded, name, declared)
+        if name.startswith("_") or implemented is declared or not (inspect.isfunction(declared) and inspect.isfunction(implemented)):
             continue
         every = inspect.signature(declared).parameters.values()
         parameters = [each for each in every if getattr(record.capabilities, each.name, True) is not False]
-        given = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         try:
-            inspect.signature(own).bind(*given, **{each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY})
+            inspect.signature(implemented).bind(*positional, **{each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY})
         except TypeError as error:
-            wanted = ", ".join(each.name for each in given)
-            raise PluginError(f"{who}: {record.target}.{name} does not take ({wanted}) of {record.api}: {error}.") from None
+            names = ", ".join(each.name for each in positional)
+            raise PluginError(f"{who}: {record.target}.{name} does not take ({names}) of {record.api}: {error}.") from None
 
 
 def _check_capabilities(who: str, record: PluginRecord, loaded: type) -> None:
     """Raise PluginError where the class says other capabilities than its record."""
-    said: object = record.capabilities
-    own: Any = getattr(loaded, "capabilities", None)
-    if isinstance(said, Anything) or not is_dataclass(own) or isinstance(own, type) or said == own:
+    listed: object = record.capabilities
+    stated: Any = getattr(loaded, "capabilities", None)
+    if isinstance(listed, Anything) or not is_dataclass(stated) or isinstance(stated, type) or listed == stated:
         return
-    names = [each.name for each in fields(own) if getattr(own, each.name) != getattr(said, each.name, None)]
-    differ = "; ".join(f"{name} is {getattr(own, name)!r} in the class and {getattr(said, name, None)!r} in the record" for name in names)
+    names = [each.name for each in fields(stated) if getattr(stated, each.name) != getattr(listed, each.name, None)]
+    pairs = [(name, getattr(stated, name), getattr(listed, name, None)) for name in names]
+    differ = "; ".join(f"{name} is {in_class!r} in the class and {in_record!r} in the record" for name, in_class, in_record in pairs)
     raise PluginError(f"{who}: {record.target} and its record disagree: {differ}. Register the class's own capabilities.")
 
 

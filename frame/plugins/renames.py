@@ -97,6 +97,7 @@ RENAMES = tuple(
         ("grammar_backend/3", "sampling", "Grammar.accept", "Grammar.accept_token"),
         ("grammar_backend/3", "sampling", "GrammarBackend(tokenizer, vocab_size, options)", "GrammarBackend(context, options)"),
         ("grammar_backend/3", "sampling", "register_grammars", "register_grammar_backends"),
+        ("platform/2", "platform", "FoundDevices", "UsableDevices"),
         ("platform/2", "platform", "Platform.is_asynchronous", "SupportsStreams"),
         *(("platform/2", "platform", f"Platform.{name}", f"SupportsStreams.{name}") for name in _STREAM_METHODS),
         *(("platform/2", "platform", f"Platform.{name}", f"SupportsGraphs.{name}") for name in _GRAPH_METHODS),

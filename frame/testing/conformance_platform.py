@@ -17,13 +17,13 @@ import torch
 
 from frame.core.interfaces.platform import (
     DeviceMemory,
-    FoundDevices,
     Platform,
     PlatformCapabilities,
     PlatformContext,
     SupportsGraphs,
     SupportsStreams,
     SupportsSynchronisationChecks,
+    UsableDevices,
 )
 from frame.plugins.devices import capture_graph
 from frame.testing.conformance import Check, SkipCheck, Subject
@@ -56,7 +56,7 @@ def _record_finds_devices(subject: Subject, platform: Platform) -> None:
         return
     module, _, name = can.find_devices.partition(":")
     found = getattr(importlib.import_module(module), name)()
-    assert isinstance(found, FoundDevices), f"{can.find_devices} must return FoundDevices"
+    assert isinstance(found, UsableDevices), f"{can.find_devices} must return UsableDevices"
     assert found.accelerators, f"{can.find_devices} finds no device here: {found.note}"
     wrong = {each.kind for each in found.accelerators} - {subject.record.name}
     assert not wrong or subject.record.target.startswith("mutants:"), f"the kind of a device must be {subject.record.name}, not {wrong}"

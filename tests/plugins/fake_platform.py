@@ -20,12 +20,12 @@ from frame import hookimpl
 from frame.core.interfaces.platform import (
     Accelerator,
     DeviceMemory,
-    FoundDevices,
     HostPlatform,
     PlatformCapabilities,
     PlatformContext,
     SupportsGraphs,
     SupportsStreams,
+    UsableDevices,
 )
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ class FakePlatform(HostPlatform, SupportsStreams, SupportsGraphs):
         return getattr(self._own, "graph", None) is not None
 
 
-def find_devices() -> FoundDevices:
+def find_devices() -> UsableDevices:
     """Two devices."""
-    return FoundDevices((Accelerator("fake", "Fake 1", None, MEMORY),) * DEVICES)
+    return UsableDevices((Accelerator("fake", "Fake 1", None, MEMORY),) * DEVICES)
 
 
 @hookimpl

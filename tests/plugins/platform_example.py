@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frame import hookimpl
-from frame.core.interfaces.platform import Accelerator, DeviceMemory, FoundDevices, HostPlatform, PlatformCapabilities
+from frame.core.interfaces.platform import Accelerator, DeviceMemory, HostPlatform, PlatformCapabilities, UsableDevices
 
 MEMORY = 3 << 30
 
@@ -19,8 +19,8 @@ class AbacusPlatform(HostPlatform):
         return DeviceMemory(total=MEMORY, free=MEMORY - (1 << 20))
 
 
-def find_devices() -> FoundDevices:
-    return FoundDevices((Accelerator("abacus", "Abacus", None, MEMORY),))
+def find_devices() -> UsableDevices:
+    return UsableDevices((Accelerator("abacus", "Abacus", None, MEMORY),))
 
 
 @hookimpl

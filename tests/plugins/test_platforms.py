@@ -17,7 +17,7 @@ from frame.config.schema import FrameConfig
 from frame.config.selection import UnknownPluginError
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs
 from frame.core.interfaces.collective import LocalGroup
-from frame.core.interfaces.platform import FoundDevices, PlatformCapabilities
+from frame.core.interfaces.platform import PlatformCapabilities, UsableDevices
 from frame.core.interfaces.rank_context import Limits, RankContext
 from frame.entrypoints.configuration import prepare as preparing
 from frame.entrypoints.configuration.hardware_probe import probe
@@ -130,7 +130,7 @@ def test_unknown_and_absent_platforms_are_refused(monkeypatch: pytest.MonkeyPatc
     assert refused.value.change == "execution.device: cpu"
 
 
-def fails() -> FoundDevices:
+def fails() -> UsableDevices:
     raise OSError("no driver")
 
 

@@ -22,7 +22,7 @@ from frame.core.execution.staging import make_staging
 from frame.core.interfaces.batch import ForwardBatch, HostView, SelectedTokens, TreeMask
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.kv_cache.group_inputs import GroupInputs
-from frame.core.kv_cache.kv_pool import GIVEN_TOKENS, DeviceTable, KVPool
+from frame.core.kv_cache.kv_pool import MAX_HOST_TOKENS, DeviceTable, KVPool
 from frame.core.sampling.batch_layout import A, BatchLayout, compute_layout
 from frame.core.sampling.sampling_metadata import GrammarArrays, SamplingTable, find_limited_rows
 from frame.core.sampling.step_plan import StepArrays, StepPlanner, StepPlans
@@ -287,7 +287,7 @@ class InputBatch:
         if batch.num_pending is not None:  # `PendingPlan` has the ids of decodes and drafts, in the order of the batch
             return not num_host if batch.num_drafts is None else bool(batch.num_drafts[batch.num_decodes :].all())
         if batch.num_drafts is not None and batch.num_drafts[batch.num_decodes :].all():
-            return num_host <= GIVEN_TOKENS
+            return num_host <= MAX_HOST_TOKENS
         if num_host > MAX_SINGLE_TOKEN_ROWS:
             return False
         keys = num_host * int(layout.seq_lens[batch.num_decodes :].max(initial=0))
@@ -332,7 +332,7 @@ class InputBatch:
         self._write_host_tables(batch)
         staged = self._move(batch, plans.arrays, host_tokens=batch.token_ids.astype(np.int64) if num_host else None)
         if staged.host_tokens is not None:
-            first = self.table.first_given
+            first = self.table.first_host_token
             self.table.last_token[first : first + num_host].copy_(staged.host_tokens)
         return staged.step
 
@@ -345,7 +345,7 @@ class InputBatch:
         if decodes < total:
             drafted = None if pending is None else pending.arrays.sources
             sources = slots.copy()
-            sources[decodes:] = table.first_given + np.arange(total - decodes) if drafted is None else drafted
+            sources[decodes:] = table.first_host_token + np.arange(total - decodes) if drafted is None else drafted
         kv_slots = table.find_kv_slots(batch, slots, positions)
         places = {} if self.groups is None else self.groups.find_places(batch, layout.slots, slots, positions)
         verification = None if plans.verification is None else plans.verification.arrays

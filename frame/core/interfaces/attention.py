@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-PROMPT_PART = 40  # dequantized keys take at most one part of so many of the device's memory
+PROMPT_DIVISOR = 40  # dequantized keys take at most one part of so many of the device's memory
 
 AttentionKind = Literal["mha", "mla"]
 Phase = Literal["extend", "decode", "mixed", "verify"]
@@ -133,15 +133,15 @@ class AttentionCapabilities:
             for m in self.measured
             if (m.compute_capability, m.kind, m.phase) == (requirements.compute_capability, requirements.kind, phase)
         ]
-        found = {m.device_name: m.speed for m in fits if m.group is None}
-        return found | {m.device_name: m.speed for m in fits if m.group is not None and m.group == requirements.group}
+        speeds = {m.device_name: m.speed for m in fits if m.group is None}
+        return speeds | {m.device_name: m.speed for m in fits if m.group is not None and m.group == requirements.group}
 
     def bound_prompt_bytes(self, kind: AttentionKind, memory: int, *, is_quantized: bool) -> int:
         """Most bytes that a step's prompts take for keys in another form than the cache's, on a
         device with `memory` bytes. is_quantized: the cache is."""
         if kind == "mla":
             return self.expanded_bytes
-        return min(self.dequantized_bytes, memory // PROMPT_PART) if is_quantized else 0
+        return min(self.dequantized_bytes, memory // PROMPT_DIVISOR) if is_quantized else 0
 
     def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
         """All reasons why these capabilities do not meet `requirements`; empty: they do."""
@@ -193,7 +193,7 @@ class AttentionCapabilities:
 
     def _features(self, requirements: AttentionRequirements) -> list[Reason]:
         missing = [_PHASE_WORDS[phase] for phase in requirements.phases if phase not in self.phases]
-        wanted = (
+        checks = (
             (bool(missing), f"does not compute {' and '.join(missing)}; name another backend for them as well"),
             (requirements.sliding_window and not self.sliding_window, "has no sliding window"),
             (requirements.chunked and not self.chunked, "has no attention in chunks"),
@@ -204,7 +204,7 @@ class AttentionCapabilities:
             (requirements.tree_mask and not self.tree_mask, "has no mask for trees of drafted tokens"),
             (requirements.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
         )
-        return [Reason(sentence) for missing, sentence in wanted if missing]
+        return [Reason(sentence) for missing, sentence in checks if missing]
 
 
 class AttentionBackend(ABC):

@@ -93,15 +93,15 @@ class PrefixCacheCapabilities:
 
     def unsupported(self, requirements: PrefixCacheRequirements) -> list[Reason]:
         """All reasons why it cannot be used; empty: it can."""
-        found = []
+        reasons = []
         if self.page_sizes is not None and requirements.page_size not in self.page_sizes:
             sizes = " or ".join(map(str, self.page_sizes))
-            found.append(
+            reasons.append(
                 Reason(f"stores pages of {sizes} tokens, not of {requirements.page_size}", f"cache.page_size: {self.page_sizes[0]}")
             )
         if self.reuses and requirements.whole_prompts:
-            found.append(Reason("reuses prefixes, and vectors are pooled from whole prompts, each computed in one step"))
-        return found
+            reasons.append(Reason("reuses prefixes, and vectors are pooled from whole prompts, each computed in one step"))
+        return reasons
 
 
 class PrefixCache(ABC):

@@ -46,14 +46,14 @@ class CollectiveCapabilities:
     linked_ranks: int = 0  # `auto` chooses it for up to so many tensor-parallel ranks on linked devices (`Accelerator.is_linked`)
 
     def unsupported(self, requirements: CollectiveRequirements) -> list[Reason]:
-        found = []
+        reasons = []
         if requirements.device not in self.devices:
-            found.append(Reason(f"takes tensors of {' or '.join(self.devices)}, not of {requirements.device}"))
+            reasons.append(Reason(f"takes tensors of {' or '.join(self.devices)}, not of {requirements.device}"))
         if self.max_size is not None and requirements.size > self.max_size:
-            found.append(Reason(f"connects at most {self.max_size} rank(s), not {requirements.size}", f"parallel.tp: {self.max_size}"))
+            reasons.append(Reason(f"connects at most {self.max_size} rank(s), not {requirements.size}", f"parallel.tp: {self.max_size}"))
         if requirements.num_hosts > 1 and not self.several_hosts:
-            found.append(Reason(f"connects ranks of one host, not of {requirements.num_hosts}"))
-        return found
+            reasons.append(Reason(f"connects ranks of one host, not of {requirements.num_hosts}"))
+        return reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,24 +132,24 @@ class Collective(ABC):
         """Exchange rows [n, ...]: the first `send_rows[0]` go to rank 0, the next `send_rows[1]` to
         rank 1, and so on. -> the received rows, `recv_rows[r]` from rank r, in the order of the
         ranks."""
-        parts, mine = tensor.split(list(send_rows)), tensor.new_empty(sum(recv_rows), *tensor.shape[1:])
-        received = list(mine.split(list(recv_rows)))
-        received[self.rank].copy_(parts[self.rank])
+        sent, result = tensor.split(list(send_rows)), tensor.new_empty(sum(recv_rows), *tensor.shape[1:])
+        received = list(result.split(list(recv_rows)))
+        received[self.rank].copy_(sent[self.rank])
         for total in range(2 * self.size - 1):  # in one order on all ranks: no circle of ranks waits
             other = total - self.rank
             if 0 <= other < self.size and other != self.rank:
-                _exchange(self, parts, received, other)
-        return mine
+                _exchange(self, sent, received, other)
+        return result
 
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this rank raise RuntimeError."""
 
 
-def _exchange(group: Collective, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], other: int) -> None:
+def _exchange(group: Collective, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], other: int) -> None:
     """Send a part to `other` and receive one; the lower rank sends first."""
     for sends in (group.rank < other, group.rank > other):
-        if sends and len(parts[other]):
-            group.send(parts[other].contiguous(), other)
+        if sends and len(sent[other]):
+            group.send(sent[other].contiguous(), other)
         elif not sends and len(received[other]):
             group.recv(received[other], other)
 

@@ -36,14 +36,14 @@ class LauncherCapabilities:
     finds_hosts: bool = False  # it needs no parallel.dist_init_addr for several hosts
 
     def unsupported(self, requirements: LauncherRequirements) -> list[Reason]:
-        found = []
+        reasons = []
         if self.max_size is not None and requirements.size > self.max_size:
-            found.append(Reason(f"starts at most {self.max_size} rank(s), not {requirements.size}", f"parallel.tp: {self.max_size}"))
+            reasons.append(Reason(f"starts at most {self.max_size} rank(s), not {requirements.size}", f"parallel.tp: {self.max_size}"))
         if requirements.num_hosts > 1 and not self.several_hosts:
-            found.append(Reason(f"starts ranks on this host only, not on {requirements.num_hosts}"))
+            reasons.append(Reason(f"starts ranks on this host only, not on {requirements.num_hosts}"))
         elif requirements.num_hosts > 1 and not (self.finds_hosts or requirements.has_address):
-            found.append(Reason("set parallel.dist_init_addr to HOST:PORT of the first host, on every host"))
-        return found
+            reasons.append(Reason("set parallel.dist_init_addr to HOST:PORT of the first host, on every host"))
+        return reasons
 
 
 # Unix sockets in the folder of a launcher's context, which a launcher of several hosts connects:

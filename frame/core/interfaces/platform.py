@@ -36,7 +36,7 @@ class Accelerator:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundDevices:
+class UsableDevices:
     """The usable devices of a platform, in the order of their indices. `note`: why a device that
     exists is not among them."""
 
@@ -48,7 +48,7 @@ class FoundDevices:
 class PlatformCapabilities(Anything):
     """What a platform offers, readable without torch. It can be selected if it has a device."""
 
-    find_devices: str | None = None  # "package.module:function" without arguments -> FoundDevices; None: the host itself
+    find_devices: str | None = None  # "package.module:function" without arguments -> UsableDevices; None: the host itself
     graphs: bool = False  # a sequence of kernels can be captured and replayed
     compatible: tuple[str, ...] = ()  # platforms whose plugins run here too: "cpu" for those that are PyTorch operations alone
     preferred: tuple[str, ...] = ()  # "kind/name" of plugins that `auto` chooses before higher-ranked ones

@@ -88,15 +88,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def problems(self, vocab_size: int | None = None) -> list[ParamProblem]:
         """Every reason why these parameters cannot be served; each sentence names the parameter and
         its range."""
-        found = [*self._out_of_range(), *self._too_large()]
+        problems = [*self._out_of_range(), *self._too_large()]
         if vocab_size is not None:
-            found += [
+            problems += [
                 ParamProblem(name, f"{name} holds the token id {i}, outside the vocabulary (0 to {vocab_size - 1})")
                 for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids))
                 for i in ids
                 if not 0 <= i < vocab_size
             ]
-        return found
+        return problems
 
     def _out_of_range(self) -> Iterator[ParamProblem]:
         """Values out of range. Each condition states the valid range, so that NaN fails it."""
@@ -186,14 +186,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _grammars(self) -> list[tuple[str, str]]:
         texts = [(kind, getattr(self, kind)) for kind in ("json_schema", "regex", "ebnf", "structural_tag")]
-        found = [(kind, source) for kind, source in texts if source is not None]
+        grammars = [(kind, source) for kind, source in texts if source is not None]
         if self.json_object:
-            found.append(("json_object", ""))
+            grammars.append(("json_object", ""))
         if not self.disable_any_whitespace:
-            found = [_spaced(kind, source) if kind in ("json_schema", "json_object") else (kind, source) for kind, source in found]
+            grammars = [_spaced(kind, source) if kind in ("json_schema", "json_object") else (kind, source) for kind, source in grammars]
         if self.choice:
-            found.append(("choice", msgspec.json.encode(self.choice).decode()))
-        return found
+            grammars.append(("choice", msgspec.json.encode(self.choice).decode()))
+        return grammars
 
 
 def _spaced(kind: str, source: str) -> tuple[str, str]:

@@ -61,14 +61,14 @@ class WeightSourceCapabilities:
 
     def unsupported(self, requirements: WeightSourceRequirements) -> list[Reason]:
         """All reasons why it cannot be used; empty: it can."""
-        found = []
+        reasons = []
         if not self.reads_checkpoint and not requirements.is_named:
-            found.append(Reason("makes weights up, so that it has to be named"))
+            reasons.append(Reason("makes weights up, so that it has to be named"))
         elif self.checkpoints is not None and requirements.quantization not in self.checkpoints and not requirements.is_named:
-            found.append(Reason(f"reads {' and '.join(self.checkpoints)} checkpoints, so that it has to be named for others"))
+            reasons.append(Reason(f"reads {' and '.join(self.checkpoints)} checkpoints, so that it has to be named for others"))
         if not self.several_ranks and requirements.ranks > 1:
-            found.append(Reason(f"is opened by one rank alone, not by {requirements.ranks}", "parallel.tp: 1"))
-        return found
+            reasons.append(Reason(f"is opened by one rank alone, not by {requirements.ranks}", "parallel.tp: 1"))
+        return reasons
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ RESERVED_PAGES = 1
 CPU_SHARE = 0.25  # most of the machine's memory for the cache, unless the user sets cache.max_total_tokens
 CPU_MIN_TOKENS = 65_536
 MIN_TOKENS = 256  # a start with a smaller cache is refused
-WINDOW_PART = 4  # a window group has room for one of so many tokens
+WINDOW_DIVISOR = 4  # a window group has room for one of so many tokens
 MIN_STATES = 4
 TOKENS_PER_STATE = 4096  # of a model that stores no tokens
 GREATEST_FRACTION = 0.95  # most of cache.mem_fraction that an error proposes
@@ -112,8 +112,8 @@ def plan_pages(geometry: KVGeometry, limits: Limits, memory: Memory, fraction: f
         return max(1, max_total_tokens // geometry.page_size) + RESERVED_PAGES
     tokens = memory.count_available(fraction) // each
     if memory.is_shared:
-        wanted = max(limits.max_running_requests * limits.max_context, CPU_MIN_TOKENS)
-        tokens = min(tokens, wanted, int(memory.total * CPU_SHARE) // each)
+        max_tokens = max(limits.max_running_requests * limits.max_context, CPU_MIN_TOKENS)
+        tokens = min(tokens, max_tokens, int(memory.total * CPU_SHARE) // each)
     minimum = min(limits.max_context, MIN_TOKENS)
     if tokens < max(minimum, geometry.page_size):
         raise CapacityError(_sentence(memory, fraction, each, minimum, _remedy(memory, minimum * each)))
@@ -136,7 +136,7 @@ def plan_pools(geometry: KVGeometry, limits: Limits, num_tokens: int) -> tuple[P
             # a request reads the window of a cached prefix, then fills its own
             one = min(limits.max_context, 2 * group.window + limits.max_tokens_per_step) + spare
             all_running = limits.max_running_requests * (group.window + spare) + limits.max_tokens_per_step
-            tokens = min(num_tokens + spare, max(one, min(all_running, num_tokens // WINDOW_PART)))
+            tokens = min(num_tokens + spare, max(one, min(all_running, num_tokens // WINDOW_DIVISOR)))
             pages = -(-tokens // group.page_size)
         elif group.kind == "write_once":
             pages = min(limits.max_running_requests, -(-2 * num_tokens // limits.max_context))
@@ -160,12 +160,12 @@ def _plan_groups(geometry: KVGeometry, limits: Limits, memory: Memory, fraction:
         return num_tokens * geometry.bytes_per_token + sum(pages)
 
     available = memory.count_available(1.0 if max_total_tokens is not None else fraction)
-    wanted = max_total_tokens or max(limits.max_running_requests * limits.max_context, CPU_MIN_TOKENS)
+    requested = max_total_tokens or max(limits.max_running_requests * limits.max_context, CPU_MIN_TOKENS)
     if max_total_tokens is None and not memory.is_shared and geometry.bytes_per_token:
-        wanted = available // geometry.bytes_per_token
+        requested = available // geometry.bytes_per_token
     elif max_total_tokens is None and memory.is_shared:
         available = min(available, int(memory.total * CPU_SHARE))
-    low, high = 0, max(0, wanted) // page_size
+    low, high = 0, max(0, requested) // page_size
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if count_bytes(middle * page_size) <= available else (low, middle - 1)
@@ -178,12 +178,12 @@ def _plan_groups(geometry: KVGeometry, limits: Limits, memory: Memory, fraction:
     return max(1, low) + RESERVED_PAGES
 
 
-def _sentence(memory: Memory, fraction: float, each: int, wanted: int, change: str) -> str:
+def _sentence(memory: Memory, fraction: float, each: int, min_tokens: int, change: str) -> str:
     left = memory.count_available(fraction)
     return (
         f"the KV cache does not fit: {fraction:g} of {memory.total / GIB:.2f} GiB - {memory.weights / GIB:.2f} GiB weights"
         f" - {memory.activations / GIB:.2f} GiB activations = {left / GIB:.2f} GiB for the cache"
-        f" ({max(0, left) // each} tokens of {each} bytes), and at least {wanted} tokens are needed; try {change}"
+        f" ({max(0, left) // each} tokens of {each} bytes), and at least {min_tokens} tokens are needed; try {change}"
     )
 
 

@@ -41,13 +41,13 @@ class EncoderBlocks:
     def list_inputs(self, batch: ScheduledBatch, token_slots: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays that `make_view` reads on the device. token_slots: int64 [tokens]."""
         arrays = {"group_queries": token_slots}
-        given = [(setup.slot, setup.encoder_input) for setup in batch.setups if setup.encoder_input is not None]
-        if given:
-            slots, size = np.array([slot for slot, _ in given]), self.table.page_size
+        inputs = [(setup.slot, setup.encoder_input) for setup in batch.setups if setup.encoder_input is not None]
+        if inputs:
+            slots, size = np.array([slot for slot, _ in inputs]), self.table.page_size
             positions = np.arange(self.length)
             pages = self.table.host_pages[slots][:, positions // size].astype(np.int64)
             arrays["group_encoded"] = pages * size + positions % size
-            arrays["group_features"] = np.stack([features for _, features in given])
+            arrays["group_features"] = np.stack([features for _, features in inputs])
         return arrays
 
     def make_view(self, batch: ForwardBatch, places: Mapping[str, torch.Tensor]) -> ForwardBatch:

@@ -33,7 +33,7 @@ class GuardedEvictionPolicy(EvictionPolicy):
             try:
                 key = self._policy.key(node)
                 # NaN is unequal to itself; one in a heap breaks the order of all its entries
-                if isinstance(key, tuple) and all(isinstance(part, Real) and part == part for part in key):
+                if isinstance(key, tuple) and all(isinstance(number, Real) and number == number for number in key):
                     return (0, *key)
                 self._log_fault(f"returned {key!r}, which is not a tuple of numbers")
             except Exception as error:  # noqa: BLE001 - third-party code must not end the requests

@@ -143,13 +143,13 @@ def group_layers(layers: Iterable[LayerCache], page_size: int, dtype: torch.dtyp
     groups = [
         CacheGroup(
             kind,
-            tuple(found),
+            tuple(layers_of),
             0 if kind in ("snapshot", "write_once") else page_size,
             0 if kind == "sidecar" else index,
             window,
-            max((layer.length for layer in found), default=0),
+            max((layer.length for layer in layers_of), default=0),
         )
-        for index, ((kind, window), found) in enumerate(ordered)
+        for index, ((kind, window), layers_of) in enumerate(ordered)
     ]
     return KVGeometry(tuple(groups), page_size, dtype)
 

@@ -37,9 +37,9 @@ class GroupInputs:
         self._padding_slot = table.padding_slot
         self._saves: torch.Tensor | None = None
         self._drafted: tuple[DraftedStates, dict[str, torch.Tensor]] | None = None  # of the latest step, until its verification
-        for index, found in enumerate(self._tables, 1):
-            if not found.page_size:  # slots without a request, and rows of padding, write to the spare page
-                found.fill(pool.num_pages[index])
+        for index, group_table in enumerate(self._tables, 1):
+            if not group_table.page_size:  # slots without a request, and rows of padding, write to the spare page
+                group_table.fill(pool.num_pages[index])
 
     @staticmethod
     def has_moves(batch: ScheduledBatch) -> bool:

@@ -20,7 +20,7 @@ from frame.core.interfaces.build import Limits
 from frame.core.interfaces.device_operations import MoveRows
 from frame.core.kv_cache.geometry import SCALE, KVGeometry
 
-GIVEN_TOKENS = 1024  # most tokens of a step that come from the host
+MAX_HOST_TOKENS = 1024  # most tokens of a step that come from the host
 _FP8_MAX = 448.0
 _ALIGNMENT = 64
 _INT8_MAX = 127.0
@@ -109,7 +109,7 @@ class KVPool:
             by_width: dict[int, list[int]] = {}
             for rows in self._list_rows():
                 by_width.setdefault(rows[0].numel() * rows.element_size(), []).append(rows.data_ptr())
-            self._addresses = {width: torch.tensor(found, device=sources.device) for width, found in by_width.items()}
+            self._addresses = {width: torch.tensor(starts, device=sources.device) for width, starts in by_width.items()}
         for width, addresses in self._addresses.items():
             self._move_rows(addresses, width, sources, targets, first, counts)
 
@@ -179,8 +179,8 @@ class PageTable:
 
 class DeviceTable(PageTable):
     """The page table of the `tokens` group, and the last sampled tokens by request slot, int64.
-    `last_token` from index `first_given` on holds tokens of a step that come from the host, then
-    the drafts by slot, and last a cell with -1. `parents`: of drafts that are trees, see
+    `last_token` from index `first_host_token` on holds tokens of a step that come from the host,
+    then the drafts by slot, and last a cell with -1. `parents`: of drafts that are trees, see
     `Drafts.parents`."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
@@ -190,8 +190,8 @@ class DeviceTable(PageTable):
         # One page more than a request may fill: a request that ended at its limit may run in one
         # more step.
         super().__init__(self.num_slots + 1, -(-limits.max_context // limits.page_size) + 1, limits.page_size, device)
-        self.first_given = self.num_slots + 1
-        self.first_drafted = self.first_given + GIVEN_TOKENS
+        self.first_host_token = self.num_slots + 1
+        self.first_drafted = self.first_host_token + MAX_HOST_TOKENS
         self.set_draft_width(0)
 
     def set_draft_width(self, width: int, tree_depth: int = 0) -> None:
@@ -206,8 +206,8 @@ class DeviceTable(PageTable):
 
     def store_drafts(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         """Keep the drafts of these slots, which are as in `StepResult.drafts`."""
-        for kept, found in zip((self.drafts, self.parents), (drafts,) if drafts.ndim == 2 else drafts.unbind(1), strict=False):
-            kept[:, : found.shape[1]].index_copy_(0, slots, found)
+        for kept, drafted in zip((self.drafts, self.parents), (drafts,) if drafts.ndim == 2 else drafts.unbind(1), strict=False):
+            kept[:, : drafted.shape[1]].index_copy_(0, slots, drafted)
 
 
 def _by_token(tensor: torch.Tensor) -> torch.Tensor:

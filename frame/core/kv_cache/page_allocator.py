@@ -71,11 +71,11 @@ class PagedAllocator:
         places = np.bincount(free, minlength=len(self._is_out))
         if self._is_out[free].any() or places.max() > 1 or len(free) + len(out) != self.capacity:
             raise RuntimeError(f"the page allocator is inconsistent: {len(free)} free and {len(out)} out of {self.capacity} pages")
-        mine = np.concatenate([np.empty(0, np.int32), *(np.asarray(part, np.int32) for part in held)])
-        outside = mine[(mine < 0) | (mine >= len(places))]
+        pages = np.concatenate([np.empty(0, np.int32), *(np.asarray(each, np.int32) for each in held)])
+        outside = pages[(pages < 0) | (pages >= len(places))]
         if outside.size:
             raise RuntimeError(f"pages {_some(outside)} are held, but do not exist")
-        holders = np.bincount(mine, minlength=len(places))
+        holders = np.bincount(pages, minlength=len(places))
         twice = np.flatnonzero(holders > 1)
         if twice.size:
             raise RuntimeError(f"pages {_some(twice)} are held twice")
@@ -109,46 +109,46 @@ class GroupedAllocator:
 
     def __init__(self, pools: Sequence[PagePool]) -> None:
         self.pools = tuple(pools)
-        self._parts = [PagedAllocator(pool.num_pages) for pool in pools]
+        self._allocators = [PagedAllocator(pool.num_pages) for pool in pools]
         self.first_pages = np.concatenate(([0], np.cumsum([pool.num_pages for pool in pools])[:-1])).astype(np.int32)
 
     @property
     def capacity(self) -> int:
         """Pages of all pools, without the reserved ones."""
-        return sum(part.capacity for part in self._parts)
+        return sum(allocator.capacity for allocator in self._allocators)
 
     @property
     def num_free(self) -> int:
-        return self._parts[0].num_free
+        return self._allocators[0].num_free
 
     def count_free(self, pool: int) -> int:
         """Free pages of a pool."""
-        return self._parts[pool].num_free
+        return self._allocators[pool].num_free
 
     def count_pages(self, pool: int) -> int:
         """All pages of a pool, without the reserved one."""
-        return self._parts[pool].capacity
+        return self._allocators[pool].capacity
 
     def alloc(self, num_pages: int) -> np.ndarray | None:
-        return self._parts[0].alloc(num_pages)
+        return self._allocators[0].alloc(num_pages)
 
     def alloc_in(self, pool: int, num_pages: int) -> np.ndarray | None:
         """As `alloc`, of a pool."""
-        pages = self._parts[pool].alloc(num_pages)
+        pages = self._allocators[pool].alloc(num_pages)
         return None if pages is None else pages + self.first_pages[pool]
 
     def free(self, pages: np.ndarray | Sequence[int]) -> None:
-        for part, own in zip(self._parts, self._split(pages), strict=True):
-            part.free(own)
+        for allocator, pool_pages in zip(self._allocators, self._split(pages), strict=True):
+            allocator.free(pool_pages)
 
     def pages_out(self) -> np.ndarray:
-        out = [part.pages_out() + first for part, first in zip(self._parts, self.first_pages, strict=True)]
+        out = [allocator.pages_out() + first for allocator, first in zip(self._allocators, self.first_pages, strict=True)]
         return np.concatenate(out)
 
     def check_integrity(self, held: Iterable[np.ndarray] = ()) -> None:
-        parts = self._split(np.concatenate([np.empty(0, np.int32), *held]))
-        for part, own in zip(self._parts, parts, strict=True):
-            part.check_integrity([own])
+        by_pool = self._split(np.concatenate([np.empty(0, np.int32), *held]))
+        for allocator, pool_pages in zip(self._allocators, by_pool, strict=True):
+            allocator.check_integrity([pool_pages])
 
     def _split(self, pages: np.ndarray | Sequence[int]) -> list[np.ndarray]:
         """The pages of each pool, numbered from 0."""

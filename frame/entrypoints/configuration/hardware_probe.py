@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from frame.config.hardware import BF16_FEATURES, Hardware
-from frame.core.interfaces.platform import FoundDevices, PlatformCapabilities
+from frame.core.interfaces.platform import PlatformCapabilities, UsableDevices
 from frame.core.interfaces.plugin import PluginRecord
 from frame.host.host_memory import measure_host_memory
 
@@ -50,7 +50,7 @@ def _cpu_features() -> frozenset[str]:
     return frozenset(flags & {*BF16_FEATURES, "avx2", "avx512f"})
 
 
-def _find_devices(record: PluginRecord) -> FoundDevices | None:
+def _find_devices(record: PluginRecord) -> UsableDevices | None:
     """The devices of a platform; None: it has no function that finds them, or cannot be used. A
     function that fails finds none, and the note says why."""
     can = record.capabilities
@@ -58,13 +58,13 @@ def _find_devices(record: PluginRecord) -> FoundDevices | None:
         return None
     module, _, name = can.find_devices.partition(":")
     try:
-        found: FoundDevices = getattr(importlib.import_module(module), name)()
+        found: UsableDevices = getattr(importlib.import_module(module), name)()
         wrong = {each.kind for each in found.accelerators} - {record.name}
         if wrong:
             raise ValueError(f"{can.find_devices} returns devices of kind {', '.join(sorted(wrong))}")
     except Exception as error:  # noqa: BLE001 - a third party's function must not end the start of other platforms
         _log.debug("platform %s finds no devices", record.name, exc_info=True)
-        return FoundDevices(note=f"platform {record.name} cannot find its devices: {type(error).__name__}: {error}")
+        return UsableDevices(note=f"platform {record.name} cannot find its devices: {type(error).__name__}: {error}")
     return found
 
 

@@ -32,7 +32,7 @@ class PeerCopies:
         self._remote, self._local = (handle.get_buffer(each, (SLOTS, slot), torch.uint8) for each in (1 - rank, rank))
         self._count = 0  # pieces of all calls
 
-    def sum(self, parts: Iterable[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    def sum(self, chunks: Iterable[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
         """The sum of both ranks' `parts`, which follow each other in `out` and are contiguous;
         rounded once, the same bits on both ranks. -> `out`.
 
@@ -41,9 +41,9 @@ class PeerCopies:
         current, maximum = self._platform.get_current_stream(), self._slot // out.itemsize
         pieces: list[torch.Tensor] = []
         sent: list[DeviceEvent] = []
-        for part in parts:
+        for chunk in chunks:
             self._stream.wait_stream(current)
-            pieces += part.view(-1).split(maximum)
+            pieces += chunk.view(-1).split(maximum)
             sent += [self._send(pieces[number], number) for number in range(len(sent), min(len(pieces), SLOTS - 1))]
         results = out.view(-1).split([len(piece) for piece in pieces])
         for number, (piece, result) in enumerate(zip(pieces, results, strict=True)):

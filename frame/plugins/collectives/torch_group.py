@@ -51,9 +51,9 @@ class TorchGroup(Collective, SupportsStartSend):
         return tensor
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
-        out = torch.empty_like(parts[self.rank])
-        self._groups[0].reduce_scatter([out], [parts]).wait()
+        shards = [shard.contiguous() for shard in tensor.chunk(self.size, dim)]
+        out = torch.empty_like(shards[self.rank])
+        self._groups[0].reduce_scatter([out], [shards]).wait()
         return out
 
     def all_to_all(self, tensor: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int]) -> torch.Tensor:

@@ -15,13 +15,13 @@ def read_draft_config(folder: str | None, drafter: str) -> dict[str, Any]:
     head."""
     path = Path(folder or "") / "config.json"
     try:
-        found = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"speculative.draft_model_path: {path} cannot be read ({error}); name the folder of a head for {drafter}"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ConfigurationError(f"speculative.draft_model_path: {path} is no JSON object; name the folder of a head for {drafter}")
-    if found.get("quantization_config"):
+    if config.get("quantization_config"):
         raise ConfigurationError(f"speculative.draft_model_path: {path} has a quantization_config; use an unquantized head for {drafter}")
-    return found
+    return config

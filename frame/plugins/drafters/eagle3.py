@@ -122,9 +122,9 @@ def _rename(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, La
 
 def _read_tapped_layers(config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
     """The layers whose input the head reads. The config names those whose output it is."""
-    own = config.get("eagle_config")
-    found = own.get("eagle_aux_hidden_state_layer_ids") if isinstance(own, Mapping) else None
-    layers = tuple(int(layer) + 1 for layer in found) if found else (2, num_layers // 2, num_layers - 3)
+    eagle_config = config.get("eagle_config")
+    listed = eagle_config.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle_config, Mapping) else None
+    layers = tuple(int(layer) + 1 for layer in listed) if listed else (2, num_layers // 2, num_layers - 3)
     if len(set(layers)) != 3 or not 0 <= min(layers) <= max(layers) < num_layers:
         raise ConfigurationError(
             f"speculative.draft_model_path: the EAGLE-3 head reads the layers {layers}, and the target has {num_layers};"

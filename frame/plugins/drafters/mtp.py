@@ -66,5 +66,5 @@ class PredictionLayer(DraftModel, nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
         (target,) = self._target
-        own = (each for each in target.rename_weights(weights) if each[0].startswith(self._prefix))
-        return load_parameters(self, target.map_weights(own), (r".*\.(?:embed_tokens|shared_head\.head)\.", r".*rotary_emb\.inv_freq$"))
+        layers = (each for each in target.rename_weights(weights) if each[0].startswith(self._prefix))
+        return load_parameters(self, target.map_weights(layers), (r".*\.(?:embed_tokens|shared_head\.head)\.", r".*rotary_emb\.inv_freq$"))

@@ -61,9 +61,9 @@ class NgramDrafter(Drafter):
 
     def propose_tokens(self, slots: np.ndarray, max_tokens: np.ndarray) -> Drafts:
         lens = self._lens[slots]
-        found = np.zeros(len(slots), np.int64)
+        matched = np.zeros(len(slots), np.int64)
         for table, order in zip(self._tables, self._orders, strict=True):
-            open_rows = np.flatnonzero((found == 0) & (lens > order))
+            open_rows = np.flatnonzero((matched == 0) & (lens > order))
             if not open_rows.size:
                 continue
             at = slots[open_rows]
@@ -71,11 +71,11 @@ class NgramDrafter(Drafter):
             places = table[at, self._hash(grams)].astype(np.int64)
             is_match = places >= order
             is_match &= (self._take(at, np.maximum(places - order, 0), order) == grams).all(axis=1)
-            found[open_rows[is_match]] = places[is_match]
-        counts = np.where(found > 0, max_tokens, 0).astype(np.int32)
+            matched[open_rows[is_match]] = places[is_match]
+        counts = np.where(matched > 0, max_tokens, 0).astype(np.int32)
         offsets = np.arange(int(counts.max(initial=0)))
-        periods = np.maximum(lens - found, 1)
-        drafts = self._tokens[slots[:, None], found[:, None] + offsets % periods[:, None]]
+        periods = np.maximum(lens - matched, 1)
+        drafts = self._tokens[slots[:, None], matched[:, None] + offsets % periods[:, None]]
         return Drafts(drafts[offsets < counts[:, None]], counts)
 
     def _take(self, slots: np.ndarray, starts: np.ndarray, count: int) -> np.ndarray:

@@ -22,10 +22,10 @@ def close_schema(schema: Any) -> Any:
 def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    found = {key: _inside(key, value) for key, value in schema.items()}
+    closed = {key: _inside(key, value) for key, value in schema.items()}
     if isinstance(schema.get("properties"), dict) and not any(key in schema for key in OPEN_ENDED):
-        found["additionalProperties"] = False
-    return found
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _inside(key: str, value: Any) -> Any:
@@ -41,8 +41,8 @@ def _joins(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     combines = "properties" in schema and any(key in schema for key in (*COMBINED, "anyOf", "oneOf"))
-    parts = schema.get("allOf")
-    if combines or (isinstance(parts, list) and len(parts) > 1):
+    schemas = schema.get("allOf")
+    if combines or (isinstance(schemas, list) and len(schemas) > 1):
         return True
     inner = [each for key in BY_NAME if isinstance(schema.get(key), dict) for each in schema[key].values()]
     inner += [each for key in (*LISTS, "allOf") if isinstance(schema.get(key), list) for each in schema[key]]

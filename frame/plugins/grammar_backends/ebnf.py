@@ -14,7 +14,7 @@ from dataclasses import dataclass
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 MAX_DEPTH = 60
-MAX_PARTS = 2_000
+MAX_EXPRESSIONS = 2_000
 NO_RUN = (-1, -1)  # marks characters outside of a run
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]", "-": "-", "'": "'", "/": "/", "^": "^"}
 HEX = {"x": 2, "u": 4, "U": 8}
@@ -30,44 +30,44 @@ class UnsupportedSyntaxError(ValueError):
 
 def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """All code points outside `ranges`, surrogates excluded."""
-    found, start = [], 0
+    gaps, start = [], 0
     for low, high in sorted([*ranges, SURROGATES]):
         if start < low:
-            found.append((start, low - 1))
+            gaps.append((start, low - 1))
         start = max(start, high + 1)
-    return [*found, (start, LAST)] if start <= LAST else found
+    return [*gaps, (start, LAST)] if start <= LAST else gaps
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """An expression. `kind`: "text", "class", "rule", "sequence", "choice", or "repeat" of one
-    part."""
+class Expression:
+    """A node of a rule's expression. `kind`: "text", "class", "rule", "sequence", "choice", or
+    "repeat" of one child."""
 
     kind: str
     text: str = ""  # of "text"; of "rule": its name
     ranges: tuple[tuple[int, int], ...] = ()  # of "class"; code points, both ends included
-    parts: tuple[Part, ...] = ()
+    children: tuple[Expression, ...] = ()
     minimum: int = 0
     maximum: int | None = None
 
     @property
     def run(self) -> tuple[tuple[int, int], ...]:
         """The ranges of a `[…]+` or `[…]*`; empty for other parts."""
-        is_run = self.kind == "repeat" and self.maximum is None and self.minimum < 2 and self.parts[0].kind == "class"
-        return self.parts[0].ranges if is_run else ()
+        is_run = self.kind == "repeat" and self.maximum is None and self.minimum < 2 and self.children[0].kind == "class"
+        return self.children[0].ranges if is_run else ()
 
 
-Rules = Mapping[str, Part]
+Rules = Mapping[str, Expression]
 
 
 def read(source: str) -> Rules:
     """Return the rules by name. `root` and all referenced rules exist. Raises
     UnsupportedSyntaxError."""
     rules = _Reader(source).rules()
-    parts = [part for rule in rules.values() for part in _inside(rule)]
-    if len(parts) > MAX_PARTS:
-        raise UnsupportedSyntaxError(f"more than {MAX_PARTS} parts")
-    named = {part.text for part in parts if part.kind == "rule"}
+    expressions = [each for rule in rules.values() for each in _inside(rule)]
+    if len(expressions) > MAX_EXPRESSIONS:
+        raise UnsupportedSyntaxError(f"more than {MAX_EXPRESSIONS} parts")
+    named = {each.text for each in expressions if each.kind == "rule"}
     if "root" not in rules or named - rules.keys():
         raise UnsupportedSyntaxError("a rule is missing")
     return rules
@@ -79,20 +79,20 @@ def to_lark(rules: Rules) -> str:
     runs = find_lexemes(rules)  # all other lexemes are single characters, so none is a prefix of another
     numbers = {name: f"rule{number}" for number, name in enumerate(rules)}
 
-    def written(part: Part) -> str:
-        if part.kind == "text":  # by character: of two lexemes with a common prefix the longer one would win
-            return " ".join(json.dumps(char, ensure_ascii=False) for char in part.text) or '""'
-        if part.kind == "class":
-            return f"/{_class(part.ranges)}/"
-        if part.kind == "rule":
-            return numbers[part.text]
-        if part.kind == "repeat":
-            if part.run and part.run in runs:
-                return f"/{_class(part.run)}+/{'' if part.minimum else '?'}"
-            sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((part.minimum, part.maximum))
-            return f"({written(part.parts[0])})" + (sign or f"{{{part.minimum},{'' if part.maximum is None else part.maximum}}}")
-        inner = [written(each) for each in part.parts]
-        return f"({' | '.join(inner)})" if part.kind == "choice" else f"({' '.join(inner)})" if inner else '""'
+    def written(node: Expression) -> str:
+        if node.kind == "text":  # by character: of two lexemes with a common prefix the longer one would win
+            return " ".join(json.dumps(char, ensure_ascii=False) for char in node.text) or '""'
+        if node.kind == "class":
+            return f"/{_class(node.ranges)}/"
+        if node.kind == "rule":
+            return numbers[node.text]
+        if node.kind == "repeat":
+            if node.run and node.run in runs:
+                return f"/{_class(node.run)}+/{'' if node.minimum else '?'}"
+            sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((node.minimum, node.maximum))
+            return f"({written(node.children[0])})" + (sign or f"{{{node.minimum},{'' if node.maximum is None else node.maximum}}}")
+        inner = [written(each) for each in node.children]
+        return f"({' | '.join(inner)})" if node.kind == "choice" else f"({' '.join(inner)})" if inner else '""'
 
     return "\n".join([f"start: {numbers['root']}", *(f"{numbers[name]}: {written(rule)}" for name, rule in rules.items())])
 
@@ -100,14 +100,14 @@ def to_lark(rules: Rules) -> str:
 def find_lexemes(rules: Rules) -> set[tuple[tuple[int, int], ...]]:
     """Return the runs that can be one lexeme. A lexeme matches greedily, so none of its characters
     may come from elsewhere in the grammar, and no run of the same characters may follow it."""
-    runs = {part.run for rule in rules.values() for part in _inside(rule) if part.run}
+    runs = {node.run for rule in rules.values() for node in _inside(rule) if node.run}
     others: set[tuple[tuple[int, int], ...]] = set(runs)
     for rule in rules.values():
-        for part, is_run in _with_runs(rule):
-            if part.kind == "text":
-                others.add((*((ord(char), ord(char)) for char in part.text), NO_RUN))
-            elif part.kind == "class" and not is_run:
-                others.add((*part.ranges, NO_RUN))
+        for node, is_run in _with_runs(rule):
+            if node.kind == "text":
+                others.add((*((ord(char), ord(char)) for char in node.text), NO_RUN))
+            elif node.kind == "class" and not is_run:
+                others.add((*node.ranges, NO_RUN))
     apart = {run for run in runs if not any(_meet(run, other) for other in others if other != run)}
     return apart - _followed_by_themselves(rules, apart)
 
@@ -118,18 +118,18 @@ def _followed_by_themselves(rules: Rules, runs: set[tuple[tuple[int, int], ...]]
     first: dict[str, set[object]] = {name: set() for name in rules}
     after: dict[str, set[object]] = {name: set() for name in rules}
     nullable: dict[str, bool] = dict.fromkeys(rules, False)
-    found: set[tuple[tuple[int, int], ...]] = set()
+    self_following: set[tuple[tuple[int, int], ...]] = set()
 
-    def begins(part: Part) -> tuple[set[object], bool]:
-        if part.kind == "rule":
-            return first[part.text], nullable[part.text]
-        if part.kind in ("text", "class"):
-            return set(), part.kind == "text" and not part.text
-        inner = [begins(each) for each in part.parts]
-        if part.kind == "repeat":
-            own = {part.run} if part.run in runs else set()
-            return own | inner[0][0], part.minimum == 0 or inner[0][1]
-        if part.kind == "choice":
+    def begins(node: Expression) -> tuple[set[object], bool]:
+        if node.kind == "rule":
+            return first[node.text], nullable[node.text]
+        if node.kind in ("text", "class"):
+            return set(), node.kind == "text" and not node.text
+        inner = [begins(each) for each in node.children]
+        if node.kind == "repeat":
+            run = {node.run} if node.run in runs else set()
+            return run | inner[0][0], node.minimum == 0 or inner[0][1]
+        if node.kind == "choice":
             return set().union(*(each for each, _ in inner)), any(is_nullable for _, is_nullable in inner)
         starts: set[object] = set()
         for each, is_nullable in inner:
@@ -138,18 +138,18 @@ def _followed_by_themselves(rules: Rules, runs: set[tuple[tuple[int, int], ...]]
                 return starts, False
         return starts, True
 
-    def visit(part: Part, follows: set[object]) -> None:
-        if part.kind == "rule":
-            after[part.text] |= follows
-        elif part.kind == "choice":
-            for each in part.parts:
+    def visit(node: Expression, follows: set[object]) -> None:
+        if node.kind == "rule":
+            after[node.text] |= follows
+        elif node.kind == "choice":
+            for each in node.children:
                 visit(each, follows)
-        elif part.kind == "repeat":
-            if part.run in runs and part.run in follows:
-                found.add(part.run)
-            visit(part.parts[0], follows if part.run or part.maximum == 1 else follows | begins(part.parts[0])[0])
-        elif part.kind == "sequence":
-            for each in reversed(part.parts):
+        elif node.kind == "repeat":
+            if node.run in runs and node.run in follows:
+                self_following.add(node.run)
+            visit(node.children[0], follows if node.run or node.maximum == 1 else follows | begins(node.children[0])[0])
+        elif node.kind == "sequence":
+            for each in reversed(node.children):
                 visit(each, follows)
                 starts, is_nullable = begins(each)
                 follows = starts | follows if is_nullable else starts
@@ -161,24 +161,24 @@ def _followed_by_themselves(rules: Rules, runs: set[tuple[tuple[int, int], ...]]
             starts, nullable[name] = begins(rule)
             first[name] |= starts
             visit(rule, after[name])
-    return found
+    return self_following
 
 
 def _size(sets: Mapping[str, set[object]]) -> int:
     return sum(map(len, sets.values()))
 
 
-def _inside(part: Part) -> Iterator[Part]:
-    yield part
-    for each in part.parts:
+def _inside(node: Expression) -> Iterator[Expression]:
+    yield node
+    for each in node.children:
         yield from _inside(each)
 
 
-def _with_runs(part: Part, is_run: bool = False) -> Iterator[tuple[Part, bool]]:
+def _with_runs(node: Expression, is_run: bool = False) -> Iterator[tuple[Expression, bool]]:
     """All parts inside, and whether a run repeats them."""
-    yield part, is_run
-    for each in part.parts:
-        yield from _with_runs(each, bool(part.run))
+    yield node, is_run
+    for each in node.children:
+        yield from _with_runs(each, bool(node.run))
 
 
 def _meet(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
@@ -196,73 +196,73 @@ class _Reader:
         self._source = source
         self.at = 0
 
-    def rules(self) -> dict[str, Part]:
-        found: dict[str, Part] = {}
+    def rules(self) -> dict[str, Expression]:
+        rules: dict[str, Expression] = {}
         self._space()
         while self.at < len(self._source):
             name = self._name()
             self._space()
-            if not name or name in found or not self._take("::="):
+            if not name or name in rules or not self._take("::="):
                 raise UnsupportedSyntaxError(f"no rule at {self.at}")
-            found[name] = self._choice(0)
-        return found
+            rules[name] = self._choice(0)
+        return rules
 
-    def _choice(self, depth: int) -> Part:
+    def _choice(self, depth: int) -> Expression:
         if depth > MAX_DEPTH:
             raise UnsupportedSyntaxError(f"more than {MAX_DEPTH} parentheses in each other")
         choices = [self._sequence(depth)]
         while self._take("|"):
             choices.append(self._sequence(depth))
-        return choices[0] if len(choices) == 1 else Part("choice", parts=tuple(choices))
+        return choices[0] if len(choices) == 1 else Expression("choice", children=tuple(choices))
 
-    def _sequence(self, depth: int) -> Part:
-        parts: list[Part] = []
+    def _sequence(self, depth: int) -> Expression:
+        elements: list[Expression] = []
         self._space()
         while self.at < len(self._source) and self._source[self.at] not in "|)" and not self._is_rule():
-            parts.append(self._repeated(self._atom(depth)))
+            elements.append(self._repeated(self._atom(depth)))
             self._space()
-        return parts[0] if len(parts) == 1 else Part("sequence", parts=tuple(parts))
+        return elements[0] if len(elements) == 1 else Expression("sequence", children=tuple(elements))
 
     def _is_rule(self) -> bool:
         """Whether the next rule begins here."""
         start = self.at
         self._name()
         self._space()
-        found = self._source.startswith("::=", self.at)
+        is_rule = self._source.startswith("::=", self.at)
         self.at = start
-        return found
+        return is_rule
 
-    def _atom(self, depth: int) -> Part:
+    def _atom(self, depth: int) -> Expression:
         if self._take('"'):
             text = ""
             while not self._take('"'):
                 text += self._char()
-            return Part("text", text)
+            return Expression("text", text)
         if self._take("["):
             return self._class()
         if self._take("("):
-            part = self._choice(depth + 1)
+            node = self._choice(depth + 1)
             if not self._take(")"):
                 raise UnsupportedSyntaxError(f"')' is missing at {self.at}")
-            return part
+            return node
         name = self._name()
         if not name:
             raise UnsupportedSyntaxError(f"{self._source[self.at]!r} at {self.at}")
-        return Part("rule", name)
+        return Expression("rule", name)
 
-    def _repeated(self, part: Part) -> Part:
+    def _repeated(self, node: Expression) -> Expression:
         for sign, minimum, maximum in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
             if self._take(sign):
                 if self._source[self.at : self.at + 1] in ("*", "+", "?", "{"):
                     raise UnsupportedSyntaxError(f"a repeat of a repeat at {self.at}")
-                return Part("repeat", parts=(part,), minimum=minimum, maximum=maximum)
+                return Expression("repeat", children=(node,), minimum=minimum, maximum=maximum)
         if self._source[self.at : self.at + 1] in ("{", ".", "="):
             raise UnsupportedSyntaxError(f"{self._source[self.at]!r} at {self.at}")
-        return part
+        return node
 
-    def _class(self) -> Part:
+    def _class(self) -> Expression:
         is_negated = self._take("^")
-        found: Ranges = []
+        listed: Ranges = []
         while not self._take("]"):
             low = ord(self._char())
             high = low
@@ -271,11 +271,11 @@ class _Reader:
                 high = ord(self._char())
             if high < low or (low < SURROGATES[0] <= high <= LAST):
                 raise UnsupportedSyntaxError(f"no range at {self.at}")
-            found.append((low, high))
-        ranges = complement(found if is_negated else complement(found))
+            listed.append((low, high))
+        ranges = complement(listed if is_negated else complement(listed))
         if not ranges:
             raise UnsupportedSyntaxError("an empty class")
-        return Part("class", ranges=tuple(ranges))
+        return Expression("class", ranges=tuple(ranges))
 
     def _char(self) -> str:
         char = self._next()
@@ -316,6 +316,6 @@ class _Reader:
         return self._source[self.at - 1]
 
     def _take(self, text: str) -> bool:
-        found = self._source.startswith(text, self.at)
-        self.at += len(text) * found
-        return found
+        is_next = self._source.startswith(text, self.at)
+        self.at += len(text) * is_next
+        return is_next

@@ -13,11 +13,11 @@ _WITH_XGRAMMAR = "use the grammar backend combined, which needs the extra xgramm
 _XGRAMMAR_KEYS = frozenset({"propertyNames", "unevaluatedItems", "unevaluatedProperties"})
 
 
-def _explain_keys(found: re.Match[str]) -> str:
+def _explain_keys(match: re.Match[str]) -> str:
     try:
-        keys = [str(key) for key in json.loads(found[1])]
+        keys = [str(key) for key in json.loads(match[1])]
     except ValueError:
-        keys = [found[1]]
+        keys = [match[1]]
     remedy = _WITH_XGRAMMAR if set(keys) <= _XGRAMMAR_KEYS else _LEAVE_OUT
     return f"llguidance does not enforce {', '.join(keys)}; {remedy}"
 
@@ -45,6 +45,6 @@ _EXPLAINED: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] =
 def explain_rejection(message: str) -> str:
     """The library's message; of a schema that it does not support, a sentence with a remedy."""
     for pattern, explain in _EXPLAINED:
-        if (found := pattern.search(message)) is not None:
-            return explain(found)
+        if (match := pattern.search(message)) is not None:
+            return explain(match)
     return message

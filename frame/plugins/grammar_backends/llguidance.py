@@ -278,8 +278,8 @@ class LLGuidanceBackend(GrammarBackend):
 def read_cost(matcher: Any) -> int:
     """The library's count of the work on lexer states of a matcher, which has an error after."""
     matcher.rollback(NO_ROLLBACK)
-    found = _COST.search(matcher.get_error())
-    return 0 if found is None else int(found[1])
+    match = _COST.search(matcher.get_error())
+    return 0 if match is None else int(match[1])
 
 
 def with_ascii_escapes(pattern: str) -> str:

@@ -43,12 +43,12 @@ class _Document:
         self._name = name
         self._resources: dict[str, Any] = {"": root}  # by `$id`
         self._anchors: set[tuple[str, str]] = set()  # `$id` of the resource, name
-        self._found: list[tuple[dict[str, Any], str]] = []  # schema, `$id` of its resource
+        self._schemas: list[tuple[dict[str, Any], str]] = []  # schema, `$id` of its resource
         self._seen: set[int] = set()
         self._collect(root, "")
 
     def check(self, pointers_only: bool) -> None:
-        for schema, base in self._found:  # grows while targets are found outside of the schema keywords
+        for schema, base in self._schemas:  # grows while targets are found outside of the schema keywords
             for keyword in UNFOLLOWED:
                 if keyword in schema:
                     raise ValueError(f"{self._name} has a {keyword}, which is not supported; use a $ref such as '#/$defs/NAME'")
@@ -103,9 +103,9 @@ class _Document:
             self._resources.setdefault(base, schema)
             self._anchors.add((base, name))  # the form up to draft 7
         self._anchors.update((base, schema[keyword]) for keyword in ANCHORS if isinstance(schema.get(keyword), str))
-        self._found.append((schema, base))
-        for part in _parts(schema):
-            self._collect(part, base)
+        self._schemas.append((schema, base))
+        for subschema in _list_subschemas(schema):
+            self._collect(subschema, base)
 
     def _refused(self, reference: Any, reason: str) -> ValueError:
         shown = reference[:MAX_LENGTH] if isinstance(reference, str) else reference
@@ -113,7 +113,7 @@ class _Document:
         return ValueError(f"{self._name} has the $ref {shown!r}, {reason}; {remedy}")
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[Any]:
+def _list_subschemas(schema: dict[str, Any]) -> Iterator[Any]:
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
             yield from value.values()

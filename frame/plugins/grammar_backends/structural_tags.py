@@ -77,11 +77,11 @@ class _Writer:
         """The text, with special tokens by id; nothing for an empty text."""
         if not isinstance(text, str):
             raise ValueError("begin, end, value, separator and triggers must be texts")
-        parts, end = [], 0
+        pieces, end = [], 0
         for match in self._special.finditer(text):
-            parts += [_quoted(text[end : match.start()]), f"<[{self._ids[match[0]]}]>"]
+            pieces += [_quoted(text[end : match.start()]), f"<[{self._ids[match[0]]}]>"]
             end = match.end()
-        return " ".join(filter(None, [*parts, _quoted(text[end:])])) or '""'
+        return " ".join(filter(None, [*pieces, _quoted(text[end:])])) or '""'
 
     def _write_json_schema(self, form: Form) -> str:
         if form.get("style", "json") != "json":

@@ -150,7 +150,7 @@ class XGrammarBackend(GrammarBackend):
         """Apply the whitespace options to the JSON parts of a structural tag that do not set them:
         the library has no field for that."""
         if isinstance(form, list):
-            return [self._compact(part) for part in form]
+            return [self._compact(each) for each in form]
         if not isinstance(form, dict):
             return form
         if form.get("type") != "json_schema" or "max_whitespace_cnt" in form:

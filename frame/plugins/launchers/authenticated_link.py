@@ -143,16 +143,16 @@ async def authenticate(
     """Prove the secret to the other end, and have it proved. `when_known`: called by a listener
     after a first message that only a host with the secret can send first; another may repeat it.
     Raises LinkError, and the connection is then closed."""
-    own, role = secrets.token_bytes(_NONCE), b"listener" if is_listener else b"node"
+    nonce, role = secrets.token_bytes(_NONCE), b"listener" if is_listener else b"node"
     other_role = b"node" if is_listener else b"listener"
     try:
         async with asyncio.timeout(HANDSHAKE):
-            hello = _HELLO + own
+            hello = _HELLO + nonce
             if not is_listener:
-                writer.write(hello + _proof(secret, b"hello", own))
+                writer.write(hello + _proof(secret, b"hello", nonce))
             other_hello = await reader.readexactly(len(hello))
             other = other_hello[len(_HELLO) :]
-            nonces = (own, other) if is_listener else (other, own)
+            nonces = (nonce, other) if is_listener else (other, nonce)
             if is_listener:
                 await _check(reader, _proof(secret, b"hello", other))
                 if when_known is not None:
@@ -227,8 +227,8 @@ class SocketTunnel:
     async def _pump(self, channel: int, reader: asyncio.StreamReader) -> None:
         """What a socket sends, to the other host."""
         with contextlib.suppress(OSError):
-            while part := await reader.read(CHUNK):
-                self._link.post(DATA, channel, part)
+            while data := await reader.read(CHUNK):
+                self._link.post(DATA, channel, data)
                 await self._link.drain()
         if (writer := self._writers.pop(channel, None)) is not None:
             writer.close()
@@ -244,11 +244,11 @@ class SocketTunnel:
             task.cancel()
 
 
-def _code(key: bytes, *parts: bytes) -> bytes:
-    made = hmac.new(key, digestmod=hashlib.sha256)
-    for part in parts:
-        made.update(part)
-    return made.digest()[:_CODE]
+def _code(key: bytes, *messages: bytes) -> bytes:
+    code = hmac.new(key, digestmod=hashlib.sha256)
+    for message in messages:
+        code.update(message)
+    return code.digest()[:_CODE]
 
 
 def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:

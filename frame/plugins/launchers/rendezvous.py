@@ -311,7 +311,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 def mask_command(command: Sequence[str], folder: str) -> list[str]:
     """The command with placeholders for this host's Python and folder."""
-    return ["{python}" if part == sys.executable else "{folder}" if part == folder else part for part in command]
+    return ["{python}" if argument == sys.executable else "{folder}" if argument == folder else argument for argument in command]
 
 
 def _post(loop: asyncio.AbstractEventLoop, link: Link, kind: int, channel: int, data: bytes) -> None:

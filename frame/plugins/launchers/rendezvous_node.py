@@ -122,7 +122,7 @@ def _start(
     link: Link, loop: asyncio.AbstractEventLoop, ranks: dict[int, Rank], channel: int, order: Mapping[str, Any], folder: Path
 ) -> None:
     places = {"{python}": sys.executable, "{folder}": str(folder)}
-    command = [places.get(part, part) for part in order["command"]]
+    command = [places.get(argument, argument) for argument in order["command"]]
     try:
         process = start_process(command, order["environment"], pipes_errors=bool(order["pipes_errors"]))
     except OSError as error:
@@ -133,8 +133,8 @@ def _start(
 
     def watch() -> None:
         if process.stderr is not None:
-            while part := os.read(process.stderr.fileno(), 65536):
-                _post(loop, link, frames.ERRORS, channel, part)
+            while data := os.read(process.stderr.fileno(), 65536):
+                _post(loop, link, frames.ERRORS, channel, data)
             process.stderr.close()
         code = process.wait()
         _post(loop, link, frames.EXIT, channel, str(code).encode())

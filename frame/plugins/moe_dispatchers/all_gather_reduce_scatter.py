@@ -27,8 +27,8 @@ class AllGatherReduceScatter(AllReduce):
         if group is None:
             return super().dispatch(x, ids, weights, placement)
         share = -(-len(x) // tp.size)
-        own = (_take_share(each, tp.rank, share, tp.size) for each in (x, ids, weights))
-        gathered, ids, weights = (group.all_gather(each, dim=0) for each in own)
+        shares = (_take_share(each, tp.rank, share, tp.size) for each in (x, ids, weights))
+        gathered, ids, weights = (group.all_gather(each, dim=0) for each in shares)
         local = self.select(ids, weights, group.rank * placement.per_rank, placement.per_rank)
         return DispatchOutput(gathered, *local, state=len(x))
 

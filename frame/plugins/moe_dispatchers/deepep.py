@@ -46,8 +46,8 @@ class Communicator:
         data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(self._device)
         sizes = self._group.all_gather(torch.tensor([len(data)], device=self._device), dim=0).tolist()
         rows = self._group.all_gather(pad(data, (0, max(sizes) - len(data)))[None], dim=0).cpu()
-        found = [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-        return [bytearray(each) if isinstance(each, bytes) else each for each in found]
+        decoded = [msgspec.msgpack.decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        return [bytearray(each) if isinstance(each, bytes) else each for each in decoded]
 
 
 class DeepEP(MoEDispatcher):

@@ -36,9 +36,9 @@ class DeepGemm(MoERunner):
         order = align_tokens(tokens.ids.contiguous(), len(experts.gate_up), self._block)  # type: ignore[arg-type]
         pairs, owners = _rows(order, count)
         source = pairs.clamp_max(count - 1).div(top, rounding_mode="floor")
-        x = tuple(part.index_select(0, source) for part in _operand(tokens.x, experts, "gate_up"))
-        act = silu_mul(_product(x, experts, "gate_up", owners, tokens.x.dtype))
-        rows = _product(_operand(act, experts, "down"), experts, "down", owners, tokens.x.dtype)
+        x = tuple(operand.index_select(0, source) for operand in _operand(tokens.x, experts, "gate_up"))
+        act = silu_mul(_multiply(x, experts, "gate_up", owners, tokens.x.dtype))
+        rows = _multiply(_operand(act, experts, "down"), experts, "down", owners, tokens.x.dtype)
         places = torch.empty(count + 1, dtype=torch.int64, device=act.device)  # the last entry takes padding rows
         places.index_copy_(0, pairs, torch.arange(len(pairs), device=act.device))
         return combine_pairs(rows, top, tokens.weights.contiguous(), places[:-1])
@@ -61,7 +61,7 @@ def _operand(x: torch.Tensor, experts: nn.Module, name: str) -> tuple[torch.Tens
     return values.view(torch.uint8), scale.contiguous()
 
 
-def _product(x: tuple[torch.Tensor, ...], experts: nn.Module, name: str, owners: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _multiply(x: tuple[torch.Tensor, ...], experts: nn.Module, name: str, owners: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Multiply each row by its expert's transposed weights."""
     weights: torch.Tensor = getattr(experts, name)
     out = torch.empty(len(owners), weights.shape[1], dtype=dtype, device=owners.device)

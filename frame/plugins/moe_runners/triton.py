@@ -56,8 +56,8 @@ class Triton(MoERunner):
         self._compiled: set[tuple[int, ...]] = set()  # sizes of layers whose kernels are compiled
 
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
-        parts = self.run_parts(tokens, experts)
-        return combine_pairs(parts.flatten(0, 1), parts.shape[1]) if parts.dim() == 3 else parts
+        summands = self.run_parts(tokens, experts)
+        return combine_pairs(summands.flatten(0, 1), summands.shape[1]) if summands.dim() == 3 else summands
 
     def run_parts(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         if len(tokens.x) == 0:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from frame.core.interfaces.platform import Accelerator, FoundDevices
+from frame.core.interfaces.platform import Accelerator, UsableDevices
 
 _NVML = "libnvidia-ml.so.1"
 _NAME_BYTES = 96
@@ -26,21 +26,21 @@ class NvmlMemory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def find_devices(environ: Mapping[str, str] | None = None) -> FoundDevices:
+def find_devices(environ: Mapping[str, str] | None = None) -> UsableDevices:
     """The GPUs that the driver lists, CUDA_VISIBLE_DEVICES does not hide and torch can use; or
     none, and why existing ones cannot be used."""
     environ = os.environ if environ is None else environ
     if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
-        return FoundDevices()
+        return UsableDevices()
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in {"", "-1"}:
-        return FoundDevices(note="CUDA_VISIBLE_DEVICES hides all GPUs")
+        return UsableDevices(note="CUDA_VISIBLE_DEVICES hides all GPUs")
     if _torch_is_cpu_only():
-        return FoundDevices(note="the installed torch is a CPU build; install the CUDA build to use the GPU")
+        return UsableDevices(note="the installed torch is a CPU build; install the CUDA build to use the GPU")
     try:
-        return FoundDevices(nvml_devices(ctypes.CDLL(_NVML), visible))
+        return UsableDevices(nvml_devices(ctypes.CDLL(_NVML), visible))
     except OSError as error:
-        return FoundDevices(note=f"the NVIDIA driver does not respond: {error}")
+        return UsableDevices(note=f"the NVIDIA driver does not respond: {error}")
 
 
 def _torch_is_cpu_only() -> bool:
@@ -60,9 +60,9 @@ def nvml_devices(nvml: Any, visible: str | None) -> tuple[Accelerator, ...]:
     try:
         count = ctypes.c_uint()
         _call(nvml.nvmlDeviceGetCount_v2, ctypes.byref(count))
-        found = _visible([_nvml_device(nvml, index) for index in range(count.value)], visible)
-        handles = [device[2] for device in found]
-        return tuple(replace(device[0], is_linked=_is_linked(nvml, device[2], handles)) for device in found)
+        devices = _visible([_nvml_device(nvml, index) for index in range(count.value)], visible)
+        handles = [device[2] for device in devices]
+        return tuple(replace(device[0], is_linked=_is_linked(nvml, device[2], handles)) for device in devices)
     finally:
         nvml.nvmlShutdown()
 
@@ -91,15 +91,15 @@ def _nvml_device(nvml: Any, index: int) -> _Device:
     return Accelerator("cuda", name.value.decode(), (major.value, minor.value), int(memory.total)), uuid.value.decode(), handle
 
 
-def _visible(found: list[_Device], visible: str | None) -> list[_Device]:
+def _visible(devices: list[_Device], visible: str | None) -> list[_Device]:
     """The devices that the indices or UUID prefixes in `visible` select. Like CUDA, drops
     everything after an invalid entry."""
     if visible is None:
-        return found
+        return devices
     kept: list[_Device] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        is_index = entry.isdigit() and int(entry) < len(found)
-        match = [found[int(entry)]] if is_index else [device for device in found if entry and device[1].startswith(entry)]
+    for entry in (item.strip() for item in visible.split(",")):
+        is_index = entry.isdigit() and int(entry) < len(devices)
+        match = [devices[int(entry)]] if is_index else [device for device in devices if entry and device[1].startswith(entry)]
         if len(match) != 1:
             break
         kept += match

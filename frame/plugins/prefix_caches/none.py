@@ -31,7 +31,7 @@ class NoCache(PrefixCache, SupportsRelock):
     def insert(
         self, tokens: np.ndarray, pages: np.ndarray, namespace: str = "", priority: int = 0, groups: Sequence[np.ndarray] = ()
     ) -> Inserted:
-        offered = np.concatenate([_NONE, *(given[:, 1] if given.ndim == 2 else given for given in groups)])
+        offered = np.concatenate([_NONE, *(group_pages[:, 1] if group_pages.ndim == 2 else group_pages for group_pages in groups)])
         return Inserted(len(tokens) // self._page_size * self._page_size, None, offered[offered > 0].tolist())
 
     def evict(self, num_pages: int) -> np.ndarray:

@@ -143,7 +143,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         if len(pages) < num_pages:
             raise ValueError(f"{len(tokens)} tokens fill {num_pages} pages, but {len(pages)} were given")
         if num_pages == 0:
-            return Inserted(0, None, [page for _, page in chain.from_iterable(given.tolist() for given in groups if given.ndim == 2)])
+            return Inserted(0, None, [page for _, page in chain.from_iterable(saved.tolist() for saved in groups if saved.ndim == 2)])
         path, last = self._walk(key, namespace)
         if path and last < len(path[-1].pages):
             path[-1] = self._split(path[-1], last)
@@ -155,7 +155,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
             node.last_access = self._clock
             node.priority = max(node.priority, priority)
         self._push_if_evictable(path[-1])
-        unused = [page for group, given in zip(self._groups, groups, strict=False) for page in group.adopt(path, given)]
+        unused = [page for group, group_pages in zip(self._groups, groups, strict=False) for page in group.adopt(path, group_pages)]
         return Inserted(cached * self._page_size, Handle(path[-1], num_pages), unused)
 
     def evict_group(self, index: int, num_pages: int) -> np.ndarray:
@@ -169,8 +169,8 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
 
     def evict(self, num_pages: int) -> np.ndarray:
         freed: list[np.ndarray] = []
-        while num_pages > 0 and (found := self._next_victim()) is not None:
-            node, maximum = found
+        while num_pages > 0 and (victim := self._next_victim()) is not None:
+            node, maximum = victim
             keep = max(0, len(node.pages) - min(num_pages, maximum))
             num_pages -= len(node.pages) - keep
             freed += [group.cut(node, keep) for group in self._groups]
@@ -236,8 +236,8 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
     def audit(self) -> Iterator[np.ndarray]:
         nodes, heap = self._nodes(), chain.from_iterable(self._heaps.values())
         offered: set[int] = set()
-        while part := list(islice(heap, _AUDITED)):
-            offered.update(id(node) for _, _, version, node in part if version == node.version)
+        while batch := list(islice(heap, _AUDITED)):
+            offered.update(id(node) for _, _, version, node in batch if version == node.version)
             yield _NO_PAGES
         evictable = locked = num_nodes = 0
         held = [0] * len(self._groups)
@@ -252,7 +252,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
             unlocked = sum(len(node.pages) for node in run if node.refs == 0)
             evictable, locked, num_nodes = evictable + unlocked, locked + len(pages) - unlocked, num_nodes + len(run)
             further = [[group.list_pages(node) for node in run] for group in self._groups]
-            held = [count + sum(map(len, parts)) for count, parts in zip(held, further, strict=True)]
+            held = [count + sum(map(len, lists)) for count, lists in zip(held, further, strict=True)]
             yield np.concatenate([pages, *chain.from_iterable(further)])
         _require(num_nodes == self._num_nodes, f"the tree has {num_nodes} nodes, counted {self._num_nodes}")
         _require(evictable == self._num_evictable, f"{evictable} pages are evictable, counted {self._num_evictable}")
@@ -354,7 +354,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         lower.key, lower.pages, lower.parent = lower.key[cut:].copy(), lower.pages[keep:].copy(), upper
         upper.children[self._first(lower.key)] = lower
         self._num_nodes += 1
-        upper.parts = [None] * len(self._groups)
+        upper.group_data = [None] * len(self._groups)
         for group in self._groups:
             group.split(upper, lower, keep)
         return upper
@@ -365,7 +365,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         num_pages = len(key) // self._page_size
         node = Node(parent, key[cached * self._page_size :].copy(), np.array(pages[cached:num_pages], np.int32), namespace)
         node.created = self._clock
-        node.parts = [group.empty(len(node.pages)) for group in self._groups]
+        node.group_data = [group.empty(len(node.pages)) for group in self._groups]
         parent.children[self._first(node.key)] = node
         self._num_nodes += 1
         self._count_evictable(node.owner, len(node.pages))

@@ -21,16 +21,17 @@ _NO_PAGES = np.empty(0, np.int32)
 
 
 class GroupedNode(Protocol):
-    """The fields of a tree's node that groups use. `parts`: one entry for each further group."""
+    """The fields of a tree's node that groups use. `group_data`: one entry for each further
+    group."""
 
     pages: np.ndarray
     end: int
-    parts: list[Any]
+    group_data: list[Any]
     children: dict[bytes, Any]
 
 
 class Group(ABC):
-    """One further group: `index` is its place in `Node.parts`."""
+    """One further group: `index` is its place in `Node.group_data`."""
 
     num_evictable = 0  # pages that `evict` could return
     num_locked = 0
@@ -41,7 +42,7 @@ class Group(ABC):
 
     @abstractmethod
     def empty(self, num_pages: int) -> Any:
-        """The part of a node of `num_pages` pages that holds nothing of the group."""
+        """The data of a node of `num_pages` pages that holds nothing of the group."""
 
     @abstractmethod
     def mark_served(self, path: Sequence[GroupedNode], num_tokens: int, served: np.ndarray) -> None:
@@ -75,7 +76,7 @@ class Group(ABC):
         """All pages that the node holds, int32."""
 
 
-class WindowPart:
+class WindowPages:
     """`pages`: int32, one entry for each page of the node; 0: tombstone."""
 
     __slots__ = ("pages", "refs")
@@ -97,107 +98,107 @@ class WindowGroup(Group):
         self.width = -(-window // page_size)  # pages that a match needs, at most
         self._order: OrderedDict[GroupedNode, None] = OrderedDict()  # nodes with pages and without locks
 
-    def empty(self, num_pages: int) -> WindowPart:
-        return WindowPart(np.zeros(num_pages, np.int32))
+    def empty(self, num_pages: int) -> WindowPages:
+        return WindowPages(np.zeros(num_pages, np.int32))
 
     def mark_served(self, path: Sequence[GroupedNode], num_tokens: int, served: np.ndarray) -> None:
-        pages = np.concatenate([self._part(node).pages for node in path])[: len(served) - 1]
+        pages = np.concatenate([self._data(node).pages for node in path])[: len(served) - 1]
         ends = np.arange(1, len(pages) + 1)
         last_absent = np.maximum.accumulate(np.where(pages == 0, ends, 0))
         served[1:] &= ends - last_absent >= np.minimum(ends, self.width)
 
     def read(self, path: Sequence[GroupedNode], end: int) -> np.ndarray:
-        pages = np.concatenate([self._part(node).pages for node in path])[:end]
+        pages = np.concatenate([self._data(node).pages for node in path])[:end]
         pages[: max(0, end - self.width)] = 0
         return pages
 
     def adopt(self, path: Sequence[GroupedNode], offered: np.ndarray) -> list[int]:
         unused: list[int] = []
         for node in path:
-            part, given = self._part(node), offered[node.end - len(node.pages) : node.end]
-            if given.any():
-                takes = (part.pages == 0) & (given > 0)
-                unused += given[(given > 0) & ~takes].tolist()
-                self._count(part, int(np.count_nonzero(takes)))
-                part.pages[takes] = given[takes]
-            self._touch(node, part)
+            data, offer = self._data(node), offered[node.end - len(node.pages) : node.end]
+            if offer.any():
+                takes = (data.pages == 0) & (offer > 0)
+                unused += offer[(offer > 0) & ~takes].tolist()
+                self._count(data, int(np.count_nonzero(takes)))
+                data.pages[takes] = offer[takes]
+            self._touch(node, data)
         return unused
 
     def split(self, upper: GroupedNode, lower: GroupedNode, keep: int) -> None:
-        part = self._part(lower)
-        upper.parts[self.index] = above = WindowPart(part.pages[:keep].copy(), part.refs)
-        part.pages = part.pages[keep:].copy()
+        data = self._data(lower)
+        upper.group_data[self.index] = above = WindowPages(data.pages[:keep].copy(), data.refs)
+        data.pages = data.pages[keep:].copy()
         self._touch(upper, above)
-        self._touch(lower, part)
+        self._touch(lower, data)
 
     def cut(self, node: GroupedNode, keep: int) -> np.ndarray:
-        part = self._part(node)
-        gone, part.pages = part.pages[keep:], part.pages[:keep].copy()
+        data = self._data(node)
+        gone, data.pages = data.pages[keep:], data.pages[:keep].copy()
         gone = gone[gone > 0]
-        self._count(part, -len(gone))
-        self._touch(node, part)
+        self._count(data, -len(gone))
+        self._touch(node, data)
         return gone
 
     def evict(self, num_pages: int) -> np.ndarray:
         freed: list[np.ndarray] = []
         while num_pages > 0 and self._order:
             node = next(iter(self._order))
-            part = self._part(node)
-            places = np.flatnonzero(part.pages)[:num_pages]  # the end of a run serves more matches than its beginning
-            freed.append(part.pages[places])
-            part.pages[places] = 0
+            data = self._data(node)
+            places = np.flatnonzero(data.pages)[:num_pages]  # the end of a run serves more matches than its beginning
+            freed.append(data.pages[places])
+            data.pages[places] = 0
             num_pages -= len(places)
             self.num_evictable -= len(places)
-            if not part.pages.any():
+            if not data.pages.any():
                 del self._order[node]
         return np.concatenate(freed) if freed else _NO_PAGES
 
     def list_pages(self, node: GroupedNode) -> np.ndarray:
-        pages = self._part(node).pages
+        pages = self._data(node).pages
         return pages[pages > 0]
 
     def lock(self, nodes: Sequence[GroupedNode]) -> None:
         for node in nodes:
-            part = self._part(node)
-            if part.refs == 0:
-                self._move(part.count)
+            data = self._data(node)
+            if data.refs == 0:
+                self._move(data.count)
                 self._order.pop(node, None)
-            part.refs += 1
+            data.refs += 1
 
     def unlock(self, nodes: Sequence[GroupedNode]) -> None:
         for node in nodes:
-            part = self._part(node)
-            part.refs -= 1
-            if part.refs == 0:
-                self._move(-part.count)
-            self._touch(node, part)
+            data = self._data(node)
+            data.refs -= 1
+            if data.refs == 0:
+                self._move(-data.count)
+            self._touch(node, data)
 
     def clear_locks(self, nodes: Iterator[GroupedNode]) -> None:
         for node in nodes:
-            part = self._part(node)
-            if part.refs:
-                part.refs = 0
-                self._move(-part.count)
-                self._touch(node, part)
+            data = self._data(node)
+            if data.refs:
+                data.refs = 0
+                self._move(-data.count)
+                self._touch(node, data)
 
-    def _part(self, node: GroupedNode) -> WindowPart:
-        part: WindowPart = node.parts[self.index]
-        return part
+    def _data(self, node: GroupedNode) -> WindowPages:
+        data: WindowPages = node.group_data[self.index]
+        return data
 
     def _move(self, count: int) -> None:
         """`count` pages become locked."""
         self.num_evictable -= count
         self.num_locked += count
 
-    def _count(self, part: WindowPart, change: int) -> None:
-        if part.refs:
+    def _count(self, data: WindowPages, change: int) -> None:
+        if data.refs:
             self.num_locked += change
         else:
             self.num_evictable += change
 
-    def _touch(self, node: GroupedNode, part: WindowPart) -> None:
+    def _touch(self, node: GroupedNode, data: WindowPages) -> None:
         """Make the node the most recently used one, if its pages may be evicted."""
-        if part.refs == 0 and part.pages.any():
+        if data.refs == 0 and data.pages.any():
             self._order[node] = None
             self._order.move_to_end(node)
         else:
@@ -205,8 +206,8 @@ class WindowGroup(Group):
 
 
 class SnapshotGroup(Group):
-    """A match ends where a state was saved. `Node.parts`: page of the state by its position, in
-    pages from the root."""
+    """A match ends where a state was saved. `Node.group_data`: page of the state by its position,
+    in pages from the root."""
 
     def __init__(self, index: int, name: str, page_size: int) -> None:
         super().__init__(index, name)
@@ -220,11 +221,11 @@ class SnapshotGroup(Group):
         has_state = np.zeros(len(served), np.bool_)
         # the last token of a sequence is always computed, from the state before it
         maximum = min(len(served) - 1, (num_tokens - 1) // self._page_size)
-        has_state[[end for node in path for end in self._part(node) if end <= maximum]] = True
+        has_state[[end for node in path for end in self._data(node) if end <= maximum]] = True
         served[1:] &= has_state[1:]
 
     def read(self, path: Sequence[GroupedNode], end: int) -> np.ndarray:
-        page = next((part[end] for part in map(self._part, reversed(path)) if end in part), None)
+        page = next((data[end] for data in map(self._data, reversed(path)) if end in data), None)
         if page is None:
             return _NO_PAGES
         self._order.move_to_end(page)
@@ -235,10 +236,10 @@ class SnapshotGroup(Group):
         for num_tokens, page in offered.tolist():
             end, rest = divmod(num_tokens, self._page_size)
             node = next((node for node in path if node.end - len(node.pages) < end <= node.end), None)
-            if rest or node is None or end in self._part(node):
+            if rest or node is None or end in self._data(node):
                 unused.append(page)
                 continue
-            self._part(node)[end] = page
+            self._data(node)[end] = page
             self._order[page] = (node, end)
             self.num_evictable += 1
             self._demote(path, end)
@@ -248,21 +249,21 @@ class SnapshotGroup(Group):
         """Evict the states before position `end` first, except where sequences branch: their
         sequence goes on from the later state."""
         for node in path:
-            for earlier, page in self._part(node).items():
+            for earlier, page in self._data(node).items():
                 if earlier < end and not (earlier == node.end and len(node.children) > 1):
                     self._order.move_to_end(page, last=False)
 
     def split(self, upper: GroupedNode, lower: GroupedNode, keep: int) -> None:
-        part = self._part(lower)
-        upper.parts[self.index] = above = {end: page for end, page in part.items() if end <= upper.end}
+        data = self._data(lower)
+        upper.group_data[self.index] = above = {end: page for end, page in data.items() if end <= upper.end}
         for end, page in above.items():
-            del part[end]
+            del data[end]
             self._order[page] = (upper, end)
 
     def cut(self, node: GroupedNode, keep: int) -> np.ndarray:
-        part, maximum = self._part(node), node.end - len(node.pages) + keep
-        gone = [end for end in part if end > maximum]
-        pages = [part.pop(end) for end in gone]
+        data, maximum = self._data(node), node.end - len(node.pages) + keep
+        gone = [end for end in data if end > maximum]
+        pages = [data.pop(end) for end in gone]
         for page in pages:
             del self._order[page]
         self.num_evictable -= len(pages)
@@ -272,17 +273,17 @@ class SnapshotGroup(Group):
         pages: list[int] = []
         while len(pages) < num_pages and self._order:
             page, (node, end) = self._order.popitem(last=False)
-            del self._part(node)[end]
+            del self._data(node)[end]
             pages.append(page)
         self.num_evictable -= len(pages)
         return np.array(pages, np.int32)
 
     def list_pages(self, node: GroupedNode) -> np.ndarray:
-        return np.array(list(self._part(node).values()), np.int32)
+        return np.array(list(self._data(node).values()), np.int32)
 
-    def _part(self, node: GroupedNode) -> dict[int, int]:
-        part: dict[int, int] = node.parts[self.index]
-        return part
+    def _data(self, node: GroupedNode) -> dict[int, int]:
+        data: dict[int, int] = node.group_data[self.index]
+        return data
 
 
 def make_groups(pools: Sequence[PagePool], page_size: int) -> list[Group]:

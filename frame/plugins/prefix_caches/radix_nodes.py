@@ -23,12 +23,24 @@ class Node:
     """A run of whole pages. A node without a parent is a root, or was removed from the tree.
 
     `end`: pages from the root to this node's end. `refs`: locks at or below this node. `version`:
-    incremented when the node's entry in the eviction heap becomes invalid. `parts`: what it holds
-    of each further cache group.
+    incremented when the node's entry in the eviction heap becomes invalid. `group_data`: what it
+    holds of each further cache group.
     """
 
     __slots__ = (
-        "children", "created", "end", "hits", "key", "last_access", "namespace", "owner", "pages", "parent", "parts", "priority", "refs",
+        "children",
+        "created",
+        "end",
+        "group_data",
+        "hits",
+        "key",
+        "last_access",
+        "namespace",
+        "owner",
+        "pages",
+        "parent",
+        "priority",
+        "refs",
         "version",
     )  # fmt: skip
 
@@ -46,7 +58,7 @@ class Node:
         self.created = 0
         self.hits = 0
         self.priority = 0
-        self.parts: list[Any] = []
+        self.group_data: list[Any] = []
 
 
 class Handle:

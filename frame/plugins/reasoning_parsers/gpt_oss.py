@@ -96,13 +96,13 @@ class GptOss(ReasoningParser):
         self._is_header = False
 
     def _body(self) -> bool:
-        found = min(((at, end) for end in ENDS if (at := self._held.find(end)) >= 0), default=None)
-        if found is None:
+        nearest = min(((at, end) for end in ENDS if (at := self._held.find(end)) >= 0), default=None)
+        if nearest is None:
             until = len(self._held) - held_back(self._held, *ENDS)
             self._say(self._held[:until])
             self._held = self._held[until:]
             return False
-        at, end = found
+        at, end = nearest
         self._say(self._held[:at])
         self._held = self._held[at + len(end) :]
         if self._is_call:
@@ -114,7 +114,7 @@ class GptOss(ReasoningParser):
         (self._reasoning if self._is_thinking else self._content).append(text)
 
     def _taken(self) -> ReasoningDelta:
-        found = ReasoningDelta("".join(self._reasoning), "".join(self._content))
+        delta = ReasoningDelta("".join(self._reasoning), "".join(self._content))
         self._reasoning.clear()
         self._content.clear()
-        return found
+        return delta

@@ -87,10 +87,10 @@ class ThinkTags(ReasoningParser):
             self._held = self._held.lstrip()
         end = self._held.find(tag)
         if end >= 0:
-            found = self._held[:end].rstrip()
+            reasoning = self._held[:end].rstrip()
             self._state, self._held = _GAP, self._held[end + len(tag) :]
         else:
-            found = self._held[: len(self._held) - held_back(self._held, tag)].rstrip()
-            self._held = self._held[len(found) :]
-        self._is_first = self._is_first and not found
-        return found
+            reasoning = self._held[: len(self._held) - held_back(self._held, tag)].rstrip()
+            self._held = self._held[len(reasoning) :]
+        self._is_first = self._is_first and not reasoning
+        return reasoning

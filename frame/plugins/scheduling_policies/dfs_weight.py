@@ -45,13 +45,13 @@ def _visit(group: list[tuple[np.ndarray, SchedulableRequest]], depth: int, order
     ordered.extend(ending)
 
 
-def _shared(rows: list[np.ndarray], at_least: int) -> int:
+def _shared(rows: list[np.ndarray], min_shared: int) -> int:
     """The number of leading pages that all rows share."""
     first, shared = rows[0], min(len(row) for row in rows)
     for row in rows[1:]:
-        differs = row[at_least:shared] != first[at_least:shared]
+        differs = row[min_shared:shared] != first[min_shared:shared]
         if differs.any():
-            shared = at_least + int(differs.argmax())
+            shared = min_shared + int(differs.argmax())
     return shared
 
 

@@ -144,8 +144,8 @@ class CallScanner:
 
     # ---- helpers of the readers ----
 
-    def _expect(self, char: str, wanted: str, then: object) -> None:
-        if char == wanted:
+    def _expect(self, char: str, expected: str, then: object) -> None:
+        if char == expected:
             self._read = then  # type: ignore[assignment]
         elif char not in _SPACE:
             self.is_bad = True

@@ -14,8 +14,8 @@ def arguments_of(function: Function, rule: CallRule, style: str = "json") -> For
     """The format of the arguments: the schema if the call is required or the function is strict,
     else any object."""
     schema = function.parameters if rule.is_required or function.is_strict else {"type": "object"}
-    found: Format = {"type": "json_schema", "json_schema": schema}
-    return found if style == "json" else {**found, "style": style}
+    arguments: Format = {"type": "json_schema", "json_schema": schema}
+    return arguments if style == "json" else {**arguments, "style": style}
 
 
 def tag(begin: str, content: Format, end: str) -> Format:

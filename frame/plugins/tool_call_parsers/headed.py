@@ -52,10 +52,10 @@ class HeadedCalls(Machine):
         brace = self.held.find("{", begin, begin + MAX_HEADER)
         if brace < 0 and len(self.held) - begin < MAX_HEADER:
             return False
-        found = self.header.fullmatch(self.held, begin, brace) if brace >= 0 else None
-        if found is None:
+        match = self.header.fullmatch(self.held, begin, brace) if brace >= 0 else None
+        if match is None:
             return self.reject(begin, brace)
-        self.start_call(found["name"])
+        self.start_call(match["name"])
         self.take_held(brace)
         self._span = JsonSpan()
         return self.set_state(self._arguments)

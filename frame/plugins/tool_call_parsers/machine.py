@@ -80,19 +80,19 @@ class Machine(ToolCallParser):
 
     def take_held(self, count: int) -> str:
         """Remove and return the first `count` held characters."""
-        found, self.held = self.held[:count], self.held[count:]
+        taken, self.held = self.held[:count], self.held[count:]
         self._searched = 0
-        return found
+        return taken
 
     def find_mark(self, *marks: str) -> tuple[int, str] | None:
         """Return the first of `marks` in the held text with its index, the longest of several at
         one index. Continues the last search."""
         start = max(0, self._searched - max(map(len, marks)) + 1)
-        found = [(at, -len(mark), mark) for mark in marks if (at := self.held.find(mark, start)) >= 0]
+        places = [(at, -len(mark), mark) for mark in marks if (at := self.held.find(mark, start)) >= 0]
         self._searched = len(self.held)
-        if not found:
+        if not places:
             return None
-        at, _, mark = min(found)
+        at, _, mark = min(places)
         return at, mark
 
     def emit_until(self, *marks: str) -> str | None:
@@ -100,18 +100,18 @@ class Machine(ToolCallParser):
         mark, and whitespace before it, stay held."""
         if self.follows_call:
             self.follows_call = not self.strip_held()
-        found = self.find_mark(*marks)
-        until = len(self.held) - held_back(self.held, *marks) if found is None else found[0]
+        nearest = self.find_mark(*marks)
+        until = len(self.held) - held_back(self.held, *marks) if nearest is None else nearest[0]
         near = max(0, until - MAX_GAP)
         self.emit_content(self.take_held(near + len(self.held[near:until].rstrip())))
-        return None if found is None else found[1]
+        return None if nearest is None else nearest[1]
 
     def drop_until(self, *marks: str) -> str | None:
         """Drop the text up to the first of `marks`, which stays held, and return that mark. None:
         no mark yet."""
-        found = self.find_mark(*marks)
-        self.take_held(len(self.held) - held_back(self.held, *marks) if found is None else found[0])
-        return None if found is None else found[1]
+        nearest = self.find_mark(*marks)
+        self.take_held(len(self.held) - held_back(self.held, *marks) if nearest is None else nearest[0])
+        return None if nearest is None else nearest[1]
 
     def strip_held(self, characters: str | None = None) -> bool:
         """Drop leading whitespace (or `characters`). Returns whether text is left."""
@@ -119,10 +119,10 @@ class Machine(ToolCallParser):
         return bool(self.held)
 
     def _taken(self) -> ToolDelta:
-        found = ToolDelta("".join(self._content), tuple(self._calls))
+        delta = ToolDelta("".join(self._content), tuple(self._calls))
         self._content.clear()
         self._calls.clear()
-        return found
+        return delta
 
 
 class JsonSpan:
@@ -142,10 +142,10 @@ class JsonSpan:
                 if place >= len(text):
                     return None
                 self._skips, place = False, place + 1
-            found = (_INSIDE if self._in_string else _OUTSIDE).search(text, place)
-            if found is None:
+            match = (_INSIDE if self._in_string else _OUTSIDE).search(text, place)
+            if match is None:
                 return None
-            place, char = found.end(), found.group()
+            place, char = match.end(), match.group()
             if char == '"':
                 self._in_string = not self._in_string
             elif char == "\\":

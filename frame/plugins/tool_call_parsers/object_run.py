@@ -58,10 +58,10 @@ class ObjectRun:
     def may_be_call(self) -> bool:
         """Whether the current object can become a call, by its first key. An object without a mark
         may be content in JSON."""
-        found = None if self._scanner is None else _FIRST_KEY.match(self._scanner.raw)
-        if found is None or found["key"] is None or any(lead.strip() for lead in self._lead):
+        match = None if self._scanner is None else _FIRST_KEY.match(self._scanner.raw)
+        if match is None or match["key"] is None or any(lead.strip() for lead in self._lead):
             return True
-        return any(key == found["key"] if found["end"] else key.startswith(found["key"]) for key in _KEYS)
+        return any(key == match["key"] if match["end"] else key.startswith(match["key"]) for key in _KEYS)
 
     def end(self) -> None:
         """The text has ended: an object that did not become a call is content."""

@@ -63,14 +63,14 @@ class Pythonic(Machine):
         return self.set_state(self._head)
 
     def _head(self) -> bool:
-        found = _HEAD.match(self.held, 0, MAX_HEAD_LENGTH)
-        if found is None:
+        match = _HEAD.match(self.held, 0, MAX_HEAD_LENGTH)
+        if match is None:
             if len(self.held) < MAX_HEAD_LENGTH and _HEAD_BEGINS.fullmatch(self.held):
                 return False
             return self.set_state(self._text)
-        if found["name"] not in self.names:
+        if match["name"] not in self.names:
             return self.set_state(self._text)
-        self._name, self._place, self._depth, self._quote = found["name"], found.end(), 1, ""
+        self._name, self._place, self._depth, self._quote = match["name"], match.end(), 1, ""
         return self.set_state(self._body)
 
     def _body(self) -> bool:
@@ -78,11 +78,11 @@ class Pythonic(Machine):
         while self._depth:
             if self._quote and not self._skip_string():
                 return False
-            found = _OUTSIDE.search(self.held, self._place)
-            if found is None:
+            match = _OUTSIDE.search(self.held, self._place)
+            if match is None:
                 self._place = len(self.held)
                 return False
-            self._place, char = found.end(), found.group()
+            self._place, char = match.end(), match.group()
             if char in "\"'":
                 self._quote = char
             else:
@@ -100,17 +100,17 @@ class Pythonic(Machine):
     def _skip_string(self) -> bool:
         """Move past the closing quote of the string. False: it has not arrived."""
         while True:
-            found = re.compile(rf"[\\{self._quote}]").search(self.held, self._place)
-            if found is None:
+            match = re.compile(rf"[\\{self._quote}]").search(self.held, self._place)
+            if match is None:
                 self._place = len(self.held)
                 return False
-            if found.group() == self._quote:
-                self._place, self._quote = found.end(), ""
+            if match.group() == self._quote:
+                self._place, self._quote = match.end(), ""
                 return True
-            if found.end() >= len(self.held):
-                self._place = found.start()
+            if match.end() >= len(self.held):
+                self._place = match.start()
                 return False
-            self._place = found.end() + 1
+            self._place = match.end() + 1
 
     def _between(self) -> bool:
         if not self.strip_held():
@@ -199,11 +199,11 @@ def _call(function: Function, rule: CallRule) -> Format:
         whole = {**shared, **value} if isinstance(value, dict) else value
         return sequence(text(f"{key}="), {"type": "json_schema", "json_schema": whole})
 
-    parts = [part for key in required for part in (text(", "), argument(key))][1:]
+    elements = [element for key in required for element in (text(", "), argument(key))][1:]
     others = [optional(sequence(text(", "), argument(key))) for key in properties if key not in required]
     if required:
-        parts += others
+        elements += others
     elif others:
         firsts = [sequence(argument(key), *others[place + 1 :]) for place, key in enumerate(properties)]
-        parts = [optional(either(firsts))]
-    return tag(f"{function.name}(", sequence(*parts) if parts else text(""), ")")
+        elements = [optional(either(firsts))]
+    return tag(f"{function.name}(", sequence(*elements) if elements else text(""), ")")

@@ -56,10 +56,10 @@ class Qwen3Coder(Machine):
 
     def _header(self) -> bool:
         """State: `held` is whitespace, one of the tags, and the start of `<function=NAME>`."""
-        found = _HEADER.match(self.held, 0, MAX_NAME_LENGTH)
-        if found is not None:
-            self._name, self._has_arguments = found["name"], False
-            self.take_held(found.end())
+        match = _HEADER.match(self.held, 0, MAX_NAME_LENGTH)
+        if match is not None:
+            self._name, self._has_arguments = match["name"], False
+            self.take_held(match.end())
             self.start_call(self._name, "{")
             return self.set_state(self._parameters)
         if len(self.held) < MAX_NAME_LENGTH and _HEADER_BEGINS.fullmatch(self.held):
@@ -84,16 +84,16 @@ class Qwen3Coder(Machine):
         return self.set_state(self._value)
 
     def _value(self) -> bool:
-        found = self.find_mark(PARAMETER_END, PARAMETER, FUNCTION_END)
-        if found is None:
+        nearest = self.find_mark(PARAMETER_END, PARAMETER, FUNCTION_END)
+        if nearest is None:
             return False
-        place, mark = found
+        place, mark = nearest
         value = self.take_held(place).removeprefix("\n").removesuffix("\n")
         if mark == PARAMETER_END:
             self.take_held(len(mark))
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(self._key) if isinstance(properties, dict) else None
-        if isinstance(schema, dict) and value.strip() in _given(schema):
+        if isinstance(schema, dict) and value.strip() in _list_constants(schema):
             value = value.strip()  # whitespace around an enum value has no meaning
         types = _types(schema)
         comma = ", " if self._has_arguments else ""
@@ -123,7 +123,7 @@ _STARTS = "|".join(re.escape(FUNCTION[:size]) for size in range(len(FUNCTION), 0
 _HEADER_BEGINS = re.compile(rf"\s*(?:{OPEN}\s*(?:{_STARTS})?|{FUNCTION})(?:(?<==)[^<>\s]*\s*)?")
 
 
-def _given(schema: dict[str, Any]) -> list[Any]:
+def _list_constants(schema: dict[str, Any]) -> list[Any]:
     """The values that the schema lists."""
     values = schema.get("enum")
     return [*(values if isinstance(values, list) else ()), schema.get("const")]
@@ -134,16 +134,16 @@ def _types(schema: Any) -> frozenset[str]:
     if not isinstance(schema, dict):
         return frozenset()
     named = schema.get("type")
-    found = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
+    types = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
     for value in schema.get("enum", ()) if isinstance(schema.get("enum"), list) else ():
-        found.add(_NAMES.get(type(value), "string"))
+        types.add(_NAMES.get(type(value), "string"))
     for key in ("anyOf", "oneOf", "allOf"):
         branches = schema.get(key)
         for branch in branches if isinstance(branches, list) else ():
-            found |= _types(branch)
-    if "$ref" in schema and not found:
-        found = {"object", "array", "number", "integer", "boolean", "null", "string"}
-    return frozenset(name for name in found if isinstance(name, str))
+            types |= _types(branch)
+    if "$ref" in schema and not types:
+        types = {"object", "array", "number", "integer", "boolean", "null", "string"}
+    return frozenset(name for name in types if isinstance(name, str))
 
 
 def _as_json(source: str, types: frozenset[str]) -> str:

@@ -59,16 +59,16 @@ class RandomTensor:
         if self._integers is not None:
             return self._make_integers(self._integers)
         if len(self.shape) < 2 or "_scale" in self._name:
-            value = 1.0 if any(part in self._name for part in _ONES) else 0.0
+            value = 1.0 if any(mark in self._name for mark in _ONES) else 0.0
             return torch.full(self.shape, value, device=numbers.device, dtype=numbers.dtype)
         digest = hashlib.sha256(f"{numbers.seed}/{self._name}".encode()).digest()
         period = numbers.read_period(int.from_bytes(digest[:8], "little") % PERIOD, self.shape[-1])
-        made = torch.empty(self.shape, device=numbers.device, dtype=numbers.dtype)
-        flat = made.view(-1)
+        values = torch.empty(self.shape, device=numbers.device, dtype=numbers.dtype)
+        flat = values.view(-1)
         whole = flat.numel() // PERIOD * PERIOD
         flat[:whole].view(-1, PERIOD).copy_(period)
         flat[whole:].copy_(period[: flat.numel() - whole])
-        return made
+        return values
 
     def _make_integers(self, dtype: torch.dtype) -> torch.Tensor:
         """Numbers over the whole range of the dtype, such as packed quantized values. Exponents of

@@ -122,7 +122,7 @@ def test_sampling(wants):
 
 def watch(loop):
     """(rows, rows that are sampled, rows of prompts) of each replayed step, as they come."""
-    steps, replay, first = [], loop.runner.decode_graphs.replay, loop.runner.inputs.table.first_given
+    steps, replay, first = [], loop.runner.decode_graphs.replay, loop.runner.inputs.table.first_host_token
 
     def watched(tokens, draws, resolve, **more):
         steps.append((len(tokens.slots), tokens.num_sampling, int((tokens.sources >= first).sum())))

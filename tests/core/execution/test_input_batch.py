@@ -76,7 +76,7 @@ def test_every_array_equals_the_naive_one(drawn, page_size, random):
             pages[slot, column] = random.randrange(1, 10_000)
             writes.append((slot, column, pages[slot, column]))
     random.shuffle(writes)
-    table.last_token[: table.first_given] = torch.arange(SLOTS + 1) + 1000
+    table.last_token[: table.first_host_token] = torch.arange(SLOTS + 1) + 1000
     extend_ids = [random.randrange(100) for _ in range(sum(row[2] for row in rows[decodes:]))]
     batch = scheduled(rows, decodes, writes, extend_ids, np.array(scores))
     forward, extra = inputs.build_forward_batch(batch, compute_layout(batch), StepArrays(prompt_targets=np.arange(3)))
@@ -152,7 +152,7 @@ def test_tokens_one_by_one_begin_with_those_that_are_sampled():
     prepared = inputs.prepare(batch)
     assert prepared.tensors == StepArrays() and prepared.plans.sampling.draws["temperature"].tolist() == [0.0, 0.0]
     found = prepared.rows
-    first = table.first_given
+    first = table.first_host_token
     assert found.slots.tolist() == [3, 1, 1, 1, 0, 0] and found.num_sampling == 2
     assert found.positions.tolist() == [9, 6, 4, 5, 0, 1]
     assert found.sources.tolist() == [3, first + 2, first, first + 1, first + 3, first + 4]

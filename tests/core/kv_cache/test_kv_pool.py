@@ -11,7 +11,7 @@ import torch
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.build import Limits
 from frame.core.kv_cache.geometry import DTYPES, kv_geometry
-from frame.core.kv_cache.kv_pool import GIVEN_TOKENS, DeviceTable, KVPool
+from frame.core.kv_cache.kv_pool import MAX_HOST_TOKENS, DeviceTable, KVPool
 from tests.core.fake_model import fake_model_config
 
 CPU = torch.device("cpu")
@@ -90,10 +90,10 @@ def test_the_table_shares_its_mirror_on_the_cpu_and_has_room_for_one_step_more()
     assert table.pages[2, 0] == 7
     assert table.pages[0, 1] == 5
     assert not table.pages[table.padding_slot].any()
-    assert table.first_given == 4 and len(table.last_token) == 4 + GIVEN_TOKENS + 1
+    assert table.first_host_token == 4 and len(table.last_token) == 4 + MAX_HOST_TOKENS + 1
     table.set_draft_width(3)
     table.drafts[:] = 5
-    assert not table.last_token[: 4 + GIVEN_TOKENS].any() and table.last_token[-1] == -1
+    assert not table.last_token[: 4 + MAX_HOST_TOKENS].any() and table.last_token[-1] == -1
 
 
 def test_writes_reach_a_table_of_its_own_memory():

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.platform import Accelerator, DeviceMemory, FoundDevices, HostPlatform
+from frame.core.interfaces.platform import Accelerator, DeviceMemory, HostPlatform, UsableDevices
 from tests.plugins.fake_platform import CAPABILITIES, MEMORY, FakeEvent, FakeGraph, FakePlatform, FakeStream
 from tests.testing.mutants import MutantList
 
 mutant = MUTANTS = MutantList("platform", reference=FakePlatform, capabilities=CAPABILITIES)
 
 
-def find_none() -> FoundDevices:
+def find_none() -> UsableDevices:
     """No device, although there is one."""
-    return FoundDevices()
+    return UsableDevices()
 
 
-def find_capable() -> FoundDevices:
+def find_capable() -> UsableDevices:
     """A device with a compute capability that the platform does not have."""
-    return FoundDevices((Accelerator("fake", "Fake 1", (9, 0), MEMORY),))
+    return UsableDevices((Accelerator("fake", "Fake 1", (9, 0), MEMORY),))
 
 
 @mutant.using(capabilities=replace(CAPABILITIES, find_devices=f"{__name__}:find_none"))
