@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import click
-from pydantic import BaseModel
+if TYPE_CHECKING:
+    import click
+    from pydantic import BaseModel
 
 
 @dataclass(frozen=True, slots=True)

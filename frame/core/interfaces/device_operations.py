@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-# (addresses int64 [tensors], bytes of a row, sources, targets, first, counts); see
-# `KVPool.move_tokens`
-MoveRows = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    Pair = tuple[torch.Tensor, torch.Tensor]
+    # (addresses int64 [tensors], bytes of a row, sources, targets, first, counts); see
+    # `KVPool.move_tokens`
+    MoveRows = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

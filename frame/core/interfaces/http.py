@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastapi import APIRouter
-from pydantic import BaseModel
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+    from pydantic import BaseModel
 
 MIN_REFUSAL, MAX_REFUSAL = 400, 599
 

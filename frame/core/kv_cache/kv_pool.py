@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ import torch
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.build import Limits
-from frame.core.interfaces.device_operations import MoveRows
 from frame.core.kv_cache.geometry import SCALE, KVGeometry
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.device_operations import MoveRows
 
 MAX_HOST_TOKENS = 1024  # most tokens of a step that come from the host
 _FP8_MAX = 448.0
