@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.plugins.logits_processors.addition import add_to
-from frame.plugins.logits_processors.slot_state import Column, SlotProcessor
+from frame.plugins.logits_processors.slot_state import Column, SlotProcessor, add_to
 
 _ANY = -1  # padding of a prefix: matches every token
 _NEVER = -2  # padding of a row shorter than the prefix: matches no token

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.plugins.logits_processors.addition import add_to
-from frame.plugins.logits_processors.slot_state import Column, SlotProcessor
+from frame.plugins.logits_processors.slot_state import Column, SlotProcessor, add_to
 
 
 class MinTokens(SlotProcessor):

@@ -1,5 +1,6 @@
 """Compact device state of logits processors: tensors with one row per request that uses the
-processor, indexed by slot; and `SlotProcessor`, the base of the processors that have one.
+processor, indexed by slot; `SlotProcessor`, the base of the processors that have one; and `add_to`,
+by which they change logits.
 
 Allocated with the first such request; rows grow by doubling, and all memory is freed with the last
 row. Must not know a processor: tensors are declared by name, trailing shape, dtype and fill value.
@@ -113,3 +114,14 @@ class SlotProcessor(LogitsProcessor):
 
     def remove_slot(self, slot: int) -> None:
         self._state.release(slot)
+
+
+def add_to(logits: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
+    """logits[rows[i], columns[i, j]] += values[i, j]. rows int64 [m], columns int64 [m, k], values
+    [m, k] of the logits' dtype. If a row has a column twice, all but one of its values must be 0,
+    or all must be minus infinity."""
+    if logits.is_cuda and logits.is_contiguous():  # `index_put_` would sort, with several kernels; the order of additions does not matter
+        places = rows.unsqueeze(1) * logits.shape[1] + columns
+        logits.view(-1).index_add_(0, places.view(-1), values.reshape(-1))
+    else:
+        logits.index_put_((rows.unsqueeze(1), columns), values, accumulate=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningParser, held_back
-from frame.plugins.reasoning_parsers.options import ThinkTagsOptions
+from frame.plugins.reasoning_parsers import ThinkTagsOptions
 
 _START, _THINKING, _GAP, _REPLY = range(4)
 
