@@ -26,18 +26,18 @@ _EXPLAINED: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] =
     (re.compile(r"Unimplemented keys: (\[.*?\])", re.DOTALL), _explain_keys),
     (
         re.compile(r"oneOf constraints are not supported"),
-        lambda found: "llguidance does not enforce a oneOf whose branches overlap; "
+        lambda match: "llguidance does not enforce a oneOf whose branches overlap; "
         "use anyOf, or give each branch a property with its own const",
     ),
-    (re.compile(r"Unknown format: (.*)"), lambda found: f"the format {found[1][:50]!r} is unknown; leave it out, or use pattern"),
+    (re.compile(r"Unknown format: (.*)"), lambda match: f"the format {match[1][:50]!r} is unknown; leave it out, or use pattern"),
     (
         re.compile(r"min/maxProperties only supported"),
-        lambda found: "llguidance does not count optional properties for minProperties and maxProperties; list all properties in required, "
+        lambda match: "llguidance does not count optional properties for minProperties and maxProperties; list all properties in required, "
         f"or {_WITH_XGRAMMAR}",
     ),
     (
         re.compile(r"Failed to generate regex for (integer|float) range"),
-        lambda found: "minimum or maximum is too large; keep it within 64 bits (9223372036854775807), or leave it out",
+        lambda match: "minimum or maximum is too large; keep it within 64 bits (9223372036854775807), or leave it out",
     ),
 )
 

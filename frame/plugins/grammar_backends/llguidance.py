@@ -285,4 +285,4 @@ def read_cost(matcher: Any) -> int:
 def with_ascii_escapes(pattern: str) -> str:
     """The expression with `\\d`, `\\w`, `\\s` and their complements written as ASCII classes,
     inside classes too."""
-    return re.sub(r"\\(.)", lambda found: _ASCII_ESCAPES.get(found[1], found[0]), pattern, flags=re.DOTALL)
+    return re.sub(r"\\(.)", lambda match: _ASCII_ESCAPES.get(match[1], match[0]), pattern, flags=re.DOTALL)
