@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -148,6 +149,7 @@ class Registry:
             missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
             renames = describe_missing(record.api, loaded)
             raise PluginError(f"{who}: {record.target} does not implement {missing} of {record.api}{f'; {renames}' if renames else ''}.")
+        _check_optional(who, record, loaded, base)
         _check_signatures(who, record, loaded)
         _check_capabilities(who, record, loaded)
         note_origin(loaded, record)
@@ -245,6 +247,16 @@ def _kind(kind: str) -> Kind:
 def _import(target: str) -> Any:
     module, _, path = target.partition(":")
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+def _check_optional(who: str, record: PluginRecord, loaded: type, base: type) -> None:
+    """Raise PluginError for a class that has the methods of an optional class of its interface, and
+    does not derive from it: users would not find them."""
+    for name, optional in inspect.getmembers(sys.modules[base.__module__], inspect.isabstract):
+        methods = sorted(optional.__abstractmethods__)
+        if name.startswith("Supports") and not issubclass(loaded, optional) and all(hasattr(loaded, each) for each in methods):
+            where = f"{optional.__module__}.{name}"
+            raise PluginError(f"{who}: {record.target} has {', '.join(methods)} and does not derive from {where}; derive from it, too.")
 
 
 def _check_signatures(who: str, record: PluginRecord, loaded: type) -> None:

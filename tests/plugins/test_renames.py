@@ -14,6 +14,7 @@ import torch
 
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.sampling import LogitsProcessor
+from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.registry import PluginError, Registry, cause_chain
 from frame.plugins.renames import FORMER_KINDS, INTERFACES, MOVED_MODULES, RENAMES, describe_hook, describe_import, describe_renames
 
@@ -67,6 +68,20 @@ def test_a_class_without_a_stated_version_is_refused_with_the_names_of_its_metho
         registry.load(registry.get("logits_processor", "old"))
     assert "does not implement add_slot, applies_to, observe_tokens, remove_slot of logits_processor/3" in str(caught.value)
     assert "rename LogitsProcessor.wants to LogitsProcessor.applies_to" in str(caught.value)
+
+
+class OldCache(NoCache):
+    """As `prefix_cache/1` had it: all methods in one class."""
+
+    def outline(self, limit: int) -> list[Any]:
+        return []
+
+
+def test_a_class_with_the_methods_of_an_optional_one_is_refused_unless_it_derives_from_it(module: types.ModuleType) -> None:
+    module.OldCache = OldCache  # type: ignore[attr-defined]
+    registry = registry_with("prefix_cache", f"{MODULE}:OldCache")
+    with pytest.raises(PluginError, match=r"has outline and does not derive from frame\.core\.interfaces\.cache\.SupportsOutline"):
+        registry.load(registry.get("prefix_cache", "old"))
 
 
 def test_an_import_of_an_old_name_is_refused_with_the_new_one() -> None:
