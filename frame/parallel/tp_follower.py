@@ -17,7 +17,16 @@ import numpy as np
 from frame.core.blame import explain
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, PendingStep, ProfileError, ProfileRequest, UnsampledStep, WrappedRunner
-from frame.parallel.rank_channels import BatchReceiver, BatchSender, GrammarMask, Profile, ResultReceiver, ResultSender, SwitchBackend, Traced
+from frame.parallel.rank_channels import (
+    BatchReceiver,
+    BatchSender,
+    GrammarMask,
+    Profile,
+    ResultReceiver,
+    ResultSender,
+    SwitchBackend,
+    Traced,
+)
 from frame.parallel.rank_watch import RankWatch
 
 log = logging.getLogger(__name__)
