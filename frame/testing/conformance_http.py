@@ -116,7 +116,7 @@ def _routes(extension: HttpExtension) -> list[Any]:
 
 def check_routes(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """Routes are plain HTTP routes with paths of their own, and can be described."""
-    from frame.entrypoints.http.extensions.loading import CORE_ROUTES, load_built_in
+    from frame.entrypoints.http.extensions import CORE_ROUTES, load_built_in
 
     extension = make()
     routes = _routes(extension)

@@ -42,7 +42,7 @@ EXCEPTIONS: dict[str, str] = {
             "clock frame/entrypoints/http/openai/conversations.py",
             "clock frame/entrypoints/http/openai/completions.py",
             "clock frame/entrypoints/http/operations/page.py",
-            "clock frame/entrypoints/http/openai/response_builder.py",
+            "clock frame/entrypoints/http/openai/response_objects.py",
             "clock frame/entrypoints/http/services.py",
         ),
         "shows the time; nothing waits for it",

@@ -26,7 +26,7 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.extensions.loading import load_extensions
+from frame.entrypoints.http.extensions import load_extensions
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.server import load_stat_loggers
 from frame.entrypoints.http.services import Services

@@ -12,8 +12,8 @@ import jsonschema
 import msgspec
 from fastapi.openapi.utils import get_openapi
 
-from frame.entrypoints.http.extensions.loading import CORE_ROUTES, load_built_in
-from frame.entrypoints.http.protocol.response_docs import complete_schema
+from frame.entrypoints.http.app import complete_schema
+from frame.entrypoints.http.extensions import CORE_ROUTES, load_built_in
 from frame.entrypoints.http.protocol.routing import PathIndex
 
 ROUTES = (*load_built_in().routes, *CORE_ROUTES)  # of a server as it is configured by default

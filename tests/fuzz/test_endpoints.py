@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.extensions.loading import CORE_ROUTES
+from frame.entrypoints.http.extensions import CORE_ROUTES
 from frame.entrypoints.http.protocol.api_route import Access
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, Response, serving
 from tests.entrypoints.published import ROUTES

@@ -18,7 +18,7 @@ import frame.entrypoints.http.app as app_module
 from frame.config.schema import ServerSection
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.extensions.loading import CORE_ROUTES
+from frame.entrypoints.http.extensions import CORE_ROUTES
 from frame.entrypoints.http.protocol.access import Gate
 from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, RequireAccess
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path

@@ -28,7 +28,7 @@ from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError
 from frame.entrypoints.http.app import body_limits
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.extensions.loading import CORE_ROUTES
+from frame.entrypoints.http.extensions import CORE_ROUTES
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import ApiRoute
 from frame.entrypoints.http.protocol.bodies import MAX_LEVELS, MAX_PARTS, MAX_VALUES

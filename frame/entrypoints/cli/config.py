@@ -39,7 +39,7 @@ def check(ctx: click.Context, loaded: LoadedConfig) -> None:
     load_apart(prepared.registry, resolved)
     checked: list[str] = []
     if is_served:
-        from frame.entrypoints.http.operations.check_start import check_start
+        from frame.entrypoints.http.start import check_start
 
         try:
             check_start(prepared, checked.append)

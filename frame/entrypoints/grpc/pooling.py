@@ -8,9 +8,17 @@ from typing import Any
 from frame.entrypoints.grpc.calls import GrpcCaller
 from frame.entrypoints.grpc.schema import Schema
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.classify import ClassifyRequest, classify_texts, get_labels
-from frame.entrypoints.http.native.rerank import RerankRequest, ScoreRequest, rank_documents, score_pairs
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings
+from frame.entrypoints.http.native.pooling import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    classify_texts,
+    compute_embeddings,
+    get_labels,
+    rank_documents,
+    score_pairs,
+)
 from frame.entrypoints.http.openai.moderations import ModerationRequest, is_found, moderate_texts
 from frame.entrypoints.http.paced_json import run_turns
 from frame.entrypoints.http.services import Services

@@ -15,16 +15,15 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import TypeAdapter
 
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
-from frame.entrypoints.http.extensions.hooks import GuardedMiddleware, with_channel
-from frame.entrypoints.http.extensions.loading import CORE_ROUTES, Extensions, load_built_in
+from frame.entrypoints.http.extensions import CORE_ROUTES, Extensions, GuardedMiddleware, load_built_in, with_channel
 from frame.entrypoints.http.failures import too_many
 from frame.entrypoints.http.protocol.access import Gate
-from frame.entrypoints.http.protocol.api_route import CLIENT_GONE, MAX_PATH_CHARS, Access, ApiRoute, count_response
+from frame.entrypoints.http.protocol.api_route import CLIENT_GONE, JSON_BODY, MAX_PATH_CHARS, Access, ApiRoute, count_response
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, SMALL_BODY, Bodies, prompt_limit, value_limit
-from frame.entrypoints.http.protocol.response_docs import complete_schema
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
 from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send
 from frame.entrypoints.http.services import Services
@@ -203,3 +202,45 @@ async def _reply_to_preflight(cors: Cors, scope: Scope, methods: Sequence[str]) 
     with suppress(DisconnectedError):
         await context.respond(b"", headers=())
     count_response(scope["app"].services.metrics, NO_ROUTE, context)
+
+
+# OpenAPI ------------------------------------------------------------------------------------------
+
+
+FAILURES = {"4XX": "The request is refused.", "5XX": "The server failed, or is overloaded."}
+# FastAPI's own error body, which no route sends
+REPLACED = ("HTTPValidationError", "ValidationError")
+
+
+def complete_schema(schema: dict[str, Any], routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    """FastAPI's schema of these routes, changed in place. Raises ValueError for two types of one
+    name."""
+    schema["info"]["license"] = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
+    schema["security"] = [{}, {"bearer": []}, {"key": []}]
+    components = schema.setdefault("components", {})
+    components["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    models = {id(model): model for route in routes for model in (route.errors.model, *route.response_types.values())}
+    references, found = TypeAdapter.json_schemas(
+        [(key, "serialization", TypeAdapter(model)) for key, model in models.items()], ref_template="#/components/schemas/{model}"
+    )
+    shapes = {key: {"schema": shape} for (key, _), shape in references.items()}
+    bodies = components.setdefault("schemas", {})
+    for name in REPLACED:
+        bodies.pop(name, None)
+    for name, definition in found.get("$defs", {}).items():
+        if bodies.setdefault(name, definition) != definition:
+            raise ValueError(f"two bodies are named {name}; rename the type of the response")
+    for route in routes:
+        content = {media_type: shapes[id(model)] for media_type, model in route.response_types.items()}
+        failure = {"content": {JSON_BODY: shapes[id(route.errors.model)]}}
+        responses = {"200": {"description": "The response.", **({"content": content} if content else {})}}
+        responses |= {status: {"description": description, **failure} for status, description in FAILURES.items()}
+        for method in route.methods or ():
+            operation = schema["paths"][route.path_format][method.lower()]
+            operation["responses"] = responses
+            if route.access is Access.OPEN:
+                operation["security"] = []
+    return schema

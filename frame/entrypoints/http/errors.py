@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from frame.entrypoints.http.response_models.openai import ErrorResponse
+from frame.entrypoints.http.response_types import declare
+
+ErrorDetail = declare(
+    "ErrorDetail",
+    "message type param",
+    "`param`: the field of the request that the error is about. `code`: a name of the error, or\nthe status.",
+    code=str | int,
+)
+ErrorResponse = declare("ErrorResponse", doc="The error body of the OpenAI API and of the server's own routes.", error=ErrorDetail)
 
 TYPES = {
     **dict.fromkeys((400, 405, 413, 415, 431), "invalid_request_error"),

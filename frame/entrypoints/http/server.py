@@ -11,12 +11,13 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from frame.config.resolved import Resolved
-from frame.config.schema import LogSection
+from frame.config.schema import FrameConfig, LogSection, ServerSection
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.parsing import ParserContext
 from frame.core.interfaces.stats import StatLoggerContext
 from frame.entrypoints.configuration.prepare import Prepared
@@ -25,17 +26,15 @@ from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.stats import Outstanding, StatLoggers
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer, TokenizerProcesses
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.extensions.loading import Extensions
-from frame.entrypoints.http.operations.admin_listener import AdminListener
+from frame.entrypoints.http.extensions import Extensions
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.operations.page import describe
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
-from frame.entrypoints.http.protocol.listening import HttpServer, address
-from frame.entrypoints.http.reloading import Reload
+from frame.entrypoints.http.protocol.listening import AdminListener, HttpServer, address
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.keys import KeyRing
-from frame.entrypoints.logs import report
+from frame.entrypoints.keys import KeyRing, load_keys
+from frame.entrypoints.logs import report, set_levels
 from frame.entrypoints.moderation import read_policy
 from frame.entrypoints.processes.deployment import Deployment
 from frame.entrypoints.processes.hang_dump import LoopWatchdog
@@ -198,6 +197,44 @@ class Replica:
     deployment: Deployment
     client: EngineClient
     supervisor: Supervisor
+
+
+@dataclass(slots=True)
+class Reload:
+    """What SIGHUP renews while the server runs: API keys, the TLS certificate, and the level of the
+    log. Everything is read and checked before anything is changed.
+
+    `read_config` reads the configuration's sources again; of it, only the section `log` is used.
+    The files of keys and certificates are those of `server`, the running configuration."""
+
+    server: ServerSection
+    read_config: Callable[[], FrameConfig]
+    tell_children: Callable[[LogSection], None]
+    rings: list[KeyRing] = field(default_factory=list)
+    on_certificate: list[Callable[[Certificate], None]] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Renew all of it, or, when something cannot be read, nothing; the log says which."""
+        try:
+            settings, keys, certificate = await asyncio.to_thread(self._read)
+        except ConfigurationError as error:
+            log.error("SIGHUP: nothing is reloaded, and what was read before stays in use: %s", error)
+            return
+        done = [f"log level {settings.level}"]
+        set_levels(settings)
+        self.tell_children(settings)
+        if keys is not None and self.rings:
+            for ring in self.rings:
+                ring.replace_keys(keys)
+            done.append(f"{len(keys)} API keys")
+        if certificate is not None:
+            for renew in self.on_certificate:
+                renew(certificate)
+            done.append("the certificate")
+        report(f"SIGHUP: reloaded {', '.join(done)}")
+
+    def _read(self) -> tuple[LogSection, KeyRing | None, Certificate | None]:
+        return self.read_config().log, load_keys(self.server), load_certificate(self.server)
 
 
 class Server:

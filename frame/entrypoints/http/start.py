@@ -1,13 +1,16 @@
-"""Starts the processes of `frame serve`, and the HTTP server over them.
+"""Starts the processes of `frame serve`, and the HTTP server over them; checks a start.
 
 The engines start first. This process imports FastAPI and builds the application while they import
-torch and load the model. Used by the command. Must not know a route. Imports no torch.
+torch and load the model. `check_start` runs the steps of a start that can refuse it, without
+weights, child processes or requests, by the code of the start itself. Used by the commands. Must
+not know a route. Imports no torch, except for `check_start` when it is called.
 """
 
 from __future__ import annotations
 
 import gc
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,14 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frame.config.resolved import Resolved
+from frame.core.blame import blaming, explain
+from frame.core.errors import ConfigurationError, PluginError
 from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.http.openai.batch_files import make_folder
-from frame.entrypoints.http.operations.admin_listener import AdminListener
 from frame.entrypoints.http.protocol.connections import raise_file_limit
-from frame.entrypoints.http.protocol.listening import address, bound_port
+from frame.entrypoints.http.protocol.listening import AdminListener, address, bound_port
 from frame.entrypoints.logs import report
-from frame.entrypoints.processes.deployment import Deployment, Layout
+from frame.entrypoints.processes.deployment import Deployment, Layout, create_launcher
 from frame.entrypoints.processes.launch import find_process_start, load_tokenizer, wait_ready
 from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.tls import load_certificate
@@ -32,10 +36,10 @@ if TYPE_CHECKING:
     from frame.entrypoints.http.server import OpenRpc
     from frame.entrypoints.processes.early_process import EarlyProcess
 
+GIB = 1024**3
 
-def serve(
-    prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig] | None, signals: StartSignals, open_rpc: OpenRpc
-) -> int:
+
+def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig] | None, signals: StartSignals, open_rpc: OpenRpc) -> int:
     """Serve until a signal or a child's death; returns the exit code. `layout`: the processes to
     start; `reread` reads the configuration again; `signals` that come during the start; `open_rpc`
     opens the server of another protocol, such as gRPC."""
@@ -56,7 +60,7 @@ def serve(
         with paused_collection():
             import uvloop
 
-            from frame.entrypoints.http.extensions.loading import load_extensions
+            from frame.entrypoints.http.extensions import load_extensions
             from frame.entrypoints.http.protocol.starting import StartingServer
             from frame.entrypoints.http.server import ServerParts, create_server, replica_report
 
@@ -106,3 +110,61 @@ def split_layout(layout: Layout, replicas: int) -> list[Layout]:
     if replicas == 1:
         return [layout]
     return [replace(layout, replica=number, tokenizers=0 if number else layout.tokenizers) for number in range(replicas)]
+
+
+# frame config check -------------------------------------------------------------------------------
+
+
+def check_start(prepared: Prepared, report: Callable[[str], None]) -> None:
+    """Raise what the start of `frame serve` raises: ConfigurationError, or RuntimeError for the
+    failure of a process. `report` gets a line for each thing that was checked."""
+    from frame.entrypoints.http.extensions import load_extensions  # imports FastAPI
+
+    resolved, registry = prepared.resolved, prepared.registry
+    for listener in open_listeners(resolved):
+        listener.close()
+    report("ports, TLS and folders of the server")
+    with tempfile.TemporaryDirectory() as folder:
+        create_launcher(resolved, registry, resolved.plan.num_ranks, Path(folder)).close()
+    load_extensions(resolved, registry)
+    report("routes of the server and its extensions")
+    tokenizer = load_tokenizer(resolved)
+    if tokenizer is None:
+        report("no tokenizer: model.skip_tokenizer_init")
+    else:
+        report(f"tokenizer: {tokenizer.vocab_size:,} tokens, {'a' if tokenizer.has_chat_template else 'no'} chat template")
+    try:
+        _check_engine(prepared, report)
+    except PluginError as error:
+        raise PluginError(f"engine: {error}") from error  # as the worker reports it
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise RuntimeError(explain(error)) from error
+
+
+@blaming("at start")
+def _check_engine(prepared: Prepared, report: Callable[[str], None]) -> None:
+    """The start of the engine up to the first weight, of one rank of each stage."""
+    from frame.entrypoints.processes.build_engine import build_grammars, create_platform
+    from frame.entrypoints.processes.build_scheduler import build_schedulers
+    from frame.entrypoints.processes.join_groups import Place
+    from frame.entrypoints.processes.planned_rank import PlannedRank
+
+    resolved, registry = prepared.resolved, prepared.registry
+    platform = create_platform(resolved, registry, Place())
+    platform.activate()
+    before = platform.measure_memory()
+    for stage in range(resolved.plan.pp):
+        rank = PlannedRank(resolved, registry, stage)
+        where = f"stage {stage}: " if resolved.plan.pp > 1 else ""
+        if (plan := rank.plan_memory(before)) is not None:
+            sizes = f"{plan.weights / GIB:.2f} GiB of weights and {plan.tokens:,} tokens of KV cache in {plan.total / GIB:.2f} GiB"
+            report(f"{where}memory of a rank: {sizes}")
+        if rank.check_weights():
+            report(f"{where}weights: names and shapes of all tensors, by the headers of their files")
+        else:
+            report(f"{where}weights: the files' headers alone; this model or format needs values for more")
+    build_schedulers(resolved, registry, resolved.max_running_requests + 1)
+    build_grammars(resolved, registry)
+    report("scheduler and grammar backend")

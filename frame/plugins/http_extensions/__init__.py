@@ -12,9 +12,10 @@ from frame.registration import KindRegistry, hookimpl
 def register_http_extensions(registry: KindRegistry) -> None:
     """Add the in-tree APIs."""
     here, dialects = "frame.entrypoints.http", "frame.entrypoints.http.dialects"
-    registry.add("openai", f"{here}.extensions.openai:OpenAIRoutes", summary="The OpenAI API: chat, responses, embeddings, audio, batches.")
-    registry.add("anthropic", f"{here}.anthropic.messages:AnthropicRoutes", summary="The Anthropic Messages API.")
-    registry.add("native", f"{here}.extensions.native:NativeRoutes", summary="/generate, /tokenize, reranking, scoring and classification.")
+    openai = f"{here}.openai.completions:OpenAIRoutes"
+    registry.add("openai", openai, summary="The OpenAI API: chat, responses, embeddings, audio, batches.")
+    registry.add("anthropic", f"{dialects}.anthropic:AnthropicRoutes", summary="The Anthropic Messages API.")
+    registry.add("native", f"{here}.native.generate:NativeRoutes", summary="/generate, /tokenize, reranking, scoring and classification.")
     registry.add("vllm", f"{dialects}.vllm:VllmRoutes", summary="Further routes of vLLM: batched chat, render, pooling, version, load.")
     registry.add("sglang", f"{dialects}.sglang:SglangRoutes", summary="Further routes of SGLang: model information and output parsers.")
     registry.add("cohere", f"{dialects}.cohere:CohereRoutes", summary="Cohere's /v2/embed.")

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.core.messages import ErrorCode, Finish, TokenLogprobs
-from frame.entrypoints.http.anthropic.messages_schema import MessagesChat
 from frame.entrypoints.http.chat.output_parser import OutputParser
+from frame.entrypoints.http.dialects.anthropic import MessagesChat
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.native.generate import GenerateRequest
+from frame.entrypoints.http.openai.completion_objects import ChunkWriter, TextOffsets, completion_logprobs, finish_reason, usage_of
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
-from frame.entrypoints.http.openai.logprobs import TextOffsets, completion_logprobs
 from frame.entrypoints.http.openai.responses_schema import ResponsesChat
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.sse import ChunkWriter, finish_reason, usage_of
 from frame.text.tokenizer import Tokenizer
 
 

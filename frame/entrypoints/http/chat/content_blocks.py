@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.chat.output_parser import OutputParser
-from frame.entrypoints.http.openai.logprobs import TextLogprobs
+from frame.entrypoints.http.openai.completion_objects import TextLogprobs
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -1,15 +1,48 @@
-"""Fields and checks that the request schemas of several chat APIs share. Used by the schemas of the
-Anthropic, Responses and Ollama APIs. Must not depend on a route or the engine."""
+"""Fields and checks that the request schemas of several chat APIs share: the fields of messages,
+content parts and tools, as `Shape` reads them, and checks of nested values.
+
+A known field is one that has an effect, that carries no request (an id, a status, log-probabilities
+of an earlier response), or that the API accepts without one on every server (`cache_control`). The
+kinds of content parts share one shape: a kind that is not supported is refused elsewhere. Must not
+depend on a route or the engine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_options import SamplingFields
 
 # Of the reasoning: OpenAI's values, and Anthropic's
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+# Chat completions, with the fields that templates and other servers' clients add to messages.
+PART = Shape(
+    "type text refusal cache_control annotations citations logprobs id index image_url input_audio audio_url video_url file image audio"
+    " video uuid prompt_cache_breakpoint thinking signature reasoning"
+)
+FUNCTION_CALL = Shape("name arguments id description parsed_arguments")
+CALL = Shape("id type index cache_control extra_content", {"function": FUNCTION_CALL, "custom": Shape("name input")})
+FUNCTION = Shape("name description parameters strict return returns response type examples input_examples output_schema cache_control")
+TOOL = Shape("type cache_control defer_loading allowed_callers eager_input_streaming", {"function": FUNCTION})
+MESSAGE = Shape(
+    "role name tool_call_id reasoning_content reasoning reasoning_details reasoning_text refusal audio annotations images thinking"
+    " thinking_blocks tool_name tool_plan tools prefix partial cache_control id type status object created created_at index"
+    " finish_reason stop_reason model usage logprobs metadata parsed token_ids weight phase provider_specific_fields additional_kwargs"
+    " response_metadata extra_content encrypted_content reasoning_opaque signature is_error citations documents context",
+    {"content": PART, "tool_calls": CALL, "function_call": FUNCTION_CALL},
+)
+NAMED = Shape("type name mode id", {"function": Shape("name")})
+CHOICE = Shape("type name mode id", {"function": Shape("name"), "tools": NAMED, "allowed_tools": Shape("type mode", {"tools": NAMED})})
+CHAT: Mapping[str, Shape] = {
+    "messages": MESSAGE, "tools": TOOL, "functions": FUNCTION, "tool_choice": CHOICE, "function_call": Shape("name"),
+}  # fmt: skip
+
+# Ollama: a call's arguments and a tool's parameters are objects of their own.
+OLLAMA: Mapping[str, Shape] = {"messages": MESSAGE, "tools": TOOL}
 
 
 class ExtensionFields(SamplingFields):

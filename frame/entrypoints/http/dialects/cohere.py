@@ -9,23 +9,42 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from frame.core.interfaces.http import HttpExtension
-from frame.entrypoints.http.chat.message_shapes import PART
-from frame.entrypoints.http.chat.request_fields import check_object, check_string, to_content_parts
+from frame.entrypoints.http.chat.request_fields import PART, check_object, check_string, to_content_parts
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
-from frame.entrypoints.http.native.pooling import CUT_FIELD, paced, value_array
-from frame.entrypoints.http.native.rerank import RerankRequest, ranking_of
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
+from frame.entrypoints.http.native.pooling import (
+    CUT_FIELD,
+    EmbeddingRequest,
+    Ranking,
+    RerankRequest,
+    compute_embeddings,
+    encode_vectors,
+    paced,
+    ranking_of,
+    value_array,
+)
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.protocol.nested_fields import Shape
+from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.response_models.dialects import CohereEmbeddings, CohereErrorResponse
-from frame.entrypoints.http.response_models.native import Ranking
+from frame.entrypoints.http.response_types import Version, declare
 from frame.entrypoints.http.services import Services
 
 # input_type -> names of checkpoint prompts; the first that the checkpoint has is used
 PROMPTS = {"search_query": ("search_query", "query"), "search_document": ("search_document", "document", "passage"),
            "classification": ("classification",), "clustering": ("clustering",)}  # fmt: skip
+
+
+CohereUnits = declare("CohereUnits", "input_tokens")
+CohereMeta = declare("CohereMeta", api_version=Version, billed_units=CohereUnits)
+CohereEmbeddings = declare(
+    "CohereEmbeddings",
+    "id texts",
+    "`embeddings` by type: numbers (`float`), or base64 of little-endian float32 (`base64`).",
+    response_type="embeddings_by_type",
+    embeddings=dict[str, list[list[float]] | list[str]],
+    meta=CohereMeta,
+)
+CohereErrorResponse = declare("CohereErrorResponse", "id message", "The error body of the Cohere API.")
 
 
 class EmbedRequest(RequestBody):

@@ -7,24 +7,26 @@ from typing import Any
 
 from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native import classify, rerank
 from frame.entrypoints.http.native import generate as native
+from frame.entrypoints.http.native import pooling
 from frame.entrypoints.http.openai import completions as openai
-from frame.entrypoints.http.openai import embeddings
+from frame.entrypoints.http.operations import admin
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody, parse_body
-from frame.entrypoints.http.response_models.native import ClassificationList, GenerateResult, Health, Ranking, ScoreList
-from frame.entrypoints.http.response_models.openai import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, EmbeddingList
+from frame.entrypoints.http.response_types import array
 from frame.entrypoints.http.services import Services
 
 public_router = ApiRouter(access=Access.OPEN)
 router = ApiRouter(access=Access.USER)
 
-AnyBody = ChatCompletion | Completion | Ranking | ScoreList | GenerateResult | list[GenerateResult] | EmbeddingList | ClassificationList
-AnyEvent = ChatCompletionChunk | CompletionChunk | GenerateResult
+AnyBody = (
+    openai.ChatCompletion | openai.Completion | pooling.Ranking | pooling.ScoreList | native.GenerateResult
+    | array(native.GenerateResult) | pooling.EmbeddingList | pooling.ClassificationList
+)  # fmt: skip
+AnyEvent = openai.ChatCompletionChunk | openai.CompletionChunk | native.GenerateResult
 
-public_router.get("/ping", responses=responds_with(Health))(native.ready)
-public_router.post("/ping", responses=responds_with(Health))(native.ready)
+public_router.get("/ping", responses=responds_with(admin.Health))(admin.ready)
+public_router.post("/ping", responses=responds_with(admin.Health))(admin.ready)
 
 Target = tuple[type[RequestBody], Any]  # a request type and its handler
 
@@ -32,9 +34,9 @@ Target = tuple[type[RequestBody], Any]  # a request type and its handler
 TARGETS: tuple[tuple[tuple[str, ...], Target], ...] = (
     (("messages",), (openai.ChatRequest, openai.chat_completions)),
     (("prompt",), (openai.CompletionRequest, openai.completions)),
-    (("query", "documents"), (rerank.RerankRequest, rerank.rerank)),
-    (("text_1", "text_2"), (rerank.ScoreRequest, rerank.score)),
-    (("queries", "items"), (rerank.ScoreRequest, rerank.score)),
+    (("query", "documents"), (pooling.RerankRequest, pooling.rerank)),
+    (("text_1", "text_2"), (pooling.ScoreRequest, pooling.score)),
+    (("queries", "items"), (pooling.ScoreRequest, pooling.score)),
     (("text",), (native.GenerateRequest, native.generate)),
     (("input_ids",), (native.GenerateRequest, native.generate)),
 )
@@ -53,8 +55,8 @@ async def invocations(context: ContextDep, services: ServicesDep) -> Any:
 def _target(given: dict[str, Any], services: Services) -> Target:
     if "input" in given:
         if services.resolved.task == "classify":
-            return classify.ClassifyRequest, classify.classify
-        return embeddings.EmbeddingRequest, embeddings.embeddings
+            return pooling.ClassifyRequest, pooling.classify
+        return pooling.EmbeddingRequest, pooling.embeddings
     for names, target in TARGETS:
         if all(name in given for name in names):
             return target

@@ -9,20 +9,29 @@ from typing import Any, ClassVar
 
 from frame.core.interfaces.http import HttpExtension
 from frame.core.messages import Finish
-from frame.entrypoints.http.chat.message_shapes import TOOL
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair
+from frame.entrypoints.http.chat.request_fields import TOOL
 from frame.entrypoints.http.chat.tools import resolve_tools
 from frame.entrypoints.http.errors import ApiError, without_folders
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ServicesDep, responds_with
-from frame.entrypoints.http.protocol.nested_fields import Shape
+from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.response_models.dialects import ModelInfo, ParsedCalls, SeparatedReasoning
+from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.USER)
 
 MAX_CHARS = 1 << 18  # of a text to parse
 SLICE = 1024  # characters that are parsed between two yields to the event loop
+
+ModelInfo = declare(
+    "ModelInfo",
+    "model_path tokenizer_path served_model_name is_generation preferred_sampling_params weight_version has_image_understanding"
+    " has_audio_understanding model_type architectures max_model_len",
+)
+SeparatedReasoning = declare("SeparatedReasoning", "reasoning_text text")
+ParsedCall = declare("ParsedCall", "tool_index name parameters", "`parameters` is JSON text.")
+ParsedCalls = declare("ParsedCalls", "normal_text", calls=array(ParsedCall))
 
 
 class SeparateReasoningRequest(RequestBody):

@@ -12,16 +12,28 @@ from pydantic import Field
 from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
-from frame.entrypoints.http.native.pooling import CUT_FIELD, paced, value_array
-from frame.entrypoints.http.native.rerank import Document, RerankRequest, rank_documents, ranking_of
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors
+from frame.entrypoints.http.native.pooling import (
+    CUT_FIELD,
+    Document,
+    EmbeddingRequest,
+    Ranking,
+    RerankRequest,
+    compute_embeddings,
+    encode_vectors,
+    paced,
+    rank_documents,
+    ranking_of,
+    value_array,
+)
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.response_models.dialects import TeiErrorResponse, TeiScore
-from frame.entrypoints.http.response_models.native import Ranking
+from frame.entrypoints.http.response_types import array, declare
 
 ERROR_TYPES = {400: "Validation", 413: "Validation", 429: "Overloaded", 503: "Overloaded"}
 TRUNCATE = "truncate: true"  # the remedy that sentences name for long inputs
+
+TeiScore = declare("TeiScore", "index score text?")
+TeiErrorResponse = declare("TeiErrorResponse", "error error_type", "The error body of text-embeddings-inference.")
 
 
 class EmbedRequest(RequestBody):
@@ -72,7 +84,7 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
     return paced(value_array(encode_vectors(vectors, None), vectors.size), vectors.size)
 
 
-@rerank_router.post("/rerank", responses=responds_with(list[TeiScore] | Ranking))
+@rerank_router.post("/rerank", responses=responds_with(array(TeiScore) | Ranking))
 async def rerank(request: AnyRerankRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Rank texts by their relevance to a query, best first."""
     if request.texts is None:

@@ -15,16 +15,22 @@ from frame.entrypoints.engine_client.limits import InvalidRequestError, check_pr
 from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_api_error, as_sent
-from frame.entrypoints.http.native.pooling import compute_vectors, list_reply
+from frame.entrypoints.http.native.pooling import (
+    EmbeddingRequest,
+    PoolingReply,
+    compute_embeddings,
+    compute_vectors,
+    encode_vectors,
+    list_reply,
+    to_prompts,
+)
+from frame.entrypoints.http.openai.completion_objects import ChatCompletion
 from frame.entrypoints.http.openai.completions import ChatResponse
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
-from frame.entrypoints.http.openai.embeddings import EmbeddingRequest, compute_embeddings, encode_vectors, to_prompts
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import check_request, check_sequence_count, countable_tokens, encode_prompt
-from frame.entrypoints.http.response_models.dialects import ServerLoad, Version
-from frame.entrypoints.http.response_models.native import PooledList
-from frame.entrypoints.http.response_models.openai import ChatCompletion, RenderedRequest
+from frame.entrypoints.http.response_types import Version, array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
 
@@ -33,6 +39,17 @@ router = ApiRouter(access=Access.USER)
 MAX_CONVERSATIONS = 256  # of one request
 # Fields of a tokenizer's configuration that may be paths.
 FILES = ("name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file")
+
+ServerLoad = declare("ServerLoad", "server_load")
+PooledOutput = declare(
+    "PooledOutput", "index", "`data`: numbers, or base64 of little-endian float32.", object="pooling", data=list[float] | str
+)
+PooledList = declare("PooledList", base=PoolingReply, data=array(PooledOutput))
+RenderedRequest = declare(
+    "RenderedRequest",
+    "request_id model token_ids features sampling_params stream cache_salt priority",
+    "A prompt and its sampling parameters, as vLLM's render routes return them.",
+)
 
 
 class ChatBatchRequest(ChatRequest):
@@ -71,7 +88,7 @@ async def render_chat_request(request: ChatRequest, context: ContextDep, service
     return _rendered(context, services, request, ids, params)
 
 
-@router.post("/v1/completions/render", responses=responds_with(list[RenderedRequest]))
+@router.post("/v1/completions/render", responses=responds_with(array(RenderedRequest)))
 async def render_completion_request(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Return the prompts and the sampling parameters of a completion request without running it."""
     services.check_model(request.model)

@@ -1,4 +1,4 @@
-"""The native API, that of SGLang: `/generate`, tokenizing, health, `/metrics`. Must not depend on
+"""The native API, that of SGLang: `/generate`, tokenizing, `/health_generate`. Must not depend on
 the engine."""
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import msgspec
 from pydantic import Field, ValidationError, create_model
 
+from frame.core.interfaces.http import HttpExtension
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import encode_chat
-from frame.entrypoints.http.chat.message_shapes import CHAT
-from frame.entrypoints.http.chat.request_fields import Effort
-from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
+from frame.entrypoints.http.chat.request_fields import CHAT, Effort
+from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.failures import as_sent, error_event
+from frame.entrypoints.http.native.pooling import router as pooling_router
+from frame.entrypoints.http.openai.completion_objects import DONE, count_logprobs
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.openai.logprobs import count_logprobs
+from frame.entrypoints.http.operations.admin import Health
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, array_type, encode_steps, in_steps
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.protocol.nested_fields import Shape
+from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import (
     MAX_NAME_CHARS,
@@ -43,14 +44,11 @@ from frame.entrypoints.http.request_starter import (
     stream_response,
     wait_complete,
 )
-from frame.entrypoints.http.response_models.native import DetokenizeResult, GenerateResult, Health, TokenizeResult
+from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.sse import DONE
 from frame.entrypoints.http.validation_errors import validation_error
 from frame.text.tokenizer import SHORT
 
-health_router = ApiRouter(access=Access.OPEN)
-metrics_router = ApiRouter(access=Access.USER)
 router = ApiRouter(access=Access.USER)
 
 # Each event of a stream has all log-probabilities so far: at most so many of all sequences.
@@ -136,8 +134,32 @@ class DetokenizeRequest(RequestBody):
 
 # generate -----------------------------------------------------------------------------------------
 
+LogprobEntry = tuple[float | None, int, str | None]  # log-probability, token id, text
+GenerateFinish = declare(
+    "GenerateFinish",
+    "length? matched?",
+    "`length`: number of generated tokens. `matched`: the stop string or token.",
+    type=Literal["stop", "length", "abort", "error"],
+)
+GenerateMeta = declare(
+    "GenerateMeta",
+    "id prompt_tokens completion_tokens cached_tokens e2e_latency",
+    "`e2e_latency` in seconds.",
+    finish_reason=GenerateFinish | None,
+    output_token_logprobs=NotRequired[list[LogprobEntry]],
+    output_top_logprobs=NotRequired[list[list[LogprobEntry]]],
+    input_token_logprobs=NotRequired[list[LogprobEntry]],
+    input_top_logprobs=NotRequired[list[list[LogprobEntry]]],
+)
+GenerateResult = declare(
+    "GenerateResult",
+    "text output_ids index?",
+    "One sequence with all its text and tokens so far. The stream ends with `data: [DONE]`.",
+    meta_info=GenerateMeta,
+)
 
-@router.post("/generate", responses=responds_with(GenerateResult | list[GenerateResult], events=GenerateResult))
+
+@router.post("/generate", responses=responds_with(GenerateResult | array(GenerateResult), events=GenerateResult))
 async def generate(request: GenerateRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Generate from text or token ids. Each event of a stream has all text so far."""
     services.check_model(request.model)
@@ -329,6 +351,9 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
 
 # text ---------------------------------------------------------------------------------------------
 
+TokenizeResult = declare("TokenizeResult", "count max_model_len token_strs?", tokens=list[int])
+DetokenizeResult = declare("DetokenizeResult", "text prompt", "`text` and `prompt` are the same.")
+
 
 @router.post("/tokenize", responses=responds_with(TokenizeResult))
 @router.post("/v1/tokenize", responses=responds_with(TokenizeResult))
@@ -372,30 +397,6 @@ async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens
         return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
 
 
-# health -------------------------------------------------------------------------------------------
-
-
-@health_router.get("/health/live", responses=responds_with(Health))
-@health_router.get("/livez", responses=responds_with(Health))
-async def live(context: ContextDep, services: ServicesDep) -> Any:
-    """Liveness: 200 while the server can recover, also while it drains or restarts a process."""
-    await _health(context, services.client.dead_reason)
-
-
-@health_router.get("/health", responses=responds_with(Health))
-@health_router.get("/health/ready", responses=responds_with(Health))
-@health_router.get("/readyz", responses=responds_with(Health))
-async def ready(context: ContextDep, services: ServicesDep) -> Any:
-    """Readiness: 200 when the server accepts requests."""
-    await _health(context, services.ready_problem())
-
-
-async def _health(context: RequestContext, problem: str | None) -> None:
-    if problem is not None:
-        raise ApiError(503, problem, retry_after=RETRY_AFTER)
-    await context.respond(b"{}")
-
-
 @router.get("/health_generate", responses=responds_with(Health))
 async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     """200 when the model generates a token, or computes a vector, in time."""
@@ -412,11 +413,8 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     await context.respond(b"{}")
 
 
-@metrics_router.get("/metrics", responses=responds_with(str, media_type="text/plain"))
-async def metrics(context: ContextDep, services: ServicesDep) -> Any:
-    """The metrics of the first stat logger that has any: Prometheus' text format."""
-    context.scope["app"].gate.check_totals()
-    loggers = services.client.stats.loggers
-    if (found := loggers.render_metrics() if loggers is not None else None) is None:
-        raise ApiError(404, "no stat logger of this server has metrics; start it with prometheus in log.stat_loggers")
-    await context.respond(found.body, headers=((b"content-type", found.content_type.encode()),))
+class NativeRoutes(HttpExtension):
+    """The HTTP extension `native`, with the routes of pooling models that are not OpenAI's."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        return (router, pooling_router)

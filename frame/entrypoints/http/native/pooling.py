@@ -1,25 +1,40 @@
-"""Requests of pooling models: the fields that they share, and the computation of vectors from
-prompts.
+"""The routes of pooling models: `/v1/embeddings` of OpenAI, `/v1/classify` and `/v1/score` of vLLM,
+`/v1/rerank` of Jina and Cohere.
 
-Used by all routes that embed, classify, score or rerank. Must not depend on a response shape.
+Scores come from a cross-encoder, from a language model that answers yes or no, or from the cosine
+of embeddings, depending on the served model. Used by the routes of other dialects and by the gRPC
+service, which compute vectors with it. Must not depend on the engine.
 """
 
 from __future__ import annotations
 
+import base64
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 
-from frame.core.interfaces.model import Task
+from frame.core.interfaces.model import SentenceTransformersConfig, Task
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.failures import aborted
+from frame.entrypoints.http.failures import aborted, sent_as
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, PacedBody
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_options import RequestOptions
-from frame.entrypoints.http.request_starter import Caller, Prompt, RequestPlan, start_request, wait_complete
+from frame.entrypoints.http.request_starter import Caller, Chat, Pair, Prompt, RequestPlan, start_request, wait_complete
+from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
+from frame.entrypoints.relevance import TEMPLATE_ARGUMENTS, conversation, filled, form_of, paired, relevance, shortened, similarity
+
+embeddings_router = ApiRouter(access=Access.USER)
+router = ApiRouter(access=Access.USER)
+
+PoolingUsage = declare("PoolingUsage", "prompt_tokens total_tokens")
+PoolingReply = declare("PoolingReply", "id created model", object="list", usage=PoolingUsage)
+
 
 MAX_INPUTS = 2048  # of one request
 CUT_FIELD = "truncate_prompt_tokens: -1"  # the remedy that sentences name for long inputs
@@ -94,3 +109,242 @@ def paced(reply: Any, num_values: int) -> Any:
 def usage(num_tokens: int) -> dict[str, int]:
     """OpenAI's usage object of a response without generated tokens."""
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+# embeddings ---------------------------------------------------------------------------------------
+
+Embedding = declare(
+    "Embedding", "index", "`embedding`: numbers, or base64 of little-endian float32.", object="embedding", embedding=list[float] | str
+)
+EmbeddingList = declare("EmbeddingList", base=PoolingReply, data=array(Embedding))
+
+
+class EmbeddingRequest(PoolingRequestFields):
+    """An embedding request: texts or token ids. `dimensions`: length to which vectors are cut
+    (Matryoshka models). `prompt_name`: one of the checkpoint's prompts, put before each text."""
+
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
+
+@embeddings_router.post("/v1/embeddings", responses=responds_with(EmbeddingList))
+async def embeddings(request: EmbeddingRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Create embeddings."""
+    vectors, count = await compute_embeddings(context, services, request)
+    encoded = enumerate(encode_vectors(vectors, request.encoding_format))
+    data = ({"object": "embedding", "index": index, "embedding": vector} for index, vector in encoded)
+    return list_reply(services, context.reply.rid if context.reply is not None else "", data, count, vectors.size)
+
+
+async def compute_embeddings(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
+    """(float32 [inputs, dimensions], number of prompt tokens). Raises ApiError."""
+    services.need_task("embed")
+    prompts = to_prompts(request, services)
+    width = services.resolved.model.hidden_size
+    if request.dimensions is not None and not 1 <= request.dimensions <= width:
+        raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
+    vectors, count = await compute_vectors(context, services, request, prompts, ("embed",), "embd-")
+    pooling = services.resolved.pooling
+    return shortened(vectors, request.dimensions, pooling is not None and pooling.normalize), count
+
+
+def to_prompts(request: EmbeddingRequest, services: Services) -> list[Prompt]:
+    """The inputs as a list, with the prompt of `prompt_name` before each text. Raises ApiError 400
+    for mixed kinds of inputs, or an unknown prompt."""
+    given = request.input
+    several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    check_count(len(several), "input")
+    kind = str if isinstance(several[0], str) else list
+    if not all(isinstance(one, kind) for one in several) or (kind is list and not all(type(i) is int for one in several for i in one)):
+        raise ApiError(400, "input mixes kinds; send a string, a list of strings, token ids, or a list of lists of token ids", "input")
+    sentence = services.resolved.model.sentence or SentenceTransformersConfig()
+    try:
+        lead = sentence.lead(request.prompt_name)
+    except ValueError as error:
+        raise ApiError(400, str(error), "prompt_name") from None
+    return [f"{lead}{text}" for text in several] if kind is str and lead else several
+
+
+def encode_vectors(vectors: np.ndarray, form: str | None) -> Iterator[Any]:
+    """Vectors as lists of numbers or, with form `base64`, as base64 of little-endian float32."""
+    if form == "base64":
+        return (base64.b64encode(vector.tobytes()).decode() for vector in vectors)
+    return (vector.tolist() for vector in vectors)
+
+
+# classes ------------------------------------------------------------------------------------------
+
+Classification = declare("Classification", "index label num_classes", probs=list[float])
+ClassificationList = declare("ClassificationList", "labels", base=PoolingReply, data=array(Classification))
+
+
+class ClassifyRequest(PoolingRequestFields):
+    input: str | list[str]
+
+
+@router.post("/v1/classify", responses=responds_with(ClassificationList))
+@router.post("/classify", responses=responds_with(ClassificationList))
+async def classify(request: ClassifyRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Classify texts."""
+    vectors, count = await classify_texts(context, services, request)
+    names = get_labels(services)
+    data = (
+        {"index": index, "label": names[int(row.argmax())], "probs": row.tolist(), "num_classes": len(names)}
+        for index, row in enumerate(vectors)
+    )
+    return list_reply(services, f"classify-{uuid.uuid4().hex}", data, count, vectors.size, {"labels": names})
+
+
+async def classify_texts(context: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:
+    """(probabilities float32 [texts, labels], number of prompt tokens). Raises ApiError."""
+    services.need_task("classify")
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    check_count(len(texts), "input")
+    vectors, count = await compute_vectors(context, services, request, texts, ("classify",))
+    names = get_labels(services)
+    if len(names) != vectors.shape[1]:
+        raise ApiError(500, f"the model has {vectors.shape[1]} outputs, and its config.json names {len(names)} classes")
+    return vectors, count
+
+
+def get_labels(services: Services) -> list[str]:
+    """The names of a classifier's outputs, in order."""
+    pooling = services.resolved.pooling
+    return list(pooling.label_tokens if pooling and pooling.label_tokens else services.resolved.model.labels)
+
+
+# relevance ----------------------------------------------------------------------------------------
+
+RankedText = declare("RankedText", "text")
+RankedDocument = declare("RankedDocument", "index relevance_score", document=NotRequired[RankedText])
+Ranking = declare("Ranking", "id model", "Documents, best first.", usage=PoolingUsage, results=array(RankedDocument))
+PairScore = declare("PairScore", "index score", object="score")
+ScoreList = declare("ScoreList", base=PoolingReply, data=array(PairScore))
+
+
+TASKS: tuple[Task, ...] = ("embed", "classify")
+
+
+class Document(RequestBody):
+    text: str
+
+
+class RerankRequest(PoolingRequestFields):
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+
+class ScoreRequest(PoolingRequestFields):
+    """Two lists of texts: `text_1` and `text_2`, or `queries` and `items` (or `documents`)."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    items: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    instruction: str | None = None
+
+
+@router.post("/v1/rerank", responses=responds_with(Ranking))
+async def rerank(request: RerankRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Rank documents by their relevance to a query, best first."""
+    return await ranking_of(context, services, request)
+
+
+async def ranking_of(context: Caller, services: Services, request: RerankRequest) -> dict[str, Any]:
+    """The response of `rerank`. Raises ApiError."""
+    ranking, count = await rank_documents(context, services, request)
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": relevance_score} for index, relevance_score in ranking]
+    if request.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": _text(request.documents[result["index"]])}
+    name = f"rerank-{uuid.uuid4().hex}"
+    return {"id": name, "model": services.resolved.served_name, "usage": usage(count), "results": results}
+
+
+async def rank_documents(
+    context: Caller, services: Services, request: RerankRequest, name: str = "documents", cut: str = CUT_FIELD
+) -> tuple[list[tuple[int, float]], int]:
+    """(index and relevance of the documents, best first; number of prompt tokens). Raises ApiError.
+    For errors, `name`: the request field of the documents; `cut`: the field that has them cut."""
+    services.need_task(*TASKS)
+    texts = [_text(document) for document in request.documents]
+    check_count(len(texts), name)
+    if request.top_n is not None and request.top_n < 1:
+        raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
+    with sent_as({**_names("query", name), CUT_FIELD: cut}):
+        scores, count = await compute_scores(context, services, request, [(request.query, text) for text in texts], request.instruction)
+    order = np.argsort(-scores, kind="stable")[: request.top_n].tolist()
+    return [(index, float(scores[index])) for index in order], count
+
+
+def _names(first: str, second: str) -> dict[str, str]:
+    """The names that errors have for the texts of two fields, which one input may contain both."""
+    return {"the input": f"the input of {first} and {second}", "input": second}
+
+
+def _text(document: str | Document) -> str:
+    return document if isinstance(document, str) else document.text
+
+
+@router.post("/v1/score", responses=responds_with(ScoreList))
+@router.post("/score", responses=responds_with(ScoreList))
+async def score(request: ScoreRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Score pairs of texts by relevance or similarity."""
+    scores, count = await score_pairs(context, services, request)
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores.tolist())]
+    return list_reply(services, f"score-{uuid.uuid4().hex}", data, count, len(data))
+
+
+async def score_pairs(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
+    """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
+    services.need_task(*TASKS)
+    (name, first), (other, second) = _texts(request, "text_1", "queries"), _texts(request, "text_2", "items", "documents")
+    try:
+        pairs = paired(first, second)
+    except ValueError as error:
+        raise ApiError(400, str(error), other) from None
+    with sent_as(_names(name, other)):
+        return await compute_scores(context, services, request, pairs, request.instruction)
+
+
+async def compute_scores(
+    context: Caller, services: Services, request: PoolingRequestFields, pairs: Sequence[tuple[str, str]], instruction: str | None
+) -> tuple[np.ndarray, int]:
+    """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
+    tokenizer = services.need_tokenizer()
+    try:
+        form = form_of(services.resolved, services.score_prompt, tokenizer.has_chat_template)
+    except ValueError as error:
+        raise ApiError(400, str(error), "model") from None
+    if form == "vectors":
+        unique = list(dict.fromkeys(text for pair in pairs for text in pair))
+        vectors, count = await compute_vectors(context, services, request, unique, TASKS)
+        places = {text: place for place, text in enumerate(unique)}
+        first, second = (vectors[[places[pair[side]] for pair in pairs]] for side in (0, 1))
+        return similarity(first, second), count
+    prompts: list[Prompt]
+    if form == "chat":
+        prompts = [Chat(conversation(*pair, instruction), None, dict(TEMPLATE_ARGUMENTS)) for pair in pairs]
+    elif form == "text" and services.score_prompt is not None:
+        prompts = [filled(services.score_prompt, *pair, instruction) for pair in pairs]
+    else:
+        prompts = [Pair(*pair) for pair in pairs]
+    vectors, count = await compute_vectors(context, services, request, prompts, TASKS)
+    return relevance(vectors), count
+
+
+def _texts(request: ScoreRequest, *names: str) -> tuple[str, list[str]]:
+    """The name and the texts of the one field of `names` that is set. Raises ApiError 400."""
+    given = [name for name in names if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise ApiError(400, f"send one of {' and '.join(names)}", names[0])
+    found = getattr(request, given[0])
+    texts = [found] if isinstance(found, str) else found
+    check_count(len(texts), given[0])
+    return given[0], texts

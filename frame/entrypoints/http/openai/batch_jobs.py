@@ -268,9 +268,7 @@ class BatchJobRunner:
         if errors:
             raise errors[0]
 
-    async def _run_line(
-        self, batch: BatchJob, line: bytes, outputs: list[FileWriter], names: set[int], errors: list[Exception]
-    ) -> None:
+    async def _run_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], names: set[int], errors: list[Exception]) -> None:
         """Answer a line. An error that ends the batch goes into `errors`; others finish."""
         try:
             if not errors:

@@ -11,13 +11,12 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter, StorageFullError
 from frame.entrypoints.http.openai.batch_jobs import BatchJob, BatchJobRunner, Endpoint
-from frame.entrypoints.http.openai.response_items import make_page
+from frame.entrypoints.http.openai.responses_schema import make_page
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.protocol.multipart import FormReader
-from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.request_body import FormReader, RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import Metadata
-from frame.entrypoints.http.response_models.openai import Batch, BatchList, DeletedFile, File, FileList
+from frame.entrypoints.http.response_types import Page, array, declare
 from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.USER)
@@ -27,6 +26,24 @@ LARGEST_LIMIT = 10_000
 PURPOSE = "batch"  # the only purpose of uploads
 MAX_PURPOSE_LENGTH = 64  # bytes
 PIECE = 256 * 1024  # bytes that are read from a file at a time
+
+File = declare("File", "id filename purpose created_at", object="file", bytes=int, status="processed")
+FileList = declare("FileList", base=Page, data=array(File))
+DeletedFile = declare("DeletedFile", "id deleted", object="file")
+BatchErrorEntry = declare("BatchErrorEntry", "code message")
+BatchErrors = declare("BatchErrors", object="list", data=array(BatchErrorEntry))
+BatchCounts = declare("BatchCounts", "total completed failed")
+Batch = declare(
+    "Batch",
+    "id endpoint input_file_id status completion_window output_file_id error_file_id created_at expires_at in_progress_at finalizing_at"
+    " cancelling_at completed_at failed_at expired_at cancelled_at",
+    "Times are in seconds since the epoch.",
+    object="batch",
+    metadata=dict[str, str] | None,
+    request_counts=BatchCounts,
+    errors=BatchErrors | None,
+)
+BatchList = declare("BatchList", base=Page, data=array(Batch))
 
 
 class BatchRequest(RequestBody):

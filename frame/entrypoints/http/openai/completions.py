@@ -12,13 +12,29 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
+from frame.core.interfaces.http import HttpExtension
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers, start_chat
 from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.failures import error_event
+from frame.entrypoints.http.openai.completion_objects import (
+    DONE,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChunkWriter,
+    Completion,
+    CompletionChunk,
+    TextOffsets,
+    chat_logprobs,
+    completion_logprobs,
+    end_fields,
+    finish_reason,
+    prompt_logprobs,
+    token_namer,
+    usage_of,
+)
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
-from frame.entrypoints.http.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs, token_namer
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, join_events
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
@@ -30,17 +46,8 @@ from frame.entrypoints.http.request_starter import (
     stream_response,
     wait_complete,
 )
-from frame.entrypoints.http.response_models.anthropic import AnthropicModel, AnthropicModelList
-from frame.entrypoints.http.response_models.openai import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
-    ModelCard,
-    ModelList,
-)
+from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.sse import DONE, ChunkWriter, end_fields, finish_reason, usage_of
 
 router = ApiRouter(access=Access.USER)
 models_router = ApiRouter(access=Access.USER)  # clients of Anthropic use it too
@@ -334,6 +341,11 @@ class CompletionResponse(Response):
 
 # models -------------------------------------------------------------------------------------------
 
+ModelCard = declare("ModelCard", "id created owned_by root max_model_len", object="model")
+ModelList = declare("ModelList", object="list", data=array(ModelCard))
+AnthropicModel = declare("AnthropicModel", "id display_name", type="model", created_at=str)
+AnthropicModelList = declare("AnthropicModelList", "has_more first_id last_id", data=array(AnthropicModel))
+
 
 @models_router.get("/v1/models", responses=responds_with(ModelList | AnthropicModelList))
 async def models(context: ContextDep, services: ServicesDep) -> Any:
@@ -373,3 +385,14 @@ def _card(services: Services, name: str) -> dict[str, Any]:
 def _anthropic_card(services: Services, name: str) -> dict[str, Any]:
     created = datetime.fromtimestamp(services.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "id": name, "display_name": name, "created_at": created}
+
+
+class OpenAIRoutes(HttpExtension):
+    """The HTTP extension `openai`, whose other modules are imported when it is selected."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        from frame.entrypoints.http.native.pooling import embeddings_router
+        from frame.entrypoints.http.openai import batches, conversations, moderations, responses, transcriptions
+
+        modules = (responses, conversations, moderations, batches, transcriptions)
+        return (router, models_router, embeddings_router, *(module.router for module in modules))

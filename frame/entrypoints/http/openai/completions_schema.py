@@ -14,14 +14,12 @@ import msgspec
 from pydantic import Field, model_validator
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.http.chat.message_shapes import CHAT
-from frame.entrypoints.http.chat.request_fields import Effort
+from frame.entrypoints.http.chat.request_fields import CHAT, Effort
 from frame.entrypoints.http.chat.structured_outputs import GRAMMAR_PARAMS, constraint_params, sent_constraint
 from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, rename_error_params, resolve_functions, resolve_tools
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
-from frame.entrypoints.http.protocol.fields import check_nested_fields
-from frame.entrypoints.http.protocol.nested_fields import Shape
+from frame.entrypoints.http.protocol.fields import Shape, check_nested_fields
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_options import Metadata, SamplingFields
 from frame.entrypoints.http.validation_errors import type_name

@@ -10,23 +10,25 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from frame.entrypoints.http.chat.message_shapes import ITEMS
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.openai.response_items import find_item, make_list, make_page, to_stored_items
+from frame.entrypoints.http.openai.response_objects import ItemList, StoredItem
 from frame.entrypoints.http.openai.responses import NOTHING_STORED, find_conversation
-from frame.entrypoints.http.openai.responses_schema import messages_of
+from frame.entrypoints.http.openai.responses_schema import ITEMS, find_item, make_list, make_page, messages_of, to_stored_items
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.protocol.nested_fields import Shape
+from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import Metadata
-from frame.entrypoints.http.response_models.responses import Conversation, DeletedConversation, ItemList, StoredItem
+from frame.entrypoints.http.response_types import declare
 from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.USER)
 
 MAX_ADDED = 20  # items of one request
 _encode = msgspec.json.encode
+
+Conversation = declare("Conversation", "id created_at metadata", object="conversation")
+DeletedConversation = declare("DeletedConversation", "id deleted", object="conversation.deleted")
 
 
 class ConversationRequest(RequestBody):

@@ -11,17 +11,16 @@ import math
 import re
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.errors import ApiError, quoted
-from frame.entrypoints.http.native.classify import get_labels
-from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors
+from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, get_labels
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_starter import Caller, Chat, RequestPlan, start_request, wait_complete
-from frame.entrypoints.http.response_models.openai import ModerationList
+from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
 
@@ -30,6 +29,14 @@ router = ApiRouter(access=Access.USER)
 THRESHOLD = 0.5  # score from which a category is flagged
 VERDICT_TOKENS = 128  # max_tokens of a verdict
 HARMLESS = frozenset({"safe", "ok", "neutral", "normal", "none", "benign", "clean", "nontoxic", "nothate", "nonhate", "nothateful"})
+
+Moderation = declare(
+    "Moderation",
+    "flagged category_scores",
+    categories=dict[str, bool],
+    category_applied_input_types=dict[str, list[Literal["text"]]],
+)
+ModerationList = declare("ModerationList", "id model", results=array(Moderation))
 
 
 class Part(RequestBody):

@@ -14,21 +14,28 @@ from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.chat.chat_request import count_chat, drop_oldest_turns, start_chat
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.openai.response_builder import ResponseBuilder, ResponseInput
-from frame.entrypoints.http.openai.response_events import replay_events
-from frame.entrypoints.http.openai.response_items import container_ids, make_page, to_stored_items
+from frame.entrypoints.http.openai.response_objects import (
+    ItemList,
+    ResponseBuilder,
+    ResponseEvent,
+    ResponseInput,
+    ResponseObject,
+    replay_events,
+)
 from frame.entrypoints.http.openai.response_store import EventLog, StoredEntry
-from frame.entrypoints.http.openai.responses_schema import ResponsesRequest
+from frame.entrypoints.http.openai.responses_schema import ResponsesRequest, container_ids, make_page, to_stored_items
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
-from frame.entrypoints.http.response_models.responses import DeletedResponse, InputTokenCount, ItemList, ResponseEvent, ResponseObject
+from frame.entrypoints.http.response_types import declare
 from frame.entrypoints.http.services import Services
 
 # Ids of responses and conversations in which one request's references are looked up
 MAX_CONTAINERS = 32
 NOTHING_STORED = "this server stores none (--response-store-size is 0)"
 
+InputTokenCount = declare("InputTokenCount", "input_tokens", object="response.input_tokens")
+DeletedResponse = declare("DeletedResponse", "id deleted", object="response")
 
 ERRORS = ErrorShape(ApiError.body, lambda error: b"event: error\ndata: " + error.body() + b"\n\n")
 

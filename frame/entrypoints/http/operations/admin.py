@@ -1,5 +1,5 @@
-"""Routes for operators: cache, pause, abort, self-check, profile, resolved configuration.
-`AdminGuard` checks who may use them.
+"""Routes for operators: cache, pause, abort, self-check, profile, resolved configuration; health
+and `/metrics`, which have no such guard. `AdminGuard` checks who may use the others.
 
 They are served on their own listener (`server.admin_port`, `server.admin_socket`). Beside the API
 they need `server.admin_key`; where the server has no keys, every client may use them. A user's key
@@ -16,13 +16,41 @@ from frame.entrypoints.engine_client.limits import EngineDeadError
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.response_models.operations import AbortResult, ControlResult, FlushResult, ProfileResult, ServerInfo
+from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 
 router = ApiRouter(access=Access.ADMIN)
 own_router = ApiRouter(access=Access.OWN)
+health_router = ApiRouter(access=Access.OPEN)
+metrics_router = ApiRouter(access=Access.USER)
 
 MAX_NAME_LENGTH = 200  # characters of names that an error quotes
+
+ControlResult = declare("ControlResult", success=bool)
+FlushResult = declare("FlushResult", "pages", "`pages`: number of pages that became free.", ControlResult)
+AbortResult = declare("AbortResult", "aborted", "`aborted`: number of sequences that were ended.", ControlResult)
+ProfileResult = declare("ProfileResult", "path", "`path`: the folder of the traces.", ControlResult)
+GroupLoad = declare(
+    "GroupLoad",
+    "group used_pages total_pages evictable_pages",
+    'The pages of a further cache group: "window_" and its tokens, or "snapshot".',
+)
+EngineLoad = declare(
+    "EngineLoad",
+    "step running waiting used_pages total_pages evictable_pages preempted cached_tokens prompt_tokens generated_tokens jumped_tokens"
+    " num_drafts drafted_tokens accepted_tokens accepted_at drafter_seconds",
+    "Gauges, and counters since the start of the engine.",
+    groups=array(GroupLoad),
+)
+ServerInfo = declare(
+    "ServerInfo",
+    "paused outstanding config phases? replicas?",
+    "`config`: the resolved configuration without keys. `phases`: seconds of the start.\n"
+    "`replicas`: the same of each replica; with `parallel.dp` above 1, counts are their sums.",
+    EngineLoad,
+)
+Health = declare("Health", doc="An empty object; the status is the answer.")
 
 
 class AbortRequest(RequestBody):
@@ -112,3 +140,37 @@ async def _ask(services: Services, action: str, **arguments: Any) -> dict[str, A
     if not reply.ok:
         raise ApiError(409 if reply.code == "conflict" else 500, reply.error or f"{action} failed")
     return reply.data
+
+
+# health and metrics -------------------------------------------------------------------------------
+
+
+@health_router.get("/health/live", responses=responds_with(Health))
+@health_router.get("/livez", responses=responds_with(Health))
+async def live(context: ContextDep, services: ServicesDep) -> Any:
+    """Liveness: 200 while the server can recover, also while it drains or restarts a process."""
+    await _health(context, services.client.dead_reason)
+
+
+@health_router.get("/health", responses=responds_with(Health))
+@health_router.get("/health/ready", responses=responds_with(Health))
+@health_router.get("/readyz", responses=responds_with(Health))
+async def ready(context: ContextDep, services: ServicesDep) -> Any:
+    """Readiness: 200 when the server accepts requests."""
+    await _health(context, services.ready_problem())
+
+
+async def _health(context: RequestContext, problem: str | None) -> None:
+    if problem is not None:
+        raise ApiError(503, problem, retry_after=RETRY_AFTER)
+    await context.respond(b"{}")
+
+
+@metrics_router.get("/metrics", responses=responds_with(str, media_type="text/plain"))
+async def metrics(context: ContextDep, services: ServicesDep) -> Any:
+    """The metrics of the first stat logger that has any: Prometheus' text format."""
+    context.scope["app"].gate.check_totals()
+    loggers = services.client.stats.loggers
+    if (found := loggers.render_metrics() if loggers is not None else None) is None:
+        raise ApiError(404, "no stat logger of this server has metrics; start it with prometheus in log.stat_loggers")
+    await context.respond(found.body, headers=((b"content-type", found.content_type.encode()),))

@@ -23,9 +23,10 @@ from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.engine_client.client import EngineDeadError
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
+from frame.entrypoints.http.operations.admin import EngineLoad
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.response_models.operations import CacheOutline, LiveStatus, ServerDescription
+from frame.entrypoints.http.response_types import array, declare
 
 public_router = ApiRouter(access=Access.OPEN)
 router = ApiRouter(access=Access.USER)
@@ -37,6 +38,32 @@ POLICY = (
 )
 GUARDS = ((b"content-security-policy", POLICY), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
 CACHE_RUNS = 300  # nodes of the prefix cache that are drawn
+
+LiveLoad = declare("LiveLoad", "device_memory", base=EngineLoad)
+LiveStatus = declare(
+    "LiveStatus",
+    "time problem",
+    "`time` in seconds since the epoch. `finished`: number of sequences by finish reason.\n"
+    "All but the first two are null for the holder of one of several keys.",
+    load=LiveLoad | None,
+    **dict.fromkeys(("outstanding", "prompt_tokens", "cached_tokens", "generated_tokens", "rejected"), int | None),
+    finished=dict[str, int] | None,
+)
+CachedRunInfo = declare(
+    "CachedRunInfo",
+    "parent locks hits age hidden namespace text",
+    "A run of the prefix cache. `parent`: its place in the list, -1 for none; `age` in uses of the\n"
+    "cache; `groups`: its pages of further cache groups.",
+    start=int,
+    tokens=int,
+    groups=dict[str, int],
+)
+CacheOutline = declare("CacheOutline", "page_size", runs=array(CachedRunInfo))
+ServerDescription = declare(
+    "ServerDescription",
+    "info? plugins? broken? settings?",
+    "What the server runs: start information, plugins, plugins that failed to load, settings.",
+)
 
 
 @cache

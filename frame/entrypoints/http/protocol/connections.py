@@ -19,7 +19,6 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, ResponseCutError
-from frame.entrypoints.http.protocol.http10 import CloseDelimited
 from frame.entrypoints.http.protocol.paced_parsing import PacedProtocol, ParsingQueue
 
 log = logging.getLogger(__name__)
@@ -304,13 +303,32 @@ class GuardedProtocol(PacedProtocol):
             with suppress(OSError):  # the client has reset the connection
                 self.transport.write_eof()
 
-
     @staticmethod
     def _disconnect(cycle: Any) -> None:
         """Let the route that serves the cycle receive http.disconnect, unless it has finished."""
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
+
+
+class CloseDelimited:
+    """The `send` of uvicorn's cycle of one HTTP/1.0 request, after whose response uvicorn closes
+    the connection. HTTP/1.0 has no chunks: the end of the connection ends a body of unknown length
+    (RFC 9112, section 6.3)."""
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle, self._send = cycle, cycle.send
+        self._is_unknown = False  # the length of the body
+        cycle.waiting_for_100_continue = False  # HTTP/1.0 has no status 100
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._is_unknown = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if self._is_unknown:
+                self._cycle.chunked_encoding = False
+        elif self._is_unknown:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares it with the bytes sent
+        await self._send(message)
 
 
 class DisconnectProbe:

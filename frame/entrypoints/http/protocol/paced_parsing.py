@@ -2,20 +2,24 @@
 bounds the portions of all connections of a server in one turn of the event loop.
 
 The parser calls Python for each header, chunk and request, so a read of 256 KiB may take 0.1 s and
-more. Bytes beyond a portion wait, and their connection is not read meanwhile. Used by
-`GuardedProtocol`, which counts the work in units of about 2 us. Must not depend on a route.
+more. Bytes beyond a portion wait, and their connection is not read meanwhile. The connection stays
+HTTP/1.1 when a request has an `Upgrade` header. Used by `GuardedProtocol`, which counts the work in
+units of about 2 us. Must not depend on a route.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from frame.entrypoints.http.protocol.upgrade_refusal import UpgradeRefusingProtocol
+log = logging.getLogger(__name__)
 
 UNIT = 2e-6  # seconds
 REQUEST_UNITS = 64  # for a request's head
@@ -95,6 +99,55 @@ class _PacedFlow(FlowControl):
         if self.read_paused:
             self.read_paused = False
             self.on_resume()
+
+
+class UpgradeRefusingProtocol(HttpToolsProtocol):
+    """One connection of uvicorn, which stays HTTP/1.1 when a request has an `Upgrade` header.
+
+    Java's HttpClient and `curl --http2` send `Upgrade: h2c` with a first request that has a body.
+    The parser stops after the head of such a request, so the head is parsed again without the
+    header.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._has_upgrade = False  # the current head asks for another protocol; uvicorn does not see it
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as stopped:
+                if self._has_upgrade:
+                    data = self._head_without_upgrade() + data[stopped.args[0] :]
+                    continue
+                self.send_400_response("")
+            except httptools.HttpParserError as error:
+                log.debug("invalid HTTP: %s", error)
+                self.send_400_response("")
+            return
+
+    def on_message_begin(self) -> None:
+        self._has_upgrade = False
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._has_upgrade = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+        if not self._has_upgrade:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._has_upgrade:
+            super().on_message_complete()
+
+    def _head_without_upgrade(self) -> bytes:
+        """The bytes of the current head without `Upgrade`, for a new parser."""
+        old, self.parser = self.parser, httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        version = old.get_http_version().encode("ascii")
+        fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([old.get_method() + b" " + self.url + b" HTTP/" + version, *fields, b"\r\n"])
 
 
 class PacedProtocol(UpgradeRefusingProtocol):

@@ -19,7 +19,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai import batch_jobs
 from frame.entrypoints.http.openai.batch_files import FileStore, LineReader, StorageFullError, make_folder
 from frame.entrypoints.http.openai.batch_jobs import FINAL_STATUSES, BatchJob, BatchJobRunner
-from frame.entrypoints.http.protocol.multipart import FormReader
+from frame.entrypoints.http.request_body import FormReader
 
 CHAT = "/v1/chat/completions"
 

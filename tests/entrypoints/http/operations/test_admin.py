@@ -14,8 +14,8 @@ from frame.config.schema import FrameConfig, ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.operations.admin import router
-from frame.entrypoints.http.operations.admin_listener import CONNECTIONS, AdminListener
 from frame.entrypoints.http.protocol.api_route import Access
+from frame.entrypoints.http.protocol.listening import CONNECTIONS, AdminListener
 from frame.entrypoints.keys import check_exposure
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.serving import RunningServer

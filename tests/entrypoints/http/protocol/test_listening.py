@@ -8,8 +8,7 @@ import pytest
 
 from frame.config.schema import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.entrypoints.http.operations.admin_listener import AdminListener
-from frame.entrypoints.http.protocol.listening import address, bound_port
+from frame.entrypoints.http.protocol.listening import AdminListener, address, bound_port
 
 
 def has_ipv6() -> bool:

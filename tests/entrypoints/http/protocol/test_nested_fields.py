@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from frame.entrypoints.http.chat.message_shapes import CHAT as CHAT_SHAPES
+from frame.entrypoints.http.chat.request_fields import CHAT as CHAT_SHAPES
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.protocol.bodies import MAX_PARTS
-from frame.entrypoints.http.protocol.fields import MAX_UNKNOWN
-from frame.entrypoints.http.protocol.nested_fields import check_nested
+from frame.entrypoints.http.protocol.fields import MAX_UNKNOWN, check_nested
 from frame.entrypoints.http.validation_errors import repeated_name
 from tests.entrypoints.inprocess import serving
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from frame.entrypoints.http.protocol.connections import GuardedProtocol
-from frame.entrypoints.http.protocol.upgrade_refusal import UpgradeRefusingProtocol
+from frame.entrypoints.http.protocol.paced_parsing import UpgradeRefusingProtocol
 from tests.security.test_connections import listening, status, talk
 
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"

@@ -13,9 +13,9 @@ import pytest
 
 from frame.entrypoints.audio import RATE, AudioFile
 from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, QuotaExceededError, TenantQuotas
-from frame.entrypoints.http.audio import transcriptions
-from frame.entrypoints.http.audio.transcriptions import _decode, _decode_while_connected
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
+from frame.entrypoints.http.openai import transcriptions
+from frame.entrypoints.http.openai.transcriptions import _decode, _decode_while_connected
 from frame.entrypoints.speech import Speech, Window
 
 

@@ -19,7 +19,7 @@ from frame.core.errors import PluginError
 from frame.core.interfaces.http import HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.http.app import App
-from frame.entrypoints.http.extensions.loading import Extensions
+from frame.entrypoints.http.extensions import Extensions
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Setting, checks, find
 from tests.entrypoints.inprocess import InProcess, serving

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from contextlib import closing
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NotRequired
 
 import msgspec
 from pydantic import Field, model_validator
@@ -20,12 +20,11 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.errors import CLOSE, ApiError, DisconnectedError
 from frame.entrypoints.http.failures import aborted, as_api_error, raise_failed, too_many
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.protocol.multipart import FormReader
-from frame.entrypoints.http.request_body import parse_body
+from frame.entrypoints.http.request_body import FormReader, parse_body
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import RequestPlan, check_sequence_count, start_request, stream_response, wait_complete
-from frame.entrypoints.http.response_models.openai import TranscriptionEvent, TranscriptionObject
+from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.speech import Segment, Speech, Transcription, Window, format_subtitles, join_segments
 
@@ -33,6 +32,37 @@ router = ApiRouter(access=Access.USER)
 
 LARGEST_FIELD = 64 * 1024  # bytes of a field that is no file
 FIELDS = "file, model, language, prompt, response_format, temperature, timestamp_granularities[] and stream"
+
+TranscriptionUsage = declare(
+    "TranscriptionUsage",
+    "seconds? input_tokens? output_tokens? total_tokens?",
+    "`seconds`: of type duration. The numbers of tokens: of type tokens.",
+    type=Literal["duration", "tokens"],
+)
+TranscriptionEvent = declare(
+    "TranscriptionEvent",
+    "delta? text?",
+    "`delta`: of a piece of text. `text` and `usage`: of the last event.",
+    type=Literal["transcript.text.delta", "transcript.text.done"],
+    usage=NotRequired[TranscriptionUsage],
+)
+TranscriptionSegment = declare(
+    "TranscriptionSegment",
+    "end text temperature compression_ratio",
+    "`avg_logprob` is that of the segment's window.",
+    id=int,
+    start=float,
+    tokens=list[int],
+    avg_logprob=float | None,
+)
+TranscriptionObject = declare(
+    "TranscriptionObject",
+    "text language? duration?",
+    "A transcription; with `response_format: verbose_json` all fields.",
+    usage=TranscriptionUsage,
+    task=NotRequired[Literal["transcribe", "translate"]],
+    segments=NotRequired[array(TranscriptionSegment)],
+)
 
 
 class SpeechFields(RequestOptions):

@@ -1,1 +1,0 @@
-"""The audio routes of the OpenAI API."""

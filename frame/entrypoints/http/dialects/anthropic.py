@@ -1,0 +1,431 @@
+"""The Anthropic API: `/v1/messages` and `/v1/messages/count_tokens`, as chat requests.
+
+A field that cannot be served raises ApiError 400 with its name. Must not depend on the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NotRequired
+
+import msgspec
+from pydantic import Field
+
+from frame.core.interfaces.http import HttpExtension
+from frame.core.messages import Finish
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
+from frame.entrypoints.http.chat.chat_request import count_chat, make_output_parsers, start_chat
+from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, ContentBlocks
+from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
+from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape, quoted
+from frame.entrypoints.http.failures import aborted, failure
+from frame.entrypoints.http.openai.completions import models_router
+from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.fields import Shape
+from frame.entrypoints.http.request_options import Metadata
+from frame.entrypoints.http.request_starter import stream_response, wait_complete
+from frame.entrypoints.http.response_types import array, declare
+from frame.entrypoints.http.services import Services
+
+# requests -----------------------------------------------------------------------------------------
+
+# The fields of messages, content parts and tools; see `request_fields`.
+SOURCE = Shape("type data media_type url file_id content")
+BLOCK = Shape(
+    "type text cache_control citations title context id name input tool_use_id is_error thinking signature data caller file_id url"
+    " tool_name page_age encrypted_content retrieved_at server_name toolset_id",
+    {"source": SOURCE},
+)
+BLOCK.nested["content"] = BLOCK  # of a tool's result
+BLOCK.names |= {"content"}
+MESSAGES: Mapping[str, Shape] = {
+    "messages": Shape("role id type model stop_reason stop_sequence stop_details usage container context_management", {"content": BLOCK}),
+    "system": BLOCK,
+    "tools": Shape(
+        "type name description input_schema cache_control strict eager_input_streaming defer_loading allowed_callers input_examples"
+        " max_uses allowed_domains blocked_domains user_location display_width_px display_height_px display_number max_characters"
+    ),
+    "tool_choice": Shape("type name disable_parallel_tool_use"),
+    "thinking": Shape("type budget_tokens", unused="display"),
+    "output_config": Shape("effort", {"format": Shape("type schema name")}, unused="task_budget"),
+}
+
+
+# Tool choice of Anthropic -> of OpenAI
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Types of tools that clients run, without a schema
+TRAINED = ("bash_", "text_editor_", "computer_", "memory_")
+
+
+class MessagesChat(ChatRequest):
+    """A chat request made from a message request: errors name the fields of the latter."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
+    TOOL_PLACES: ClassVar[Mapping[str, str]] = {".function.parameters": ".input_schema", ".function": ""}
+
+
+class CountTokensRequest(ExtensionFields):
+    """A request to count the prompt tokens of a message: the fields that the prompt depends on."""
+
+    NESTED: ClassVar[Mapping[str, Shape]] = MESSAGES
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    def to_chat_request(self, **more: Any) -> ChatRequest:
+        """The chat request of this request; `more` adds fields. Raises ApiError 400."""
+        fields = {**self.extension_fields(), **more}
+        if self.tools:
+            fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
+        fields |= _choice(self.tool_choice) | _format(self.output_config)
+        if self.messages and self.messages[-1].get("role") == "assistant":
+            fields["continue_final_message"] = True  # the response continues this message
+        if self.thinking is not None:
+            on = _is_thinking(self.thinking)
+            # both names that templates use
+            fields["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on, **(self.chat_template_kwargs or {})}
+        return MessagesChat(model=self.model, messages=self._conversation(), **fields)
+
+    def _conversation(self) -> list[dict[str, Any]]:
+        system = "\n".join(_text(part, "system") for part in to_content_parts(self.system, "system"))
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        for i, message in enumerate(self.messages):
+            place = f"messages[{i}]"
+            role, parts = message.get("role"), to_content_parts(message.get("content"), f"{place}.content")
+            if role == "assistant":
+                messages.append(_assistant(parts, place))
+            elif role in ("user", "system"):
+                messages += _turn(role, parts, place)
+            else:
+                raise ApiError(400, f"{place}.role is {quoted(role)}; it must be user, assistant or system", f"{place}.role")
+        return messages
+
+
+class MessagesRequest(CountTokensRequest):
+    """A request to create a message."""
+
+    max_tokens: int
+    stream: bool = False
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = None
+    stop_sequences: list[str] | None = None
+    metadata: Metadata | None = None
+
+    def to_chat_request(self, **more: Any) -> ChatRequest:
+        return super().to_chat_request(
+            max_tokens=self.max_tokens,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stop=self.stop_sequences,
+            **more,
+        )
+
+
+def _assistant(parts: list[dict[str, Any]], place: str) -> dict[str, Any]:
+    """A message of the assistant: text, reasoning and tool calls."""
+    message: dict[str, Any] = {"role": "assistant"}
+    texts, thoughts, calls = [], [], []
+    for i, part in enumerate(parts):
+        here = f"{place}.content[{i}]"
+        if part["type"] == "thinking":
+            thoughts.append(check_string(part.get("thinking"), f"{here}.thinking"))
+        elif part["type"] == "tool_use":
+            function = {
+                "name": check_string(part.get("name"), f"{here}.name"),
+                "arguments": check_object(part.get("input"), f"{here}.input"),
+            }
+            calls.append({"id": check_string(part.get("id"), f"{here}.id"), "type": "function", "function": function})
+        elif part["type"] != "redacted_thinking":
+            texts.append(_text(part, here))
+    message["content"] = "".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _turn(role: str, parts: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    """A user turn as chat messages: each tool result becomes a message."""
+    messages: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for i, part in enumerate(parts):
+        here = f"{place}.content[{i}]"
+        if part["type"] == "tool_result":
+            results = to_content_parts(part.get("content"), f"{here}.content")
+            content = "".join(_text(result, f"{here}.content") for result in results)
+            messages.append(
+                {"role": "tool", "tool_call_id": check_string(part.get("tool_use_id"), f"{here}.tool_use_id"), "content": content}
+            )
+        else:
+            texts.append(_text(part, here))
+    if texts or not messages:
+        messages.append({"role": role, "content": "\n".join(texts)})
+    return messages
+
+
+def _text(part: dict[str, Any], place: str) -> str:
+    source = part.get("source")
+    if part["type"] == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return check_string(source.get("data"), f"{place}.source.data")
+    if part["type"] != "text":
+        raise ApiError(400, f"{place}: this model takes text only, not {quoted(part['type'])}", place)
+    return check_string(part.get("text"), f"{place}.text")
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        what = "whose schema only Anthropic's models know" if str(kind).startswith(TRAINED) else "that Anthropic's own servers run"
+        sentence = f"{place}.type is {quoted(kind)}, a tool {what}; describe one of your own with name, description and input_schema"
+        raise ApiError(400, sentence, f"{place}.type")
+    return make_function_tool(tool.get("name"), place, tool.get("description"), tool.get("input_schema"), tool.get("strict"))
+
+
+def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    fields: dict[str, Any] = {}
+    kind = choice.get("type")
+    if kind == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": check_string(choice.get("name"), "tool_choice.name")}}
+    elif isinstance(kind, str) and kind in CHOICES:
+        fields["tool_choice"] = CHOICES[kind]
+    else:
+        raise ApiError(400, f"tool_choice.type is {quoted(kind)}; it must be auto, any, tool or none", "tool_choice")
+    if choice.get("disable_parallel_tool_use"):
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _is_thinking(thinking: dict[str, Any]) -> bool:
+    """Whether the model is to think. The budget is checked and has no effect."""
+    kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise ApiError(400, f"thinking.type is {quoted(kind)}; it must be enabled, adaptive or disabled", "thinking.type")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise ApiError(400, f"thinking.budget_tokens is {quoted(budget)}; it must be a whole number from 1", "thinking.budget_tokens")
+    return bool(kind != "disabled")
+
+
+def _format(config: dict[str, Any] | None) -> dict[str, Any]:
+    config = config or {}
+    if (effort := config.get("effort")) is not None:
+        check_string(effort, "output_config.effort")  # has no effect
+    if (form := config.get("format")) is None:
+        return {}
+    form = check_object(form, "output_config.format")
+    if form.get("type") != "json_schema":
+        raise ApiError(400, f"output_config.format.type is {quoted(form.get('type'))}; it must be json_schema", "output_config")
+    schema = check_object(form.get("schema"), "output_config.format.schema")
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+
+
+# responses ----------------------------------------------------------------------------------------
+
+AnthropicErrorDetail = declare("AnthropicErrorDetail", "type message")
+AnthropicErrorResponse = declare(
+    "AnthropicErrorResponse", doc="The error body of the Anthropic API.", type="error", error=AnthropicErrorDetail
+)
+TextBlock = declare("TextBlock", "text", type="text")
+ThinkingBlock = declare("ThinkingBlock", "thinking signature", type="thinking")
+ToolUseBlock = declare("ToolUseBlock", "id name", type="tool_use", input=dict[str, Any])
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+MessageUsage = declare(
+    "MessageUsage",
+    "input_tokens cache_creation_input_tokens cache_read_input_tokens output_tokens",
+    "`input_tokens` excludes tokens from the prefix cache.",
+)
+AnthropicMessage = declare(
+    "AnthropicMessage",
+    "id model stop_sequence",
+    type="message",
+    role="assistant",
+    content=array(Block),
+    stop_reason=StopReason | None,
+    usage=MessageUsage,
+)
+MessageDelta = declare(
+    "MessageDelta",
+    "text? thinking? partial_json? stop_sequence?",
+    "The delta of `content_block_delta` (with `type`), or of `message_delta`.",
+    type=NotRequired[Literal["text_delta", "thinking_delta", "input_json_delta"]],
+    stop_reason=NotRequired[StopReason],
+)
+EventName = Literal["message_start", "ping", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+                    "message_stop", "error"]  # fmt: skip
+MessageEvent = declare(
+    "MessageEvent",
+    "index?",
+    "An event of a streamed message. `type` says which fields it has.",
+    type=EventName,
+    message=NotRequired[AnthropicMessage],
+    content_block=NotRequired[Block],
+    delta=NotRequired[MessageDelta],
+    usage=NotRequired[MessageUsage],
+    error=NotRequired[AnthropicErrorDetail],
+)
+MessageTokenCount = declare("MessageTokenCount", "input_tokens")
+
+
+_encode = msgspec.json.encode
+
+ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+               413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
+
+
+def _error_body(error: ApiError) -> bytes:
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    # Clients detect the error by these words
+    message = f"prompt is too long: {error.message}" if error.code == CONTEXT_LENGTH else error.message
+    return _encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: " % name.encode() + _encode({"type": name, **fields}) + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"event: error\ndata: " + _error_body(error) + b"\n\n"
+
+
+ERRORS = ErrorShape(_error_body, _error_event, b"request-id", model=AnthropicErrorResponse)
+
+router = ApiRouter(access=Access.USER, errors=ERRORS)
+
+
+@router.post("/v1/messages", responses=responds_with(AnthropicMessage, events=MessageEvent))
+async def messages(request: MessagesRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Create a message."""
+    chat = request.to_chat_request()
+    state = await start_chat(context, services, chat, "msg_")
+    response = MessageResponse(services, chat, state)
+    if not request.stream:
+        await wait_complete(state)
+        return response.build_message()
+    await stream_response(context, services, state, response.write_events, lambda: b"")
+    return None
+
+
+@router.post("/v1/messages/count_tokens", responses=responds_with(MessageTokenCount))
+async def count_tokens(request: CountTokensRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Count the prompt tokens of a message."""
+    return {"input_tokens": await count_chat(context, services, request.to_chat_request())}
+
+
+class MessageResponse:
+    """A message, whole or as events."""
+
+    def __init__(self, services: Services, request: ChatRequest, state: RequestState) -> None:
+        self._name = state.rid
+        self._model = services.resolved.served_name
+        self._sequence = state.sequences[0]
+        self._parser = make_output_parsers(services, request, state).get(0)
+        self._blocks = ContentBlocks()
+        self._is_started = False
+
+    def build_message(self) -> dict[str, Any]:
+        """The message of a finished sequence. Raises ApiError 503 if it was aborted."""
+        self._blocks.read(self._sequence, self._parser, BlockEventWriter())
+        finish = self._sequence.finish
+        if finish is not None and finish.reason == "abort":
+            raise aborted()
+        content = [_content(block) for block in self._blocks.blocks]
+        return {**self._head(content), **self._stop(finish), "usage": self._usage(self._sequence.num_tokens)}
+
+    def write_events(self, sequence: SequenceState) -> bytes:
+        """The events of the new output."""
+        finish = sequence.finish
+        if finish is not None and finish.reason in ("error", "abort"):
+            return _error_event(failure(finish, sequence.request.sent_name) if finish.reason == "error" else aborted())
+        events = b"" if self._is_started else self._opening()
+        events += self._blocks.read(sequence, self._parser, EventWriter())
+        return events + self._closing(finish) if finish is not None else events
+
+    def _opening(self) -> bytes:
+        self._is_started = True
+        empty = {**self._head([]), "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
+        return _event("message_start", message=empty) + _event("ping")
+
+    def _closing(self, finish: Finish) -> bytes:
+        usage = self._usage(self._sequence.num_tokens)
+        return _event("message_delta", delta=self._stop(finish), usage=usage) + _event("message_stop")
+
+    def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._name, "type": "message", "role": "assistant", "model": self._model, "content": content}
+
+    def _stop(self, finish: Finish | None) -> dict[str, Any]:
+        matched = finish.matched if finish is not None else None
+        if finish is not None and finish.reason == "length":
+            reason = "max_tokens"
+        elif self._parser is not None and self._parser.ends_in_call(finish):
+            reason = "tool_use"
+        else:
+            reason = "stop_sequence" if isinstance(matched, str) else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": matched if reason == "stop_sequence" else None}
+
+    def _usage(self, num_tokens: int) -> dict[str, int]:
+        """Anthropic's usage object. `input_tokens` excludes tokens from the prefix cache."""
+        cached = self._sequence.cached
+        return {
+            "input_tokens": len(self._sequence.prompt) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": num_tokens,
+        }
+
+
+class EventWriter(BlockEventWriter):
+    """Writes content blocks as Anthropic's events."""
+
+    def write_start(self, block: ContentBlock) -> bytes:
+        return _event("content_block_start", index=block.index, content_block=_empty(block))
+
+    def write_delta(self, block: ContentBlock, piece: str) -> bytes:
+        kind, name = DELTAS[block.kind]
+        return _event("content_block_delta", index=block.index, delta={"type": kind, name: piece})
+
+    def write_stop(self, block: ContentBlock) -> bytes:
+        return _event("content_block_stop", index=block.index)
+
+
+DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"), "call": ("input_json_delta", "partial_json")}
+
+
+def _empty(block: ContentBlock) -> dict[str, Any]:
+    if block.kind == "call":
+        return {"type": "tool_use", "id": f"toolu_{block.call_id.removeprefix('call_')}", "name": block.name, "input": {}}
+    return {"type": "text", "text": ""} if block.kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
+
+
+def _content(block: ContentBlock) -> dict[str, Any]:
+    content = _empty(block)
+    if block.kind == "call":
+        content["input"] = arguments_of(block.text)
+    else:
+        content["text" if block.kind == "text" else "thinking"] = block.text
+    return content
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """A call's arguments as an object; text that is not one is under `_unparsed`."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"_unparsed": text}
+
+
+class AnthropicRoutes(HttpExtension):
+    """The HTTP extension `anthropic`. Its clients list models with the route of OpenAI."""
+
+    def make_routers(self) -> tuple[ApiRouter, ...]:
+        return (router, models_router)

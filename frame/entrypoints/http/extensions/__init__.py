@@ -1,1 +1,0 @@
-"""HTTP extensions: the in-tree APIs, and what runs those of third parties."""
