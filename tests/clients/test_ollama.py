@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from frame.entrypoints.http.chat.content_blocks import ContentBlock
+from frame.entrypoints.http.chat.output_parser import ContentBlock
 from frame.entrypoints.http.dialects.ollama import ResponseLines, _message
 from tests.clients.conftest import KEY, MODEL, WEATHER_SCHEMA
 

@@ -47,7 +47,7 @@ class GrpcCaller:
         self.tenant = tenant
         self.lease = lease
         self.request_id = request_id_of(self.headers)
-        self.reply: RequestState | None = None
+        self.state: RequestState | None = None
         REQUEST_ID.set(self.request_id)
 
     def header(self, name: bytes) -> str | None:
@@ -168,10 +168,10 @@ async def run_call(services: Services, caller: GrpcCaller, name: str, work: Awai
         with sent_as({"rid": "id"}):
             return await work
     finally:
-        if caller.reply is not None:
-            services.client.abandon_request(caller.reply)
+        if caller.state is not None:
+            services.client.abandon_request(caller.state)
         if span is not None:
-            span.end({"rpc.system": "grpc", "rpc.method": name, "frame.request_id": caller.request_id}, caller.reply)
+            span.end({"rpc.system": "grpc", "rpc.method": name, "frame.request_id": caller.request_id}, caller.state)
 
 
 async def abort(context: Any, error: ApiError) -> None:

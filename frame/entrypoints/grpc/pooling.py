@@ -19,7 +19,7 @@ from frame.entrypoints.http.native.pooling import (
     rank_documents,
     score_pairs,
 )
-from frame.entrypoints.http.openai.moderations import ModerationRequest, is_found, moderate_texts
+from frame.entrypoints.http.openai.moderations import ModerationRequest, is_flagged, moderate_texts
 from frame.entrypoints.http.paced_json import run_turns
 from frame.entrypoints.http.services import Services
 
@@ -73,7 +73,7 @@ class Pooling:
         body = ModerationRequest(input=list(request.texts), **_options(request, caller))
         found = await moderate_texts(caller, self._services, body)
         made = self._schema["Verdict"]
-        results = [made(flagged=any(map(is_found, scores.values())), category_scores=scores) for scores in found]
+        results = [made(flagged=any(map(is_flagged, scores.values())), category_scores=scores) for scores in found]
         return self._schema["ModerateReply"](results=results)
 
 

@@ -23,7 +23,7 @@ from frame.entrypoints.http.failures import failure, raise_failed, too_many
 from frame.entrypoints.http.native.generate import GenerateRequest, detokenize_ids, to_sampling_params
 from frame.entrypoints.http.paced_json import INLINE_VALUES, run_turns
 from frame.entrypoints.http.protocol.access import AdminGuard
-from frame.entrypoints.http.request_options import RequestOptions
+from frame.entrypoints.http.request_body import RequestOptions
 from frame.entrypoints.http.request_starter import RequestPlan, countable_tokens, encode_prompt, limit_unread_tokens, start_request
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
@@ -100,7 +100,7 @@ class Service:
         try:
             with self._services.quotas.open_lease(caller.tenant) as lease:
                 own = copy(caller)
-                own.lease, own.reply = lease, None
+                own.lease, own.state = lease, None
                 await run_call(self._services, own, "Generate", self._put_replies(request, own, put))
         except QuotaExceededError as error:
             await put(self._error_reply(request.id, too_many(error)))

@@ -101,8 +101,8 @@ class App(FastAPI):
     async def run_for_tenant(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run a request of the server's own for a tenant whose key was checked when the work was
         given, such as a line of a batch."""
-        found = self.dispatcher.index.find(scope["path"])
-        route = None if found is None else found.endpoint(scope["method"])
+        match = self.dispatcher.index.find(scope["path"])
+        route = None if match is None else match.endpoint(scope["method"])
         if route is None or route.access is Access.ADMIN:
             raise ValueError(f"{scope['method']} {scope['path']} cannot be run for a tenant")
         scope["admitted"] = True
@@ -135,7 +135,7 @@ class Dispatcher:
         for route in routes:
             shapes.setdefault(_first_segment(route.path), set()).add(route.errors)
         # of the paths below which every route writes errors alike, for those that no route has
-        self._shapes = {segment: found.pop() for segment, found in shapes.items() if len(found) == 1}
+        self._shapes = {segment: kinds.pop() for segment, kinds in shapes.items() if len(kinds) == 1}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -148,27 +148,27 @@ class Dispatcher:
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError, QuotaExceededError for a request that no route has run."""
         gate: Gate = scope["app"].gate
-        found = self.index.find(decode_path(scope["raw_path"]))
+        match = self.index.find(decode_path(scope["raw_path"]))
         if self._cors is not None:
-            if found is not None and any(route.access is Access.ADMIN for route in found.endpoints.values()):
+            if match is not None and any(route.access is Access.ADMIN for route in match.endpoints.values()):
                 scope["response_headers"] = ()  # operators' routes are for no page
             elif is_preflight(scope["method"], scope["headers"]) and self._cors.allows(scope["headers"]):
-                await _reply_to_preflight(self._cors, scope, ANY_METHOD if found is None else found.methods())
+                await _reply_to_preflight(self._cors, scope, ANY_METHOD if match is None else match.methods())
                 return
-        if found is None:
+        if match is None:
             path = scope["path"][:MAX_PATH_CHARS]
             scope["errors"] = self._shapes.get(_first_segment(path), OPENAI)
             gate.admit(scope, Access.USER)
             raise ApiError(404, f"there is no {path} here; /openapi.json says what there is, such as /v1/chat/completions")
-        scope["errors"] = next(iter(found.endpoints.values())).errors
-        route = found.endpoint(scope["method"])
+        scope["errors"] = next(iter(match.endpoints.values())).errors
+        route = match.endpoint(scope["method"])
         if route is None:
-            gate.admit(scope, max(other.access for other in found.endpoints.values()))
-            methods = found.methods()
+            gate.admit(scope, max(other.access for other in match.endpoints.values()))
+            methods = match.methods()
             shown = " or ".join(method for method in methods if method != "HEAD")
             sentence = f"{scope['path'][:MAX_PATH_CHARS]} does not take {scope['method']}; use {shown}"
             raise ApiError(405, sentence, headers=((b"allow", ", ".join(methods).encode()),))
-        scope["errors"], scope["path_params"], scope["route"] = route.errors, found.parameters, route
+        scope["errors"], scope["path_params"], scope["route"] = route.errors, match.parameters, route
         await route.app(scope, receive, send)
 
 
@@ -223,14 +223,14 @@ def complete_schema(schema: dict[str, Any], routes: Sequence[ApiRoute]) -> dict[
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     models = {id(model): model for route in routes for model in (route.errors.model, *route.response_types.values())}
-    references, found = TypeAdapter.json_schemas(
+    references, definitions = TypeAdapter.json_schemas(
         [(key, "serialization", TypeAdapter(model)) for key, model in models.items()], ref_template="#/components/schemas/{model}"
     )
     shapes = {key: {"schema": shape} for (key, _), shape in references.items()}
     bodies = components.setdefault("schemas", {})
     for name in REPLACED:
         bodies.pop(name, None)
-    for name, definition in found.get("$defs", {}).items():
+    for name, definition in definitions.get("$defs", {}).items():
         if bodies.setdefault(name, definition) != definition:
             raise ValueError(f"two bodies are named {name}; rename the type of the response")
     for route in routes:

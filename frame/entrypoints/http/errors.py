@@ -59,13 +59,8 @@ def without_folders(value: Any) -> Any:
     return value
 
 
-class _Quotation(reprlib.Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = QUOTED
-
-
-_quotation = _Quotation()
+_quotation = reprlib.Repr()
+_quotation.maxstring = _quotation.maxother = _quotation.maxlong = QUOTED
 
 
 def quoted(value: Any) -> str:

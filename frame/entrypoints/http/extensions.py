@@ -98,18 +98,18 @@ def load_built_in() -> Extensions:
 
 
 def _routers(extension: HttpExtension) -> list[APIRouter]:
-    found: Any = extension.make_routers()
-    if not isinstance(found, Sequence) or not all(isinstance(router, APIRouter) for router in found):
-        raise PluginError(f"{describe(extension)}: make_routers returned {found!r:.100}; return a list of FastAPI's APIRouter objects.")
-    return list(found)
+    routers: Any = extension.make_routers()
+    if not isinstance(routers, Sequence) or not all(isinstance(router, APIRouter) for router in routers):
+        raise PluginError(f"{describe(extension)}: make_routers returned {routers!r:.100}; return a list of FastAPI's APIRouter objects.")
+    return list(routers)
 
 
 def _middleware(extension: HttpExtension) -> list[Middleware]:
-    found: Any = extension.make_middleware()
-    for pair in found:
+    pairs: Any = extension.make_middleware()
+    for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)):
             raise PluginError(f"{describe(extension)}: make_middleware returned {pair!r:.100}; return (class, arguments) pairs.")
-    return [(kind, dict(arguments), extension) for kind, arguments in found]
+    return [(kind, dict(arguments), extension) for kind, arguments in pairs]
 
 
 # routes of third parties --------------------------------------------------------------------------
@@ -124,10 +124,10 @@ def make_plugin_routes(extension: HttpExtension, router: APIRouter) -> Iterator[
         if _CONVERTER.search(route.path):
             raise PluginError(f"{owner}: the path {route.path} has a typed parameter; write {{name}} and annotate its type.")
         level = Access.OPEN if route.path in extension.open_paths else Access.USER
-        made = ApiRouter(access=level)
+        wrapping = ApiRouter(access=level)
         methods = sorted(set(route.methods or ()) - {"HEAD"})
-        made.add_api_route(route.path, _forwarding(extension, route), methods=methods, include_in_schema=False)
-        yield from made.api_routes
+        wrapping.add_api_route(route.path, _forwarding(extension, route), methods=methods, include_in_schema=False)
+        yield from wrapping.api_routes
 
 
 def _forwarding(extension: HttpExtension, route: APIRoute) -> Any:
@@ -203,18 +203,18 @@ class Hooks:
 def _describe(context: RequestContext, route: str) -> HttpRequest:
     """The request as hooks see it, made once for each request."""
     scope = context.scope
-    found: HttpRequest | None = scope.get("hook_request")
-    if found is None:
+    described: HttpRequest | None = scope.get("hook_request")
+    if described is None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = scope["client"][0] if scope.get("client") else ""
-        found = scope["hook_request"] = HttpRequest(
+        described = scope["hook_request"] = HttpRequest(
             scope["method"], scope["path"], route, MappingProxyType(headers), context.request_id, context.tenant, host
         )
-    return found
+    return described
 
 
 def _summarise(context: RequestContext, status: int) -> HttpResponse:
-    state = context.reply
+    state = context.state
     seconds = time.perf_counter() - context.scope["arrived"]
     if state is None:
         return HttpResponse(status, seconds)

@@ -93,6 +93,6 @@ def sent_as(names: Mapping[str, str]) -> Iterator[None]:
         if error.status != 400:
             raise
         words = "|".join(re.escape(word) for word in sorted(names, key=len, reverse=True))
-        message = re.sub(rf"(?<!\w)(?:{words})(?!\w)", lambda found: names[found[0]], error.message)
+        message = re.sub(rf"(?<!\w)(?:{words})(?!\w)", lambda match: names[match[0]], error.message)
         param = names.get(error.param, error.param) if error.param else None
         raise ApiError(error.status, message, param, error.code) from None

@@ -51,10 +51,10 @@ class RequestContext:
         "ignored",
         "max_body",
         "receive",
-        "reply",
         "scope",
         "send",
         "started",
+        "state",
         "status",
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ class RequestContext:
         self.max_body = max_body
         self.errors = errors
         self.started = False
-        self.reply: RequestState | None = None  # the state of its generation
+        self.state: RequestState | None = None  # the state of its generation
         self.status = 0  # of the response, once it has started
         self.ignored: tuple[str, ...] = ()  # fields of the body without effect, which the response names
         self._bodies = bodies or Bodies(maximum=2 * max_body, pause=BODY_PAUSE)
@@ -261,12 +261,12 @@ class RequestContext:
         await self._put({"type": "http.response.body", "body": body})
 
     def _identity(self) -> list[tuple[bytes, bytes]]:
-        found = [*self.scope.get("response_headers", ())]
+        headers = [*self.scope.get("response_headers", ())]
         if self.request_id:
-            found.append((HEADER, self.request_id.encode()))
+            headers.append((HEADER, self.request_id.encode()))
             if self.errors.id_header is not None:
-                found.append((self.errors.id_header, self.request_id.encode()))
-        return [*found, ignored_header(self.ignored)] if self.ignored else found
+                headers.append((self.errors.id_header, self.request_id.encode()))
+        return [*headers, ignored_header(self.ignored)] if self.ignored else headers
 
     async def send_message(self, message: MutableMapping[str, Any]) -> None:
         """Send a message of another ASGI application, with this server's headers."""

@@ -33,8 +33,8 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedErr
 from frame.entrypoints.http.failures import as_api_error, as_sent, raise_failed, too_many
 from frame.entrypoints.http.paced_json import Event
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
+from frame.entrypoints.http.request_body import RequestOptions
 from frame.entrypoints.http.request_context import EVENT_STREAM, RequestContext
-from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.stream_writer import EventPump
 from frame.text.chat_template import ChatTemplateError
@@ -76,7 +76,7 @@ Prompt = str | list[int] | Chat | Pair
 class Caller(Protocol):
     """The sender of a request, over any protocol."""
 
-    reply: RequestState | None  # set by `start_request`
+    state: RequestState | None  # set by `start_request`
 
     @property
     def tenant(self) -> str: ...
@@ -116,7 +116,7 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
     params, options = plan.params, plan.options
     services.need_task(*plan.tasks, takes_audio=bool(plan.encoder_inputs))
     arrived = time.perf_counter()
-    count = sum(own.n for own in params)
+    count = sum(each.n for each in params)
     check_sequence_count(services, count)
     deadline, priority = check_request(services, call, params, options)
     salt, rid = options.cache_salt or "", options.request_name()
@@ -139,34 +139,34 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
         limits = services.client.limits
         maximum = countable_tokens(services) if options.truncates else limits.max_context
         ids, second_text_starts = await _encode_all(services, plan, maximum)
-        ids = [options.truncated(prompt, limits.max_context - (own.max_tokens or 1)) for prompt, own in zip(ids, params, strict=True)]
+        ids = [options.truncated(prompt, limits.max_context - (each.max_tokens or 1)) for prompt, each in zip(ids, params, strict=True)]
         await paced_map(lambda pair: check_prompt(limits, *pair), zip(ids, params, strict=True))
-        checked = {id(own): own for own in params}
+        checked = {id(each): each for each in params}
         params = await _with_bad_words(services, params)
         if (refine := plan.refine) is not None:
             params = await paced_map(lambda pair: refine(*pair), zip(ids, params, strict=True))
-        await paced_map(partial(check_params, limits), (own for own in _unique(params) if id(own) not in checked))
+        await paced_map(partial(check_params, limits), (each for each in _unique(params) if id(each) not in checked))
         space = _namespace(services, call, salt)
-        reply = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
-        for sequence in reply.sequences if plan.encoder_inputs else ():
+        state = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
+        for sequence in state.sequences if plan.encoder_inputs else ():
             sequence.recovery.encoder_input = plan.encoder_inputs[sequence.prompt_index]
-        await _start(services, reply, priority, space, deadline)
+        await _start(services, state, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must release the sequences
         services.client.release_sequences(count)
         raise as_sent(as_api_error(error), options.sent_name) from None
-    reply.created = arrived
-    reply.sent_name = options.sent_name
-    call.reply = reply
-    call.on_disconnect(reply.mark_disconnected)
-    return reply
+    state.created = arrived
+    state.sent_name = options.sent_name
+    call.state = state
+    call.on_disconnect(state.mark_disconnected)
+    return state
 
 
-async def _start(services: Services, reply: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
+async def _start(services: Services, state: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
     """Start all sequences of a prepared request, or none."""
     try:
-        await paced_map(lambda sequence: services.client.start_sequence(sequence, priority, namespace, deadline), reply.sequences)
+        await paced_map(lambda sequence: services.client.start_sequence(sequence, priority, namespace, deadline), state.sequences)
     except BaseException:
-        services.client.cancel_request(reply)
+        services.client.cancel_request(state)
         raise
 
 
@@ -192,8 +192,8 @@ def check_all_params(services: Services, params: Sequence[SamplingParams], optio
     priority that cannot be served with any prompt."""
     priority = options.resolve_priority()
     try:
-        for own in _unique(params):
-            check_params(services.client.limits, own)
+        for each in _unique(params):
+            check_params(services.client.limits, each)
     except InvalidRequestError as error:
         raise as_sent(as_api_error(error), options.sent_name) from None
     if not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
@@ -212,8 +212,8 @@ def _namespace(services: Services, call: Caller, salt: str) -> str:
 
 def _deadline(services: Services, call: Caller, time_limit: float | None) -> float | None:
     """The time limit of a request in seconds, at most the server's. Raises ApiError 400."""
-    given = read_timeout_header(call) if time_limit is None else _check_time_limit("timeout", time_limit)
-    return None if given is None else min(given, services.resolved.user.scheduler.request_timeout)
+    seconds = read_timeout_header(call) if time_limit is None else _check_time_limit("timeout", time_limit)
+    return None if seconds is None else min(seconds, services.resolved.user.scheduler.request_timeout)
 
 
 def read_timeout_header(call: Caller) -> float | None:
@@ -222,16 +222,16 @@ def read_timeout_header(call: Caller) -> float | None:
     if text is None:
         return None
     try:
-        given = float(text if "_" not in text else "")  # Python takes 1_0
+        seconds = float(text if "_" not in text else "")  # Python takes 1_0
     except ValueError:
         raise ApiError(400, f"{TIMEOUT_HEADER} is {text[:40]!r}; it must be a number of seconds", TIMEOUT_HEADER) from None
-    return _check_time_limit(TIMEOUT_HEADER, given)
+    return _check_time_limit(TIMEOUT_HEADER, seconds)
 
 
-def _check_time_limit(name: str, given: float) -> float:
-    if not 0 < given < math.inf:  # nan too
-        raise ApiError(400, f"{name} is {given}; it must be a finite number of seconds above 0", name)
-    return given
+def _check_time_limit(name: str, seconds: float) -> float:
+    if not 0 < seconds < math.inf:  # nan too
+        raise ApiError(400, f"{name} is {seconds}; it must be a finite number of seconds above 0", name)
+    return seconds
 
 
 async def _encode_all(services: Services, plan: RequestPlan, maximum: int) -> tuple[list[list[int]], list[int]]:
@@ -279,30 +279,30 @@ async def _within(services: Services, maximum: int, work: Awaitable[T]) -> T:
 
 async def _with_bad_words(services: Services, params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
     """The parameters with their bad words as token ids. Raises ApiError 400 without a tokenizer."""
-    if not any(own.stop or own.bad_words for own in params):
+    if not any(each.stop or each.bad_words for each in params):
         return params
     tokenizer = services.need_tokenizer()  # stop strings are matched on text
-    made = {id(own): await asyncio.to_thread(tokenizer.encode_bad_words, own) for own in _unique(params) if own.bad_words}
-    return [made.get(id(own), own) for own in params]
+    encoded = {id(each): await asyncio.to_thread(tokenizer.encode_bad_words, each) for each in _unique(params) if each.bad_words}
+    return [encoded.get(id(each), each) for each in params]
 
 
-async def wait_complete(reply: RequestState, read: Callable[[SequenceState], None] | None = None) -> list[SequenceState]:
+async def wait_complete(state: RequestState, read: Callable[[SequenceState], None] | None = None) -> list[SequenceState]:
     """Wait for all sequences of a request; `read` may take new output before. Raises ApiError for a
     failure, DisconnectedError."""
-    await reply.wait_until_complete(MAX_LOGPROBS_HELD, read)
-    if reply.is_disconnected:
+    await state.wait_until_complete(MAX_LOGPROBS_HELD, read)
+    if state.is_disconnected:
         raise DisconnectedError
-    if reply.num_unfinished:
+    if state.num_unfinished:
         sentence = f"the response has more than {MAX_LOGPROBS_HELD} log-probabilities; ask for fewer of them, fewer tokens or a smaller n"
         raise ApiError(400, f"{sentence}, or stream it", "logprobs")
-    raise_failed(reply.sequences)
-    return reply.sequences
+    raise_failed(state.sequences)
+    return state.sequences
 
 
 async def stream_response(
     context: RequestContext,
     services: Services,
-    reply: RequestState,
+    state: RequestState,
     write: Callable[[SequenceState], Event],
     close: Callable[[], bytes],
     media_type: bytes = EVENT_STREAM,
@@ -312,40 +312,40 @@ async def stream_response(
     A failure before the first token is an ordinary error response; a later one is an event of
     its sequence. A client that reads too slowly gets an error event, and its request ends.
     """
-    pump = EventPump(context, reply, write, services.formatting)
-    limit_unread_tokens(services, reply, pump.give_up)
-    changed = await reply.wait()
-    if reply.is_disconnected:
+    pump = EventPump(context, state, write, services.formatting)
+    limit_unread_tokens(services, state, pump.give_up)
+    changed = await state.wait()
+    if state.is_disconnected:
         raise DisconnectedError
     raise_failed(changed)
     await context.start_events(media_type)
     await pump.run(changed)
-    if reply.is_disconnected:
+    if state.is_disconnected:
         raise DisconnectedError
     await context.end(close())
 
 
-def limit_unread_tokens(services: Services, reply: RequestState, give_up: Callable[[ApiError], None]) -> None:
+def limit_unread_tokens(services: Services, state: RequestState, give_up: Callable[[ApiError], None]) -> None:
     """Call `give_up` when more tokens of a stream wait for its reader than the server allows."""
     maximum = services.resolved.user.server.max_unread_tokens
     sentence = f"the answer was not read: more than {maximum} of its tokens wait (server.max_unread_tokens); read it as it comes"
-    reply.set_backpressure_limit(maximum, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
+    state.set_backpressure_limit(maximum, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
 
 
 async def paced_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """`act` of each item; other work of the event loop runs every `TURN` seconds."""
-    found, until = [], time.perf_counter() + TURN
+    results, until = [], time.perf_counter() + TURN
     for item in items:
-        found.append(act(item))
+        results.append(act(item))
         if time.perf_counter() >= until:
             await asyncio.sleep(0)
             until = time.perf_counter() + TURN
-    return found
+    return results
 
 
 def _unique(params: Sequence[SamplingParams]) -> Iterable[SamplingParams]:
     """Each object once; prompts may share one."""
-    return {id(own): own for own in params}.values()
+    return {id(each): each for each in params}.values()
 
 
 def _check_sizes(prompts: Sequence[Prompt], **names: str | None) -> None:
@@ -355,8 +355,8 @@ def _check_sizes(prompts: Sequence[Prompt], **names: str | None) -> None:
             raise ApiError(400, f"{field_name} has {len(value)} characters; it may have {MAX_NAME_CHARS}", field_name)
     for prompt in prompts:
         if isinstance(prompt, Chat):
-            for part, found, maximum in (("messages", prompt.messages, MAX_MESSAGES), ("tools", prompt.tools or (), MAX_TOOLS)):
-                if len(found) > maximum:
-                    raise ApiError(400, f"{part} has {len(found)} entries; it may have {maximum}", part)
+            for field_of_chat, entries, maximum in (("messages", prompt.messages, MAX_MESSAGES), ("tools", prompt.tools or (), MAX_TOOLS)):
+                if len(entries) > maximum:
+                    raise ApiError(400, f"{field_of_chat} has {len(entries)} entries; it may have {maximum}", field_of_chat)
             if len(msgspec.json.encode((prompt.tools, prompt.arguments))) > MAX_TOOL_BYTES:
                 raise ApiError(400, f"tools and chat_template_kwargs have more than {MAX_TOOL_BYTES} bytes; shorten them", "tools")

@@ -100,12 +100,12 @@ def _clients(
 ) -> list[EngineClient]:
     """The client of each replica."""
     smallest = min(infos, key=lambda info: int(info["max_total_tokens"]))
-    limits, outstanding, found = get_client_limits(resolved, smallest), Outstanding(), []
+    limits, outstanding, clients = get_client_limits(resolved, smallest), Outstanding(), []
     for deployment in deployments:
         makes_text = resolved.task == "generate" and not deployment.layout.detokenizer
         local = Detokenizer(tokenizer) if tokenizer is not None and makes_text else None
-        found.append(EngineClient(deployment.transport, limits, local, deployment.layout.detokenizer, outstanding))
-    return found
+        clients.append(EngineClient(deployment.transport, limits, local, deployment.layout.detokenizer, outstanding))
+    return clients
 
 
 def _services(

@@ -127,8 +127,8 @@ class Services:
         if not takes_audio:
             self.need_text_model()
         if task not in tasks:
-            name, wanted = self.resolved.served_name, " or ".join(tasks)
-            sentence = f"{name!r} is served to {task} (model.task), not to {wanted}; use {ROUTES_FOR[task]}"
+            name, required = self.resolved.served_name, " or ".join(tasks)
+            sentence = f"{name!r} is served to {task} (model.task), not to {required}; use {ROUTES_FOR[task]}"
             raise ApiError(400, sentence, "model", "wrong_task")
 
     def need_text_model(self) -> None:

@@ -26,13 +26,13 @@ MAX_UNREAD = 1024  # tokens and alternatives that are written as soon as the con
 class EventPump:
     """One streamed response, from its first output to its last."""
 
-    __slots__ = ("_call", "_done", "_reply", "_turns", "_waiting", "_write")
+    __slots__ = ("_call", "_done", "_state", "_turns", "_waiting", "_write")
 
     def __init__(
-        self, call: RequestContext, reply: RequestState, write: Callable[[SequenceState], Event], turns: FairSemaphore | None = None
+        self, call: RequestContext, state: RequestState, write: Callable[[SequenceState], Event], turns: FairSemaphore | None = None
     ) -> None:
         self._call = call
-        self._reply = reply
+        self._state = state
         self._write = write
         self._turns = turns or FairSemaphore(1)  # the place of large output
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -40,13 +40,13 @@ class EventPump:
 
     async def run(self, changed: Sequence[SequenceState]) -> None:
         """Write `changed` and all later output until the end. Raises what writing raises."""
-        self._reply.on_update = self._push
+        self._state.on_update = self._push
         try:
             if not self._done.done():
                 self._send(changed)
             await self._done
         finally:
-            self._reply.on_update = None
+            self._state.on_update = None
             if self._waiting is not None:
                 self._waiting.cancel()
 
@@ -58,7 +58,7 @@ class EventPump:
     def _push(self) -> None:
         """Write new output, unless the connection is full."""
         if self._waiting is None and not self._done.done():
-            self._send(self._reply.take_changed())
+            self._send(self._state.take_changed())
 
     def _send(self, changed: Sequence[SequenceState]) -> None:
         sending: Any = None
@@ -67,7 +67,7 @@ class EventPump:
             if not isinstance(body, bytes):
                 self._waiting = asyncio.get_running_loop().create_task(self._finish(partial(self._send_steps, body)))
                 return
-            if body and not self._reply.is_disconnected:
+            if body and not self._state.is_disconnected:
                 sending = self._call.send({"type": "http.response.body", "body": body, "more_body": True})
                 try:
                     first = sending.send(None)  # runs to its end, unless it has to wait
@@ -81,12 +81,12 @@ class EventPump:
                 error = DisconnectedError()
             self._done.set_exception(error)
             return
-        if self._reply.is_disconnected or not (self._reply.num_unfinished or self._reply.changed):
+        if self._state.is_disconnected or not (self._state.num_unfinished or self._state.changed):
             self._done.set_result(None)
 
     async def _send_steps(self, steps: Iterator[bytes]) -> None:
         """Send output that is made in steps. Raises DisconnectedError."""
-        pieces = await collect_pieces(self._turns, self._call.tenant, steps, lambda: self._reply.is_disconnected)
+        pieces = await collect_pieces(self._turns, self._call.tenant, steps, lambda: self._state.is_disconnected)
         async for piece in each_piece(pieces):
             await self._call.event(piece)
 
@@ -94,7 +94,7 @@ class EventPump:
         """Wait until the connection takes more, then write the output that arrived meanwhile."""
         try:
             await send()
-            if self._reply.num_unread > MAX_UNREAD:  # many streams may be read again at once
+            if self._state.num_unread > MAX_UNREAD:  # many streams may be read again at once
                 async with self._turns.hold_slot(self._call.tenant):
                     await asyncio.sleep(0)
                     self._write_rest()
@@ -110,7 +110,7 @@ class EventPump:
     def _write_rest(self) -> None:
         self._waiting = None
         if not self._done.done():
-            self._send(self._reply.take_changed())
+            self._send(self._state.take_changed())
 
 
 @coroutine

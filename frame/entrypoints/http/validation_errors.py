@@ -18,7 +18,7 @@ from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import count_names
 
 # pydantic's error type -> the JSON type that the field takes
-_WANTED: Mapping[str, str] = {
+_TYPE_NAMES: Mapping[str, str] = {
     "string_type": "a string",
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
@@ -45,10 +45,10 @@ def validation_error(errors: Sequence[Mapping[str, Any]], value: Any) -> ApiErro
     A union reports one error for each of its types. The errors of the deepest field count, and
     their types are listed together.
     """
-    found = [(_real_path(error, value), error) for error in errors]
-    deepest = max(len(path) for path, _ in found)
-    path = next(path for path, _ in found if len(path) == deepest)
-    same = [error for other, error in found if other == path]
+    located = [(_real_path(error, value), error) for error in errors]
+    deepest = max(len(path) for path, _ in located)
+    path = next(path for path, _ in located if len(path) == deepest)
+    same = [error for other, error in located if other == path]
     param = _written(path) or None
     first = same[0]
     if first["type"] == "missing":
@@ -56,9 +56,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]], value: Any) -> ApiErro
     is_key = first["loc"][-1:] == ("[key]",)
     place = f"a key of {_written(path[:-1])}" if is_key else param or "the body"
     param = _written(path[:-1]) or None if is_key else param
-    wanted = [_WANTED[error["type"]] for error in same if error["type"] in _WANTED]
-    if wanted:
-        choices = [each for each in dict.fromkeys(wanted) if each != "null"] or ["null"]
+    names = [_TYPE_NAMES[error["type"]] for error in same if error["type"] in _TYPE_NAMES]
+    if names:
+        choices = [each for each in dict.fromkeys(names) if each != "null"] or ["null"]
         return ApiError(400, f"{place} is {type_name(first['input'])}; send {' or '.join(choices)}", param)
     return ApiError(400, f"{place}{_sentence(first)}", param)
 
@@ -81,19 +81,19 @@ def _sentence(error: Mapping[str, Any]) -> str:
 def _real_path(error: Mapping[str, Any], value: Any) -> tuple[str | int, ...]:
     """The error's location without pydantic's names of union members."""
     path: list[str | int] = []
-    for part in error["loc"]:
-        if (isinstance(value, dict) and part in value) or (isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)):
-            value = value[part]
+    for key in error["loc"]:
+        if (isinstance(value, dict) and key in value) or (isinstance(value, list | tuple) and isinstance(key, int) and key < len(value)):
+            value = value[key]
         else:
             continue
-        path.append(part)
+        path.append(key)
     if error["type"] == "missing":
         path.append(error["loc"][-1])
     return tuple(path)
 
 
 def _written(path: Sequence[str | int]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME_CHARS]}" for part in path).lstrip(".")
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key[:MAX_NAME_CHARS]}" for key in path).lstrip(".")
 
 
 def type_name(value: Any) -> str:
@@ -138,16 +138,16 @@ def repeated_name(data: bytes, value: Any) -> str | None:
 
 
 def _count_kept_names(value: Any) -> int:
-    found, waiting = 0, [value]
+    count, waiting = 0, [value]
     while waiting:
         each = waiting.pop()
         if isinstance(each, dict):
-            found += len(each)
+            count += len(each)
             each = each.values()
         elif not isinstance(each, list) or {dict, list}.isdisjoint(map(type, each)):  # a long list of token ids
             continue
         waiting += [inner for inner in each if isinstance(inner, dict | list)]
-    return found
+    return count
 
 
 def repeated_error(name: str, place: str = "the body") -> ApiError:

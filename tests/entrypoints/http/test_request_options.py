@@ -8,8 +8,7 @@ import pytest
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.generate import DetokenizeRequest, TokenizeRequest
 from frame.entrypoints.http.openai.completions_schema import CompletionRequest
-from frame.entrypoints.http.request_body import parse_body
-from frame.entrypoints.http.request_options import RequestOptions
+from frame.entrypoints.http.request_body import RequestOptions, parse_body
 from tests.entrypoints.published import ROUTES
 
 RUNNING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank", "/v1/score",

@@ -52,7 +52,9 @@ async def start_chats(
         [params] * len(chats),
         request,
         prefix=prefix,
-        refine=lambda prompt, own: _parsers(services, request, prompt, use).constrain_params(own, is_whole=request.constrains_whole_output),
+        refine=lambda prompt, sampling: _parsers(services, request, prompt, use).constrain_params(
+            sampling, is_whole=request.constrains_whole_output
+        ),
     )
     return await start_request(context, services, plan)
 

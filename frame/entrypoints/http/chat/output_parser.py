@@ -1,25 +1,29 @@
-"""Turns generated text into OpenAI chat deltas with the configured reasoning and tool-call parsers.
+"""Turns generated text into OpenAI chat deltas with the configured reasoning and tool-call parsers,
+and groups deltas into content blocks.
 
-Also adds to a request's sampling parameters what these parsers require, and counts the reasoning
-tokens of a finished sequence. Used by the chat routes of all APIs. Must not depend on a parser
-plugin, a route or the engine.
+A content block is one of the Anthropic API and an output item of the Responses API. Also adds to a
+request's sampling parameters what the parsers require, and counts the reasoning tokens of a
+finished sequence. Used by the chat routes of all APIs. Must not depend on a parser plugin, a route
+or the engine.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import msgspec
 
 from frame.core.interfaces.parsing import Format, ReasoningDelta, ReasoningParser, ToolCallParser, ToolDelta
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
+from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.chat.structured_outputs import replace_constraint, to_format
 from frame.entrypoints.http.chat.tools import ToolUse
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.openai.completion_objects import TextLogprobs
 from frame.text.tokenizer import Tokenizer
 
 BLOCK = 64  # tokens that are fed at once, to be counted, where all of them are of one kind
@@ -96,7 +100,7 @@ class OutputParser:
         self._tools = tools
         self._max_calls = max_calls
         self._content: list[str] = []
-        self._reasoning_parts: list[str] = []
+        self._reasoning_pieces: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
         self._arguments: dict[int, list[str]] = {}
 
@@ -106,7 +110,7 @@ class OutputParser:
 
     @property
     def has_reasoning(self) -> bool:
-        return bool(self._reasoning_parts)
+        return bool(self._reasoning_pieces)
 
     def feed(self, text: str, finish: Finish | None) -> list[dict[str, Any]]:
         """The deltas of a further piece of text. With `finish` the parsers also return the text
@@ -115,7 +119,7 @@ class OutputParser:
         deltas: list[dict[str, Any]] = []
         for reasoning, content in self._split_reasoning(text, is_last):
             if reasoning:
-                self._reasoning_parts.append(reasoning)
+                self._reasoning_pieces.append(reasoning)
                 deltas.append({"reasoning_content": reasoning, "reasoning": reasoning})
             self._add_content(content, deltas)
         if finish is not None and self._tools is not None:
@@ -125,8 +129,8 @@ class OutputParser:
     def _split_reasoning(self, text: str, is_last: bool) -> list[tuple[str, str]]:
         if self._reasoning is None:
             return [("", text)]
-        parts = [self._reasoning.feed(text), *([self._reasoning.finish()] if is_last else [])]
-        return [(part.reasoning, part.content) for part in parts]
+        splits = [self._reasoning.feed(text), *([self._reasoning.finish()] if is_last else [])]
+        return [(split.reasoning, split.content) for split in splits]
 
     def _add_content(self, content: str, deltas: list[dict[str, Any]]) -> None:
         if not content:
@@ -156,8 +160,8 @@ class OutputParser:
         """The whole message in OpenAI's shape, after the last piece was fed."""
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not self._calls else None}
-        if self._reasoning_parts:
-            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning_parts)
+        if self._reasoning_pieces:
+            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning_pieces)
         if self._calls:
             message["tool_calls"] = [_tool_call(self._calls[index], "".join(self._arguments[index])) for index in sorted(self._calls)]
         return message
@@ -231,3 +235,106 @@ def count_reasoning_tokens(token_ids: Sequence[int], decode: Callable[[list[int]
             counter.add_tokens(1, behind.feed(decode([token])))
     counter.add_tokens(0, ahead.finish())
     return counter.count
+
+
+# content blocks -----------------------------------------------------------------------------------
+
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True)
+class ContentBlock:
+    """One content block of a sequence."""
+
+    index: int  # index in the sequence's blocks
+    kind: Kind
+    name: str = ""  # of the called function
+    call_id: str = ""
+    pieces: list[str] = field(default_factory=list)  # of its text; of a call: of the JSON arguments
+    logprobs: list[Any] = field(default_factory=list)  # of all its tokens, if requested, in JSON
+    last_logprobs: list[Any] = field(default_factory=list)  # of the last piece's tokens
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class BlockEventWriter:
+    """Writes the events of one API for a block that was opened, has a new piece, or was closed;
+    this one writes none, for responses that are not streamed."""
+
+    def write_start(self, block: ContentBlock) -> bytes:
+        return b""
+
+    def write_delta(self, block: ContentBlock, piece: str) -> bytes:
+        return b""
+
+    def write_stop(self, block: ContentBlock) -> bytes:
+        return b""
+
+
+class ContentBlocks:
+    """The content blocks of one sequence.
+
+    Deltas of a stream and the same deltas at once give the same blocks. `logprobs` assigns
+    log-probabilities to the pieces; None: they are not requested.
+    """
+
+    def __init__(self, logprobs: TextLogprobs | None = None) -> None:
+        self._logprobs = logprobs
+        self.blocks: list[ContentBlock] = []
+        self.open: ContentBlock | None = None  # the last block, until it is closed
+        self._call = -1  # index of the open call among the calls
+
+    def feed(self, deltas: Iterable[dict[str, Any]], writer: BlockEventWriter) -> bytes:
+        """Add chat deltas, as `OutputParser.feed` returns them; returns their events."""
+        events: list[bytes] = []
+        for delta in deltas:
+            if reasoning := delta.get("reasoning_content"):
+                events += self._add_piece("reasoning", reasoning, writer)
+            if content := delta.get("content"):
+                events += self._add_piece("text", content, writer)
+            for call in delta.get("tool_calls") or ():
+                events += self._add_call(call, writer)
+        return b"".join(events)
+
+    def read(self, sequence: SequenceState, parser: OutputParser | None, writer: BlockEventWriter) -> bytes:
+        """Add the new output of a sequence, with `parser` if there is one; returns the events."""
+        text, _, logprobs = sequence.take_output()
+        if self._logprobs is not None:
+            self._logprobs.add(logprobs)
+        is_last = sequence.finish is not None
+        events = self.feed([{"content": text}] if parser is None else parser.feed(text, sequence.finish), writer)
+        return events + self.finish(writer) if is_last else events
+
+    def finish(self, writer: BlockEventWriter) -> bytes:
+        """Close the open block, if there is one; returns its event."""
+        block, self.open = self.open, None
+        return writer.write_stop(block) if block is not None else b""
+
+    def _add_call(self, call: dict[str, Any], writer: BlockEventWriter) -> list[bytes]:
+        function, events = call["function"], []
+        if self.open is None or self.open.kind != "call" or self._call != call["index"]:
+            self._call = call["index"]
+            events.append(self._open_block("call", writer, function.get("name") or "", call.get("id") or ""))
+        return events + self._add_piece("call", function.get("arguments") or "", writer)
+
+    def _add_piece(self, kind: Kind, piece: str, writer: BlockEventWriter) -> list[bytes]:
+        events = []
+        if self.open is None or self.open.kind != kind:
+            events.append(self._open_block(kind, writer))
+        block = self.blocks[-1]
+        if piece:
+            block.pieces.append(piece)
+            if self._logprobs is not None:
+                block.last_logprobs = self._logprobs.take_logprobs(piece)
+                block.logprobs += block.last_logprobs
+            events.append(writer.write_delta(block, piece))
+        return events
+
+    def _open_block(self, kind: Kind, writer: BlockEventWriter, name: str = "", call_id: str = "") -> bytes:
+        closing = self.finish(writer)
+        self.open = ContentBlock(len(self.blocks), kind, name, call_id)
+        self.blocks.append(self.open)
+        return closing + writer.write_start(self.open)

@@ -10,11 +10,11 @@ depend on a route or the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.fields import Shape
-from frame.entrypoints.http.request_options import SamplingFields
+from frame.entrypoints.http.request_body import RequestBody, SamplingFields
 
 # Of the reasoning: OpenAI's values, and Anthropic's
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -43,6 +43,23 @@ CHAT: Mapping[str, Shape] = {
 
 # Ollama: a call's arguments and a tool's parameters are objects of their own.
 OLLAMA: Mapping[str, Shape] = {"messages": MESSAGE, "tools": TOOL}
+
+
+class TemplateFields(RequestBody):
+    """Fields of a chat request, besides its messages, that the prompt depends on."""
+
+    NESTED: ClassVar[Mapping[str, Shape]] = CHAT
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    # beyond OpenAI
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class ExtensionFields(SamplingFields):

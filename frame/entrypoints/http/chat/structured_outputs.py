@@ -16,7 +16,7 @@ from frame.core.interfaces.parsing import Format
 from frame.core.interfaces.sampling_params import MAX_JSON_WHITESPACE, SamplingParams
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.fields import check_nested_fields
-from frame.entrypoints.http.request_options import SamplingFields
+from frame.entrypoints.http.request_body import SamplingFields
 from frame.entrypoints.http.validation_errors import type_name
 
 # field of structured_outputs -> sampling parameter
@@ -58,20 +58,20 @@ SCHEMA_FIELDS = ("name", "description", "schema", "strict")  # of a JSON schema 
 def constraint_params(fields: SamplingFields, response_format: dict[str, Any] | None) -> dict[str, Any]:
     """The sampling parameters that constrain the output, by name. Raises ApiError 400 that names
     the field, also for more than one constraint."""
-    given = list(_constraints(fields, response_format))
-    if len(given) > 1:
-        names = [sent for sent, _, _ in given]
+    constraints = list(_constraints(fields, response_format))
+    if len(constraints) > 1:
+        names = [sent for sent, _, _ in constraints]
         raise ApiError(400, f"{' and '.join(names)} exclude each other; keep one", names[0])
     switch = (fields.structured_outputs or {}).get("disable_any_whitespace")
     switches = {} if switch is None else {"disable_any_whitespace": switch}
-    return switches | {parameter: value for _, parameter, value in given}
+    return switches | {parameter: value for _, parameter, value in constraints}
 
 
 def sent_constraint(fields: SamplingFields, response_format: dict[str, Any] | None, parameter: str) -> str:
     """The field that the client sent for a sampling parameter that constrains the output. The
     server writes a structural tag of its own around the other constraints, and around tools."""
-    given = {parameter: sent for sent, parameter, _ in _constraints(fields, response_format)}
-    return given.get(parameter) or (next(iter(given.values()), "tools") if parameter == "structural_tag" else parameter)
+    sent_names = {parameter: sent for sent, parameter, _ in _constraints(fields, response_format)}
+    return sent_names.get(parameter) or (next(iter(sent_names.values()), "tools") if parameter == "structural_tag" else parameter)
 
 
 def _constraints(fields: SamplingFields, response_format: dict[str, Any] | None) -> Iterator[tuple[str, str, Any]]:
@@ -168,7 +168,7 @@ def replace_constraint(params: SamplingParams, form: Format) -> SamplingParams:
 def _spaced(form: Any) -> Any:
     """The format with whitespace allowed between JSON tokens, where it does not bound it itself."""
     if isinstance(form, list):
-        return [_spaced(part) for part in form]
+        return [_spaced(each) for each in form]
     if not isinstance(form, dict):
         return form
     if form.get("type") == "json_schema":

@@ -49,11 +49,11 @@ class ToolUse:
 def resolve_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, is_parallel: bool | None) -> ToolUse | None:
     """The tools and the rule for calls; None without tools, or where the choice is `none`. Raises
     ApiError 400 for an invalid tool or tool choice."""
-    given = tools or []
-    if len(given) > MAX_TOOLS:
-        raise ApiError(400, f"tools has {len(given)} functions; it may have {MAX_TOOLS}", "tools")
-    functions = {function.name: function for function in (_function(tool, f"tools[{place}]") for place, tool in enumerate(given))}
-    if len(functions) < len(given):
+    tools_sent = tools or []
+    if len(tools_sent) > MAX_TOOLS:
+        raise ApiError(400, f"tools has {len(tools_sent)} functions; it may have {MAX_TOOLS}", "tools")
+    functions = {function.name: function for function in (_function(tool, f"tools[{place}]") for place, tool in enumerate(tools_sent))}
+    if len(functions) < len(tools_sent):
         raise ApiError(400, "tools has two functions of the same name; give each its own name", "tools")
     allowed, is_required = _allowed_names(choice, list(functions))
     if choice == "none" or not functions:
@@ -61,7 +61,7 @@ def resolve_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, An
     # One call, even with parallel_tool_calls
     is_named = isinstance(choice, dict) and choice.get("type") == "function"
     rule = CallRule(tuple(functions[name] for name in dict.fromkeys(allowed)), is_required, is_parallel is not False and not is_named)
-    return ToolUse(given, rule)
+    return ToolUse(tools_sent, rule)
 
 
 def resolve_functions(functions: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> ToolUse | None:
@@ -106,9 +106,9 @@ def check_schemas(schemas: Iterable[tuple[Any, str]]) -> None:
         for kind in kinds if isinstance(kinds, list) else [] if kinds is None else [kinds]:
             if kind not in _TYPES:
                 raise ApiError(400, f"{here}.type is {quoted(kind)}; it must be one of {', '.join(_TYPES)}", f"{here}.type")
-        for key, wanted in _KEYWORDS.items():
-            if schema.get(key) is not None and not isinstance(schema[key], wanted):
-                name = "an object" if wanted is dict else "a list" if wanted is list else "a string"
+        for key, json_type in _KEYWORDS.items():
+            if schema.get(key) is not None and not isinstance(schema[key], json_type):
+                name = "an object" if json_type is dict else "a list" if json_type is list else "a string"
                 raise ApiError(400, f"{here}.{key}: expected {name}", f"{here}.{key}")
         for key in _MAPS:
             waiting += [(each, f"{here}.{key}.{name}") for name, each in islice((schema.get(key) or {}).items(), MAX_PARTS)]
@@ -123,20 +123,20 @@ def _allowed_names(choice: str | dict[str, Any] | None, names: list[str]) -> tup
         return names, False
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         holder = choice.get("allowed_tools", choice)
-        wanted = [_function_name(tool) for tool in holder.get("tools") or ()] if isinstance(holder, dict) else []
+        allowed = [_function_name(tool) for tool in holder.get("tools") or ()] if isinstance(holder, dict) else []
         is_required = isinstance(holder, dict) and holder.get("mode") == "required"
     elif isinstance(choice, dict):
-        wanted, is_required = [_function_name(choice)], True
+        allowed, is_required = [_function_name(choice)], True
     elif choice == "required":
-        wanted, is_required = names, True
+        allowed, is_required = names, True
     else:
         raise ApiError(400, f"tool_choice is {quoted(choice)}; it must be {_CHOICES}", "tool_choice")
-    if not wanted:
+    if not allowed:
         raise ApiError(400, "tool_choice requires a call, but there are no tools; send tools too", "tool_choice")
-    for name in wanted:
+    for name in allowed:
         if name not in names:
             raise ApiError(400, f"tool_choice names the function {quoted(name)}, which is not among tools; add it there", "tool_choice")
-    return wanted, is_required
+    return allowed, is_required
 
 
 def _function_name(choice: Any) -> str:

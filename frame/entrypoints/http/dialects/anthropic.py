@@ -11,19 +11,18 @@ from typing import Any, ClassVar, Literal, NotRequired
 import msgspec
 from pydantic import Field
 
-from frame.core.interfaces.http import HttpExtension
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import count_chat, make_output_parsers, start_chat
-from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, ContentBlocks
+from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock, ContentBlocks
 from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape, quoted
 from frame.entrypoints.http.failures import aborted, failure
 from frame.entrypoints.http.openai.completions import models_router
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
-from frame.entrypoints.http.request_options import Metadata
+from frame.entrypoints.http.request_body import Metadata
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
@@ -418,14 +417,10 @@ def _content(block: ContentBlock) -> dict[str, Any]:
 def arguments_of(text: str) -> dict[str, Any]:
     """A call's arguments as an object; text that is not one is under `_unparsed`."""
     try:
-        found = msgspec.json.decode(text or "{}")
+        arguments = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"_unparsed": text}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"_unparsed": text}
 
 
-class AnthropicRoutes(HttpExtension):
-    """The HTTP extension `anthropic`. Its clients list models with the route of OpenAI."""
-
-    def make_routers(self) -> tuple[ApiRouter, ...]:
-        return (router, models_router)
+AnthropicRoutes = make_extension(__name__, router, models_router)

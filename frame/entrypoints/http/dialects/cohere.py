@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.chat.request_fields import PART, check_object, check_string, to_content_parts
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
@@ -23,7 +22,7 @@ from frame.entrypoints.http.native.pooling import (
     ranking_of,
     value_array,
 )
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_types import Version, declare
@@ -128,8 +127,4 @@ async def rerank(request: RerankRequest, context: ContextDep, services: Services
     return await ranking_of(context, services, request)
 
 
-class CohereRoutes(HttpExtension):
-    """The HTTP extension `cohere`."""
-
-    def make_routers(self) -> tuple[ApiRouter, ...]:
-        return (router,)
+CohereRoutes = make_extension(__name__, router)

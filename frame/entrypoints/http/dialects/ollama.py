@@ -14,18 +14,16 @@ import msgspec
 from pydantic import Field, ValidationError
 
 from frame.core.errors import did_you_mean
-from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import make_output_parsers, start_chat
-from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, ContentBlocks
-from frame.entrypoints.http.chat.output_parser import OutputParser
+from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock, ContentBlocks, OutputParser
 from frame.entrypoints.http.chat.request_fields import OLLAMA, check_effort, check_object, check_string
 from frame.entrypoints.http.dialects.anthropic import arguments_of
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure, sent_as
 from frame.entrypoints.http.native.pooling import CUT_FIELD, EmbeddingRequest, compute_embeddings, encode_vectors, paced, value_array
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
-from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.request_context import RequestContext
@@ -110,8 +108,8 @@ class ChatBody(Body):
     def to_chat_request(self, name: str) -> ChatRequest:
         """The chat request of this request. Raises ApiError 400."""
         messages = _messages(self.messages)
-        made: ChatRequest = _made(OllamaChat, messages=messages, tools=self.tools, **self.thinking(), **self.common(name))
-        return made
+        request: ChatRequest = _validated(OllamaChat, messages=messages, tools=self.tools, **self.thinking(), **self.common(name))
+        return request
 
 
 class GenerateBody(Body):
@@ -130,14 +128,14 @@ class GenerateBody(Body):
         self._check()
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
-        made: ChatRequest = _made(OllamaChat, messages=messages, **self.thinking(), **self.common(name))
-        return made
+        request: ChatRequest = _validated(OllamaChat, messages=messages, **self.thinking(), **self.common(name))
+        return request
 
     def to_completion_request(self, name: str) -> CompletionRequest:
         """The completion request of a raw prompt. Raises ApiError 400."""
         self._check()
-        made: CompletionRequest = _made(OllamaCompletion, prompt=self.prompt, add_special_tokens=False, **self.common(name))
-        return made
+        request: CompletionRequest = _validated(OllamaCompletion, prompt=self.prompt, add_special_tokens=False, **self.common(name))
+        return request
 
     def _check(self) -> None:
         remedies = {"suffix": "leave it out", "template": "use raw", "context": "use /api/chat", "images": "this model takes text only"}
@@ -166,13 +164,13 @@ def served_name(model: str, services: Services) -> str:
     return model if model == services.resolved.served_name else model.removesuffix(LATEST)
 
 
-def _made(kind: Any, **fields: Any) -> Any:
+def _validated(kind: Any, **fields: Any) -> Any:
     """A `kind` of these fields, whose types are checked here. Raises ApiError 400."""
-    given = {name: value for name, value in fields.items() if value is not None}
+    values = {name: value for name, value in fields.items() if value is not None}
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise name_option(validation_error(error.errors(include_url=False), given)) from None
+        raise name_option(validation_error(error.errors(include_url=False), values)) from None
 
 
 def name_option(error: ApiError) -> ApiError:
@@ -184,15 +182,15 @@ def name_option(error: ApiError) -> ApiError:
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     for name, value in options.items():
         place = f"options.{name[:100]}"
         is_number, is_switch = type(value) in (int, float), isinstance(value, bool)
         if value is None or (is_number and name in FIXED_NUMBERS) or (is_switch and name in FIXED_SWITCHES):
             continue
         if name in FIXED_NUMBERS | FIXED_SWITCHES:
-            wanted = "a number" if name in FIXED_NUMBERS else "true or false"
-            raise ApiError(400, f"{place} is {type_name(value)}; send {wanted}", place)
+            remedy = "a number" if name in FIXED_NUMBERS else "true or false"
+            raise ApiError(400, f"{place} is {type_name(value)}; send {remedy}", place)
         if name in NEUTRAL:
             neutral = NEUTRAL[name]
             if not is_number if neutral is None else value != neutral or is_switch != isinstance(neutral, bool):
@@ -201,17 +199,17 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
             hint = did_you_mean(name, (*OPTIONS, *FIXED_NUMBERS, *FIXED_SWITCHES, *NEUTRAL)) or "; leave it out"
             raise ApiError(400, f"{place} is unknown{hint}", place)
         else:
-            found[OPTIONS[name]] = value
-    if found.get("max_tokens") in (-1, -2):  # the rest of the context
-        del found["max_tokens"]
-    if found.get("top_k") == 0 and found["top_k"] is not False:
-        found["top_k"] = -1
-    return found
+            sampling[OPTIONS[name]] = value
+    if sampling.get("max_tokens") in (-1, -2):  # the rest of the context
+        del sampling["max_tokens"]
+    if sampling.get("top_k") == 0 and sampling["top_k"] is not False:
+        sampling["top_k"] = -1
+    return sampling
 
 
 def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages in OpenAI's shape. Calls get ids, and results the ids of the calls in order."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     open_calls: list[str] = []
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
@@ -227,12 +225,12 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             one["tool_calls"] = [_chat_call(call, f"call_{i}_{j}", f"{place}.tool_calls[{j}]") for j, call in calls]
             open_calls = [call["id"] for call in one["tool_calls"]]
         if message.get("role") == "tool":
-            given = check_string(message.get("tool_call_id") or "", f"{place}.tool_call_id")
-            one["tool_call_id"] = given or (open_calls.pop(0) if open_calls else "")
+            call_id = check_string(message.get("tool_call_id") or "", f"{place}.tool_call_id")
+            one["tool_call_id"] = call_id or (open_calls.pop(0) if open_calls else "")
             if name := message.get("tool_name"):
                 one["name"] = check_string(name, f"{place}.tool_name")
-        found.append(one)
-    return found
+        result.append(one)
+    return result
 
 
 def _chat_call(call: Any, name: str, place: str) -> dict[str, Any]:
@@ -478,8 +476,4 @@ def _card(services: Services) -> dict[str, Any]:
     return {"name": name, "model": name, "modified_at": modified, "size": 0, "digest": "", "details": details}
 
 
-class OllamaRoutes(HttpExtension):
-    """The HTTP extension `ollama`."""
-
-    def make_routers(self) -> tuple[ApiRouter, ...]:
-        return (router,)
+OllamaRoutes = make_extension(__name__, router)

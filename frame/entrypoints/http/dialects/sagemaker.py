@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native import generate as native
 from frame.entrypoints.http.native import pooling
 from frame.entrypoints.http.openai import completions as openai
 from frame.entrypoints.http.operations import admin
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.request_body import RequestBody, parse_body
 from frame.entrypoints.http.response_types import array
 from frame.entrypoints.http.services import Services
@@ -52,19 +51,15 @@ async def invocations(context: ContextDep, services: ServicesDep) -> Any:
     return await handler(body, context, services)
 
 
-def _target(given: dict[str, Any], services: Services) -> Target:
-    if "input" in given:
+def _target(body: dict[str, Any], services: Services) -> Target:
+    if "input" in body:
         if services.resolved.task == "classify":
             return pooling.ClassifyRequest, pooling.classify
         return pooling.EmbeddingRequest, pooling.embeddings
     for names, target in TARGETS:
-        if all(name in given for name in names):
+        if all(name in body for name in names):
             return target
     raise ApiError(400, "the body fits no route; send messages, prompt, input, text, or query and documents")
 
 
-class SageMakerRoutes(HttpExtension):
-    """The HTTP extension `sagemaker`."""
-
-    def make_routers(self) -> tuple[ApiRouter, ...]:
-        return (router, public_router)
+SageMakerRoutes = make_extension(__name__, router, public_router)

@@ -7,13 +7,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from frame.core.interfaces.http import HttpExtension
 from frame.core.messages import Finish
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair
 from frame.entrypoints.http.chat.request_fields import TOOL
 from frame.entrypoints.http.chat.tools import resolve_tools
 from frame.entrypoints.http.errors import ApiError, without_folders
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_types import array, declare
@@ -100,8 +99,8 @@ async def parse_function_call(request: ParseCallsRequest, services: ServicesDep)
 def _check_parser(services: Services, kind: str, name: str | None) -> None:
     """Raise ApiError 400 for a parser other than the server's."""
     choices = services.resolved.plugins.get(kind)
-    if name and choices and name not in (own := choices[0].name, own.replace("-", "_")):
-        raise ApiError(400, f"{kind} is {name[:100]!r}, and this server's is {own!r}; leave it out", kind)
+    if name and choices and name not in (configured := choices[0].name, configured.replace("-", "_")):
+        raise ApiError(400, f"{kind} is {name[:100]!r}, and this server's is {configured!r}; leave it out", kind)
 
 
 async def _parse(text: str, parser: OutputParser) -> dict[str, Any]:
@@ -114,8 +113,4 @@ async def _parse(text: str, parser: OutputParser) -> dict[str, Any]:
     return parser.build_message()
 
 
-class SglangRoutes(HttpExtension):
-    """The HTTP extension `sglang`."""
-
-    def make_routers(self) -> tuple[ApiRouter, ...]:
-        return (router,)
+SglangRoutes = make_extension(__name__, router)

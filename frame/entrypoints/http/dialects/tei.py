@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import sent_as
 from frame.entrypoints.http.native.pooling import (
@@ -25,7 +24,7 @@ from frame.entrypoints.http.native.pooling import (
     ranking_of,
     value_array,
 )
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_types import array, declare
 
@@ -71,14 +70,14 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
     """Create embeddings, as a plain list."""
     max_length = -1 if request.truncate else None
     inputs: Any = request.inputs
-    given = EmbeddingRequest(
+    embedding = EmbeddingRequest(
         input=inputs, prompt_name=request.prompt_name, dimensions=request.dimensions, truncate_prompt_tokens=max_length
     )
     pooling = services.resolved.pooling
     if request.normalize is False and pooling is not None and pooling.normalize:
         raise ApiError(400, "normalize is false, and this model's vectors are normalized; leave it out", "normalize")
     with sent_as({"the input": "a text of inputs", "input": "inputs", CUT_FIELD: TRUNCATE}):
-        vectors, _ = await compute_embeddings(context, services, given)
+        vectors, _ = await compute_embeddings(context, services, embedding)
     if request.normalize is not False:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
     return paced(value_array(encode_vectors(vectors, None), vectors.size), vectors.size)
@@ -92,8 +91,8 @@ async def rerank(request: AnyRerankRequest, context: ContextDep, services: Servi
     if request.raw_scores:
         raise ApiError(400, "raw_scores is not supported; the scores are probabilities, leave it out", "raw_scores")
     max_length = -1 if request.truncate else request.truncate_prompt_tokens
-    given = RerankRequest(query=request.query, documents=[*request.texts], top_n=request.top_n, truncate_prompt_tokens=max_length)
-    ranking, _ = await rank_documents(context, services, given, "texts", TRUNCATE)
+    plain = RerankRequest(query=request.query, documents=[*request.texts], top_n=request.top_n, truncate_prompt_tokens=max_length)
+    ranking, _ = await rank_documents(context, services, plain, "texts", TRUNCATE)
     results: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranking]
     if request.return_text:
         for result in results:
@@ -101,8 +100,4 @@ async def rerank(request: AnyRerankRequest, context: ContextDep, services: Servi
     return results
 
 
-class TeiRoutes(HttpExtension):
-    """The HTTP extension `tei`."""
-
-    def make_routers(self) -> tuple[ApiRouter, ...]:
-        return (router, rerank_router)
+TeiRoutes = make_extension(__name__, router, rerank_router)

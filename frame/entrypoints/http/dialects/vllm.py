@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_prompt
 from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
 from frame.entrypoints.http.errors import ApiError
@@ -25,11 +24,11 @@ from frame.entrypoints.http.native.pooling import (
     to_prompts,
 )
 from frame.entrypoints.http.openai.completion_objects import ChatCompletion
-from frame.entrypoints.http.openai.completions import ChatResponse
+from frame.entrypoints.http.openai.completions import ChatResponse, prepare_completion
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_starter import check_request, check_sequence_count, countable_tokens, encode_prompt
+from frame.entrypoints.http.request_starter import check_request, countable_tokens, encode_prompt
 from frame.entrypoints.http.response_types import Version, array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
@@ -91,9 +90,7 @@ async def render_chat_request(request: ChatRequest, context: ContextDep, service
 @router.post("/v1/completions/render", responses=responds_with(array(RenderedRequest)))
 async def render_completion_request(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Return the prompts and the sampling parameters of a completion request without running it."""
-    services.check_model(request.model)
-    params, prompts = request.to_sampling_params(), request.to_prompts()
-    check_sequence_count(services, len(prompts) * params.n, "prompt" if params.n == 1 else "n")
+    params, prompts = prepare_completion(request, services)
     special = request.add_special_tokens
     maximum = countable_tokens(services) if request.truncates else None
     ids = [one if isinstance(one, list) else await encode_prompt(services, one, special, maximum) for one in prompts]
@@ -150,15 +147,11 @@ async def load(services: ServicesDep) -> Any:
 @router.get("/tokenizer_info", responses=responds_with(dict[str, Any]))
 async def tokenizer_info(services: ServicesDep) -> Any:
     """The tokenizer's configuration and chat template, without paths of the server."""
-    found = services.need_tokenizer().describe()
+    settings = services.need_tokenizer().describe()
     for name in FILES:
-        if isinstance(found.get(name), str):
-            found[name] = PurePath(found[name]).name
-    return found
+        if isinstance(settings.get(name), str):
+            settings[name] = PurePath(settings[name]).name
+    return settings
 
 
-class VllmRoutes(HttpExtension):
-    """The HTTP extension `vllm`."""
-
-    def make_routers(self) -> tuple[ApiRouter, ...]:
-        return (router,)
+VllmRoutes = make_extension(__name__, router)

@@ -6,21 +6,20 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
 from pydantic import Field, ValidationError, create_model
 
-from frame.core.interfaces.http import HttpExtension
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import encode_chat
-from frame.entrypoints.http.chat.request_fields import CHAT, Effort
+from frame.entrypoints.http.chat.request_fields import TemplateFields
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.failures import as_sent, error_event
 from frame.entrypoints.http.native.pooling import router as pooling_router
@@ -28,10 +27,8 @@ from frame.entrypoints.http.openai.completion_objects import DONE, count_logprob
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.operations.admin import Health
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, array_type, encode_steps, in_steps
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.protocol.fields import Shape
-from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.request_options import RequestOptions
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
+from frame.entrypoints.http.request_body import RequestBody, RequestOptions
 from frame.entrypoints.http.request_starter import (
     MAX_NAME_CHARS,
     Chat,
@@ -86,8 +83,8 @@ class GenerateRequest(RequestOptions):
     def sent_name(self, parameter: str) -> str:
         if parameter == "prompt":
             return "text" if self.text is not None else "input_ids"
-        given = self.sampling_params or {}
-        names = {name for each in (given if isinstance(given, list) else [given]) for name in each}
+        params = self.sampling_params or {}
+        names = {name for each in (params if isinstance(params, list) else [params]) for name in each}
         if parameter in ("logprobs", "prompt_logprobs") and parameter not in names:
             return "top_logprobs_num"
         if parameter in SamplingParams.__struct_fields__:
@@ -96,34 +93,19 @@ class GenerateRequest(RequestOptions):
         return parameter
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(TemplateFields):
     """A text, or messages with the fields of a chat request that the prompt depends on."""
-
-    NESTED: ClassVar[Mapping[str, Shape]] = CHAT
 
     model: str = ""
     text: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    reasoning_effort: Effort | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 
     def to_chat_request(self) -> ChatRequest:
         """The messages as a chat request."""
-        same = {name: getattr(self, name) for name in _CHAT_FIELDS}
-        return ChatRequest(messages=self.messages or [], **same)
-
-
-_CHAT_FIELDS = ("model", "tools", "tool_choice", "reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template",
-            "chat_template_kwargs", "documents", "add_special_tokens")  # fmt: skip
+        fields = {name: getattr(self, name) for name in TemplateFields.model_fields}
+        return ChatRequest(model=self.model, messages=self.messages or [], **fields)
 
 
 class DetokenizeRequest(RequestBody):
@@ -196,7 +178,7 @@ class ResultBuilder:
         self._request = request
         self._created = state.created
         self._prompts_only = prompts_only
-        self._most_repeated = MAX_REPEATED_LOGPROBS // len(state.sequences)
+        self._max_repeated = MAX_REPEATED_LOGPROBS // len(state.sequences)
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[list[Any]]] = {}
@@ -205,8 +187,8 @@ class ResultBuilder:
     def write_events(self, sequence: SequenceState) -> Event:
         if (failed := error_event(sequence)) is not None:
             return failed
-        if self._request.return_logprob and sequence.num_logprobs > self._most_repeated:
-            sentence = f"each event has all log-probabilities so far, and the last one more than {self._most_repeated} of this sequence"
+        if self._request.return_logprob and sequence.num_logprobs > self._max_repeated:
+            sentence = f"each event has all log-probabilities so far, and the last one more than {self._max_repeated} of this sequence"
             raise ApiError(400, f"{sentence}; ask for fewer, or leave stream out", "top_logprobs_num")
         result = self.build_result(sequence)
         if not self.is_single:
@@ -222,24 +204,21 @@ class ResultBuilder:
 
     def _build_last_result(self, sequence: SequenceState) -> dict[str, Any]:
         """`build_result` of a sequence without earlier results, with large arrays in steps."""
-        text, ids, parts = sequence.take_output()
-        if sequence.prompt_index in self._prompts_only:
-            text, ids, parts = "", [], []
-        meta = self._meta(sequence)
-        if self._request.return_logprob:
-            array = array_type(count_logprobs(parts))
-            meta["output_token_logprobs"] = array(self._entries_of(parts))
-            meta["output_top_logprobs"] = array(self._tops_of(parts))
-            meta |= self._prompt_fields(sequence)
-        return {"text": text, "output_ids": ids, "meta_info": meta}
+        text, ids, pieces = self._take_output(sequence)
+        array = array_type(count_logprobs(pieces))
+        return self._result(sequence, text, ids, array(self._entries_of(pieces)), array(self._tops_of(pieces)))
 
-    def _entries_of(self, parts: Iterable[TokenLogprobs]) -> Iterator[list[Any]]:
-        for part in parts:
-            yield from map(self._logprob_entry, part.token_ids, part.logprobs)
+    def _take_output(self, sequence: SequenceState) -> tuple[str, list[int], list[TokenLogprobs]]:
+        output = sequence.take_output()
+        return ("", [], []) if sequence.prompt_index in self._prompts_only else output
 
-    def _tops_of(self, parts: Iterable[TokenLogprobs]) -> Iterator[list[Any]]:
-        for part in parts:
-            yield from ([self._logprob_entry(i, p) for i, p in top] for top in part.top)
+    def _entries_of(self, pieces: Iterable[TokenLogprobs]) -> Iterator[list[Any]]:
+        for piece in pieces:
+            yield from map(self._logprob_entry, piece.token_ids, piece.logprobs)
+
+    def _tops_of(self, pieces: Iterable[TokenLogprobs]) -> Iterator[list[Any]]:
+        for piece in pieces:
+            yield from ([self._logprob_entry(i, p) for i, p in top] for top in piece.top)
 
     def _prompt_fields(self, sequence: SequenceState) -> dict[str, Any]:
         prompt, start = sequence.prompt_logprobs, max(self._request.logprob_start_len, 0)
@@ -250,29 +229,25 @@ class ResultBuilder:
         return {"input_token_logprobs": array(self._entries_of(scored)), "input_top_logprobs": array(self._tops_of(scored))}
 
     def build_result(self, sequence: SequenceState) -> dict[str, Any]:
-        text, ids, parts = sequence.take_output()
-        if sequence.prompt_index in self._prompts_only:
-            text, ids, parts = "", [], []
+        text, ids, pieces = self._take_output(sequence)
         index = sequence.index
         self._texts[index] = self._texts.get(index, "") + text
         self._ids.setdefault(index, []).extend(ids)
-        meta = self._meta(sequence)
+        entries, tops = self._logprobs.setdefault(index, []), self._tops.setdefault(index, [])
         if self._request.return_logprob:
-            meta["output_token_logprobs"] = self._logprobs.setdefault(index, [])
-            meta["output_token_logprobs"].extend(self._entries_of(parts))
-            meta["output_top_logprobs"] = self._tops.setdefault(index, [])
-            meta["output_top_logprobs"].extend(self._tops_of(parts))
-            meta |= self._prompt_fields(sequence)
-        return {"text": self._texts[index], "output_ids": self._ids[index], "meta_info": meta}
+            entries.extend(self._entries_of(pieces))
+            tops.extend(self._tops_of(pieces))
+        return self._result(sequence, self._texts[index], self._ids[index], entries, tops)
 
-    def _meta(self, sequence: SequenceState) -> dict[str, Any]:
+    def _result(self, sequence: SequenceState, text: str, ids: list[int], entries: Any, tops: Any) -> dict[str, Any]:
+        """`entries` and `tops`: the log-probabilities of the tokens, and of their alternatives."""
         finish = sequence.finish
         num_tokens = 0 if sequence.prompt_index in self._prompts_only else sequence.num_tokens
         reason: dict[str, Any] | None = None
         if finish is not None:
             reason = {"type": finish.reason}
             reason |= {"length": num_tokens} if finish.reason == "length" else {"matched": finish.matched}
-        return {
+        meta = {
             "id": sequence.name,
             "finish_reason": reason,
             "prompt_tokens": len(sequence.prompt),
@@ -280,6 +255,9 @@ class ResultBuilder:
             "cached_tokens": sequence.cached,
             "e2e_latency": time.perf_counter() - self._created,
         }
+        if self._request.return_logprob:
+            meta |= {"output_token_logprobs": entries, "output_top_logprobs": tops, **self._prompt_fields(sequence)}
+        return {"text": text, "output_ids": ids, "meta_info": meta}
 
     def _logprob_entry(self, token_id: int, logprob: float | None) -> list[Any]:
         tokenizer = self._services.tokenizer
@@ -296,7 +274,7 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
     if request.text is not None:
         return ([request.text], True) if isinstance(request.text, str) else (list(request.text), False)
     ids = request.input_ids or []
-    kinds = {type(part) for part in ids}
+    kinds = {type(each) for each in ids}
     if len(kinds) > 1:
         raise ApiError(400, "input_ids mixes ids and lists of ids; send one kind", "input_ids")
     return ([ids], True) if kinds <= {int} else (list(ids), False)  # type: ignore[list-item,arg-type]
@@ -305,24 +283,24 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bo
 def to_sampling_params(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
     """(parameters of each prompt, indices of the prompts with `max_new_tokens: 0`). The latter
     return only the log-probabilities of the prompt. Raises ApiError 400."""
-    given = {} if request.sampling_params is None else request.sampling_params
-    if not isinstance(given, list):
-        is_prompt_only = _is_prompt_only(given)
-        return [_params(given, request, is_prompt_only)] * count, set(range(count) if is_prompt_only else ())
-    several = given
+    sent = {} if request.sampling_params is None else request.sampling_params
+    if not isinstance(sent, list):
+        is_prompt_only = _is_prompt_only(sent)
+        return [_params(sent, request, is_prompt_only)] * count, set(range(count) if is_prompt_only else ())
+    several = sent
     if len(several) != count:
         sentence = f"there are {count} prompts but {len(several)} sampling_params; send one object, or one for each prompt"
         raise ApiError(400, sentence, "sampling_params")
-    prompts_only = {i for i, own in enumerate(several) if _is_prompt_only(own)}
-    return [_params(own, request, i in prompts_only) for i, own in enumerate(several)], prompts_only
+    prompts_only = {i for i, each in enumerate(several) if _is_prompt_only(each)}
+    return [_params(each, request, i in prompts_only) for i, each in enumerate(several)], prompts_only
 
 
-def _is_prompt_only(given: dict[str, Any]) -> bool:
-    return any(given.get(name) == 0 and given[name] is not False for name in ("max_new_tokens", "max_tokens"))
+def _is_prompt_only(values: dict[str, Any]) -> bool:
+    return any(values.get(name) == 0 and values[name] is not False for name in ("max_new_tokens", "max_tokens"))
 
 
-def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: bool) -> SamplingParams:
-    values = {_SYNONYMS.get(name, name): value for name, value in given.items() if value is not None}
+def _params(sent: dict[str, Any], request: GenerateRequest, is_prompt_only: bool) -> SamplingParams:
+    values = {_SYNONYMS.get(name, name): value for name, value in sent.items() if value is not None}
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
     for name in ("json_schema", "structural_tag"):
@@ -333,7 +311,7 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
         close = get_close_matches(unknown[0][:MAX_NAME_CHARS], (*SamplingParams.__struct_fields__, *_SYNONYMS), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ApiError(400, f"unknown sampling parameter {quoted(unknown[0])}{hint}", f"sampling_params.{unknown[0]}")
-    if given.get("max_tokens", 0) is None:
+    if sent.get("max_tokens", 0) is None:
         values["max_tokens"] = None  # the rest of the context
     values.setdefault("max_tokens", 128)
     if is_prompt_only:
@@ -343,10 +321,10 @@ def _params(given: dict[str, Any], request: GenerateRequest, is_prompt_only: boo
         if request.logprob_start_len >= 0:
             values.setdefault("prompt_logprobs", request.top_logprobs_num)
     try:
-        found = _SamplingValues.model_validate(values)
+        validated = _SamplingValues.model_validate(values)
     except ValidationError as error:
         raise as_sent(validation_error(error.errors(include_url=False), values), request.sent_name) from None
-    return SamplingParams(**{name: getattr(found, name) for name in found.model_fields_set})
+    return SamplingParams(**{name: getattr(validated, name) for name in validated.model_fields_set})
 
 
 # text ---------------------------------------------------------------------------------------------
@@ -413,8 +391,4 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     await context.respond(b"{}")
 
 
-class NativeRoutes(HttpExtension):
-    """The HTTP extension `native`, with the routes of pooling models that are not OpenAI's."""
-
-    def make_routers(self) -> tuple[ApiRouter, ...]:
-        return (router, pooling_router)
+NativeRoutes = make_extension(__name__, router, pooling_router)

@@ -22,8 +22,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import aborted, sent_as
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, PacedBody
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.request_options import RequestOptions
+from frame.entrypoints.http.request_body import RequestBody, RequestOptions
 from frame.entrypoints.http.request_starter import Caller, Chat, Pair, Prompt, RequestPlan, start_request, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
@@ -135,7 +134,7 @@ async def embeddings(request: EmbeddingRequest, context: ContextDep, services: S
     vectors, count = await compute_embeddings(context, services, request)
     encoded = enumerate(encode_vectors(vectors, request.encoding_format))
     data = ({"object": "embedding", "index": index, "embedding": vector} for index, vector in encoded)
-    return list_reply(services, context.reply.rid if context.reply is not None else "", data, count, vectors.size)
+    return list_reply(services, context.state.rid if context.state is not None else "", data, count, vectors.size)
 
 
 async def compute_embeddings(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
@@ -153,8 +152,8 @@ async def compute_embeddings(context: Caller, services: Services, request: Embed
 def to_prompts(request: EmbeddingRequest, services: Services) -> list[Prompt]:
     """The inputs as a list, with the prompt of `prompt_name` before each text. Raises ApiError 400
     for mixed kinds of inputs, or an unknown prompt."""
-    given = request.input
-    several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    sent = request.input
+    several: list[Any] = [sent] if isinstance(sent, str) or (sent and isinstance(sent[0], int)) else sent
     check_count(len(several), "input")
     kind = str if isinstance(several[0], str) else list
     if not all(isinstance(one, kind) for one in several) or (kind is list and not all(type(i) is int for one in several for i in one)):
@@ -341,10 +340,10 @@ async def compute_scores(
 
 def _texts(request: ScoreRequest, *names: str) -> tuple[str, list[str]]:
     """The name and the texts of the one field of `names` that is set. Raises ApiError 400."""
-    given = [name for name in names if getattr(request, name) is not None]
-    if len(given) != 1:
+    set_names = [name for name in names if getattr(request, name) is not None]
+    if len(set_names) != 1:
         raise ApiError(400, f"send one of {' and '.join(names)}", names[0])
-    found = getattr(request, given[0])
-    texts = [found] if isinstance(found, str) else found
-    check_count(len(texts), given[0])
-    return given[0], texts
+    value = getattr(request, set_names[0])
+    texts = [value] if isinstance(value, str) else value
+    check_count(len(texts), set_names[0])
+    return set_names[0], texts

@@ -191,10 +191,10 @@ class FileStore:
 
     def reserve_bytes(self, size: int, tenant: str) -> None:
         """Add `size` bytes to the tenant's files. Raises StorageFullError."""
-        maximum, own = self._config.max_bytes, self._config.max_bytes_per_key
-        if tenant and self._bytes[tenant] + size > own:
+        maximum, per_key = self._config.max_bytes, self._config.max_bytes_per_key
+        if tenant and self._bytes[tenant] + size > per_key:
             raise StorageFullError(
-                f"files of this key have {self._bytes[tenant]} of {own} bytes (batches.max_bytes_per_key), and {size} more do not fit;"
+                f"files of this key have {self._bytes[tenant]} of {per_key} bytes (batches.max_bytes_per_key), and {size} more do not fit;"
                 " delete some"
             )
         if self.num_bytes + size > maximum:
@@ -369,7 +369,7 @@ T = TypeVar("T", bound=_Named)
 def load_all(folder: Path, pattern: str, decoder: msgspec.json.Decoder[T]) -> list[T]:
     """The structs that an earlier run saved in `folder`. Files that cannot be read, or have a name
     that this store does not give, are left with a warning."""
-    found = []
+    structs = []
     for path in folder.glob(pattern):
         try:
             one = decoder.decode(path.read_bytes())
@@ -377,10 +377,10 @@ def load_all(folder: Path, pattern: str, decoder: msgspec.json.Decoder[T]) -> li
             _log.warning("%s is left out: %s", path.name, error)
             continue
         if one.id == path.stem and _NAME.fullmatch(one.id):
-            found.append(one)
+            structs.append(one)
         else:
             _log.warning("%s is left out: its name is not that of its id", path.name)
-    return found
+    return structs
 
 
 def _private(path: str, flags: int) -> int:

@@ -121,8 +121,8 @@ class BatchJobRunner:
     def _load(self) -> dict[str, BatchJob]:
         """The batches of earlier runs. Those that had not ended have failed, and get the output
         files that `FileStore` has recovered."""
-        found = load_all(self.files.folder, "batch-*.json", _batch_decoder)
-        for batch in found:
+        batches = load_all(self.files.folder, "batch-*.json", _batch_decoder)
+        for batch in batches:
             if batch.status not in FINAL_STATUSES:
                 with suppress(OSError):
                     self._recover(batch)
@@ -130,7 +130,7 @@ class BatchJobRunner:
                 batch.error = None if is_whole else f"the server was stopped before the batch finished; {_remedy(batch)}"
                 batch.set_status("completed" if is_whole else "failed")
                 self._save_end(batch)
-        return {batch.id: batch for batch in sorted(found, key=lambda batch: batch.created_at)}
+        return {batch.id: batch for batch in sorted(batches, key=lambda batch: batch.created_at)}
 
     def _recover(self, batch: BatchJob) -> None:
         """Set the output files of a batch that an earlier run did not end. Raises OSError."""
@@ -183,11 +183,11 @@ class BatchJobRunner:
 
     async def _drop_oldest(self, tenant: str) -> None:
         """Delete the tenant's oldest finished batch at a limit. Raises StorageFullError."""
-        own = self.list_batches(tenant)
-        is_full = bool(tenant) and len(own) >= self._max_batches
+        batches = self.list_batches(tenant)
+        is_full = bool(tenant) and len(batches) >= self._max_batches
         if not is_full and len(self._batches) < MAX_BATCHES:
             return
-        oldest = next((batch for batch in own if batch.status in FINAL_STATUSES), None)
+        oldest = next((batch for batch in batches if batch.status in FINAL_STATUSES), None)
         if oldest is None:
             limit = f"this key has {self._max_batches} batches" if is_full else f"the server has {MAX_BATCHES} batches"
             raise StorageFullError(f"{limit}, the limit, and none of yours has ended; try again later")
@@ -333,7 +333,7 @@ class BatchJobRunner:
 
     async def _call_route(self, batch: BatchJob, body: bytes, lease: QuotaLease) -> _Reply:
         assert self.route is not None
-        bodies, parts, status, ignored = [body], [], 0, ""
+        bodies, pieces, status, ignored = [body], [], 0, ""
 
         async def receive() -> MutableMapping[str, Any]:
             if not bodies:
@@ -344,13 +344,13 @@ class BatchJobRunner:
             nonlocal status, ignored
             status = message.get("status", status)
             ignored = next((value.decode() for name, value in message.get("headers", ()) if name == IGNORED), ignored)
-            parts.append(message.get("body", b""))
+            pieces.append(message.get("body", b""))
 
         headers = [(b"content-type", b"application/json")]
         scope: dict[str, Any] = {"type": "http", "method": "POST", "path": batch.endpoint, "root_path": "", "query_string": b""}
         scope |= {"client": None, "headers": headers, "tenant": batch.tenant, "lease": lease, "arrived": time.perf_counter()}
         await self.route(scope, receive, send)
-        return _Reply(status, b"".join(parts), ignored)
+        return _Reply(status, b"".join(pieces), ignored)
 
     async def _finish(self, batch: BatchJob, outputs: list[FileWriter]) -> None:
         """Publish the output files that are not empty; delete the others."""
@@ -406,30 +406,30 @@ def _parse_line(line: bytes, endpoint: str) -> tuple[str, bytes, str]:
     if problem is not None:
         raise _LineError(problem)
     try:
-        found = msgspec.json.decode(line)
+        fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _LineError(f"the line is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
-    if not isinstance(found, dict):
-        raise _LineError(f"the line is {type_name(found)}; send an object")
-    name = found.get("custom_id")
+    if not isinstance(fields, dict):
+        raise _LineError(f"the line is {type_name(fields)}; send an object")
+    name = fields.get("custom_id")
     if name is None:
         raise _LineError("custom_id is missing; give each line its own")
     if not isinstance(name, str):
         raise _LineError(f"custom_id is {type_name(name)}; send a string")
     if len(name) > MAX_NAME:
         raise _LineError(f"custom_id has {len(name)} characters; it may have {MAX_NAME}")
-    url, body = found.get("url"), found.get("body")
-    if found.get("method", "POST") != "POST" or url != endpoint:
+    url, body = fields.get("url"), fields.get("body")
+    if fields.get("method", "POST") != "POST" or url != endpoint:
         raise _LineError(f"method and url must be POST and {endpoint}, the endpoint of the batch", name)
     if not isinstance(body, dict):
         raise _LineError("body: expected an object", name)
     for field in ("stream", "background"):
         if body.get(field):
             raise _LineError(f"{field} is not supported in a batch; leave it out", name)
-    if (repeated := repeated_name(line, found)) is not None:
+    if (repeated := repeated_name(line, fields)) is not None:
         raise _LineError(repeated_error(repeated, "the line").message, name)
     try:
-        unknown = check_spelling([each for each in found if each not in FIELDS], FIELDS, owner="a line")
+        unknown = check_spelling([each for each in fields if each not in FIELDS], FIELDS, owner="a line")
     except ApiError as error:
         raise _LineError(error.message, name) from None
     return name, msgspec.json.encode({"priority": PRIORITY, **body}), ignored_header(unknown)[1].decode()

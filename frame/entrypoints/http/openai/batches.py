@@ -13,9 +13,8 @@ from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, Fil
 from frame.entrypoints.http.openai.batch_jobs import BatchJob, BatchJobRunner, Endpoint
 from frame.entrypoints.http.openai.responses_schema import make_page
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.request_body import FormReader, RequestBody
+from frame.entrypoints.http.request_body import FormReader, Metadata, RequestBody
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_options import Metadata
 from frame.entrypoints.http.response_types import Page, array, declare
 from frame.entrypoints.http.services import Services
 
@@ -97,8 +96,8 @@ async def _receive_file(context: RequestContext, store: FileStore) -> FileObject
             output.abandon()
 
 
-def _check_purpose(given: bytes) -> None:
-    purpose = given.decode("utf-8", "replace")
+def _check_purpose(value: bytes) -> None:
+    purpose = value.decode("utf-8", "replace")
     if purpose != PURPOSE:
         raise ApiError(400, f"purpose is {purpose[:50]!r}; it must be {PURPOSE}", "purpose")
 
@@ -161,8 +160,8 @@ async def create(request: BatchRequest, context: ContextDep, services: ServicesD
 @router.get("/v1/batches", responses=responds_with(BatchList))
 async def batches(context: ContextDep, services: ServicesDep, limit: str = "20", after: str = "") -> Any:
     """List your batches, newest first."""
-    found = _batch_runner(services).list_batches(context.tenant)
-    return make_page([batch.to_object() for batch in found], limit, "desc", after, LARGEST_LIMIT)
+    jobs = _batch_runner(services).list_batches(context.tenant)
+    return make_page([batch.to_object() for batch in jobs], limit, "desc", after, LARGEST_LIMIT)
 
 
 @router.get("/v1/batches/{name}", responses=responds_with(Batch))
@@ -174,9 +173,9 @@ async def batch(name: str, context: ContextDep, services: ServicesDep) -> Any:
 @router.post("/v1/batches/{name}/cancel", responses=responds_with(Batch))
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Cancel a batch. Finished lines stay in its output files."""
-    found = _find_batch(context, services, name)
-    await _batch_runner(services).cancel(found)
-    return found.to_object()
+    job = _find_batch(context, services, name)
+    await _batch_runner(services).cancel(job)
+    return job.to_object()
 
 
 # parts --------------------------------------------------------------------------------------------
@@ -189,17 +188,17 @@ def _batch_runner(services: Services) -> BatchJobRunner:
 
 
 def _find_file(context: RequestContext, services: Services, name: str) -> FileObject:
-    card = _batch_runner(services).files.get(name, context.tenant)
-    if card is None:
-        raise ApiError(404, f"there is no file {name[:100]!r}")
-    return card
+    return _require(_batch_runner(services).files.get(name, context.tenant), f"file {name[:100]!r}")
 
 
 def _find_batch(context: RequestContext, services: Services, name: str) -> BatchJob:
-    found = _batch_runner(services).get(name, context.tenant)
-    if found is None:
-        raise ApiError(404, f"there is no batch {name[:100]!r}")
-    return found
+    return _require(_batch_runner(services).get(name, context.tenant), f"batch {name[:100]!r}")
+
+
+def _require(stored: T | None, what: str) -> T:
+    if stored is None:
+        raise ApiError(404, f"there is no {what}")
+    return stored
 
 
 async def _store(work: Awaitable[T]) -> T:

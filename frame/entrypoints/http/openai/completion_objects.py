@@ -157,24 +157,24 @@ def _unique_namer(tokenizer: Tokenizer, as_ids: bool | None) -> Name:
     return name
 
 
-def count_logprobs(parts: list[TokenLogprobs]) -> int:
+def count_logprobs(pieces: list[TokenLogprobs]) -> int:
     """The log-probabilities of the tokens and of their alternatives."""
-    return sum(len(part.token_ids) * (1 + len(part.top[-1] if part.top else ())) for part in parts)
+    return sum(len(piece.token_ids) * (1 + len(piece.top[-1] if piece.top else ())) for piece in pieces)
 
 
-def chat_logprobs(parts: list[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> dict[str, Any]:
+def chat_logprobs(pieces: list[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> dict[str, Any]:
     """`{"content": [{token, logprob, bytes, top_logprobs}]}`. Large arrays are `Entries`."""
-    return {"content": array_type(count_logprobs(parts))(chat_entries(parts, tokenizer, name))}
+    return {"content": array_type(count_logprobs(pieces))(chat_entries(pieces, tokenizer, name))}
 
 
-def chat_entries(parts: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> Iterator[dict[str, Any]]:
+def chat_entries(pieces: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Name) -> Iterator[dict[str, Any]]:
     """The entries of `chat_logprobs`."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         value = MINIMUM if logprob is None else max(logprob, MINIMUM)
         return {"token": name(token_id), "logprob": value, "bytes": list(tokenizer.get_token_bytes(token_id))}
 
-    for token_id, logprob, top in _tokens_of(parts):
+    for token_id, logprob, top in _tokens_of(pieces):
         yield {**entry(token_id, logprob), "top_logprobs": [entry(other, value) for other, value in top]}
 
 
@@ -186,9 +186,9 @@ class TextLogprobs:
         self._tokenizer = tokenizer
         self._pending: list[tuple[str, msgspec.Raw]] = []  # text, and the entry as in `chat_logprobs`, in JSON
 
-    def add(self, parts: Iterable[TokenLogprobs]) -> None:
+    def add(self, pieces: Iterable[TokenLogprobs]) -> None:
         """Add the tokens since the last call."""
-        entries = chat_entries(parts, self._tokenizer, self._tokenizer.get_token_text)
+        entries = chat_entries(pieces, self._tokenizer, self._tokenizer.get_token_text)
         self._pending += ((entry["token"], msgspec.Raw(msgspec.json.encode(entry))) for entry in entries)
 
     def take_logprobs(self, piece: str) -> list[msgspec.Raw]:
@@ -209,12 +209,14 @@ class TextLogprobs:
         return taken
 
 
-def completion_logprobs(parts: list[TokenLogprobs], tokenizer: Tokenizer, as_ids: bool | None, text_offsets: TextOffsets) -> dict[str, Any]:
+def completion_logprobs(
+    pieces: list[TokenLogprobs], tokenizer: Tokenizer, as_ids: bool | None, text_offsets: TextOffsets
+) -> dict[str, Any]:
     """`{tokens, token_logprobs, top_logprobs, text_offset}`; `text_offsets` was given the
     sequence's earlier tokens. `as_ids`: see `token_namer`. Large arrays are `Entries`."""
-    name, array = _unique_namer(tokenizer, as_ids), array_type(count_logprobs(parts))
+    name, array = _unique_namer(tokenizer, as_ids), array_type(count_logprobs(pieces))
     if array is list:  # one pass, for the few tokens of an event
-        rows = [(name(i), logprob, top, text_offsets.next_offset(i)) for i, logprob, top in _tokens_of(parts)]
+        rows = [(name(i), logprob, top, text_offsets.next_offset(i)) for i, logprob, top in _tokens_of(pieces)]
         return {
             "tokens": [text for text, _, _, _ in rows],
             "token_logprobs": [None if logprob is None else max(logprob, MINIMUM) for _, logprob, _, _ in rows],
@@ -222,50 +224,50 @@ def completion_logprobs(parts: list[TokenLogprobs], tokenizer: Tokenizer, as_ids
             "text_offset": [offset for _, _, _, offset in rows],
         }
     return {
-        "tokens": array(name(token_id) for token_id, _, _ in _tokens_of(parts)),
-        "token_logprobs": array(None if logprob is None else max(logprob, MINIMUM) for _, logprob, _ in _tokens_of(parts)),
+        "tokens": array(name(token_id) for token_id, _, _ in _tokens_of(pieces)),
+        "token_logprobs": array(None if logprob is None else max(logprob, MINIMUM) for _, logprob, _ in _tokens_of(pieces)),
         "top_logprobs": array(
-            None if logprob is None else _alternatives(name(token_id), logprob, top, name) for token_id, logprob, top in _tokens_of(parts)
+            None if logprob is None else _alternatives(name(token_id), logprob, top, name) for token_id, logprob, top in _tokens_of(pieces)
         ),
-        "text_offset": array(text_offsets.next_offset(token_id) for token_id, _, _ in _tokens_of(parts)),
+        "text_offset": array(text_offsets.next_offset(token_id) for token_id, _, _ in _tokens_of(pieces)),
     }
 
 
-def _tokens_of(parts: Iterable[TokenLogprobs]) -> Iterator[tuple[int, float | None, list[tuple[int, float]]]]:
+def _tokens_of(pieces: Iterable[TokenLogprobs]) -> Iterator[tuple[int, float | None, list[tuple[int, float]]]]:
     """(id, log-probability, alternatives) of each token."""
-    for part in parts:
-        yield from zip(part.token_ids, part.logprobs, part.top, strict=True)
+    for piece in pieces:
+        yield from zip(piece.token_ids, piece.logprobs, piece.top, strict=True)
 
 
-def prompt_logprobs(found: TokenLogprobs, name: Name) -> Any:
+def prompt_logprobs(logprobs: TokenLogprobs, name: Name) -> Any:
     """vLLM's `prompt_logprobs`: for each prompt token the entries of itself and of the most likely
     tokens. A large array is `Entries`.
 
     An entry is `{id: {logprob, rank, decoded_token}}`; `rank` counts from 1. The first prompt token
     has None.
     """
-    return array_type(count_logprobs([found]))(_prompt_entries(found, name))
+    return array_type(count_logprobs([logprobs]))(_prompt_entries(logprobs, name))
 
 
-def _prompt_entries(found: TokenLogprobs, name: Name) -> Iterator[dict[str, dict[str, Any]] | None]:
-    ranks = found.ranks or [None] * len(found.token_ids)
-    for token_id, logprob, top, own in zip(found.token_ids, found.logprobs, found.top, ranks, strict=True):
+def _prompt_entries(logprobs: TokenLogprobs, name: Name) -> Iterator[dict[str, dict[str, Any]] | None]:
+    ranks = logprobs.ranks or [None] * len(logprobs.token_ids)
+    for token_id, logprob, top, rank_of_token in zip(logprobs.token_ids, logprobs.logprobs, logprobs.top, ranks, strict=True):
         if logprob is None:
             yield None
             continue
         ranked: list[tuple[int, float, int | None]] = [(other, value, rank) for rank, (other, value) in enumerate(top, 1)]
         if all(other != token_id for other, _ in top):
-            ranked.append((token_id, logprob, own))
+            ranked.append((token_id, logprob, rank_of_token))
         yield {str(i): {"logprob": max(p, MINIMUM), "rank": r, "decoded_token": name(i)} for i, p, r in ranked}
 
 
 def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], name: Name) -> dict[str, float]:
     """OpenAI's `top_logprobs` of one token, which is always among them."""
-    found: dict[str, float] = {}
+    alternatives: dict[str, float] = {}
     for other, value in top:
-        found.setdefault(name(other), max(value, MINIMUM))
-    found.setdefault(text, max(logprob, MINIMUM))
-    return found
+        alternatives.setdefault(name(other), max(value, MINIMUM))
+    alternatives.setdefault(text, max(logprob, MINIMUM))
+    return alternatives
 
 
 # events -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from frame.core.interfaces.http import HttpExtension
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers, start_chat
@@ -108,11 +109,11 @@ class Response(ABC):
 
     def prompt_logprobs_field(self, sequence: SequenceState) -> dict[str, Any]:
         """The field `prompt_logprobs`, if requested."""
-        found = sequence.prompt_logprobs
-        if self.request.prompt_logprobs is None or found is None:
+        logprobs = sequence.prompt_logprobs
+        if self.request.prompt_logprobs is None or logprobs is None:
             return {}
         name = token_namer(self.services.need_tokenizer(), self.request.return_tokens_as_token_ids)
-        return {"prompt_logprobs": prompt_logprobs(found, name)}
+        return {"prompt_logprobs": prompt_logprobs(logprobs, name)}
 
     async def send(self, context: RequestContext) -> dict[str, Any] | PacedBody | None:
         """The response, or None where it was streamed. Raises ApiError, DisconnectedError."""
@@ -162,8 +163,8 @@ class ChatResponse(Response):
         self._is_plain = not (self._parsers or request.logprobs or self.has_running_usage or request.return_token_ids)
 
     def final_usage(self) -> dict[str, Any]:
-        found = [count_reasoning(self.services, self.request, s, self._parsers.get(s.index)) for s in self.state.sequences]
-        return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(found), **self.drafted_tokens()}}
+        counts = [count_reasoning(self.services, self.request, s, self._parsers.get(s.index)) for s in self.state.sequences]
+        return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(counts), **self.drafted_tokens()}}
 
     def write_events(self, sequence: SequenceState) -> Event:
         text, ids, logprobs = sequence.take_output()
@@ -182,7 +183,7 @@ class ChatResponse(Response):
         echoed = self.request.echoed_text()
         return [opening, self.chunks.full(index, {"content": echoed}, usage=self.running_usage())] if echoed else [opening]
 
-    def _delta_events(self, sequence: SequenceState, text: str, ids: list[int], parts: list[TokenLogprobs]) -> list[Event]:
+    def _delta_events(self, sequence: SequenceState, text: str, ids: list[int], logprobs: list[TokenLogprobs]) -> list[Event]:
         finish = sequence.finish
         if (failed := error_event(sequence)) is not None:
             return [failed]
@@ -190,7 +191,7 @@ class ChatResponse(Response):
         deltas: list[dict[str, Any]] = parser.feed(text, finish) if parser else [{"content": text}] if text else []
         if finish is not None and not deltas:
             deltas = [{}]
-        if not deltas and (parts or (ids and self.request.return_token_ids)):
+        if not deltas and (logprobs or (ids and self.request.return_token_ids)):
             deltas = [{"content": ""}]
         ends = {} if finish is None else end_fields(finish, sequence.params)
         events = []
@@ -201,7 +202,7 @@ class ChatResponse(Response):
                     sequence.index,
                     legacy_delta(delta) if self._is_legacy else delta,
                     self._finish_reason(sequence, parser) if is_last else None,
-                    self._logprobs(parts) if is_last and parts else None,
+                    self._logprobs(logprobs) if is_last and logprobs else None,
                     self.running_usage(),
                     {**ends, **self.token_fields(ids)} if is_last else None,
                 )
@@ -209,7 +210,7 @@ class ChatResponse(Response):
         return events
 
     def build_choice(self, sequence: SequenceState) -> dict[str, Any]:
-        text, ids, parts = sequence.take_output()
+        text, ids, logprobs = sequence.take_output()
         parser = self._parsers.get(sequence.index)
         message: dict[str, Any] = {"content": text}
         if parser is not None:
@@ -221,7 +222,7 @@ class ChatResponse(Response):
         return {
             "index": sequence.index,
             "message": legacy_delta(message) if self._is_legacy else message,
-            "logprobs": self._logprobs(parts) if self.request.logprobs else None,
+            "logprobs": self._logprobs(logprobs) if self.request.logprobs else None,
             "finish_reason": self._finish_reason(sequence, parser),
             **end_fields(sequence.finish, sequence.params),
             **self.token_fields(ids),
@@ -238,9 +239,9 @@ class ChatResponse(Response):
         """The prompt token ids, where SGLang has them."""
         return {"prompt_token_ids": sequence.prompt} if self.request.return_prompt_token_ids else {}
 
-    def _logprobs(self, parts: list[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, pieces: list[TokenLogprobs]) -> dict[str, Any]:
         tokenizer = self.services.need_tokenizer()
-        return chat_logprobs(parts, tokenizer, token_namer(tokenizer, self.request.return_tokens_as_token_ids))
+        return chat_logprobs(pieces, tokenizer, token_namer(tokenizer, self.request.return_tokens_as_token_ids))
 
     def _finish_reason(self, sequence: SequenceState, parser: OutputParser | None) -> str | None:
         reason = finish_reason(sequence.finish, parser is not None and parser.ends_in_call(sequence.finish))
@@ -261,15 +262,21 @@ def legacy_delta(delta: dict[str, Any]) -> dict[str, Any]:
 @router.post("/v1/completions", responses=responds_with(Completion, events=CompletionChunk))
 async def completions(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a text completion."""
-    services.check_model(request.model)
-    params, prompts = request.to_sampling_params(), request.to_prompts()
-    check_sequence_count(services, len(prompts) * params.n, "prompt" if params.n == 1 else "n")
+    params, prompts = prepare_completion(request, services)
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # an error before the request starts
     special = request.add_special_tokens
     plan = RequestPlan(prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
     state = await start_request(context, services, plan)
     return await CompletionResponse(services, request, state).send(context)
+
+
+def prepare_completion(request: CompletionRequest, services: Services) -> tuple[SamplingParams, list[str | list[int]]]:
+    """(sampling parameters, prompts) of a request. Raises ApiError."""
+    services.check_model(request.model)
+    params, prompts = request.to_sampling_params(), request.to_prompts()
+    check_sequence_count(services, len(prompts) * params.n, "prompt" if params.n == 1 else "n")
+    return params, prompts
 
 
 class CompletionResponse(Response):
@@ -317,9 +324,9 @@ class CompletionResponse(Response):
 
     def _take_output(self, sequence: SequenceState) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
         """(text, logprobs, further fields) of the new output; the first time with the prompt's."""
-        text, ids, parts = sequence.take_output()
+        text, ids, pieces = sequence.take_output()
         if self._is_prompt_only:
-            text, ids, parts = "", [], []
+            text, ids, pieces = "", [], []
         index = sequence.index
         skips = sequence.params.skip_special_tokens
         more = self.token_fields(ids) if ids or sequence.finish is not None else {}
@@ -329,14 +336,14 @@ class CompletionResponse(Response):
                 more["prompt_token_ids"] = sequence.prompt
             if self.request.echo:
                 text = self.services.need_tokenizer().decode(sequence.prompt, skips) + text
-                parts = ([sequence.prompt_logprobs] if sequence.prompt_logprobs else []) + parts
+                pieces = ([sequence.prompt_logprobs] if sequence.prompt_logprobs else []) + pieces
         if self.request.logprobs is None:
             return text, None, more
         tokenizer = self.services.need_tokenizer()
         offsets = self._offsets.get(index)
         if offsets is None:
             offsets = self._offsets[index] = TextOffsets(tokenizer, skips)
-        return text, completion_logprobs(parts, tokenizer, self.request.return_tokens_as_token_ids, offsets), more
+        return text, completion_logprobs(pieces, tokenizer, self.request.return_tokens_as_token_ids, offsets), more
 
 
 # models -------------------------------------------------------------------------------------------

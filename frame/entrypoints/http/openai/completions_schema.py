@@ -14,14 +14,13 @@ import msgspec
 from pydantic import Field, model_validator
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.http.chat.request_fields import CHAT, Effort
+from frame.entrypoints.http.chat.request_fields import TemplateFields
 from frame.entrypoints.http.chat.structured_outputs import GRAMMAR_PARAMS, constraint_params, sent_constraint
 from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, rename_error_params, resolve_functions, resolve_tools
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
-from frame.entrypoints.http.protocol.fields import Shape, check_nested_fields
-from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.request_options import Metadata, SamplingFields
+from frame.entrypoints.http.protocol.fields import check_nested_fields
+from frame.entrypoints.http.request_body import Metadata, RequestBody, SamplingFields
 from frame.entrypoints.http.validation_errors import type_name
 
 # Brackets, braces and colons in the tool-call arguments of one request.
@@ -97,7 +96,7 @@ class GenerationRequest(SamplingFields):
         return super().sent_name(parameter)
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, TemplateFields):
     """A chat completion request, also of other chat APIs, which subclass it to name their fields in
     errors.
 
@@ -107,30 +106,20 @@ class ChatRequest(GenerationRequest):
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
     TOOL_PLACES: ClassVar[Mapping[str, str]] = {}
-    NESTED: ClassVar[Mapping[str, Shape]] = CHAT
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
-    reasoning_effort: Effort | None = None
     modalities: list[str] | None = None
     user: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
     # beyond OpenAI
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
     separate_reasoning: bool = True
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    add_special_tokens: bool | None = None
     echo: bool | None = None
 
     def to_sampling_params(self) -> SamplingParams:
@@ -189,16 +178,16 @@ class ChatRequest(GenerationRequest):
     def template_arguments(self) -> dict[str, Any]:
         """Arguments of the chat template besides messages and tools. Templates name the switch for
         reasoning `enable_thinking` or `thinking`; both are set."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             thinks = self.reasoning_effort != "none"
-            found |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
-        found |= self.chat_template_kwargs or {}
+            arguments |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        arguments |= self.chat_template_kwargs or {}
         for name in ("continue_final_message", "add_generation_prompt", "add_special_tokens", "documents"):
             value = getattr(self, name)
             if value is not None:
-                found[name] = value
-        return found
+                arguments[name] = value
+        return arguments
 
     @property
     def may_think(self) -> bool:
@@ -241,7 +230,7 @@ class CompletionRequest(GenerationRequest):
             return [prompt]
         if not prompt:
             raise ApiError(400, "prompt is empty; send a string, a list of strings, token ids, or a list of token-id lists", "prompt")
-        kinds = {type(part) for part in prompt}
+        kinds = {type(each) for each in prompt}
         if len(kinds) > 1:
             raise ApiError(400, "prompt mixes strings and token ids; send one kind", "prompt")
         return [prompt] if kinds == {int} else prompt  # type: ignore[list-item,return-value]
@@ -260,15 +249,15 @@ def to_template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 def _check_arguments(messages: list[dict[str, Any]]) -> None:
     """Raise ApiError 400 for tool-call arguments that would take too long to decode. The check of
     the whole body (`problem_of`) counts them as one string."""
-    found = 0
+    count = 0
     for message in messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, dict) else None
             arguments = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(arguments, str):
-                found += arguments.count("[") + arguments.count("{") + arguments.count(":")
-    if found > MAX_ARGUMENT_PARTS:
+                count += arguments.count("[") + arguments.count("{") + arguments.count(":")
+    if count > MAX_ARGUMENT_PARTS:
         sentence = f"the arguments of all tool calls have more than {MAX_ARGUMENT_PARTS} brackets, braces and colons; leave some calls out"
         raise ApiError(400, sentence, "messages")
 

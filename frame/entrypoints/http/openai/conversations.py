@@ -16,9 +16,8 @@ from frame.entrypoints.http.openai.responses import NOTHING_STORED, find_convers
 from frame.entrypoints.http.openai.responses_schema import ITEMS, find_item, make_list, make_page, messages_of, to_stored_items
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
-from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.request_body import Metadata, RequestBody
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_options import Metadata
 from frame.entrypoints.http.response_types import declare
 from frame.entrypoints.http.services import Services
 
@@ -108,31 +107,31 @@ async def get_item(name: str, item: str, context: ContextDep, services: Services
 async def delete_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete an item of a conversation."""
     stored = find_conversation(context, services, name)
-    found = stored.decode_items()
-    gone = _item(found, item)
-    _store(context, services, name, stored.body, [each for each in found if each is not gone])
+    items = stored.decode_items()
+    gone = _item(items, item)
+    _store(context, services, name, stored.body, [each for each in items if each is not gone])
     await context.respond(stored.body)
 
 
-def _new_items(given: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def _new_items(items: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """Items in stored form. Raises ApiError 400 for items that no request could use."""
-    if len(given) > MAX_ADDED:
-        raise ApiError(400, f"items has {len(given)} entries; send at most {MAX_ADDED} at once", "items")
-    messages_of(given, "items")
-    return to_stored_items(given, name, f"{uuid.uuid4().hex[:8]}_")
+    if len(items) > MAX_ADDED:
+        raise ApiError(400, f"items has {len(items)} entries; send at most {MAX_ADDED} at once", "items")
+    messages_of(items, "items")
+    return to_stored_items(items, name, f"{uuid.uuid4().hex[:8]}_")
 
 
-def _store(context: RequestContext, services: Services, name: str, body: bytes, found: list[dict[str, Any]]) -> None:
+def _store(context: RequestContext, services: Services, name: str, body: bytes, items: list[dict[str, Any]]) -> None:
     """Store a conversation. Raises ApiError 413 if it is larger than a key may store."""
-    data = _encode(found)
+    data = _encode(items)
     if not services.responses.fits(context.tenant, body, data):
         sentence = f"the items of the conversation would have {len(data)} bytes, more than one entry may have; delete items"
         raise ApiError(413, sentence, "items")
     services.responses.put(name, context.tenant, body, data)
 
 
-def _item(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    each = find_item(found, name)
+def _item(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    each = find_item(items, name)
     if each is None:
         raise ApiError(404, f"there is no item {name[:100]!r} in this conversation", "item_id")
     return each

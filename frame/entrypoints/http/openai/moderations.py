@@ -125,7 +125,7 @@ def _verdict(sequence: SequenceState) -> dict[str, float]:
     return {name: max(chance, THRESHOLD) for name in named or {"other"}}
 
 
-def is_found(score: float) -> bool:
+def is_flagged(score: float) -> bool:
     """Whether a category with this score is flagged."""
     return score >= THRESHOLD
 
@@ -133,7 +133,7 @@ def is_found(score: float) -> bool:
 def _result(scores: dict[str, float]) -> dict[str, Any]:
     """OpenAI's result object, with OpenAI's categories and the model's own."""
     every = dict.fromkeys(CATEGORIES, 0.0) | scores
-    flags = {name: is_found(score) for name, score in every.items()}
+    flags = {name: is_flagged(score) for name, score in every.items()}
     return {
         "flagged": any(flags.values()),
         "categories": flags,

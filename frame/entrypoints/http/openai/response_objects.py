@@ -16,7 +16,7 @@ import msgspec
 
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers
-from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, ContentBlocks, Kind
+from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock, ContentBlocks, Kind
 from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completion_objects import ReasoningTokens, TextLogprobs, TokenLogprob
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
@@ -83,7 +83,7 @@ ItemList = declare("ItemList", base=Page, data=list[StoredItem])
 
 _encode = msgspec.json.encode
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
-PARTS = {"reasoning": "reasoning_text", "text": "output_text"}
+CONTENT_TYPES = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
 class EventWriter(BlockEventWriter):
@@ -112,7 +112,7 @@ class EventWriter(BlockEventWriter):
             return head | {"type": "custom_tool_call", "call_id": block.call_id, "name": block.name, "input": text}
         if block.kind == "call":
             return head | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
-        content = [_part(block, block.text)] if block.pieces else []
+        content = [_content_part(block, block.text)] if block.pieces else []
         if block.kind == "text":
             return head | {"role": "assistant", "content": content}
         return head | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
@@ -121,7 +121,7 @@ class EventWriter(BlockEventWriter):
         added = self.write_event("output_item.added", output_index=block.index, item=self.make_item(block, "in_progress"))
         if block.kind == "call":
             return added
-        return added + self.write_event("content_part.added", **self._place(block), content_index=0, part=_part(block, ""))
+        return added + self.write_event("content_part.added", **self._place(block), content_index=0, part=_content_part(block, ""))
 
     def write_delta(self, block: ContentBlock, piece: str) -> bytes:
         if self._is_custom(block):
@@ -129,7 +129,7 @@ class EventWriter(BlockEventWriter):
         if block.kind == "call":
             return self.write_event("function_call_arguments.delta", **self._place(block), delta=piece)
         extra: dict[str, Any] = {"logprobs": block.last_logprobs} if block.kind == "text" else {}
-        return self.write_event(f"{PARTS[block.kind]}.delta", **self._place(block), content_index=0, delta=piece, **extra)
+        return self.write_event(f"{CONTENT_TYPES[block.kind]}.delta", **self._place(block), content_index=0, delta=piece, **extra)
 
     def write_stop(self, block: ContentBlock) -> bytes:
         place = self._place(block)
@@ -141,8 +141,8 @@ class EventWriter(BlockEventWriter):
             done = self.write_event("function_call_arguments.done", **place, name=block.name, arguments=block.text)
         else:
             extra: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "text" else {}
-            done = self.write_event(f"{PARTS[block.kind]}.done", **place, content_index=0, text=block.text, **extra)
-            done += self.write_event("content_part.done", **place, content_index=0, part=_part(block, block.text))
+            done = self.write_event(f"{CONTENT_TYPES[block.kind]}.done", **place, content_index=0, text=block.text, **extra)
+            done += self.write_event("content_part.done", **place, content_index=0, part=_content_part(block, block.text))
         return done + self.write_event("output_item.done", output_index=block.index, item=self.make_item(block))
 
     def _is_custom(self, block: ContentBlock) -> bool:
@@ -185,8 +185,8 @@ def _block(place: int, item: dict[str, Any]) -> ContentBlock:
     return ContentBlock(place, kind, pieces=[part["text"] for part in parts], logprobs=logprobs, last_logprobs=logprobs)
 
 
-def _part(block: ContentBlock, text: str) -> dict[str, Any]:
-    part: dict[str, Any] = {"type": PARTS[block.kind], "text": text}
+def _content_part(block: ContentBlock, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": CONTENT_TYPES[block.kind], "text": text}
     return part | {"annotations": [], "logprobs": block.logprobs if text else []} if block.kind == "text" else part
 
 

@@ -192,9 +192,9 @@ class ResponseStore:
 
     def delete(self, name: str, tenant: str) -> bool:
         """Delete an entry. Returns whether it existed."""
-        found = self.get(name, tenant) is not None
+        existed = self.get(name, tenant) is not None
         self._drop(name, tenant)
-        return found
+        return existed
 
     def _add_bytes(self, entries: TenantEntries, size: int) -> None:
         entries.num_bytes += size

@@ -83,7 +83,7 @@ async def _without_references(
     places = [i for i, item in enumerate(items) if item.get("type") == "item_reference" or item.keys() == {"id"}]
     if not places:
         return items
-    known, containers, found = _by_name(history), set[str](), list(items)
+    known, containers, resolved = _by_name(history), set[str](), list(items)
     for place in places:
         name, param = items[place].get("id"), f"input[{place}].id"
         if not isinstance(name, str):
@@ -99,8 +99,8 @@ async def _without_references(
                 await asyncio.sleep(0)  # decoding may have taken long
         if name not in known:
             raise ApiError(404, f"{param}: there is no item {name[:100]!r}, or it is no longer stored; send the item itself", param)
-        found[place] = known[name]
-    return found
+        resolved[place] = known[name]
+    return resolved
 
 
 def _by_name(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -155,7 +155,7 @@ class BackgroundCaller:
     """Keeps the tenant and the quota of a background response, not the connection."""
 
     def __init__(self, context: RequestContext) -> None:
-        self.reply: RequestState | None = None
+        self.state: RequestState | None = None
         self.tenant = context.tenant
         self.request_id = context.request_id
         self.lease = None if context.lease is None else context.lease.transfer()
@@ -186,11 +186,11 @@ async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream
     if (stream or "false").lower() not in ("true", "1"):
         await context.respond(stored.body)
         return
-    given = starting_after or "-1"
-    if not given.removeprefix("-").isdecimal() or not int(given[:9]) >= -1:
-        raise ApiError(400, f"starting_after is {given[:50]!r}; it must be the sequence number of an event", "starting_after")
+    start = starting_after or "-1"
+    if not start.removeprefix("-").isdecimal() or not int(start[:9]) >= -1:
+        raise ApiError(400, f"starting_after is {start[:50]!r}; it must be the sequence number of an event", "starting_after")
     await context.body()  # a disconnect is reported after the body
-    await _send_events(context, _log_of(stored), int(given[:9]) + 1)
+    await _send_events(context, _log_of(stored), int(start[:9]) + 1)
 
 
 def _log_of(stored: StoredEntry) -> EventLog:
@@ -261,18 +261,18 @@ def find_response(
     context: RequestContext, services: Services, name: str, param: str = "response_id", remedy: str = "create it again"
 ) -> StoredEntry:
     """A stored response. `param`: the field with its id. Raises ApiError 404."""
-    found = services.responses.get(name, context.tenant) if name.startswith("resp_") else None
-    return _require(found, services, f"response {name[:100]!r}", param, remedy)
+    stored = services.responses.get(name, context.tenant) if name.startswith("resp_") else None
+    return _require(stored, services, f"response {name[:100]!r}", param, remedy)
 
 
 def find_conversation(context: RequestContext, services: Services, name: str, param: str = "conversation_id") -> StoredEntry:
     """A stored conversation. `param`: the field with its id. Raises ApiError 404."""
-    found = services.responses.get(name, context.tenant) if name.startswith("conv_") else None
-    return _require(found, services, f"conversation {name[:100]!r}", param, "create a new one")
+    stored = services.responses.get(name, context.tenant) if name.startswith("conv_") else None
+    return _require(stored, services, f"conversation {name[:100]!r}", param, "create a new one")
 
 
-def _require(found: StoredEntry | None, services: Services, what: str, param: str, remedy: str) -> StoredEntry:
-    if found is None:
+def _require(stored: StoredEntry | None, services: Services, what: str, param: str, remedy: str) -> StoredEntry:
+    if stored is None:
         remedy = remedy if services.responses.is_on else NOTHING_STORED
         raise ApiError(404, f"there is no {what}, or it is no longer stored; {remedy}", param)
-    return found
+    return stored

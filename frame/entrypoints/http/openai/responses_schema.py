@@ -27,7 +27,7 @@ from frame.entrypoints.http.chat.structured_outputs import FORMAT_FIELDS, SCHEMA
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, ServiceTier
 from frame.entrypoints.http.protocol.fields import Shape, check_nested_fields
-from frame.entrypoints.http.request_options import Metadata
+from frame.entrypoints.http.request_body import Metadata
 
 # The fields of items, content parts and tools; see `request_fields`.
 ITEM_CONTENT = Shape(
@@ -128,12 +128,12 @@ class ResponsesRequest(ExtensionFields):
 
     def conversation_id(self) -> str | None:
         """The id of the conversation; None without one. Raises ApiError 400."""
-        given = self.conversation
-        if given is None:
+        reference = self.conversation
+        if reference is None:
             return None
         if self.previous_response_id:
             raise ApiError(400, "conversation and previous_response_id exclude each other; send one", "conversation")
-        return given if isinstance(given, str) else check_string(given.get("id"), "conversation.id")
+        return reference if isinstance(reference, str) else check_string(reference.get("id"), "conversation.id")
 
     def items(self) -> list[dict[str, Any]]:
         """The input as a list of items."""
@@ -235,10 +235,10 @@ def _text(content: Any, place: str) -> str:
 def custom_input(arguments: str) -> str:
     """A custom tool's input in the model's arguments; else the arguments."""
     try:
-        found = msgspec.json.decode(arguments)
+        value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
         return arguments
-    text = found.get(CUSTOM_ARGUMENT) if isinstance(found, dict) else None
+    text = value.get(CUSTOM_ARGUMENT) if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments
 
 
@@ -316,14 +316,14 @@ def to_stored_items(items: list[dict[str, Any]], owner: str, batch: str = "i") -
     from other items of that owner.
     """
     suffix = owner.partition("_")[2]
-    found = []
+    stored = []
     for place, item in enumerate(items):
         kind = item.get("type") or "message"
         item = {"type": kind, "id": f"{PREFIXES.get(kind, 'item')}_{suffix}_{batch}{place}", "status": "completed"} | item
         if kind == "message":
             item["content"] = _stored_content(item.get("content"), item.get("role"))
-        found.append(item)
-    return found
+        stored.append(item)
+    return stored
 
 
 def _stored_content(content: Any, role: Any) -> Any:
@@ -336,8 +336,8 @@ def _stored_content(content: Any, role: Any) -> Any:
 
 def container_ids(name: str) -> list[str]:
     """The ids of the response and the conversation that may hold an item of this id."""
-    found = _CONTAINER.match(name)
-    return [f"resp_{found[1]}", f"conv_{found[1]}"] if found else []
+    match = _CONTAINER.match(name)
+    return [f"resp_{match[1]}", f"conv_{match[1]}"] if match else []
 
 
 def find_item(items: list[dict[str, Any]], name: str) -> dict[str, Any] | None:

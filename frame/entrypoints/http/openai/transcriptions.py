@@ -20,9 +20,8 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.errors import CLOSE, ApiError, DisconnectedError
 from frame.entrypoints.http.failures import aborted, as_api_error, raise_failed, too_many
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.request_body import FormReader, parse_body
+from frame.entrypoints.http.request_body import FormReader, RequestOptions, parse_body
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_options import RequestOptions
 from frame.entrypoints.http.request_starter import RequestPlan, check_sequence_count, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
@@ -121,20 +120,20 @@ async def _respond(context: RequestContext, services: Services, task: str) -> An
         language = speech.find_language((await _finish(detection))[0].take_output()[1][0])
     window_plan = speech.plan_window(language, task, form.prompt, has_stamps=form.has_stamps, temperature=form.temperature)
     plan = RequestPlan(*_each(window_plan, len(inputs)), form, prefix="transcr-", encoder_inputs=inputs)
-    reply = await start_request(context, services, plan)
+    state = await start_request(context, services, plan)
     if form.stream:
-        await _stream(context, services, reply)
+        await _stream(context, services, state)
         return None
     segments: list[Segment] = []
-    sequences = await _finish(reply)
+    sequences = await _finish(state)
     for window, sequence in zip(windows, sequences, strict=True):
-        _, ids, parts = sequence.take_output()
-        logprobs = [each for part in parts for each in part.logprobs]
+        _, ids, pieces = sequence.take_output()
+        logprobs = [each for piece in pieces for each in piece.logprobs]
         segments += speech.read_segments(ids, window.start, window.seconds, logprobs, has_stamps=form.has_stamps)
-    found = join_segments(segments, language, sum(window.seconds for window in windows))
+    transcription = join_segments(segments, language, sum(window.seconds for window in windows))
     if form.response_format in ("json", "verbose_json"):
-        return _write_object(found, task, form, reply)
-    body = found.text + "\n" if form.response_format == "text" else format_subtitles(found.segments, form.response_format)
+        return _write_object(transcription, task, form, state)
+    body = transcription.text + "\n" if form.response_format == "text" else format_subtitles(transcription.segments, form.response_format)
     kind = b"text/vtt; charset=utf-8" if form.response_format == "vtt" else b"text/plain; charset=utf-8"
     await context.respond(body.encode(), headers=((b"content-type", kind),))
     return None
@@ -226,16 +225,16 @@ def _each(plan: tuple[list[int], Any], count: int) -> tuple[list[Any], list[Any]
     return [plan[0]] * count, [plan[1]] * count
 
 
-async def _finish(reply: RequestState) -> list[SequenceState]:
-    sequences = await wait_complete(reply)
+async def _finish(state: RequestState) -> list[SequenceState]:
+    sequences = await wait_complete(state)
     if any(each.finish is not None and each.finish.reason == "abort" for each in sequences):
         raise aborted()
     return sequences
 
 
-async def _stream(context: RequestContext, services: Services, reply: RequestState) -> None:
+async def _stream(context: RequestContext, services: Services, state: RequestState) -> None:
     """Events of the text in the order of the windows; what comes early of a later one waits."""
-    waiting, whole, first = [""] * len(reply.sequences), list[str](), 0
+    waiting, whole, first = [""] * len(state.sequences), list[str](), 0
     ended = set[int]()  # whose last text is in `waiting`
 
     def write(sequence: SequenceState) -> bytes:
@@ -256,23 +255,23 @@ async def _stream(context: RequestContext, services: Services, reply: RequestSta
         return b"".join(events)
 
     def close() -> bytes:
-        return _event({"type": "transcript.text.done", "text": "".join(whole), "usage": _usage(reply)})
+        return _event({"type": "transcript.text.done", "text": "".join(whole), "usage": _usage(state)})
 
-    await stream_response(context, services, reply, write, close)
+    await stream_response(context, services, state, write, close)
 
 
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _usage(reply: RequestState) -> dict[str, Any]:
-    inputs, outputs = sum(len(each.prompt) for each in reply.sequences), sum(each.num_tokens for each in reply.sequences)
+def _usage(state: RequestState) -> dict[str, Any]:
+    inputs, outputs = sum(len(each.prompt) for each in state.sequences), sum(each.num_tokens for each in state.sequences)
     return {"type": "tokens", "input_tokens": inputs, "output_tokens": outputs, "total_tokens": inputs + outputs}
 
 
-def _write_object(found: Transcription, task: str, form: SpeechFields, reply: RequestState) -> dict[str, Any]:
+def _write_object(transcription: Transcription, task: str, form: SpeechFields, state: RequestState) -> dict[str, Any]:
     if form.response_format == "json":
-        return {"text": found.text, "usage": _usage(reply)}
+        return {"text": transcription.text, "usage": _usage(state)}
     segments = [
         {
             "id": number,
@@ -284,13 +283,13 @@ def _write_object(found: Transcription, task: str, form: SpeechFields, reply: Re
             "avg_logprob": each.avg_logprob,
             "compression_ratio": each.compression_ratio,
         }
-        for number, each in enumerate(found.segments)
+        for number, each in enumerate(transcription.segments)
     ]
     return {
         "task": task,
-        "language": found.language,
-        "duration": round(found.duration, 2),
-        "text": found.text,
+        "language": transcription.language,
+        "duration": round(transcription.duration, 2),
+        "text": transcription.text,
         "segments": segments,
-        "usage": {"type": "duration", "seconds": round(found.duration, 2)},
+        "usage": {"type": "duration", "seconds": round(transcription.duration, 2)},
     }

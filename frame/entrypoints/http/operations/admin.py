@@ -171,6 +171,6 @@ async def metrics(context: ContextDep, services: ServicesDep) -> Any:
     """The metrics of the first stat logger that has any: Prometheus' text format."""
     context.scope["app"].gate.check_totals()
     loggers = services.client.stats.loggers
-    if (found := loggers.render_metrics() if loggers is not None else None) is None:
+    if (rendered := loggers.render_metrics() if loggers is not None else None) is None:
         raise ApiError(404, "no stat logger of this server has metrics; start it with prometheus in log.stat_loggers")
-    await context.respond(found.body, headers=((b"content-type", found.content_type.encode()),))
+    await context.respond(rendered.body, headers=((b"content-type", rendered.content_type.encode()),))

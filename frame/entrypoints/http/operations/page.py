@@ -69,13 +69,13 @@ ServerDescription = declare(
 @cache
 def _assets() -> dict[str, tuple[bytes, bytes, bytes]]:
     """name -> (content, type, tag)."""
-    found = {}
+    assets = {}
     for path in (files("frame.entrypoints.http.operations") / "page_assets").iterdir():
         suffix = "." + path.name.rpartition(".")[2]
         if suffix in TYPES:
             content = path.read_bytes()
-            found[path.name] = (content, TYPES[suffix], b'"' + hashlib.sha256(content).hexdigest()[:16].encode() + b'"')
-    return found
+            assets[path.name] = (content, TYPES[suffix], b'"' + hashlib.sha256(content).hexdigest()[:16].encode() + b'"')
+    return assets
 
 
 @public_router.get("/", responses=responds_with(str, media_type="text/html"))
@@ -115,11 +115,7 @@ async def live(context: ContextDep, services: ServicesDep) -> Any:
         "problem": client.dead_reason,
         "outstanding": client.num_outstanding,
         "load": None if load is None else {name: getattr(load, name) for name in load.__struct_fields__ if name != "process"},
-        "prompt_tokens": stats.prompt_tokens,
-        "cached_tokens": stats.cached_tokens,
-        "generated_tokens": stats.generated_tokens,
-        "rejected": stats.rejected,
-        "finished": stats.finished,
+        **{name: getattr(stats, name) for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "rejected", "finished")},
     }
 
 

@@ -24,6 +24,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from frame.core.blame import explain
+from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.paced_json import PacedBody, collect_pieces, each_piece, encode_steps
 from frame.entrypoints.http.request_body import parse_body
@@ -113,12 +114,12 @@ class ApiRoute(APIRoute):
     errors: ErrorShape = OPENAI
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        found = [each.dependency for each in options.get("dependencies") or ()]
-        levels = [each.level for each in found if isinstance(each, RequireAccess)]
+        dependencies = [each.dependency for each in options.get("dependencies") or ()]
+        levels = [each.level for each in dependencies if isinstance(each, RequireAccess)]
         if len(levels) != 1:
             raise TypeError(f"the route {path} declares no access level; give its ApiRouter Access.OPEN, USER, OWN or ADMIN")
         self.access: Access = levels[0]
-        self.body_kind: BodyKind = next((each.kind for each in found if isinstance(each, BodyLimit)), "prompts")
+        self.body_kind: BodyKind = next((each.kind for each in dependencies if isinstance(each, BodyLimit)), "prompts")
         # By media type, for `response_docs`; FastAPI would make fields of them.
         self.response_types: dict[str, Any] = (options.pop("responses", None) or {}).get(200, {})
         options["dependencies"] = [each for each in options["dependencies"] if not isinstance(each.dependency, BodyLimit)]
@@ -173,14 +174,14 @@ class ApiRoute(APIRoute):
                 if self.body_model is not None:
                     values[self._body_name] = await self._read_body(context)
                 try:
-                    found = await self.endpoint(**values)
+                    result = await self.endpoint(**values)
                 finally:
-                    if context.reply is not None:  # nothing reads its output any more
-                        app.services.client.abandon_request(context.reply)
-                if isinstance(found, PacedBody):
-                    await _respond_paced(context, app.services, found)
-                elif found is not None:
-                    await context.respond(msgspec.json.encode(found))
+                    if context.state is not None:  # nothing reads its output any more
+                        app.services.client.abandon_request(context.state)
+                if isinstance(result, PacedBody):
+                    await _respond_paced(context, app.services, result)
+                elif result is not None:
+                    await context.respond(msgspec.json.encode(result))
             except ApiError as error:
                 await context.fail(error)
             except DisconnectedError:
@@ -207,7 +208,7 @@ class ApiRoute(APIRoute):
 
 async def _respond_paced(context: RequestContext, services: Services, body: PacedBody) -> None:
     """Send a large response. Raises DisconnectedError."""
-    state = context.reply
+    state = context.state
     is_over = None if state is None else lambda: state.is_disconnected
     pieces = await collect_pieces(services.formatting, context.tenant, encode_steps(body.value), is_over)
     await context.respond_pieces(each_piece(pieces), sum(map(len, pieces)))
@@ -216,8 +217,8 @@ async def _respond_paced(context: RequestContext, services: Services, body: Pace
 def scope_readers(dependant: Dependant) -> list[tuple[str, Callable[[Scope], Any]]] | None:
     """The dependencies of a route as (parameter, function of the scope), in order; None where one
     is of another kind, or the route has parameters of its own."""
-    own = (dependant.path_params, dependant.query_params, dependant.header_params, dependant.cookie_params, dependant.request_param_name)
-    if any(own):
+    params = (dependant.path_params, dependant.query_params, dependant.header_params, dependant.cookie_params)
+    if any(params) or dependant.request_param_name:
         return None
     if not all(isinstance(each.call, ScopeDependency | RequireAccess) for each in dependant.dependencies):
         return None
@@ -246,6 +247,11 @@ class ApiRouter(APIRouter):
         return [route for route in self.routes if isinstance(route, ApiRoute)]
 
 
+def make_extension(module: str, *routers: ApiRouter) -> type[HttpExtension]:
+    """The HTTP extension of an API of this server. `module`: the name of the module that has it."""
+    return type("Routes", (HttpExtension,), {"make_routers": lambda _: routers, "__module__": module})
+
+
 def operation_name(path: str, methods: list[str]) -> str:
     """The OpenAPI operation id: method and path, such as `post_v1_completions`."""
     return "_".join([methods[0].lower(), *re.findall(r"\w+", re.sub(r"{(\w+)(:path)?}", r"\1", path))])
@@ -271,4 +277,4 @@ def _end_span(span: Any, route: str, context: RequestContext) -> None:
         "http.request.method": scope["method"], "http.route": route, "http.response.status_code": status,
         "frame.request_id": context.request_id,
     }  # fmt: skip
-    span.end(attributes, context.reply, f"status {status}" if status >= 500 else None)
+    span.end(attributes, context.state, f"status {status}" if status >= 500 else None)

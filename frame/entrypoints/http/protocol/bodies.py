@@ -101,21 +101,17 @@ def problem_of(data: bytes, max_values: int = MAX_VALUES) -> str | None:
     interpreter's lock."""
     whole = np.frombuffer(data, np.uint8)
     opening = int(np.count_nonzero(whole == ord("[")) + np.count_nonzero(whole == ord("{")))
-    parts = opening + int(np.count_nonzero(whole == ord(":")))
-    if opening <= MAX_LEVELS and parts <= MAX_PARTS and np.count_nonzero(whole == _COMMA) <= max_values:
+    nodes = opening + int(np.count_nonzero(whole == ord(":")))
+    if opening <= MAX_LEVELS and nodes <= MAX_PARTS and np.count_nonzero(whole == _COMMA) <= max_values:
         return None
-    level, is_string, parts, values = 0, 0, 0, 0
-    for piece in _slices(data):
-        part = np.frombuffer(piece, np.uint8)
-        inside = (part == _QUOTE).cumsum(dtype=np.int32) + is_string & 1
-        outside = part[inside == 0]
+    level, nodes, values = 0, 0, 0
+    for outside in _outside_texts(data):
         steps = _STEPS[outside]
         if level + int(steps.cumsum(dtype=np.int32).max(initial=0)) > MAX_LEVELS:
             return f"the body is nested deeper than {MAX_LEVELS} levels; send fewer"
         level += int(steps.sum())
-        is_string = int(inside[-1])
-        parts += int(np.count_nonzero(steps > 0)) + int(np.count_nonzero(outside == ord(":")))
-        if parts > MAX_PARTS:
+        nodes += int(np.count_nonzero(steps > 0)) + int(np.count_nonzero(outside == ord(":")))
+        if nodes > MAX_PARTS:
             return f"the body holds more than {MAX_PARTS} lists, objects and keys; send less at once"
         values += int(np.count_nonzero(outside == _COMMA))
         if values > max_values:
@@ -127,13 +123,7 @@ def count_names(data: bytes) -> int:
     """The number of names in the objects of a JSON text: its colons outside of texts."""
     if (maximum := data.count(b":")) < 2:
         return maximum
-    is_string, found = 0, 0
-    for piece in _slices(data):
-        part = np.frombuffer(piece, np.uint8)
-        inside = (part == _QUOTE).cumsum(dtype=np.int32) + is_string & 1
-        found += int(np.count_nonzero((part == ord(":")) & (inside == 0)))
-        is_string = int(inside[-1])
-    return found
+    return sum(int(np.count_nonzero(outside == ord(":"))) for outside in _outside_texts(data))
 
 
 def check_text_sizes(fields: Mapping[str, Any]) -> None:
@@ -141,6 +131,16 @@ def check_text_sizes(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, str) and len(value) > MAX_FIELD_CHARS and name not in PROMPT_FIELDS:
             raise ApiError(400, f"{name} has {len(value)} characters; it may have {MAX_FIELD_CHARS}", name)
+
+
+def _outside_texts(data: bytes) -> Iterator[np.ndarray]:
+    """The bytes of the JSON text that are in no text, in pieces: uint8."""
+    is_string = 0
+    for piece in _slices(data):
+        content = np.frombuffer(piece, np.uint8)
+        inside = (content == _QUOTE).cumsum(dtype=np.int32) + is_string & 1
+        yield content[inside == 0]
+        is_string = int(inside[-1])
 
 
 def _slices(data: bytes) -> Iterator[bytes]:

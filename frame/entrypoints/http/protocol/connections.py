@@ -51,7 +51,7 @@ class ConnectionLimits:
     bound: str = "server.max_connections allows"
     idle: dict[GuardedProtocol, float] = field(default_factory=dict)
 
-    def close_longest_idle(self, now: float) -> bool:
+    def close_idlest(self, now: float) -> bool:
         """Close the connection that has been idle longest, for a new one; False: none has been for
         `MIN_IDLE`. `now`: the event loop's time."""
         connection, since = next(iter(self.idle.items()), (None, now))
@@ -88,7 +88,7 @@ class GuardedProtocol(PacedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         maximum = self._limits.max_connections
-        if len(self.connections) > maximum and not self._limits.close_longest_idle(self.loop.time()):
+        if len(self.connections) > maximum and not self._limits.close_idlest(self.loop.time()):
             self._refuse(ApiError(503, f"{maximum} connections are open, all that {self._limits.bound}; try again later"))
         else:
             self._limits.idle[self] = self.loop.time()
@@ -383,14 +383,14 @@ async def _run_or_cut(cycle: Any, app: Any, scope: Any, receive: Any, send: Any)
 def raise_file_limit(max_connections: int) -> None:
     """Let this process open as many files as its connections need, as far as the system allows; a
     warning says where that is less."""
-    wanted = max_connections + SPARE_FILES
+    required = max_connections + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = required if hard == resource.RLIM_INFINITY else min(required, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (OSError, ValueError):
         allowed = soft
-    if allowed < wanted:
+    if allowed < required:
         log.warning("the system allows %d open files, too few for server.max_connections %d; raise ulimit -n", allowed, max_connections)

@@ -128,18 +128,18 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def check_fields(known: Iterable[str], given: Mapping[str, Any]) -> tuple[str, ...]:
+def check_fields(known: Iterable[str], body: Mapping[str, Any]) -> tuple[str, ...]:
     """The names in a JSON object that are not `known` and are ignored. Raises ApiError 400 for a
     name that may not be ignored."""
-    unknown = given.keys() - known
+    unknown = body.keys() - known
     if not unknown:
         return ()
     ignored = []
-    for name in (name for name in given if name in unknown):  # in the client's order
+    for name in (name for name in body if name in unknown):  # in the client's order
         if name in WITHOUT_EFFECT:
             continue
         if name in REFUSED:
-            _refuse(name, given[name])
+            _refuse(name, body[name])
         else:
             ignored.append(name)
     return check_spelling(ignored, known)
@@ -197,13 +197,13 @@ def _is_altered(name: str, known: str) -> bool:
     return swapped and name[places[0]] == known[places[1]] and name[places[1]] == known[places[0]]
 
 
-def check_nested_fields(place: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+def check_nested_fields(place: str, fields: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise ApiError 400 for a field of the nested object `place` that is not `known`; null and
     false are ignored.
 
     Nested objects have no list of ignored fields, so every unknown field is refused by its path.
     """
-    for name, value in given.items():
+    for name, value in fields.items():
         if name in known or value is None or value is False:
             continue
         shown = name[:MAX_NAME]
@@ -235,37 +235,37 @@ Unknown = dict[tuple[int, str], tuple[Place, Shape]]  # (id of the shape, name) 
 def check_nested(shapes: Mapping[str, Shape], body: Mapping[str, Any]) -> tuple[str, ...]:
     """The paths of fields inside a body that are ignored, the first place of each. Raises ApiError
     400 for one that may not be ignored."""
-    found: Unknown = {}
+    unknown: Unknown = {}
     for name, shape in shapes.items():
         if isinstance(value := body.get(name), dict | list):
-            _search(shape, value, (None, name), found)
-    if not found:
+            _search(shape, value, (None, name), unknown)
+    if not unknown:
         return ()
-    for (_, name), (place, shape) in found.items():
+    for (_, name), (place, shape) in unknown.items():
         if name in shape.unused or len(name) > MAX_NAME:
             continue
         if close := get_close_matches(name.lower(), shape.names, n=1, cutoff=CLOSENESS):
             path = f"{_write(place)}.{name}"
             raise ApiError(400, f"{path} is not a known field; did you mean {close[0]}?", path)
-    return tuple(f"{_write(place)}.{name[:MAX_NAME]}" for (_, name), (place, _) in found.items())
+    return tuple(f"{_write(place)}.{name[:MAX_NAME]}" for (_, name), (place, _) in unknown.items())
 
 
-def _search(shape: Shape, value: Any, place: Place, found: Unknown) -> None:
+def _search(shape: Shape, value: Any, place: Place, unknown: Unknown) -> None:
     """Add the unknown names in an object, or in the objects of a list. Raises ApiError 400 for too
     many."""
     if isinstance(value, list):
         for i, each in enumerate(value):
             if isinstance(each, dict | list) and each:
-                _search(shape, each, (place, i), found)
+                _search(shape, each, (place, i), unknown)
         return
     for name, each in value.items():
         if name not in shape.names:
-            if (id(shape), name) not in found and not _asks_for_nothing(shape, name, each):
-                found[id(shape), name] = (place, shape)
-                if len(found) > MAX_UNKNOWN:
-                    _refuse_count(found.values(), name)
+            if (id(shape), name) not in unknown and not _asks_for_nothing(shape, name, each):
+                unknown[id(shape), name] = (place, shape)
+                if len(unknown) > MAX_UNKNOWN:
+                    _refuse_count(unknown.values(), name)
         elif each and isinstance(each, dict | list) and (inner := shape.nested.get(name)) is not None:
-            _search(inner, each, (place, name), found)
+            _search(inner, each, (place, name), unknown)
 
 
 def _asks_for_nothing(shape: Shape, name: str, value: Any) -> bool:
@@ -273,10 +273,10 @@ def _asks_for_nothing(shape: Shape, name: str, value: Any) -> bool:
 
 
 def _write(place: Place) -> str:
-    around, part = place
+    around, key = place
     if around is None:
-        return str(part)
-    return _write(around) + (f"[{part}]" if isinstance(part, int) else f".{part}")
+        return str(key)
+    return _write(around) + (f"[{key}]" if isinstance(key, int) else f".{key}")
 
 
 def _refuse_count(places: Iterable[tuple[Place, Shape]], name: str) -> None:

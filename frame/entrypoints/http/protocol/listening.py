@@ -105,7 +105,7 @@ class Listener:
         """Whether a connection over TLS may begin its handshake."""
         if self._context is None or len(self._connections) < self._limits.max_connections:
             return True
-        return self._limits.close_longest_idle(self._loop.time())
+        return self._limits.close_idlest(self._loop.time())
 
     def _open(self, connection: socket.socket) -> None:
         protocol = self._make_protocol()
@@ -179,8 +179,9 @@ class HttpServer(uvicorn.Server):
 
     def _protocol(self) -> asyncio.Protocol:
         config: Any = self.config
-        made: asyncio.Protocol = config.http_protocol_class(config=config, server_state=self.server_state, app_state=self.lifespan.state)
-        return made
+        states = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        protocol: asyncio.Protocol = config.http_protocol_class(config=config, **states)
+        return protocol
 
 
 def bound_port(host: str, port: int, flags: str) -> socket.socket:

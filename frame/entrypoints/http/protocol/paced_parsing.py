@@ -253,23 +253,23 @@ class PacedProtocol(UpgradeRefusingProtocol):
             end = self._chunks_end(data, start)
             if end > start or self._is_chunked:
                 return end
-        found = data.find(_END, max(0, start - len(_END) + 1), start + SLICE)
-        return start + SLICE if found < 0 else found + len(_END)
+        end_of_body = data.find(_END, max(0, start - len(_END) + 1), start + SLICE)
+        return start + SLICE if end_of_body < 0 else end_of_body + len(_END)
 
     def _head_end(self, data: bytes, start: int) -> int:
         """The end of the head, or of a small request. A part of the empty line after a head is left
         until the rest of it comes, so that the body of a long request begins a slice."""
         limit = start + HEAD_SLICE
-        found = data.find(_END, start, limit)
-        self._ends_head = found >= 0
-        if found < 0:
+        head_end = data.find(_END, start, limit)
+        self._ends_head = head_end >= 0
+        if head_end < 0:
             if limit < len(data):
                 return limit - len(_END)
             return len(data) - next((size for size in (3, 2, 1) if data.endswith(_END[:size], start)), 0)
-        if len(data) - start <= SLICE and data.find(_END, found + 1) < 0:
-            self._ends_head = found + len(_END) == len(data)
+        if len(data) - start <= SLICE and data.find(_END, head_end + 1) < 0:
+            self._ends_head = head_end + len(_END) == len(data)
             return len(data)
-        return found + len(_END)
+        return head_end + len(_END)
 
     def _chunks_end(self, data: bytes, start: int) -> int:
         """The end of the chunks that have come, up to `MAX_CHUNKS`. The last chunk, trailers and

@@ -31,12 +31,12 @@ def decode_path(raw: bytes) -> str:
         if BAD_ESCAPE.search(raw):
             raise ApiError(400, "the path has a % that two hexadecimal digits do not follow; write %25 for a percent sign")
         try:
-            parts = [unquote_to_bytes(part).decode() for part in _SLASH_ESCAPE.split(raw)]
+            pieces = [unquote_to_bytes(piece).decode() for piece in _SLASH_ESCAPE.split(raw)]
         except UnicodeDecodeError:
             raise ApiError(400, "the path is not valid UTF-8; percent-encode its UTF-8 bytes") from None
-        if any(_CONTROL.search(part) for part in parts):
+        if any(_CONTROL.search(piece) for piece in pieces):
             raise _control_character()
-        return ENCODED_SLASH.join(parts)
+        return ENCODED_SLASH.join(pieces)
     if _CONTROL.search(path):
         raise _control_character()
     return path
@@ -47,7 +47,7 @@ def _control_character() -> ApiError:
 
 
 @dataclass(frozen=True, slots=True)
-class Found(Generic[E]):
+class PathMatch(Generic[E]):
     """The endpoints of a path by method, and the path's parameters."""
 
     endpoints: dict[str, E]
@@ -81,16 +81,16 @@ class PathIndex(Generic[E]):
                 endpoints[method] = endpoint
         self._patterns = [(_compile(path), endpoints) for path, endpoints in patterns.items()]
 
-    def find(self, path: str) -> Found[E] | None:
+    def find(self, path: str) -> PathMatch[E] | None:
         """The endpoints of a decoded path; None where there are none. Raises ApiError 400 for an
         encoded slash outside `{name:path}`."""
         if len(path) > 1 and path[-1] == "/" and path[-2] != "/":
             path = path[:-1]
         if (endpoints := self._exact.get(path)) is not None:
-            return Found(endpoints, {})
+            return PathMatch(endpoints, {})
         for pattern, endpoints in self._patterns:
             if (match := pattern.fullmatch(path)) is not None:
-                return Found(endpoints, {name: value.replace(ENCODED_SLASH, "/") for name, value in match.groupdict().items()})
+                return PathMatch(endpoints, {name: value.replace(ENCODED_SLASH, "/") for name, value in match.groupdict().items()})
         if ENCODED_SLASH in path:
             raise ApiError(400, "the path contains an encoded slash (%2F); write / where a segment ends")
         return None

@@ -81,8 +81,8 @@ async def _reply(scope: Scope, receive: Receive, send: Send) -> None:
             async with asyncio.timeout(PATIENCE):
                 while (await receive()).get("more_body"):  # to close with bytes unread would reset the connection
                     pass
-            found = _router.find(decode_path(scope["raw_path"]))
-            if found is None or scope["method"] not in found.methods():
+            match = _router.find(decode_path(scope["raw_path"]))
+            if match is None or scope["method"] not in match.methods():
                 raise ApiError(503, "the server is starting; the model is not loaded yet", retry_after=RETRY_AFTER)
             await call.respond(b"{}", headers=(JSON, CLOSE))
         except (ApiError, TimeoutError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frame.entrypoints.http.chat.content_blocks import BlockEventWriter, ContentBlock, ContentBlocks
+from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock, ContentBlocks
 
 OUTPUT: list[tuple[str, str]] = [("reasoning", "so it is"), ("text", "Well, "), ("0", '{"a": 1}'), ("1", "{}"), ("text", "done"), ("2", "")]
 
