@@ -39,7 +39,7 @@ EXCEPTIONS: dict[str, str] = {
         (
             "clock frame/text/chat_template.py",
             "clock frame/entrypoints/http/native/pooling.py",
-            "clock frame/entrypoints/http/openai/conversations.py",
+            "clock frame/entrypoints/http/openai/responses.py",
             "clock frame/entrypoints/http/openai/completions.py",
             "clock frame/entrypoints/http/operations/page.py",
             "clock frame/entrypoints/http/openai/response_objects.py",

@@ -31,7 +31,7 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.extensions import CORE_ROUTES
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import ApiRoute
-from frame.entrypoints.http.protocol.bodies import MAX_LEVELS, MAX_PARTS, MAX_VALUES
+from frame.entrypoints.http.protocol.bodies import MAX_LEVELS, MAX_NODES, MAX_VALUES
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
 from tests.entrypoints.published import ROUTES
 
@@ -70,12 +70,12 @@ def yardstick() -> float:
 
 @cache
 def many_keys() -> dict[str, int]:
-    return {str(i): 1 for i in range(MAX_PARTS - 200)}
+    return {str(i): 1 for i in range(MAX_NODES - 200)}
 
 
 @cache
 def wide_schema() -> dict[str, Any]:
-    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(MAX_PARTS // 3 - 200)}}
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(MAX_NODES // 3 - 200)}}
 
 
 def values(field: str, maximum: int) -> Iterator[tuple[str, Any]]:
@@ -91,10 +91,10 @@ def values(field: str, maximum: int) -> Iterator[tuple[str, Any]]:
     yield "texts", ["hello world " * 300] * (room // 3610)
     yield "ids", [2047] * (MAX_VALUES - 10)
     yield "one id", 10**18
-    yield "lists of ids", [[5]] * (MAX_PARTS - 200)
+    yield "lists of ids", [[5]] * (MAX_NODES - 200)
     yield "keys", many_keys()
     yield "texts by key", {str(i): "x" * (room // 200) for i in range(190)}
-    yield "empty objects", [{}] * (MAX_PARTS - 200)
+    yield "empty objects", [{}] * (MAX_NODES - 200)
     yield "levels", json.loads("[" * (MAX_LEVELS - 8) + "]" * (MAX_LEVELS - 8))
     deep: dict[str, Any] = {}
     for _ in range(MAX_LEVELS // 2 - 8):
@@ -102,7 +102,7 @@ def values(field: str, maximum: int) -> Iterator[tuple[str, Any]]:
     yield "deep schema", deep
     yield "wide schema", wide_schema()
     yield "json_schema", {"type": "json_schema", "json_schema": {"name": "x", "schema": wide_schema()}}
-    yield "odd type", {"type": [[]] * (MAX_PARTS - 200)}
+    yield "odd type", {"type": [[]] * (MAX_NODES - 200)}
     yield from MORE.get(field, list)()
 
 
@@ -111,12 +111,12 @@ def conversations() -> list[tuple[str, Any]]:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" + "[]," * 15_000 + "1]"}}
     return [
         ("messages", [{"role": "user", "content": ""}] * 4096),
-        ("too many messages", [{"role": "user", "content": ""}] * (MAX_PARTS // 3 - 100)),
-        ("parts", [{"role": "user", "content": [part] * (MAX_PARTS // 3 - 100)}]),
+        ("too many messages", [{"role": "user", "content": ""}] * (MAX_NODES // 3 - 100)),
+        ("parts", [{"role": "user", "content": [part] * (MAX_NODES // 3 - 100)}]),
         ("calls", [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]),
         ("long message", [{"role": "user", "content": "hello world " * 340_000}]),
         ("escaped message", [{"role": "user", "content": "\u0001" * 690_000}]),
-        ("odd role", [{"role": [[]] * (MAX_PARTS - 200), "content": ""}]),
+        ("odd role", [{"role": [[]] * (MAX_NODES - 200), "content": ""}]),
     ]
 
 
@@ -158,8 +158,8 @@ def raw(maximum: int) -> Iterator[tuple[str, bytes]]:
     yield "spaces", b" " * maximum
     yield "brackets", b"[" * maximum
     yield "lists", b"[" + b"[]," * (maximum // 3 - 1)
-    yield "unknown lists", b'{"unknown_field":[' + b"[]," * (MAX_PARTS - 200) + b"1]}"
-    yield "unknown keys", b"{" + b",".join(b'"k%d":1' % i for i in range(MAX_PARTS - 200)) + b"}"
+    yield "unknown lists", b'{"unknown_field":[' + b"[]," * (MAX_NODES - 200) + b"1]}"
+    yield "unknown keys", b"{" + b",".join(b'"k%d":1' % i for i in range(MAX_NODES - 200)) + b"}"
     yield "one key", b'{"' + b"k" * (maximum - 10) + b'":1}'
     yield "backslashes", b'"' + b"\\" * (maximum - 3) + b'"'
     yield "not UTF-8", b'{"a":"' + b"\xff" * (maximum - 10) + b'"}'

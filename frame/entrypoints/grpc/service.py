@@ -42,7 +42,7 @@ class Service:
         self._services = services
         self._schema = schema
         self._release = release  # gives the bytes of a message back to the pool
-        self._admin = AdminGuard(services.resolved.user.server, is_own_listener=False)
+        self._admin = AdminGuard(services.resolved.user.server, is_dedicated=False)
 
     async def generate(self, request: Any, caller: GrpcCaller) -> None:
         await self._put_replies(request, caller, caller.context.write)

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.protocol.bodies import MAX_PARTS
+from frame.entrypoints.http.protocol.bodies import MAX_NODES
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types
 _MAX_VARINT = 10  # bytes
@@ -28,7 +28,7 @@ Fields = dict[int, Any]  # tag of a field with a length -> `Fields` of a message
 
 
 def check_parts(kind: Any, data: bytes, max_values: int) -> None:
-    """Raise ApiError 400 for a message of class `kind` with more than `MAX_PARTS` fields, those of
+    """Raise ApiError 400 for a message of class `kind` with more than `MAX_NODES` fields, those of
     its messages included, or more than `max_values` elements of packed lists. Takes up to 20
     ms."""
     try:
@@ -48,7 +48,7 @@ class _Counter:
     def __init__(self, data: bytes, max_values: int) -> None:
         self._data = data
         self._max_values = max_values
-        self._parts = MAX_PARTS
+        self._parts = MAX_NODES
         self._values = max_values
 
     def count(self, fields: Fields, at: int, end: int) -> None:
@@ -57,7 +57,7 @@ class _Counter:
         while at < end:
             self._parts -= 1
             if self._parts < 0:
-                raise ApiError(400, f"the message holds more than {MAX_PARTS} fields and list entries; send less at once")
+                raise ApiError(400, f"the message holds more than {MAX_NODES} fields and list entries; send less at once")
             tag, at = data[at], at + 1
             if tag > 127:
                 tag, at = self._read_varint(at - 1)

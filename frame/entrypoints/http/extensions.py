@@ -233,8 +233,8 @@ def _refusal(extension: HttpExtension, refusal: RefuseRequest) -> ApiError:
 
 
 class GuardedMiddleware:
-    """`kind(app, **arguments)`, whose errors are answered with 500 unless the response has begun.
-    Errors of inner applications do not come this far: routes answer theirs."""
+    """`kind(app, **arguments)`, whose errors become a response 500 unless one has begun.
+    Errors of inner applications do not come this far: routes write theirs."""
 
     def __init__(self, app: Any, kind: type, arguments: Mapping[str, Any], extension: HttpExtension) -> None:
         self._app = kind(app, **arguments)

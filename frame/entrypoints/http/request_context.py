@@ -31,7 +31,7 @@ CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose en
 INLINE_BYTES = 64 * 1024  # of a body that is looked through on the event loop
 MIN_PIECE = 16 * 1024  # of a body that is kept as it came; smaller ones are joined, since each object takes some 40 bytes
 BODY_PAUSE = 60.0  # seconds between two pieces of a body, where nothing else is said
-LINGER = 5.0  # seconds in which the rest of a body is discarded after an answer that ends the connection
+LINGER = 5.0  # seconds in which the rest of a body is discarded after a response that ends the connection
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 MAX_PARAMETERS = 64  # of a query string
 SENT_TO_ALL = frozenset({"beta", "api-version"})  # query parameters of Anthropic's and Azure's clients, which change nothing here
@@ -43,18 +43,7 @@ class RequestContext:
     stream."""
 
     __slots__ = (
-        "_bodies",
-        "_has_rest",
-        "_held",
-        "_watcher",
-        "errors",
-        "ignored",
-        "max_body",
-        "receive",
-        "scope",
-        "send",
-        "started",
-        "state",
+        "_bodies", "_has_rest", "_held", "_watcher", "errors", "ignored", "max_body", "receive", "scope", "send", "started", "state",
         "status",
     )  # fmt: skip
 
@@ -241,7 +230,7 @@ class RequestContext:
 
     async def _discard_rest(self) -> None:
         """Read on. To close with bytes unread would reset the connection, and a client that sends
-        its whole body first would not see the answer."""
+        its whole body first would not see the response."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER):
                 while (await self.receive()).get("more_body"):

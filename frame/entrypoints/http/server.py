@@ -65,19 +65,19 @@ def create_server(
     prepared: Prepared,
     deployments: Sequence[Deployment],
     infos: Sequence[dict[str, Any]],
-    parts: ServerParts,
+    start: ServerStart,
     reread: Callable[[], LoadedConfig] | None,
     signals: StartSignals,
 ) -> Server:
     """The server of engines that are ready. `infos`: the data of their `Ready`; `reread` reads the
     configuration again; `signals` that came during the start."""
     resolved, user = prepared.resolved, prepared.resolved.user
-    clients = _clients(resolved, deployments, parts.tokenizer, infos)
-    services = _services(prepared, deployments[0], clients, parts.tokenizer, infos[0])
-    app = App(services, extensions=parts.extensions)
+    clients = _clients(resolved, deployments, start.tokenizer, infos)
+    services = _services(prepared, deployments[0], clients, start.tokenizer, infos[0])
+    app = App(services, extensions=start.extensions)
     services.watch = start_monitor({name: pid for deployment in deployments for name, pid in deployment.pids.items()}, user.server)
     replicas = [
-        Replica(deployment, client, _supervisor(services, deployment, client, parts.start_seconds))
+        Replica(deployment, client, _supervisor(services, deployment, client, start.start_seconds))
         for deployment, client in zip(deployments, clients, strict=True)
     ]
 
@@ -86,7 +86,7 @@ def create_server(
             deployment.set_log_settings(settings)
 
     reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, tell_children)
-    return Server(app, replicas, parts, reload, signals)
+    return Server(app, replicas, start, reload, signals)
 
 
 def replica_report(deployment: Deployment) -> Callable[[str], None]:
@@ -179,7 +179,7 @@ OpenRpc = Callable[[Services, Bodies], RpcServer | None]  # None: no port is con
 
 
 @dataclass(frozen=True, slots=True)
-class ServerParts:
+class ServerStart:
     """What the start made for the server."""
 
     listeners: tuple[socket.socket, AdminListener]
@@ -244,15 +244,15 @@ class Server:
         self,
         app: App,
         replicas: Sequence[Replica],
-        parts: ServerParts,
+        start: ServerStart,
         reload: Reload,
         signals: StartSignals,
     ) -> None:
         self._services = services = app.services
         self._replicas = replicas
-        self._listener, self._admin = parts.listeners
-        self._started = parts.started
-        self._open_rpc = parts.open_rpc
+        self._listener, self._admin = start.listeners
+        self._started = start.started
+        self._open_rpc = start.open_rpc
         self._stop = asyncio.Event()
         self._now = asyncio.Event()  # a second signal: stop without waiting
         server = services.resolved.user.server

@@ -62,7 +62,7 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
 
             from frame.entrypoints.http.extensions import load_extensions
             from frame.entrypoints.http.protocol.starting import StartingServer
-            from frame.entrypoints.http.server import ServerParts, create_server, replica_report
+            from frame.entrypoints.http.server import ServerStart, create_server, replica_report
 
         gc.freeze()  # modules stay alive, so later collections skip them
         signals.check()
@@ -73,8 +73,8 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
             tokenizer = load_tokenizer(resolved)
             infos = [wait_ready(deployment, replica_report(deployment), signals.check, started) for deployment in deployments]
             start_seconds = time.perf_counter() - spawned
-        parts = ServerParts((listener, admin), tokenizer, extensions, started, start_seconds, open_rpc)
-        return uvloop.run(create_server(prepared, deployments, infos, parts, reread, signals).run())
+        start = ServerStart((listener, admin), tokenizer, extensions, started, start_seconds, open_rpc)
+        return uvloop.run(create_server(prepared, deployments, infos, start, reread, signals).run())
     finally:
         for deployment in deployments:
             deployment.kill()

@@ -18,7 +18,7 @@ from frame.entrypoints.grpc.schema import SERVICE
 from frame.entrypoints.grpc.server import GrpcServer
 from frame.entrypoints.grpc.wire import check_parts
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.protocol.bodies import MAX_PARTS, MAX_VALUES, MIN_BODY
+from frame.entrypoints.http.protocol.bodies import MAX_NODES, MAX_VALUES, MIN_BODY
 from tests.entrypoints.grpc.raw_calls import (
     CONTINUATION,
     END_HEADERS,
@@ -68,12 +68,12 @@ async def test_messages_are_bounded_as_bodies_are(tmp_path: Path) -> None:
         code, details = await refused(call("Tokenize", {"text": "x" * (MIN_BODY + 1)}))
         assert code == Code.RESOURCE_EXHAUSTED and "larger than max" in details
         for name, request in (
-            ("Tokenize", {"chat": {"messages": [{}] * (MAX_PARTS + 1)}}),
-            ("Embed", {"texts": [""] * (MAX_PARTS + 1)}),
-            ("Abort", {"ids": [""] * (MAX_PARTS + 1)}),
+            ("Tokenize", {"chat": {"messages": [{}] * (MAX_NODES + 1)}}),
+            ("Embed", {"texts": [""] * (MAX_NODES + 1)}),
+            ("Abort", {"ids": [""] * (MAX_NODES + 1)}),
         ):
             code, details = await refused(call(name, request))
-            assert code == Code.INVALID_ARGUMENT and f"more than {MAX_PARTS} fields" in details
+            assert code == Code.INVALID_ARGUMENT and f"more than {MAX_NODES} fields" in details
         code, details = await refused(call("Detokenize", {"token_ids": [5] * (MAX_VALUES + 1)}))
         assert code == Code.INVALID_ARGUMENT and f"more than {MAX_VALUES} values" in details
         server.app.bodies.held = server.app.bodies.maximum - 100  # HTTP's bodies hold the rest of the pool

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.http.chat.tools import MAX_PARTS, check_schemas
+from frame.entrypoints.http.chat.constraints import MAX_SUBSCHEMAS, check_schemas
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from tests.entrypoints.inprocess import serving
@@ -198,5 +198,5 @@ def test_valid_schemas_pass() -> None:
 
 
 def test_the_number_of_checked_subschemas_is_bounded() -> None:
-    wide = {"properties": {str(i): {} for i in range(MAX_PARTS)}}
+    wide = {"properties": {str(i): {} for i in range(MAX_SUBSCHEMAS)}}
     check_schemas([({"type": "text"}, "not checked"), (wide, "p")])

@@ -11,7 +11,7 @@ from frame import SamplingParams
 from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.parsing import CallRule, Function
 from frame.core.interfaces.sampling import GrammarContext
-from frame.entrypoints.http.chat.structured_outputs import replace_constraint, to_format
+from frame.entrypoints.http.chat.constraints import replace_constraint, to_format
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import PARSER
 from frame.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from typing import Any
 from frame.core.interfaces.parsing import ReasoningParser
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
+from frame.entrypoints.http.chat.constraints import ToolUse
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, count_reasoning_tokens, decode_prompt_end
-from frame.entrypoints.http.chat.tools import ToolUse
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_sent
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages

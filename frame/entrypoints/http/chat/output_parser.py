@@ -20,8 +20,7 @@ from frame.core.interfaces.parsing import Format, ReasoningDelta, ReasoningParse
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import SequenceState
-from frame.entrypoints.http.chat.structured_outputs import replace_constraint, to_format
-from frame.entrypoints.http.chat.tools import ToolUse
+from frame.entrypoints.http.chat.constraints import ToolUse, replace_constraint, to_format
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completion_objects import TextLogprobs
 from frame.text.tokenizer import Tokenizer
@@ -239,7 +238,6 @@ def count_reasoning_tokens(token_ids: Sequence[int], decode: Callable[[list[int]
 
 # content blocks -----------------------------------------------------------------------------------
 
-
 Kind = Literal["reasoning", "text", "call"]
 
 
@@ -258,6 +256,15 @@ class ContentBlock:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call as an object; text that is not one is under `_unparsed`."""
+        try:
+            arguments = msgspec.json.decode(self.text or "{}")
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+        return arguments if isinstance(arguments, dict) else {"_unparsed": self.text}
 
 
 class BlockEventWriter:

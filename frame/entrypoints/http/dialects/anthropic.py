@@ -408,19 +408,10 @@ def _empty(block: ContentBlock) -> dict[str, Any]:
 def _content(block: ContentBlock) -> dict[str, Any]:
     content = _empty(block)
     if block.kind == "call":
-        content["input"] = arguments_of(block.text)
+        content["input"] = block.arguments
     else:
         content["text" if block.kind == "text" else "thinking"] = block.text
     return content
-
-
-def arguments_of(text: str) -> dict[str, Any]:
-    """A call's arguments as an object; text that is not one is under `_unparsed`."""
-    try:
-        arguments = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"_unparsed": text}
 
 
 AnthropicRoutes = make_extension(__name__, router, models_router)

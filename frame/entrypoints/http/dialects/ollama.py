@@ -18,7 +18,6 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.chat.chat_request import make_output_parsers, start_chat
 from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock, ContentBlocks, OutputParser
 from frame.entrypoints.http.chat.request_fields import OLLAMA, check_effort, check_object, check_string
-from frame.entrypoints.http.dialects.anthropic import arguments_of
 from frame.entrypoints.http.errors import ApiError, ErrorShape
 from frame.entrypoints.http.failures import failure, sent_as
 from frame.entrypoints.http.native.pooling import CUT_FIELD, EmbeddingRequest, compute_embeddings, encode_vectors, paced, value_array
@@ -34,7 +33,6 @@ from frame.entrypoints.http.validation_errors import type_name, validation_error
 from frame.entrypoints.version import package_version
 
 # requests -----------------------------------------------------------------------------------------
-
 
 LATEST = ":latest"  # the tag that Ollama's clients add to a model name without a tag
 # option -> field of a chat request
@@ -406,7 +404,7 @@ class ResponseLines(BlockEventWriter):
 
 
 def _call(block: ContentBlock) -> dict[str, Any]:
-    return {"id": block.call_id, "function": {"name": block.name, "arguments": arguments_of(block.text)}}
+    return {"id": block.call_id, "function": {"name": block.name, "arguments": block.arguments}}
 
 
 def _now() -> str:

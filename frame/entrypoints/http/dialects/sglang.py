@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from frame.core.messages import Finish
+from frame.entrypoints.http.chat.constraints import resolve_tools
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair
 from frame.entrypoints.http.chat.request_fields import TOOL
-from frame.entrypoints.http.chat.tools import resolve_tools
 from frame.entrypoints.http.errors import ApiError, without_folders
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape

@@ -73,7 +73,7 @@ class BatchJob(msgspec.Struct, kw_only=True):
     expired_at: int | None = None
     cancelled_at: int | None = None
     total: int = 0  # lines of the input file
-    completed: int = 0  # lines answered with status 200
+    completed: int = 0  # lines whose response has status 200
     failed: int = 0  # all other lines that were run
     error: str | None = None  # why the whole batch failed
 

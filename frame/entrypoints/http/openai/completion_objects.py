@@ -272,7 +272,6 @@ def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], name:
 
 # events -------------------------------------------------------------------------------------------
 
-
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 

@@ -399,7 +399,7 @@ class OpenAIRoutes(HttpExtension):
 
     def make_routers(self) -> tuple[ApiRouter, ...]:
         from frame.entrypoints.http.native.pooling import embeddings_router
-        from frame.entrypoints.http.openai import batches, conversations, moderations, responses, transcriptions
+        from frame.entrypoints.http.openai import batches, moderations, responses, transcriptions
 
-        modules = (responses, conversations, moderations, batches, transcriptions)
+        modules = (responses, moderations, batches, transcriptions)
         return (router, models_router, embeddings_router, *(module.router for module in modules))

@@ -14,9 +14,17 @@ import msgspec
 from pydantic import Field, model_validator
 
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.http.chat.constraints import (
+    GRAMMAR_PARAMS,
+    ToolUse,
+    check_schemas,
+    constraint_params,
+    rename_error_params,
+    resolve_functions,
+    resolve_tools,
+    sent_constraint,
+)
 from frame.entrypoints.http.chat.request_fields import TemplateFields
-from frame.entrypoints.http.chat.structured_outputs import GRAMMAR_PARAMS, constraint_params, sent_constraint
-from frame.entrypoints.http.chat.tools import ToolUse, check_schemas, rename_error_params, resolve_functions, resolve_tools
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.protocol.fields import check_nested_fields

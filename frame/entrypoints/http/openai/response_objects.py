@@ -80,7 +80,6 @@ ItemList = declare("ItemList", base=Page, data=list[StoredItem])
 
 # events -------------------------------------------------------------------------------------------
 
-
 _encode = msgspec.json.encode
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 CONTENT_TYPES = {"reasoning": "reasoning_text", "text": "output_text"}
@@ -191,7 +190,6 @@ def _content_part(block: ContentBlock, text: str) -> dict[str, Any]:
 
 
 # the object ---------------------------------------------------------------------------------------
-
 
 # Of finish reasons; otherwise "completed"
 STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import Field
 
+from frame.entrypoints.http.chat.constraints import FORMAT_FIELDS, SCHEMA_FIELDS
 from frame.entrypoints.http.chat.request_fields import (
     CHOICE,
     ExtensionFields,
@@ -23,7 +24,6 @@ from frame.entrypoints.http.chat.request_fields import (
     make_function_tool,
     to_content_parts,
 )
-from frame.entrypoints.http.chat.structured_outputs import FORMAT_FIELDS, SCHEMA_FIELDS
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, ServiceTier
 from frame.entrypoints.http.protocol.fields import Shape, check_nested_fields
@@ -300,7 +300,6 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 # stored items -------------------------------------------------------------------------------------
-
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
             "custom_tool_call_output": "ctco"}  # fmt: skip

@@ -18,13 +18,13 @@ from frame.entrypoints.origin import Cors, why_foreign
 
 
 class AdminGuard:
-    """Who may use operators' routes. `is_own_listener`: it serves nothing else."""
+    """Who may use operators' routes. `is_dedicated`: it serves nothing else."""
 
-    def __init__(self, server: ServerSection, is_own_listener: bool) -> None:
+    def __init__(self, server: ServerSection, is_dedicated: bool) -> None:
         has_listener = server.admin_port is not None or server.admin_socket is not None
-        self._is_elsewhere = has_listener and not is_own_listener
+        self._is_elsewhere = has_listener and not is_dedicated
         self._keys: KeyRing | None = None if server.admin_key is None else ring_of(server.admin_key, "server.admin_key")
-        self._is_open = server.admin_key is None and (is_own_listener or load_keys(server) is None)
+        self._is_open = server.admin_key is None and (is_dedicated or load_keys(server) is None)
 
     def opens(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         """Whether the request brings the admin key."""

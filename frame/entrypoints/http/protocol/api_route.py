@@ -157,7 +157,7 @@ class ApiRoute(APIRoute):
                 lease.close()
 
     async def _run(self, context: RequestContext, values: dict[str, Any], errors: Sequence[Any], app: Any) -> None:
-        """Run the endpoint for a request that was admitted, and answer when it raises."""
+        """Run the endpoint for a request that was admitted, and send an error when it raises."""
         scope, tracing, hooks = context.scope, app.services.tracing, app.hooks
         span = None
         if tracing is not None and scope["method"] == "POST":
@@ -271,7 +271,7 @@ def count_response(metrics: Any, route: str, context: RequestContext) -> None:
 
 
 def _end_span(span: Any, route: str, context: RequestContext) -> None:
-    """End the span of a request that was answered, or whose client left."""
+    """End the span of a request that has a response, or whose client left."""
     status, scope = context.status or CLIENT_GONE, context.scope
     attributes = {
         "http.request.method": scope["method"], "http.route": route, "http.response.status_code": status,

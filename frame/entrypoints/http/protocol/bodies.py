@@ -24,7 +24,7 @@ MAX_FIELD_CHARS = 256 * 1024  # of a text that is no prompt: a name, a grammar
 PROMPT_FIELDS = frozenset(
     {"prompt", "text", "input", "instructions", "instruction", "system", "query", "queries", "text_1", "text_2", "items", "documents"}
 )
-MAX_PARTS = 32 * 1024  # lists, objects and keys of one body
+MAX_NODES = 32 * 1024  # lists, objects and keys of one body
 MAX_VALUES = 256 * 1024  # elements of lists and objects of one body, where the context is not larger
 MIN_BODY = 4 * 1024 * 1024  # bytes that a body may have whatever the context
 TOKEN_BYTES = 16  # of a body for each token of the context
@@ -102,7 +102,7 @@ def problem_of(data: bytes, max_values: int = MAX_VALUES) -> str | None:
     whole = np.frombuffer(data, np.uint8)
     opening = int(np.count_nonzero(whole == ord("[")) + np.count_nonzero(whole == ord("{")))
     nodes = opening + int(np.count_nonzero(whole == ord(":")))
-    if opening <= MAX_LEVELS and nodes <= MAX_PARTS and np.count_nonzero(whole == _COMMA) <= max_values:
+    if opening <= MAX_LEVELS and nodes <= MAX_NODES and np.count_nonzero(whole == _COMMA) <= max_values:
         return None
     level, nodes, values = 0, 0, 0
     for outside in _outside_texts(data):
@@ -111,8 +111,8 @@ def problem_of(data: bytes, max_values: int = MAX_VALUES) -> str | None:
             return f"the body is nested deeper than {MAX_LEVELS} levels; send fewer"
         level += int(steps.sum())
         nodes += int(np.count_nonzero(steps > 0)) + int(np.count_nonzero(outside == ord(":")))
-        if nodes > MAX_PARTS:
-            return f"the body holds more than {MAX_PARTS} lists, objects and keys; send less at once"
+        if nodes > MAX_NODES:
+            return f"the body holds more than {MAX_NODES} lists, objects and keys; send less at once"
         values += int(np.count_nonzero(outside == _COMMA))
         if values > max_values:
             return f"the body holds more than {max_values} values; send less at once"

@@ -1,7 +1,7 @@
 """`GuardedProtocol`: uvicorn's HTTP connection with limits: number of connections, size and time of
 a request's head, time in which a client reads nothing of a response.
 
-Invalid HTTP and exceeded limits are answered in the API's error shape. `RequestContext` bounds
+Invalid HTTP and exceeded limits get a response in the API's error shape. `RequestContext` bounds
 bodies. Must not depend on a route.
 """
 
@@ -286,7 +286,7 @@ class GuardedProtocol(PacedProtocol):
         if self.transport.is_closing():
             return
         cycle = self.cycle if self._running is None or self._running.response_complete else self._running
-        if cycle is not None and cycle.response_started and not cycle.response_complete:  # in the midst of an answer there is no other
+        if cycle is not None and cycle.response_started and not cycle.response_complete:  # in the midst of a response there is no other
             self.transport.close()
             return
         self._disconnect(cycle)
@@ -296,7 +296,7 @@ class GuardedProtocol(PacedProtocol):
         self.transport.write(STATUS_LINE[error.status] + head + retry + b"\r\n" + body)
         if len(self._limits.lingering) >= MAX_LINGERING or not self.transport.can_write_eof():  # TLS has no half-closed state
             self.transport.close()
-        else:  # to close with bytes unread would reset the connection, and the client might not see the answer
+        else:  # to close with bytes unread would reset the connection, and the client might not see the response
             self.connections.discard(self)
             self._limits.lingering.add(self)
             self._reading = self.loop.call_later(LINGER, self.transport.abort)

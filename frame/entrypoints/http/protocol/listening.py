@@ -33,6 +33,10 @@ BACKLOG = 2048
 MAX_ACCEPTED = 512  # connections accepted in one turn of the loop: those that have left cost 10 us
 MAX_OPENED, MAX_HANDSHAKES = 16, 3  # of them that are served; over TLS, where each costs a signature
 PAUSE = 1.0  # seconds without accepting when the process has no descriptor left
+KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
+CONNECTIONS = 256  # of operators, at once
+SOCKET_MODE = 0o600  # of the operators' Unix socket
+CLOSE_TIMEOUT = 2.0  # seconds in which the operators' listener ends
 
 
 class Listener:
@@ -137,9 +141,6 @@ def _has_ended(connection: socket.socket) -> bool:
         return True
 
 
-KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
-
-
 class HttpServer(uvicorn.Server):
     """Uvicorn without its own signal handlers, which the process has. `listening` is set once it
     accepts connections."""
@@ -200,11 +201,6 @@ def bound_port(host: str, port: int, flags: str) -> socket.socket:
 def address(host: str, port: int) -> str:
     """Host and port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-CONNECTIONS = 256  # at once
-SOCKET_MODE = 0o600
-CLOSE_TIMEOUT = 2.0  # seconds
 
 
 class AdminListener:

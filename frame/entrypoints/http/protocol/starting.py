@@ -1,4 +1,4 @@
-"""`StartingServer` answers on the server's socket while the model loads: `/health/live` and
+"""`StartingServer` responds on the server's socket while the model loads: `/health/live` and
 `/livez` 200, everything else 503.
 
 It uses the server's HTTP and TLS with an application of its own, in a thread with an event loop.
@@ -17,14 +17,13 @@ from typing import Self
 
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
-from frame.entrypoints.http.protocol.listening import HttpServer
+from frame.entrypoints.http.protocol.listening import BACKLOG, HttpServer
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
 from frame.entrypoints.http.request_context import JSON, Receive, RequestContext, Scope, Send
 from frame.entrypoints.tls import Certificate
 
-PATIENCE = 5.0  # seconds for a handshake, a request's head, its body, and for what is being answered when the phase ends
+PATIENCE = 5.0  # seconds for a handshake, a request's head, its body, and for responses that are written when the phase ends
 RETRY_AFTER = 2  # seconds
-BACKLOG = 2048
 CLOSE = (b"connection", b"close")  # so that the next request reaches the server
 
 _router: PathIndex[None] = PathIndex([("/health/live", ("GET",), None), ("/livez", ("GET",), None)])
@@ -47,7 +46,7 @@ class StartingServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Accept no more connections. The thread answers requests that were accepted."""
+        """Accept no more connections. The thread responds to requests that were accepted."""
         self._is_up.wait()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._close)

@@ -11,7 +11,7 @@ import pytest
 
 from frame.entrypoints.http.openai import response_store
 from frame.entrypoints.http.openai.response_store import OVERHEAD, EventLog, ResponseStore
-from frame.entrypoints.http.protocol.bodies import MAX_PARTS
+from frame.entrypoints.http.protocol.bodies import MAX_NODES
 from tests.entrypoints.inprocess import serving
 
 
@@ -133,10 +133,10 @@ async def test_large_responses_of_one_key_do_not_evict_those_of_another(tmp_path
 
 def test_items_of_an_entry_are_bounded_like_a_request_body() -> None:
     store = ResponseStore(4, 100_000_000, 60.0, max_items_bytes=2_000_000)
-    assert not store.put("a", "", b"{}", b"[" + b"{}," * (MAX_PARTS + 1) + b"{}]"), "decoding so many values takes too long"
+    assert not store.put("a", "", b"{}", b"[" + b"{}," * (MAX_NODES + 1) + b"{}]"), "decoding so many values takes too long"
     assert not store.put("a", "", b"{}", b'["' + b"x" * 2_000_000 + b'"]')
     assert store.put("a", "", b"{}", b"[]")
-    assert not store.append_items("a", "", [{}] * (MAX_PARTS + 1))
+    assert not store.append_items("a", "", [{}] * (MAX_NODES + 1))
     assert store.get("a", "") is not None, "a refused append changes nothing"
     assert store.append_items("a", "", [{"id": "x"}])
 

@@ -10,7 +10,7 @@ import pytest
 
 from frame.entrypoints.http.chat.request_fields import CHAT as CHAT_SHAPES
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.protocol.bodies import MAX_PARTS
+from frame.entrypoints.http.protocol.bodies import MAX_NODES
 from frame.entrypoints.http.protocol.fields import MAX_UNKNOWN, check_nested
 from frame.entrypoints.http.validation_errors import repeated_name
 from tests.entrypoints.inprocess import serving
@@ -183,11 +183,11 @@ def test_equal_names_of_different_objects_are_not_repeated() -> None:
 
 def test_the_time_for_nested_names_is_bounded() -> None:
     """A body of the largest size with nothing but small objects or unknown names."""
-    small = {"messages": [{"role": "user", "content": [{}] * (MAX_PARTS - 8)}]}
-    deep = {"messages": [{"content": [{"frob": 1}]} for _ in range(MAX_PARTS // 5)]}
+    small = {"messages": [{"role": "user", "content": [{}] * (MAX_NODES - 8)}]}
+    deep = {"messages": [{"content": [{"frob": 1}]} for _ in range(MAX_NODES // 5)]}
     for body in (small, deep):
         assert _seconds(lambda body=body: check_nested(CHAT_SHAPES, body)) < 0.04
-    many = {"messages": [{f"name{i}": 1} for i in range(MAX_PARTS // 2)]}
+    many = {"messages": [{f"name{i}": 1} for i in range(MAX_NODES // 2)]}
 
     def refused() -> None:
         with pytest.raises(ApiError, match="unknown fields"):
