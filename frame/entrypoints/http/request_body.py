@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import check_text_sizes
 from frame.entrypoints.http.protocol.fields import Shape, check_fields, check_nested
@@ -235,9 +236,9 @@ class SamplingFields(RequestOptions):
         return prompt[:count] if self.truncation_side == "right" else prompt[-count:]
 
 
-_SAME = frozenset({"seed", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
-         "stop_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-         "disable_any_whitespace", "num_speculative_tokens", "custom"})  # fmt: skip
+# The fields that `SamplingParams` has too, with the same values. `constraints` converts grammars.
+_CONVERTED = {"logit_bias", "regex", "ebnf", "json_schema", "structural_tag"}
+_SAME = (SamplingFields.model_fields.keys() & set(SamplingParams.__struct_fields__)) - _CONVERTED
 
 
 # multipart/form-data ------------------------------------------------------------------------------

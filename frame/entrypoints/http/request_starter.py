@@ -31,7 +31,7 @@ from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLeas
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
 from frame.entrypoints.http.failures import as_api_error, as_sent, raise_failed, too_many
-from frame.entrypoints.http.paced_json import Event
+from frame.entrypoints.http.paced_json import TURN, Event
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.request_body import RequestOptions
 from frame.entrypoints.http.request_context import EVENT_STREAM, RequestContext
@@ -50,7 +50,6 @@ COUNTED_TOKENS = 256 * 1024  # of a text that is only counted, where the context
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1024 * 1024  # of all tools and template arguments together, as JSON
 MAX_LOGPROBS_HELD = 2 * 1024 * 1024  # of a response that is sent whole; each takes about 350 bytes at the end
-TURN = 0.005  # seconds of work over many items before other tasks run
 CUT = "shorten it, or have it cut with truncate_prompt_tokens: -1"
 
 
