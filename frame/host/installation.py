@@ -1,4 +1,5 @@
-"""Commands that install a missing package, for the sentences that name it.
+"""Commands that install a missing package, for the sentences that name it; and which modules of
+frame this installation has, for the tables that name them.
 
 Used by every part that reports one. Must not import the package, or know who needs it.
 """
@@ -13,7 +14,8 @@ from pathlib import Path
 
 # Our packages in the folder `packages` of the repository.
 IN_TREE_PACKAGES = ("frame-automata", "frame-bitsandbytes", "frame-gguf", "frame-quantize", "frame-ray", "frame-x86")
-_PACKAGES = Path(__file__).resolve().parents[2] / "packages"  # of the clone that this module runs from, if any
+_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package `frame`
+_PACKAGES = _ROOT / "packages"  # of the clone that this module runs from, if any
 
 
 def install_command(*requirements: str, packages: Path = _PACKAGES) -> str:
@@ -30,6 +32,13 @@ def install_command(*requirements: str, packages: Path = _PACKAGES) -> str:
         here = packages.parent == Path.cwd()
         return f"{pip} install {f'./packages/{name}' if here else shlex.quote(str(packages / name))}"
     return f"{command}, or {pip} install ./packages/{name} in a clone of frame"
+
+
+def has_module(name: str) -> bool:
+    """Whether this installation has a module of frame, such as "frame.entrypoints.router". Imports
+    nothing. Tables of commands and APIs leave out those whose module is deleted."""
+    path = _ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def is_installed(distribution: str) -> bool:

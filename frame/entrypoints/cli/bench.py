@@ -112,7 +112,7 @@ def serve(
     vocabulary: int,
     **rest: Any,
 ) -> None:
-    from frame.entrypoints.cli.chat import ask_server
+    from frame.entrypoints.cli.server_calls import ask_server
     from frame.entrypoints.tools.bench.load import Target, run
     from frame.entrypoints.tools.bench.report import report
     from frame.entrypoints.tools.bench.summary import Objective, row

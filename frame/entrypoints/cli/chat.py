@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from frame.entrypoints.cli.options import config_command, refuse_engine_flags
+from frame.entrypoints.cli.server_calls import CONTROLS, describe_unreachable, read_error_message
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 ReplyText = Callable[[Messages], Generator[str]]
-
-# Control characters are shown: a terminal acts on them, and some write its clipboard (OSC 52).
-_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(range(127, 160), 0xFFFD)
 
 COMMANDS = "/clear clears the conversation, /exit or Ctrl-D exits, Ctrl-C stops an answer."
 _COMMAND = re.compile("/[a-z]+")  # a line of one word; paths and sentences are messages
@@ -94,7 +92,7 @@ def _say(pieces: Generator[str]) -> str:
     try:
         for piece in pieces:
             parts.append(piece)
-            click.echo(piece.translate(_CONTROLS) if sys.stdout.isatty() else piece, nl=False)
+            click.echo(piece.translate(CONTROLS) if sys.stdout.isatty() else piece, nl=False)
     except KeyboardInterrupt:
         pieces.close()
     click.echo()
@@ -112,27 +110,6 @@ def _engine(engine: Engine, parameters: dict[str, Any]) -> ReplyText:
     return reply
 
 
-def unreachable(base_url: str, error: Exception) -> str:
-    """The error message for a server that does not respond."""
-    if "://" not in base_url:
-        return f"--base-url {base_url} has no scheme; write http://{base_url}."
-    return f"The server at {base_url} does not respond ({error}); start one with `frame serve`, or pass its URL with --base-url."
-
-
-def ask_server(method: str, base_url: str, path: str, key: str | None, body: Any = None, timeout: float | None = None) -> Any:
-    """The JSON of a response. Raises ClickException where there is none."""
-    import httpx
-
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        reply = httpx.request(method, base_url.rstrip("/") + path, json=body, headers=headers, timeout=timeout)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise click.ClickException(unreachable(base_url, error)) from None
-    if reply.status_code != 200:
-        raise click.ClickException(f"{base_url}{path} answered {reply.status_code}: {complaint_of(reply.text)}")
-    return reply.json()
-
-
 def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> ReplyText:
     import httpx
 
@@ -145,28 +122,19 @@ def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> R
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise click.ClickException(complaint_of(response.text))
+                    raise click.ClickException(read_error_message(response.text))
                 for line in response.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
                         yield from _pieces(json.loads(line[6:]))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise click.ClickException(unreachable(base_url, error)) from None
+            raise click.ClickException(describe_unreachable(base_url, error)) from None
 
     return reply
 
 
 def _pieces(event: dict[str, Any]) -> Iterator[str]:
     if "error" in event:
-        raise click.ClickException(str(event["error"]["message"]).translate(_CONTROLS))
+        raise click.ClickException(str(event["error"]["message"]).translate(CONTROLS))
     for choice in event["choices"]:
         delta = choice["delta"]
         yield (delta.get("reasoning_content") or "") + (delta.get("content") or "")
-
-
-def complaint_of(text: str) -> str:
-    """The error message in the body of an error response."""
-    try:
-        found = str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        found = text[:200]
-    return found.translate(_CONTROLS)

@@ -35,7 +35,7 @@ async def _evaluate(loaded: LoadedConfig, base_url: str | None, tasks: Sequence[
     if base_url is not None:
         import httpx
 
-        from frame.entrypoints.cli.chat import unreachable
+        from frame.entrypoints.cli.server_calls import describe_unreachable
         from frame.entrypoints.tools.eval.http_backend import HttpBackend
 
         refuse_engine_flags(loaded)
@@ -43,7 +43,7 @@ async def _evaluate(loaded: LoadedConfig, base_url: str | None, tasks: Sequence[
             async with HttpBackend(base_url, api_key=loaded.config.server.api_key) as server:
                 return await evaluate(server, tasks, samples, seed, concurrency)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise click.ClickException(unreachable(base_url, error)) from None
+            raise click.ClickException(describe_unreachable(base_url, error)) from None
     from frame.entrypoints.offline.engine import Engine
 
     refuse_server_settings(loaded)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from frame.core.errors import ConfigurationError, did_you_mean
+from frame.core.installation import has_module, install_command
 from frame.entrypoints.cli.installed import PACKAGES, list_help, load_command
 from frame.host.installation import install_command
 
@@ -24,7 +25,7 @@ EX_CONFIG = 78  # sysexits.h
 
 _HERE = "frame.entrypoints.cli"
 # name -> ("module:command", one line of help)
-COMMANDS: Mapping[str, tuple[str, str]] = {
+_BUILT_IN: Mapping[str, tuple[str, str]] = {
     "serve": (f"{_HERE}.serve:command", "Serve a model over HTTP (OpenAI API)."),
     "chat": (f"{_HERE}.chat:command", "Chat in the terminal, with a server or in process."),
     "eval": (f"{_HERE}.eval:command", "Score a server or an engine on the embedded tasks."),
@@ -36,6 +37,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "config": (f"{_HERE}.config:command", "Check, explain and show the configuration."),
     "plugins": (f"{_HERE}.plugins:command", "List, inspect, check and create plugins."),
 }
+# The commands whose modules this installation has: one is deleted with its module.
+COMMANDS = {name: entry for name, entry in _BUILT_IN.items() if has_module(entry[0].partition(":")[0])}
 
 
 class HelpError(click.ClickException):

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frame.config.resolved import Resolved
 from frame.core.interfaces.model import Task
@@ -22,17 +22,18 @@ from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, T
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
 from frame.entrypoints.http.errors import ApiError, quoted
-from frame.entrypoints.http.openai.batch_files import FileStore
-from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
-from frame.entrypoints.http.openai.response_store import ResponseStore
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.protocol.bodies import prompt_limit
 from frame.entrypoints.keys import load_keys
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
-from frame.entrypoints.speech import Speech
 from frame.entrypoints.tracing import Tracing
 from frame.entrypoints.version import package_version
 from frame.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # rooms that a server imports with their routes, and that can be deleted with them
+    from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
+    from frame.entrypoints.http.openai.response_store import ResponseStore
+    from frame.entrypoints.speech import Speech
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,6 @@ class Services:
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
     quotas: TenantQuotas = field(init=False)  # of the API keys
-    responses: ResponseStore = field(init=False)  # of /v1/responses
     # Background work
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     # None without batches.folder
@@ -80,6 +80,7 @@ class Services:
     # The place of the large responses that are being formatted
     formatting: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(1))
     speech: Speech | None = field(init=False, default=None)  # of a speech model, after its first request
+    _responses: ResponseStore | None = field(init=False, default=None)
     # OpenAI's system_fingerprint, of the version and the settings that outputs may depend on
     fingerprint: str = field(init=False)
 
@@ -92,10 +93,22 @@ class Services:
         self.quotas = TenantQuotas(server.max_requests_per_key, places)
         if self.tokenizer is not None:
             _ = self.tokenizer.bounds  # read now: for a large vocabulary it takes a while
-        store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
-        self.responses = ResponseStore(*store, prompt_limit(self.resolved.max_context))
         if batches.folder is not None:
+            from frame.entrypoints.http.openai.batch_files import FileStore
+            from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
+
             self.batches = BatchJobRunner(batches, FileStore(batches), self.quotas, lambda: self.draining)
+
+    @property
+    def responses(self) -> ResponseStore:
+        """The stored responses and conversations."""
+        if self._responses is None:
+            from frame.entrypoints.http.openai.response_store import ResponseStore
+
+            server = self.resolved.user.server
+            store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
+            self._responses = ResponseStore(*store, prompt_limit(self.resolved.max_context))
+        return self._responses
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run background work, which no client awaits. It has reserved its sequences before, so

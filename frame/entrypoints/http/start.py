@@ -22,7 +22,6 @@ from frame.core.blame import blaming, explain
 from frame.core.errors import ConfigurationError, PluginError
 from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.configuration.prepare import Prepared
-from frame.entrypoints.http.openai.batch_files import make_folder
 from frame.entrypoints.http.protocol.connections import raise_file_limit
 from frame.entrypoints.http.protocol.listening import AdminListener, address, bound_port
 from frame.entrypoints.logs import report
@@ -87,6 +86,8 @@ def open_listeners(resolved: Resolved) -> tuple[socket.socket, AdminListener]:
     ConfigurationError for an address or a folder that cannot be used."""
     server = resolved.user.server
     if (folder := resolved.user.batches.folder) is not None:
+        from frame.entrypoints.http.openai.batch_files import make_folder
+
         make_folder(Path(folder))
     if server.grpc_port:  # the gRPC library binds it itself, after the model is loaded
         bound_port(server.host, server.grpc_port, "--host and --grpc-port").close()

@@ -28,17 +28,16 @@ import numpy as np
 from frame.core.errors import did_you_mean
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Control, ControlReply
-from frame.entrypoints.audio import open_audio
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
 from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, group_outputs
 from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, check_text, expand_params, to_list, to_token_ids
 from frame.entrypoints.offline.vectors import Vectors, need_task
-from frame.entrypoints.speech import Speech, Transcription, join_segments
 from frame.text.chat_template import ChatTemplateError
 
 if TYPE_CHECKING:
     from frame.config.schema import FrameConfig
     from frame.entrypoints.offline.session import Session
+    from frame.entrypoints.speech import Transcription
     from frame.text.tokenizer import Encoded, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -192,6 +191,9 @@ class Engine:
         its code; None: the model finds it. `prompt`: text that came before. With `translate` the
         text is English. Audio that is longer than the model's window is cut where it is quiet.
         """
+        from frame.entrypoints.audio import open_audio
+        from frame.entrypoints.speech import Speech, join_segments
+
         need_task(self._resolved, "generate")
         speech = Speech(self._resolved, self.tokenizer)
         language = speech.choose_language(language, task)

@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from frame.entrypoints.cli import chat
+from frame.entrypoints.cli import chat, server_calls
 from frame.entrypoints.cli.main import cli
 from tests.entrypoints.serving import RunningServer
 
@@ -88,7 +88,7 @@ def test_control_characters_of_an_answer_are_shown_on_a_terminal(
     chat.talk(reply, None, "hi")
     shown = "\u241b]52;c;eA==\u2407\ufffd\n\tc\n" if is_terminal else "\x1b]52;c;eA==\x07\x9b\n\tc\n"
     assert capsys.readouterr().out == shown
-    assert chat.complaint_of('{"error": {"message": "no\\u001b[2J"}}') == "no\u241b[2J"
+    assert server_calls.read_error_message('{"error": {"message": "no\\u001b[2J"}}') == "no\u241b[2J"
 
 
 def test_a_refused_message_does_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

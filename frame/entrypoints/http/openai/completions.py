@@ -10,8 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from datetime import UTC, datetime
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
+from frame.core.installation import has_module
 from frame.core.interfaces.http import HttpExtension
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
@@ -394,12 +396,15 @@ def _anthropic_card(services: Services, name: str) -> dict[str, Any]:
     return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
 
+# The modules beside chat, each with a `router`. One that is deleted adds no routes.
+_MODULES = tuple(f"frame.entrypoints.http.openai.{name}" for name in ("responses", "moderations", "batches", "transcriptions"))
+
+
 class OpenAIRoutes(HttpExtension):
     """The HTTP extension `openai`, whose other modules are imported when it is selected."""
 
     def make_routers(self) -> tuple[ApiRouter, ...]:
         from frame.entrypoints.http.native.pooling import embeddings_router
-        from frame.entrypoints.http.openai import batches, moderations, responses, transcriptions
 
-        modules = (responses, moderations, batches, transcriptions)
+        modules = [import_module(name) for name in _MODULES if has_module(name)]
         return (router, models_router, embeddings_router, *(module.router for module in modules))

@@ -15,6 +15,7 @@ import msgspec
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.chat.chat_request import count_chat, drop_oldest_turns, start_chat
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ErrorShape
+from frame.entrypoints.http.list_pages import make_list, make_page
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.openai.response_objects import (
     ItemList,
@@ -31,8 +32,6 @@ from frame.entrypoints.http.openai.responses_schema import (
     ResponsesRequest,
     container_ids,
     find_item,
-    make_list,
-    make_page,
     messages_of,
     to_stored_items,
 )
