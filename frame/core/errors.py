@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+EXIT_CONFIGURATION = 78  # of a process, for these errors; sysexits' EX_CONFIG
 CLOSENESS = 0.65  # of two words, from 0 to 1, from which one is suggested for the other
 
 

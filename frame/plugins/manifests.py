@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
+from frame.core.errors import EXIT_CONFIGURATION
+
 HANG_SECONDS = 10.0
 SLOW_SECONDS = 1.0
-EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
 
 _log = logging.getLogger(__name__)
 

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from frame.core.errors import ConfigurationError, did_you_mean
+from frame.core.errors import EXIT_CONFIGURATION, ConfigurationError, did_you_mean
 from frame.core.installation import has_module, install_command
 from frame.entrypoints.cli.installed import PACKAGES, list_help, load_command
 from frame.host.installation import install_command
 
 if TYPE_CHECKING:
     from frame.entrypoints.processes.early_process import EarlyProcess
-
-EX_CONFIG = 78  # sysexits.h
 
 _HERE = "frame.entrypoints.cli"
 # name -> ("module:command", one line of help)
@@ -44,7 +42,7 @@ COMMANDS = {name: entry for name, entry in _BUILT_IN.items() if has_module(entry
 class HelpError(click.ClickException):
     """A plugin file that help cannot read."""
 
-    exit_code = EX_CONFIG
+    exit_code = EXIT_CONFIGURATION
 
 
 class LazyGroup(click.Group):
@@ -87,7 +85,7 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except ConfigurationError as error:
             click.echo(f"frame: {error}", err=True)
-            ctx.exit(EX_CONFIG)
+            ctx.exit(EXIT_CONFIGURATION)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True})

@@ -15,7 +15,6 @@ from typing import Any
 import click
 
 from frame.core.errors import did_you_mean
-from frame.entrypoints.configuration.equivalents import describe_flags
 from frame.entrypoints.configuration.flat_settings import ALIASES, Setting, settings
 from frame.entrypoints.configuration.sources import LoadedConfig, load_config
 
@@ -47,6 +46,8 @@ class ConfigCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption:
+            from frame.entrypoints.configuration.equivalents import describe_flags
+
             known = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
             if found := describe_flags(arguments, known):
                 raise click.UsageError("\n".join(found), ctx) from None

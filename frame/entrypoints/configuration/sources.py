@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigError, did_you_mean, nearest_word
-from frame.entrypoints.configuration.equivalents import suggest_keyword
 from frame.entrypoints.configuration.flat_settings import ALIASES, OPTIONS_KEY, Setting, by_key, by_keyword
 from frame.entrypoints.configuration.yaml_file import Located, parse_yaml, plain, read_yaml
 
@@ -269,6 +268,8 @@ def _from_python(keywords: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]
             if value:
                 yield known[key].path, meaning, source
         else:
+            from frame.entrypoints.configuration.equivalents import suggest_keyword
+
             other = suggest_keyword(name)
             hint = f"; did you mean {other!r}?" if other else did_you_mean(name, [*short, *sections, "disable_radix_cache"])
             raise ConfigError(f"Unknown keyword {name!r}{hint or f'; {EVERY_KEY}.'}")

@@ -160,6 +160,8 @@ def add_group(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, n
     plan = resolved.plan
     if plan.num_groups == 1:
         return runner
+    from frame.parallel.attention_groups import GroupRunner
+
     return GroupRunner(runner, plan.find_group(number), rank.inputs.table.padding_slot, resolved.max_context)
 
 
@@ -203,10 +205,8 @@ def build_engine(
     rank, kernels = _build_rank(resolved, registry, place)
     capacity = rank.capacity
     runner = add_group(resolved, add_profiling(resolved, rank, place), rank, 0)
-    if followers is not None and isinstance(runner, GroupRunner):
-        runner = LeadingGroupRunner(runner, followers, results, place.watch)
-    elif followers is not None:
-        runner = LeadingRunner(runner, followers, results[0] if results else None, place.watch)
+    if followers is not None:
+        runner = _lead(runner, followers, results, place)
     found = find_observers(registry)
     on_finish = found.on_request_finished
     callbacks: list[Callable[[Request, Finish], None]] = []
@@ -239,6 +239,16 @@ def build_engine(
     if found.on_start is not None:
         found.on_start(resolved=resolved)
     return engine, info
+
+
+def _lead(runner: ModelRunner, followers: BatchSender, results: Sequence[ResultReceiver], place: Place) -> ModelRunner:
+    """The runner of rank 0, which sends each batch to the other ranks too."""
+    from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
+    from frame.parallel.tp_follower import LeadingRunner
+
+    if isinstance(runner, GroupRunner):
+        return LeadingGroupRunner(runner, followers, results, place.watch)
+    return LeadingRunner(runner, followers, results[0] if results else None, place.watch)
 
 
 def _tell_followers(followers: BatchSender, request: Request, finish: Finish) -> None:

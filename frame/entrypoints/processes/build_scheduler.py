@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
@@ -22,11 +23,13 @@ from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import RunningSet
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.core.scheduling.step_features import StepFeatures
-from frame.parallel.grouped_scheduler import GroupedScheduler
 from frame.plugins.registry import Registry
 from frame.speculation.draft_scheduler import DraftScheduler
 from frame.structured_output.grammar_masks import GrammarCalls
 from frame.structured_output.jump_forward import JumpForward
+
+if TYPE_CHECKING:
+    from frame.parallel.grouped_scheduler import GroupedScheduler
 
 ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H200 beyond 32 rows
 
@@ -35,8 +38,11 @@ def build_schedulers(
     resolved: Resolved, registry: Registry, pools: int | Sequence[PagePool], on_finish: Callable[[Request, Finish], None] | None = None
 ) -> Scheduler | GroupedScheduler:
     """The scheduler of the engine; with attention groups, one of each behind one."""
-    found = [build_scheduler(resolved, registry, pools, on_finish) for _ in range(resolved.plan.num_groups)]
-    return GroupedScheduler(found) if len(found) > 1 else found[0]
+    if resolved.plan.num_groups == 1:
+        return build_scheduler(resolved, registry, pools, on_finish)
+    from frame.parallel.grouped_scheduler import GroupedScheduler
+
+    return GroupedScheduler([build_scheduler(resolved, registry, pools, on_finish) for _ in range(resolved.plan.num_groups)])
 
 
 def build_scheduler(

@@ -41,13 +41,6 @@ from frame.core.sampling.sampler import TORCH, Sampler
 from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
 from frame.kernels.compile_ahead import compile_ahead
-from frame.parallel.expert_moves import ExpertBalancer, list_movable
-from frame.parallel.stage_runner import StageRunner
-from frame.pooling.pooler import Pooler
-from frame.pooling.pooling_runner import PoolingRunner
-from frame.speculation.draft_passes import DraftPasses
-from frame.speculation.draft_runner import DraftRunner
-from frame.speculation.synthetic_acceptance import SyntheticAcceptance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,6 +59,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
     from frame.core.interfaces.weights import WeightSource
+    from frame.parallel.expert_moves import ExpertBalancer
+    from frame.pooling.pooler import Pooler
 
 T = TypeVar("T")
 
@@ -247,14 +242,17 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, pools)
     if resolved.pooling is None:
         processors = build_processors(parts, model_config, context.limits.max_running_requests, device)
-        kind = TorchModelRunner if pipeline is None else StageRunner
-        runner = kind(model, model_config, context, pool, Sampler(processors, operations), capacity)
+        runner = _runner_class(pipeline)(model, model_config, context, pool, Sampler(processors, operations), capacity)
         if drafter is not None:
             _set_drafter(runner, drafter, resolved)
         if (length := user.speculative.synthetic_acceptance_length) is not None:
+            from frame.speculation.synthetic_acceptance import SyntheticAcceptance
+
             runner.inputs.planner.choose_accepted = SyntheticAcceptance(length, user.speculative.num_steps).choose
             _log.warning("speculative.synthetic_acceptance_length is set: drafts are accepted at random, and outputs are wrong")
     else:
+        from frame.pooling.pooling_runner import PoolingRunner
+
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
     clock = time.perf_counter()
     runner.resolve_backend()
@@ -285,9 +283,19 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     return runner
 
 
+def _runner_class(pipeline: Pipeline | None) -> type[TorchModelRunner]:
+    if pipeline is None:
+        return TorchModelRunner
+    from frame.parallel.stage_runner import StageRunner
+
+    return StageRunner
+
+
 def build_pooler(resolved: Resolved, model: Model, device: torch.device) -> Pooler:
     """The pooler of this model. Raises ConfigurationError for a label that is not one token of the
     tokenizer."""
+    from frame.pooling.pooler import Pooler
+
     pooling = resolved.pooling
     if pooling is None:
         raise ValueError("the task generates text and has no pooling")
@@ -326,6 +334,8 @@ def _check_tree(resolved: Resolved, geometry: KVGeometry) -> None:
 def _build_balancer(resolved: Resolved, model: Model, context: BuildContext) -> ExpertBalancer:
     """The balancer of the model's layers with experts. Raises ConfigurationError if their weights
     cannot be moved."""
+    from frame.parallel.expert_moves import ExpertBalancer, list_movable
+
     settings = resolved.user.parallel
     layers = list_movable(model)
     if not layers and context.pipeline is None:  # a stage may have none
@@ -364,6 +374,9 @@ def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: Build
 
 def _set_drafter(runner: TorchModelRunner, drafter: _Drafter, resolved: Resolved) -> None:
     """Draft with this model after each step that asks for drafts."""
+    from frame.speculation.draft_passes import DraftPasses
+    from frame.speculation.draft_runner import DraftRunner
+
     passes = DraftPasses(drafter.model, drafter.attention, runner.inputs, runner.agree_tokens)
     drafts = DraftRunner(passes, resolved.max_drafted, resolved.tree, is_alone=runner.context.tp.size == 1)
     runner.set_drafts(drafts, resolved.max_drafted, 0 if resolved.tree is None else resolved.tree.depth)

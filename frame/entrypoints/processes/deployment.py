@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from frame.config.resolved import Resolved
 from frame.config.schema import LogSection
-from frame.core.errors import ConfigurationError
+from frame.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
 from frame.core.ipc.child_process import is_stopped, start_process
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
@@ -33,7 +33,6 @@ from frame.entrypoints.processes.hang_dump import DUMP_SIGNAL
 from frame.host.socket_directory import SocketDirectory
 from frame.plugins.registry import Registry
 
-EXIT_CONFIGURATION = 78  # sysexits' EX_CONFIG
 LOG_TIMEOUT = 0.5  # seconds to relay the last log lines of children that ended
 
 

@@ -4,13 +4,16 @@ by `build_engine`. Must not know a collective by name."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from frame.config.resolved import Resolved
 from frame.core.interfaces.collective import LOOPBACK, Collective, CollectiveContext, LocalGroup
 from frame.core.interfaces.platform import Platform
 from frame.core.interfaces.rank_context import Pipeline
-from frame.parallel.rank_watch import RankWatch, WatchedGroup
 from frame.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    from frame.parallel.rank_watch import RankWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,11 @@ def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: 
             rank, size, place.rendezvous, platform, place.host, name=name, listens=place.rank == 0 if name else None
         )
         group: Collective = registry.create(resolved.choice("collective"), context)
-        return group if place.watch is None else WatchedGroup(group, place.watch, name or "tp")
+        if place.watch is None:
+            return group
+        from frame.parallel.rank_watch import WatchedGroup
+
+        return WatchedGroup(group, place.watch, name or "tp")
 
     if plan.num_groups > 1:
         number, own = plan.find_group(place.rank), place.rank % plan.attention_tp

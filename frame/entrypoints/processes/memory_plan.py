@@ -24,7 +24,6 @@ from frame.core.kv_cache.capacity import (
 )
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.loading.loader import plan_bytes
-from frame.parallel.expert_moves import count_transit_bytes, list_movable
 
 if TYPE_CHECKING:
     import torch
@@ -122,8 +121,12 @@ def plan_memory(
 def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, total: int) -> int:
     """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: experts
     that move, and keys of prompts in another form than the cache's."""
-    moving = list_movable(model) if resolved.plan.balances_experts else []
-    transit = count_transit_bytes(moving, resolved.user.parallel.eplb_stage_bytes) if moving else 0
+    transit = 0
+    if resolved.plan.balances_experts:
+        from frame.parallel.expert_moves import count_transit_bytes, list_movable
+
+        if moving := list_movable(model):
+            transit = count_transit_bytes(moving, resolved.user.parallel.eplb_stage_bytes)
     if context.attention is None:
         return transit
     is_quantized = resolved.kv_dtype != resolved.dtype

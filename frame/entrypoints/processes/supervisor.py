@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from frame.core.errors import EXIT_CONFIGURATION
 from frame.entrypoints.engine_client.client import EngineClient
-from frame.entrypoints.processes.deployment import EXIT_CONFIGURATION, Child, Deployment
+from frame.entrypoints.processes.deployment import Child, Deployment
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 
 TICK = 0.1  # seconds between checks of the children
