@@ -99,12 +99,12 @@ class FrameBackend:
         encoded = [await self._call(self._target.tokenizer.encode, choice, False) for choice in choices]
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = await self._target.agenerate([prefix + ids for ids in encoded], params)
-        found = []
+        scores = []
         for ids, output in zip(encoded, outputs, strict=True):
             if output.prompt_logprobs is None:
                 raise BackendError(output.error or "the engine returned no log-probabilities of the prompt")
-            found.append([float(value) for value in output.prompt_logprobs.logprobs[-len(ids) :]])
-        return found, self._generated(outputs)
+            scores.append([float(value) for value in output.prompt_logprobs.logprobs[-len(ids) :]])
+        return scores, self._generated(outputs)
 
     async def close(self) -> None:
         if self._is_remote:
@@ -209,7 +209,7 @@ class OpenAI:
 
     async def _streamed(self, body: dict[str, Any], on_text: OnText) -> Generated:
         assert self._http is not None
-        found, pieces = Generated([""]), []
+        generated, pieces = Generated([""]), []
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         async with self._http.stream("POST", self._path, json=body) as response:
             if response.status_code != httpx.codes.OK:
@@ -222,20 +222,20 @@ class OpenAI:
                     raise BackendError(str(event["error"].get("message")))
                 for choice in event.get("choices", ()):
                     text = (choice["delta"].get("content") if self._is_chat else choice["text"]) or ""
-                    found.finish_reason = choice.get("finish_reason") or found.finish_reason
+                    generated.finish_reason = choice.get("finish_reason") or generated.finish_reason
                     if text:
                         pieces.append(text)
                         on_text(text)
-                _add_usage(found, event.get("usage"))
-        found.texts = ["".join(pieces)]
-        return found
+                _add_usage(generated, event.get("usage"))
+        generated.texts = ["".join(pieces)]
+        return generated
 
     def _whole(self, reply: dict[str, Any]) -> Generated:
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
         texts = [(choice["message"].get("content") if self._is_chat else choice["text"]) or "" for choice in choices]
-        found = Generated(texts, choices[0].get("finish_reason"))
-        _add_usage(found, reply.get("usage"))
-        return found
+        generated = Generated(texts, choices[0].get("finish_reason"))
+        _add_usage(generated, reply.get("usage"))
+        return generated
 
 
 def make_backend(target: Any) -> Backend:
@@ -262,7 +262,7 @@ def _checked(status: int, content: bytes) -> dict[str, Any]:
     raise BackendError(f"the server answered {status}: {message or content[:200].decode(errors='replace')}")
 
 
-def _add_usage(found: Generated, usage: Mapping[str, Any] | None) -> None:
+def _add_usage(generated: Generated, usage: Mapping[str, Any] | None) -> None:
     if usage:
-        found.prompt_tokens, found.completion_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-        found.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) or 0
+        generated.prompt_tokens, generated.completion_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        generated.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) or 0

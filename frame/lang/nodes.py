@@ -49,10 +49,10 @@ class Node:
     __bool__ = __len__ = __iter__ = __contains__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
 
     def __add__(self, other: Node | str) -> Joined:
-        return Joined((*parts_of(self), *parts_of(other)))
+        return Joined((*list_nodes(self), *list_nodes(other)))
 
     def __radd__(self, other: str) -> Joined:
-        return Joined((*parts_of(other), *parts_of(self)))
+        return Joined((*list_nodes(other), *list_nodes(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +104,14 @@ class Role(Node):
     """A message of a conversation."""
 
     role: str  # system, user or assistant
-    parts: tuple[Node, ...]
+    nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Joined(Node):
     """Nodes one after the other."""
 
-    parts: tuple[Node, ...]
+    nodes: tuple[Node, ...]
 
 
 def gen(
@@ -175,12 +175,12 @@ def assistant(content: Node | str) -> Role:
     return _role("assistant", content)
 
 
-def parts_of(node: Node | str) -> tuple[Node, ...]:
+def list_nodes(node: Node | str) -> tuple[Node, ...]:
     """The nodes that `node` joins. Raises TypeError for what is neither a node nor a string."""
     if isinstance(node, str):
         return (TextNode(node),) if node else ()
     if isinstance(node, Node):
-        return node.parts if isinstance(node, Joined) else (node,)
+        return node.nodes if isinstance(node, Joined) else (node,)
     raise TypeError(f"a program appends text, gen(), select(), image() or a role, not {type(node).__name__}")
 
 
@@ -200,14 +200,14 @@ def check_sampling(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _role(role: str, content: Node | str) -> Role:
-    for part in (parts := parts_of(content)):
+    for part in (nodes := list_nodes(content)):
         if isinstance(part, Role):
             raise ValueError(f"{role}() cannot hold {part.role}(); append one message after the other")
         if isinstance(part, Gen | Select) and role != "assistant":
             raise ValueError(f"{type(part).__name__.lower()}() stands in {role}(); generations belong in assistant()")
         if isinstance(part, Image) and role != "user":
             raise ValueError(f"image() stands in {role}(); images belong in user()")
-    return Role(role, parts)
+    return Role(role, nodes)
 
 
 def _checked_choices(choices: Sequence[str]) -> tuple[str, ...]:

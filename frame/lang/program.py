@@ -100,7 +100,7 @@ class Program:
         place instead of stopping the batch. `timeout` is of each program; `options` are `sampling`
         and `seed`.
         """
-        found: list[Any] = [None] * len(arguments)
+        results: list[Any] = [None] * len(arguments)
         target, threads = make_backend(backend), ThreadPoolExecutor(max(1, concurrency))
         with _loop(target) as loop, _bar(self.name, len(arguments), progress) as advance, threads:
             runs = [self._runtime(loop, target, {**options, **keywords}) for keywords in arguments]
@@ -108,11 +108,11 @@ class Program:
 
             def run(index: int) -> None:
                 try:
-                    found[index] = self._run(runs[index][0], timeout, runs[index][1])
+                    results[index] = self._run(runs[index][0], timeout, runs[index][1])
                 except Exception as error:
                     if not return_errors:
                         raise
-                    found[index] = error
+                    results[index] = error
                 advance()
 
             futures = [threads.submit(run, index) for index in sorted(range(len(runs)), key=firsts.__getitem__)]
@@ -124,7 +124,7 @@ class Program:
                     future.cancel()
                     runtime.cancel(error)
                 raise
-        return found
+        return results
 
     def trace(self, **keywords: Any) -> Trace:
         """What the program appends, without a model: generated values are placeholders, and `call`
@@ -203,7 +203,7 @@ def function(program: Callable[..., Any]) -> Program:
 def used_features(program: Callable[..., Any]) -> frozenset[str]:
     """What the source of a program, and of the programs that it calls, asks of a backend; empty
     without source."""
-    found, seen, left = set[str](), set[Callable[..., Any]](), [program]
+    features, seen, left = set[str](), set[Callable[..., Any]](), [program]
     while left:
         current = left.pop()
         seen.add(current)
@@ -216,8 +216,8 @@ def used_features(program: Callable[..., Any]) -> frozenset[str]:
             target = _resolved(call.func, names)
             if isinstance(target, Program) and target.function not in seen:
                 left.append(target.function)
-            found |= _features_of_call(target, {str(keyword.arg): keyword.value for keyword in call.keywords})
-    return frozenset(found)
+            features |= _features_of_call(target, {str(keyword.arg): keyword.value for keyword in call.keywords})
+    return frozenset(features)
 
 
 def _features_of_call(target: Any, keywords: Mapping[str, ast.expr]) -> set[str]:

@@ -23,9 +23,9 @@ class Trace:
     def rows(self) -> Iterator[tuple[str, str, str, str, str]]:
         """(branch, kind, detail, measurements, place in the source) of each step."""
         for entry in self.entries:
-            detail, figures, found = " ".join(entry.detail.split()), "", entry.generated
-            if found is not None and found.prompt_tokens:
-                counts = f"{found.prompt_tokens} prompt tokens ({found.cached_tokens} cached), {found.completion_tokens} generated"
+            detail, figures, usage = " ".join(entry.detail.split()), "", entry.generated
+            if usage is not None and usage.prompt_tokens:
+                counts = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated"
                 figures = f"{entry.seconds:.2f} s, {counts}"
             yield entry.branch, entry.kind, detail[:MAX_DETAIL] + "…" * (len(detail) > MAX_DETAIL), figures, entry.where
 

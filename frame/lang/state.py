@@ -22,7 +22,7 @@ import msgspec
 
 from frame.core.errors import did_you_mean
 from frame.lang.backends import Backend, Conversation, Generated
-from frame.lang.nodes import Gen, Image, Node, Role, Select, TextNode, parts_of
+from frame.lang.nodes import Gen, Image, Node, Role, Select, TextNode, list_nodes
 
 
 class ProgramError(RuntimeError):
@@ -131,13 +131,13 @@ class State:
 
     def __iadd__(self, node: Node | str) -> Self:
         where = _caller()
-        for part in parts_of(node):
+        for part in list_nodes(node):
             is_chat = isinstance(part, Role)
             if self.is_chat not in (None, is_chat):
                 raise ValueError(f"{where}: roles and plain text do not mix in one program; put the text into user() or assistant()")
             self.is_chat = is_chat
             self.runtime.check(frozenset({"role" if is_chat else "text"}), where)
-            for each in (part, *part.parts) if isinstance(part, Role) else (part,):
+            for each in (part, *part.nodes) if isinstance(part, Role) else (part,):
                 self.runtime.check(each.features, where)
                 result = self.enqueue(each, self.note(_kind(each), _detail(each), where))
                 if isinstance(each, Gen | Select) and each.name is not None:

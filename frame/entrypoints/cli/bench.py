@@ -67,14 +67,14 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
     from frame.entrypoints.tools.bench.report import report
 
     refuse_server_settings(loaded)
-    wanted = chosen(names, changes)
+    workloads = chosen(names, changes)
     under = None if ceilings == "none" else floors(loaded.config, ceilings)
     with Engine(config=loaded.config) as engine:
         vocabulary = engine.info["vocab_size"]
-        _check_lengths(wanted, engine.info["max_context"])
+        _check_lengths(workloads, engine.info["max_context"])
         measure(engine, WARM_UP.jobs(vocabulary, -1))
         rows = {}
-        for name, workload in wanted.items():
+        for name, workload in workloads.items():
             runs = [measure(engine, workload.jobs(vocabulary, seed + number)) for number in range(repeats)]
             rows[name] = min(runs, key=lambda run: run["seconds"]) | {"all_seconds": [run["seconds"] for run in runs]}
             if under is not None:
@@ -120,8 +120,8 @@ def serve(
     goals = [rest.pop(name) for name in ("goal_ttft", "goal_itl", "goal_e2e")]
     objective = Objective(*goals) if any(goal is not None for goal in goals) else None
     if not model:
-        found = ask_server("GET", base_url.rstrip("/").removesuffix("/v1"), "/v1/models", api_key, timeout=30)
-        model = str(found["data"][0]["id"])
+        models = ask_server("GET", base_url.rstrip("/").removesuffix("/v1"), "/v1/models", api_key, timeout=30)
+        model = str(models["data"][0]["id"])
     target = Target(base_url, model, api_key)
     arrivals = Arrivals(math.inf if rate is None else rate, burstiness)
     asyncio.run(run(target, WARM_UP.jobs(vocabulary, -1)))
@@ -176,8 +176,8 @@ for _each in (offline, serve, startup, attention, moe, compare):
     command.add_command(_each)
 
 
-def _check_lengths(wanted: Mapping[str, Workload | Shape], max_length: int) -> None:
-    for name, workload in wanted.items():
+def _check_lengths(workloads: Mapping[str, Workload | Shape], max_length: int) -> None:
+    for name, workload in workloads.items():
         if workload.max_length > max_length:
             raise ConfigError(
                 f"The workload {name} has requests of up to {workload.max_length} tokens, and the engine takes {max_length};"

@@ -29,12 +29,12 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def parse_numbers(text: str) -> list[int]:
     """Numbers from 1, `1,8,64`. Raises ValueError."""
     try:
-        found = [int(part) for part in text.split(",")]
+        numbers = [int(piece) for piece in text.split(",")]
     except ValueError:
         raise ValueError(f"{text!r} is not a list of numbers; write 1,8,64") from None
-    if min(found) < 1:
+    if min(numbers) < 1:
         raise ValueError("the numbers must be at least 1")
-    return found
+    return numbers
 
 
 def parse_plot(text: str) -> Path:
@@ -123,15 +123,15 @@ def moe(
     _report("moe", measured, bench, machine, path, plot)
 
 
-def finish(found: dict[str, Any], path: Path | None) -> None:
+def finish(results: dict[str, Any], path: Path | None) -> None:
     """Write the report to `path`, if given, and print its table."""
     from rich.console import Console
 
     from frame.entrypoints.tools.bench.report import table
 
     if path is not None:
-        path.write_text(json.dumps(found, indent=2) + "\n")
-    Console().print(table(found))
+        path.write_text(json.dumps(results, indent=2) + "\n")
+    Console().print(table(results))
 
 
 def _records(registry: Registry, kind: str, names: tuple[str, ...]) -> list[PluginRecord]:
@@ -141,33 +141,33 @@ def _records(registry: Registry, kind: str, names: tuple[str, ...]) -> list[Plug
     return [record for record in registry.records(kind) if not record.problems]
 
 
-def _choose_device(wanted: str | None) -> str:
+def _choose_device(device: str | None) -> str:
     """The platform that is named, or the best-ranked one that has a device. Raises ConfigError."""
     from frame.config.resolve_platform import choose_platform
     from frame.config.schema import FrameConfig
     from frame.entrypoints.configuration.hardware_probe import probe
 
     platforms = load_registry().records("platform")
-    config = FrameConfig.model_validate({"execution": {"device": wanted}})
+    config = FrameConfig.model_validate({"execution": {"device": device}})
     try:
         return choose_platform(config, probe(platforms), platforms).record.name
     except ResolveError as error:
-        raise ConfigError(f"--device {wanted}: {error}") from None
+        raise ConfigError(f"--device {device}: {error}") from None
 
 
-def _machine(wanted: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _machine(options: dict[str, Any]) -> tuple[Any, Any, Any]:
     """(clock, ceilings, dtype) of the options. Sets `wanted["device"]` if it was open."""
     import torch
 
     from frame.entrypoints.tools.bench.clock import Clock, measured_ceilings
     from frame.entrypoints.tools.bench.floors import H200
 
-    wanted["device"] = _choose_device(wanted["device"])
-    if wanted["threads"]:
-        torch.set_num_threads(wanted["threads"])
-    device, dtype = torch.device(wanted["device"]), getattr(torch, wanted["dtype"])
-    ceilings = H200 if wanted["ceilings"] == "h200" else measured_ceilings(device, dtype)
-    return Clock(device, wanted["seconds"]), ceilings, dtype
+    options["device"] = _choose_device(options["device"])
+    if options["threads"]:
+        torch.set_num_threads(options["threads"])
+    device, dtype = torch.device(options["device"]), getattr(torch, options["dtype"])
+    ceilings = H200 if options["ceilings"] == "h200" else measured_ceilings(device, dtype)
+    return Clock(device, options["seconds"]), ceilings, dtype
 
 
 def _report(
@@ -179,7 +179,7 @@ def _report(
     from frame.entrypoints.tools.bench.report import draw, report
 
     rows = {f"{name}: {batch}": {"plugin": name, "batch": batch, **figures} for name, batch, figures in measured}
-    found = report(kind, rows, shape=asdict(bench.shape), settings=machine, ceilings=asdict(bench.ceilings))
-    finish(found, path)
+    results = report(kind, rows, shape=asdict(bench.shape), settings=machine, ceilings=asdict(bench.ceilings))
+    finish(results, path)
     if plot is not None:
-        draw(found, plot)
+        draw(results, plot)

@@ -88,15 +88,15 @@ def _read(is_terminal: bool) -> str | None:
 
 def _say(pieces: Generator[str]) -> str:
     """Print an answer as it arrives; Ctrl-C stops it."""
-    parts: list[str] = []
+    printed: list[str] = []
     try:
         for piece in pieces:
-            parts.append(piece)
+            printed.append(piece)
             click.echo(piece.translate(CONTROLS) if sys.stdout.isatty() else piece, nl=False)
     except KeyboardInterrupt:
         pieces.close()
     click.echo()
-    return "".join(parts)
+    return "".join(printed)
 
 
 def _engine(engine: Engine, parameters: dict[str, Any]) -> ReplyText:

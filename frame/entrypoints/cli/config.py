@@ -98,19 +98,19 @@ for _each in (check, explain, schema, show):
 
 
 def _explain(key: str, loaded: LoadedConfig, resolved: Resolved) -> None:
-    found = explain_one(key, loaded, resolved)
-    click.echo(_line(found, f"chosen: {found.reason}" if found.reason and found.source == "default" else found.source))
-    if found.reason and found.source != "default":
-        click.echo(f"    {found.reason}")
-    for name, sentences in found.rejected.items():
+    setting = explain_one(key, loaded, resolved)
+    click.echo(_line(setting, f"chosen: {setting.reason}" if setting.reason and setting.source == "default" else setting.source))
+    if setting.reason and setting.source != "default":
+        click.echo(f"    {setting.reason}")
+    for name, sentences in setting.rejected.items():
         click.echo(f"    not {name}: {'; '.join(sentences)}")
     if key == "plugins.options":
         for option in options(loaded, resolved):
             click.echo(f"    {_line(option, option.source).removeprefix('plugins.options.')}")
 
 
-def _line(found: Explained, why: str) -> str:
-    return f"{found.key} = {found.value}  ({why})"
+def _line(setting: Explained, why: str) -> str:
+    return f"{setting.key} = {setting.value}  ({why})"
 
 
 def _comment(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> str:

@@ -24,8 +24,8 @@ def list_help(paths: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Name and origin of each command of packages, and of the files `paths`; none where the
     configuration is wrong, which its own commands report. Raises PluginError for a file that cannot
     be read."""
-    found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
-    if not found and not paths:
+    entries = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    if not entries and not paths:
         return []
     from frame.config.schema import PluginsSection
     from frame.entrypoints.configuration.sources import load_config

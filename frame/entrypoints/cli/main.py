@@ -76,9 +76,9 @@ class LazyGroup(click.Group):
             listed = list_help(ctx.params.get("paths") or ())
         except ConfigurationError as error:  # help is printed before `invoke`
             raise HelpError(str(error)) from None
-        if found := [(name, text) for name, text in listed if name not in COMMANDS]:
+        if rows := [(name, text) for name, text in listed if name not in COMMANDS]:
             with formatter.section("Commands of installed packages"):
-                formatter.write_dl(found)
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> object:
         try:

@@ -49,8 +49,8 @@ class ConfigCommand(click.Command):
             from frame.entrypoints.configuration.equivalents import describe_flags
 
             known = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
-            if found := describe_flags(arguments, known):
-                raise click.UsageError("\n".join(found), ctx) from None
+            if hints := describe_flags(arguments, known):
+                raise click.UsageError("\n".join(hints), ctx) from None
             raise
         except click.UsageError as error:
             if not error.message.startswith("Got unexpected extra argument"):
@@ -144,7 +144,7 @@ OUTPUT_FILE = ParsedType("FILE", parse_output)  # checked before the work whose 
 
 def join_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """One decorator of several `click.option`, in their order."""
-    return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
+    return lambda function: functools.reduce(lambda decorated, option: option(decorated), reversed(options), function)
 
 
 def config_command(name: str | None = None, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:

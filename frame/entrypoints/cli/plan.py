@@ -30,9 +30,9 @@ def command(
 
     target_machine = parse_machine(machine) if machine is not None else None
     ctx = click.get_current_context()
-    given = [name for name in ("context", "rate", "share") if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
-    if requests is None and given:
-        raise ConfigError(f"--{given[0]} is part of a target; add --requests and --machine, or leave it out")
+    explicit = [name for name in ("context", "rate", "share") if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if requests is None and explicit:
+        raise ConfigError(f"--{explicit[0]} is part of a target; add --requests and --machine, or leave it out")
     if requests is not None:
         if target_machine is None:
             raise ConfigError("--requests searches plans for a named machine; add --machine, such as --machine 8xh200")

@@ -68,12 +68,12 @@ def list_(loaded: LoadedConfig, is_json: bool, kind: str | None, usable: bool | 
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def info(loaded: LoadedConfig, name: str, is_json: bool) -> None:
     registry = load_configured(loaded.config.plugins)
-    found = registry.find(name)
+    records = registry.find(name)
     if is_json:
-        click.echo(json.dumps([as_data(record) for record in found], indent=2))
+        click.echo(json.dumps([as_data(record) for record in records], indent=2))
         return
     observed = observed_events(registry)
-    for record in found:
+    for record in records:
         for line in _described(record, observed.get(record.distribution, ())):
             click.echo(line)
 

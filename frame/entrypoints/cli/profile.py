@@ -79,12 +79,12 @@ def offline(
             _reply(recorded, out, top, {"engine": engine.info, "workload": workload})
 
 
-def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path:
+def _run(engine: Any, jobs: list[Any], record: tuple[int, int] | None) -> Path:
     """Run the jobs. `record`: (steps, output tokens before them). -> the trace, if recorded."""
     from frame.core.interfaces.sampling_params import SamplingParams
 
-    params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
-    prompts = [job.prompt for job in wanted]
+    params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in jobs]
+    prompts = [job.prompt for job in jobs]
     if record is None:
         engine.generate(prompts, params)
         return Path()
@@ -94,7 +94,7 @@ def _run(engine: Any, wanted: list[Any], record: tuple[int, int] | None) -> Path
         engine.generate(prompts, params)
     else:
         for count, _ in enumerate(engine.stream(prompts, params)):
-            if count == skip * len(wanted):
+            if count == skip * len(jobs):
                 engine.control("start_profile", num_steps=steps)
     return Path(engine.control("stop_profile")["path"])
 
@@ -110,10 +110,10 @@ def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path
 
     from frame.entrypoints.cli.server_calls import ask_server
 
-    found = ask_server("POST", base_url, "/start_profile", key, {"num_steps": steps}, _MAX_WAIT)
+    started = ask_server("POST", base_url, "/start_profile", key, {"num_steps": steps}, _MAX_WAIT)
     time.sleep(seconds)
     ask_server("POST", base_url, "/stop_profile", key, {}, _MAX_WAIT)
-    path = Path(str(found["path"]))
+    path = Path(str(started["path"]))
     if not path.exists():
         raise click.ClickException(
             f"the trace is {path} on the server's machine; copy it to this machine and pass it to `frame profile read`"

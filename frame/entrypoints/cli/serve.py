@@ -119,13 +119,13 @@ def restart_at_changes(arguments: Sequence[str], paths: Iterable[str]) -> int:
 def read_state(paths: Iterable[Path]) -> dict[str, int]:
     """The modification time in nanoseconds of each file, folders with their Python files."""
     files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else (path,))]
-    found = {}
+    times = {}
     for file in files:
         try:
-            found[str(file)] = file.stat().st_mtime_ns
+            times[str(file)] = file.stat().st_mtime_ns
         except FileNotFoundError:  # an editor replaces it
             continue
-    return found
+    return times
 
 
 def _stop(server: subprocess.Popen[bytes]) -> int:

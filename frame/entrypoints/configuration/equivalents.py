@@ -169,7 +169,7 @@ BY_FLAG: Mapping[str, Equivalent] = MappingProxyType({name: row for row in EQUIV
 def describe_flags(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
     """A sentence for each flag of another server in `arguments` that is none of the `known` flags
     of the command."""
-    found = []
+    hints = []
     for number, argument in enumerate(arguments):
         if argument == "--":
             break
@@ -178,9 +178,9 @@ def describe_flags(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
         if row is None or name in known:
             continue
         following = arguments[number + 1] if number + 1 < len(arguments) else "-"
-        given = value if sign else None if following.startswith("-") else following
-        found.append(f"No such option: {name} (of {' and '.join(row.servers)}); {row.describe(given)}")
-    return found
+        text = value if sign else None if following.startswith("-") else following
+        hints.append(f"No such option: {name} (of {' and '.join(row.servers)}); {row.describe(text)}")
+    return hints
 
 
 def suggest_keyword(name: str) -> str | None:

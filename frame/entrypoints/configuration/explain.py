@@ -43,8 +43,8 @@ def explain(key: str, loaded: LoadedConfig, resolved: Resolved | None) -> Explai
 
 def explain_all(loaded: LoadedConfig, resolved: Resolved) -> list[Explained]:
     """Explain every setting in the order of the schema, then the options of the chosen plugins."""
-    found = [explain(key, loaded, resolved) for key in by_key()]
-    return found + list(options(loaded, resolved))
+    settings = [explain(key, loaded, resolved) for key in by_key()]
+    return settings + list(options(loaded, resolved))
 
 
 def options(loaded: LoadedConfig, resolved: Resolved) -> Iterator[Explained]:

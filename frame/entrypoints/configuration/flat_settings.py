@@ -65,12 +65,12 @@ def by_key() -> dict[str, Setting]:
 
 def by_keyword() -> dict[str, Setting]:
     """Settings by `Engine(...)` keyword; a flag takes precedence over a long name."""
-    found: dict[str, Setting] = {}
+    by_name: dict[str, Setting] = {}
     for position in (0, 1):
         for setting in settings():
             if position < len(setting.keywords):
-                found.setdefault(setting.keywords[position], setting)
-    return found
+                by_name.setdefault(setting.keywords[position], setting)
+    return by_name
 
 
 def _setting(section: str, name: str, field: FieldInfo) -> Setting:
@@ -105,7 +105,7 @@ def _leaves(annotation: Any) -> Iterator[Any]:
     if origin is Annotated:
         yield from _leaves(get_args(annotation)[0])
     elif origin in (Union, types.UnionType):
-        for part in get_args(annotation):
-            yield from _leaves(part)
+        for member in get_args(annotation):
+            yield from _leaves(member)
     else:
         yield annotation

@@ -24,11 +24,11 @@ def probe(platforms: Sequence[PluginRecord] = (), environ: Mapping[str, str] | N
     """The hardware of this machine, with the devices of `platforms`. OMP_NUM_THREADS limits the
     number of cores: on a shared machine, more threads only slow each other down."""
     environ = os.environ if environ is None else environ
-    found = [devices for record in platforms if (devices := _find_devices(record)) is not None]
-    accelerators = tuple(accelerator for devices in found for accelerator in devices.accelerators)
-    note = "; ".join(devices.note for devices in found if devices.note)
-    own = environ.get("OMP_NUM_THREADS", "")
-    cores = min(_cores(), int(own)) if own.isdigit() and int(own) else _cores()
+    each_platform = [devices for record in platforms if (devices := _find_devices(record)) is not None]
+    accelerators = tuple(accelerator for devices in each_platform for accelerator in devices.accelerators)
+    note = "; ".join(devices.note for devices in each_platform if devices.note)
+    threads = environ.get("OMP_NUM_THREADS", "")
+    cores = min(_cores(), int(threads)) if threads.isdigit() and int(threads) else _cores()
     memory, _ = measure_host_memory()
     return Hardware(cpu_cores=cores, memory_bytes=memory, cpu_features=_cpu_features(), accelerators=accelerators, note=note)
 
@@ -58,14 +58,14 @@ def _find_devices(record: PluginRecord) -> UsableDevices | None:
         return None
     module, _, name = can.find_devices.partition(":")
     try:
-        found: UsableDevices = getattr(importlib.import_module(module), name)()
-        wrong = {each.kind for each in found.accelerators} - {record.name}
+        devices: UsableDevices = getattr(importlib.import_module(module), name)()
+        wrong = {each.kind for each in devices.accelerators} - {record.name}
         if wrong:
             raise ValueError(f"{can.find_devices} returns devices of kind {', '.join(sorted(wrong))}")
     except Exception as error:  # noqa: BLE001 - a third party's function must not end the start of other platforms
         _log.debug("platform %s finds no devices", record.name, exc_info=True)
         return UsableDevices(note=f"platform {record.name} cannot find its devices: {type(error).__name__}: {error}")
-    return found
+    return devices
 
 
 def _read(path: Path) -> str:

@@ -91,9 +91,9 @@ def prepare(
             check_head(path, drafter.head_field)
         if path is not None and drafter.loads_model:
             draft = read_model_config(path, "speculative.draft_model_path")
-            resolved = resolve_draft_model(resolved, draft, lambda given: resolve(given, machine, draft, records))
+            resolved = resolve_draft_model(resolved, draft, lambda changed: resolve(changed, machine, draft, records))
     except ResolveError as error:
-        raise join_conflicts([_describe(each, registry) for each in error.conflicts]) from None
+        raise join_conflicts([_describe(conflict, registry) for conflict in error.conflicts]) from None
     for move in find_moves(resolved, machine, model_config, records):
         _log.warning("%s", move)
     if sentence := _describe_long_rope(resolved, registry):
@@ -107,13 +107,13 @@ def prepare(
 def _check_names(plugins: PluginsSection, registry: Registry) -> None:
     """Raise ConfigError for a misspelt name in `plugins.allow` or `plugins.deny`. A denied package
     need not be installed, and a plugin that is not listed may be in one that was not read."""
-    found = [record for records in registry.all_records().values() for record in records]
-    packages = sorted({record.distribution for record in found if record.distribution} | registry.excluded)
+    records = [record for records in registry.all_records().values() for record in records]
+    packages = sorted({record.distribution for record in records if record.distribution} | registry.excluded)
     unmatched = set(registry.unmatched)
     for key, names in (("plugins.allow", plugins.allow or ()), ("plugins.deny", plugins.deny)):
         for name in (name for name in names if name in unmatched):
             if "/" in name:
-                hint = did_you_mean(name, [f"{record.kind}/{record.name}" for record in found])
+                hint = did_you_mean(name, [f"{record.kind}/{record.name}" for record in records])
                 what, may_be = "plugin", bool(registry.broken or registry.excluded)
             else:
                 near = get_close_matches(name, packages, n=1, cutoff=PACKAGE_CLOSENESS)
@@ -141,10 +141,10 @@ def _check_server(server: ServerSection) -> None:
 def _check_switches(config: FrameConfig) -> None:
     """Raise ConfigurationError for a setting without the one that switches its feature on."""
     for section, switch, names in (("batches", "folder", BatchesSection.model_fields), ("server", "admin_port", ("admin_host",))):
-        part = getattr(config, section)
-        given = [name for name in names if getattr(part, name) != type(part).model_fields[name].default]
-        if given and getattr(part, switch) is None:
-            raise ConfigurationError(f"{section}.{given[0]} is set without {section}.{switch}; give both, or neither")
+        section_values = getattr(config, section)
+        explicit = [name for name in names if getattr(section_values, name) != type(section_values).model_fields[name].default]
+        if explicit and getattr(section_values, switch) is None:
+            raise ConfigurationError(f"{section}.{explicit[0]} is set without {section}.{switch}; give both, or neither")
 
 
 def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationError:

@@ -123,11 +123,11 @@ class _Layers:
         try:
             config = FrameConfig.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError("\n".join(self._sentence(part) for part in error.errors())) from None
+            raise ConfigError("\n".join(self._sentence(item) for item in error.errors())) from None
         return LoadedConfig(config, self.sources)
 
     def _sentence(self, error: Any) -> str:
-        loc = [str(part) for part in error["loc"]]
+        loc = [str(item) for item in error["loc"]]
         key = ".".join(loc[:2])
         source = next((s for k, s in self.sources.items() if k == key or k.startswith(key + ".")), "default")
         _, _, asked = error["msg"].partition(" should ")
@@ -214,14 +214,14 @@ def _variable(key: str) -> str:
 
 def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
     known = {setting.flag: setting for setting in by_key().values()}
-    given = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
-    for name, value in given.items():
+    explicit = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
+    for name, value in explicit.items():
         source = f"flag --{name}"
         if name in ALIASES:
             key, meaning, _ = ALIASES[name]
             setting = by_key()[key]
-            if value is True and given.get(setting.flag, meaning) != meaning:
-                raise ConfigError(f"--{name} and --{setting.flag} {given[setting.flag]} contradict each other; keep one.")
+            if value is True and explicit.get(setting.flag, meaning) != meaning:
+                raise ConfigError(f"--{name} and --{setting.flag} {explicit[setting.flag]} contradict each other; keep one.")
             if value is True:
                 yield setting.path, meaning, source
         elif name in known:
@@ -287,8 +287,8 @@ def _from_text(setting: Setting, text: str, source: str) -> Iterator[tuple[Path,
         yield from _options(_located(plain(parse_yaml(text, source)), source))
     elif setting.shape == "list":
         is_flow = text.strip().startswith("[")
-        parts = plain(parse_yaml(text, source)) if is_flow else [part.strip() for part in text.split(",") if part.strip()]
-        yield setting.path, parts, source
+        items = plain(parse_yaml(text, source)) if is_flow else [item.strip() for item in text.split(",") if item.strip()]
+        yield setting.path, items, source
     elif text == "" and setting.is_optional and setting.key not in (*SECRETS, "server.api_keys"):  # an empty key is an error
         yield setting.path, None, source
     else:

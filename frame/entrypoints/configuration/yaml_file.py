@@ -61,12 +61,12 @@ def read_yaml(path: str | Path) -> Located:
         raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"The configuration file {path} is not UTF-8 text.") from None
-    found = parse_yaml(text, str(path))
-    if found.value is None:
-        return Located({}, found.place)
-    if not isinstance(found.value, dict):
-        raise ConfigError(f"{found.place}: a configuration is a mapping of sections (model: …), not a {type(found.value).__name__}.")
-    return found
+    located = parse_yaml(text, str(path))
+    if located.value is None:
+        return Located({}, located.place)
+    if not isinstance(located.value, dict):
+        raise ConfigError(f"{located.place}: a configuration is a mapping of sections (model: …), not a {type(located.value).__name__}.")
+    return located
 
 
 def parse_yaml(text: str, name: str) -> Located:
@@ -123,7 +123,7 @@ class _Reader:
             raise ConfigError(f"{place}: {error}") from None
 
     def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
-        found: dict[str, Located] = {}
+        entries: dict[str, Located] = {}
         for key_node, value_node in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             here = self._place(key_node)
@@ -131,10 +131,10 @@ class _Reader:
                 raise ConfigError(f"{here}: a key must be a word.")
             if key == "<<":
                 raise ConfigError(f"{here}: merge keys (<<) are not supported; write the settings out.")
-            if key in found:
-                raise ConfigError(f"{here}: the key {key!r} is given twice (first at {found[key].place}); keep one.")
-            found[key] = Located(self.read(value_node, depth + 1).value, here)
-        return found
+            if key in entries:
+                raise ConfigError(f"{here}: the key {key!r} is given twice (first at {entries[key].place}); keep one.")
+            entries[key] = Located(self.read(value_node, depth + 1).value, here)
+        return entries
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self._name}:{node.start_mark.line + 1}"

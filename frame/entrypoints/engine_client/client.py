@@ -124,13 +124,14 @@ class EngineClient:
             raise EngineDeadError(self.dead_reason)
         request = RequestState(rid or uuid.uuid4().hex, owner)
         is_single = len(prompts) == 1 and params[0].n == 1
-        for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            for number in range(wanted.n):
-                own = wanted if wanted.n == 1 else get_child_params(wanted, number)
-                if own.seed is None:  # a recovered sequence must draw the same tokens
-                    own = msgspec.structs.replace(own, seed=self._random.getrandbits(63))
+        for prompt_index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+            for number in range(prompt_params.n):
+                sequence_params = prompt_params if prompt_params.n == 1 else get_child_params(prompt_params, number)
+                if sequence_params.seed is None:  # a recovered sequence must draw the same tokens
+                    sequence_params = msgspec.structs.replace(sequence_params, seed=self._random.getrandbits(63))
                 index = len(request.sequences)
-                sequence = SequenceState(request, index, prompt_index, request.rid if is_single else f"{request.rid}-{index}", prompt, own)
+                name = request.rid if is_single else f"{request.rid}-{index}"
+                sequence = SequenceState(request, index, prompt_index, name, prompt, sequence_params)
                 self._check_name(sequence)
                 request.sequences.append(sequence)
         request.second_text_starts = second_text_starts
@@ -193,19 +194,19 @@ class EngineClient:
         finish with reason "abort". A request's name stands for all its sequences. Returns the
         number of sequences that end."""
         named, is_all = set(names), not names
-        found = [
+        sequences = [
             s
             for s in self._sequences.values()
             if (owner is None or s.request.owner == owner) and (is_all or s.name in named or s.request.rid in named)
         ]
-        for sequence in found:
+        for sequence in sequences:
             sequence.recovery.is_aborted = True
         if is_all and owner is None:
             self.link.send(AbortAll())  # also ends requests that this client does not know
         else:
-            self._abort_admitted(found)
-        self._end_here([s for s in found if self._recovery.is_held(s)], Finish("abort"))
-        return len(found)
+            self._abort_admitted(sequences)
+        self._end_here([s for s in sequences if self._recovery.is_held(s)], Finish("abort"))
+        return len(sequences)
 
     @property
     def unavailable_reason(self) -> str | None:

@@ -97,8 +97,8 @@ class ReplicaClient:
     @property
     def load(self) -> Heartbeat | None:
         """The sum of the replicas' loads."""
-        found = [msgspec.structs.asdict(client.load) for client in self.clients if client.load is not None]
-        return Heartbeat(**{**sum_loads(found), "process": "engine"}) if found else None
+        loads = [msgspec.structs.asdict(client.load) for client in self.clients if client.load is not None]
+        return Heartbeat(**{**sum_loads(loads), "process": "engine"}) if loads else None
 
     async def send_command(self, action: Any, **arguments: Any) -> ControlReply:
         """The joined replies of all replicas. Raises EngineDeadError, TimeoutError."""
@@ -110,7 +110,7 @@ class ReplicaClient:
         if (missing := next((client for client in alive if client.unavailable_reason is not None), None)) is not None:
             raise EngineDeadError(f"replica {self.clients.index(missing)}: {missing.unavailable_reason}")
         names = [{"name": f"{arguments['name']}-replica{self.clients.index(client)}"} if "name" in arguments else {} for client in alive]
-        calls = [client.send_command(action, **{**arguments, **own}) for client, own in zip(alive, names, strict=True)]
+        calls = [client.send_command(action, **{**arguments, **name}) for client, name in zip(alive, names, strict=True)]
         replies = []
         for client, reply in zip(alive, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             where = f"replica {self.clients.index(client)}"

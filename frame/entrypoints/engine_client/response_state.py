@@ -95,8 +95,8 @@ class SequenceState:
     @property
     def num_logprobs(self) -> int:
         """Log-probabilities of its output and prompt so far, those of alternatives too."""
-        own = 0 if self.params.logprobs is None else self.num_tokens * (1 + self.params.logprobs)
-        return own if self.prompt_logprobs is None else own + len(self.prompt) * (1 + (self.params.prompt_logprobs or 0))
+        size = 0 if self.params.logprobs is None else self.num_tokens * (1 + self.params.logprobs)
+        return size if self.prompt_logprobs is None else size + len(self.prompt) * (1 + (self.params.prompt_logprobs or 0))
 
     def take_output(self) -> tuple[str, list[int], list[TokenLogprobs]]:
         """The text, tokens and logprobs since the last call."""

@@ -89,7 +89,7 @@ class StatLoggers:
         self._render_debt = max(0.0, self._render_debt - RENDER_SHARE * (began - self._asked_at))
         self._asked_at = began
         if self._render_debt <= RENDER_BURST:
-            self._rendered = next((found for found in self._call("render_metrics") if found is not None), None)
+            self._rendered = next((rendered for rendered in self._call("render_metrics") if rendered is not None), None)
             self._render_debt += time.monotonic() - began
         return self._rendered
 

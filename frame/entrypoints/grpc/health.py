@@ -40,8 +40,8 @@ class Health:
         """The handlers of both methods, which read their message themselves."""
         writes = health_pb2.HealthCheckResponse.SerializeToString
         acts = {"Check": self._check, "Watch": self._watch}
-        made = {name: grpc.stream_stream_rpc_method_handler(act, response_serializer=writes) for name, act in acts.items()}
-        return grpc.method_handlers_generic_handler(NAME, made)
+        handlers = {name: grpc.stream_stream_rpc_method_handler(act, response_serializer=writes) for name, act in acts.items()}
+        return grpc.method_handlers_generic_handler(NAME, handlers)
 
     def set_status(self, is_serving: bool) -> None:
         if is_serving != self._is_serving:

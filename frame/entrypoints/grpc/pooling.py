@@ -34,9 +34,9 @@ class Pooling:
     async def embed(self, request: Any, caller: GrpcCaller) -> Any:
         if bool(request.texts) == bool(request.token_ids):
             raise ApiError(400, "send either texts or token_ids", "texts")
-        given = list(request.texts) or [list(one.ids) for one in request.token_ids]
+        inputs = list(request.texts) or [list(one.ids) for one in request.token_ids]
         body = EmbeddingRequest(
-            input=given, dimensions=_set(request, "dimensions"), prompt_name=_set(request, "prompt_name"), **_options(request, caller)
+            input=inputs, dimensions=_set(request, "dimensions"), prompt_name=_set(request, "prompt_name"), **_options(request, caller)
         )
         vectors, count = await compute_embeddings(caller, self._services, body)
         reply = self._schema["EmbedReply"](prompt_tokens=count)
@@ -49,8 +49,8 @@ class Pooling:
             instruction=_set(request, "instruction"), **_options(request, caller),
         )  # fmt: skip
         ranking, count = await rank_documents(caller, self._services, body)
-        made = self._schema["Ranked"]
-        results = [made(index=index, relevance_score=relevance_score) for index, relevance_score in ranking]
+        make_ranked = self._schema["Ranked"]
+        results = [make_ranked(index=index, relevance_score=relevance_score) for index, relevance_score in ranking]
         return self._schema["RerankReply"](results=results, prompt_tokens=count)
 
     async def score(self, request: Any, caller: GrpcCaller) -> Any:
@@ -71,9 +71,9 @@ class Pooling:
 
     async def moderate(self, request: Any, caller: GrpcCaller) -> Any:
         body = ModerationRequest(input=list(request.texts), **_options(request, caller))
-        found = await moderate_texts(caller, self._services, body)
-        made = self._schema["Verdict"]
-        results = [made(flagged=any(map(is_flagged, scores.values())), category_scores=scores) for scores in found]
+        scores_of_texts = await moderate_texts(caller, self._services, body)
+        make_verdict = self._schema["Verdict"]
+        results = [make_verdict(flagged=any(map(is_flagged, scores.values())), category_scores=scores) for scores in scores_of_texts]
         return self._schema["ModerateReply"](results=results)
 
 

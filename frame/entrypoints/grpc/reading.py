@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from frame.entrypoints.engine_client.quotas import FairSemaphore
-from frame.entrypoints.grpc.wire import check_parts, malformed
+from frame.entrypoints.grpc.wire import check_fields, malformed
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.protocol.bodies import Bodies
 
@@ -102,7 +102,7 @@ class OpenReader:
 
 
 def _decode(kind: Any, data: bytes, max_values: int) -> Any:
-    check_parts(kind, data, max_values)
+    check_fields(kind, data, max_values)
     try:
         return kind.FromString(data)
     except DecodeError:

@@ -29,9 +29,9 @@ class Schema:
         pool = descriptor_pool.Default()
         for file in description.file:
             pool.AddSerializedFile(file.SerializeToString())
-        found = pool.FindFileByName("frame.proto")
-        self._classes = {name: message_factory.GetMessageClass(kind) for name, kind in found.message_types_by_name.items()}
-        self.methods = {method.name: method for method in found.services_by_name["Frame"].methods}
+        file = pool.FindFileByName("frame.proto")
+        self._classes = {name: message_factory.GetMessageClass(kind) for name, kind in file.message_types_by_name.items()}
+        self.methods = {method.name: method for method in file.services_by_name["Frame"].methods}
 
     def __getitem__(self, name: str) -> Any:
         return self._classes[name]
@@ -39,11 +39,11 @@ class Schema:
 
 def plain(message: Message) -> dict[str, Any]:
     """The fields that are set, by name; maps as dicts, repeated fields as lists."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field, value in message.ListFields():
         is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
-        found[field.name] = dict(value) if is_map else value if isinstance(value, str | int | float | bool | bytes) else list(value)
-    return found
+        values[field.name] = dict(value) if is_map else value if isinstance(value, str | int | float | bool | bytes) else list(value)
+    return values
 
 
 def chat_of(chat: Any) -> Chat:
@@ -53,21 +53,21 @@ def chat_of(chat: Any) -> Chat:
     return Chat([{"role": message.role, "content": message.content} for message in chat.messages])
 
 
-def add_logprobs(message: Any, parts: Iterable[TokenLogprobs]) -> Iterator[None]:
+def add_logprobs(message: Any, tokens: Iterable[TokenLogprobs]) -> Iterator[None]:
     """Add consecutive log-probabilities to a `Logprobs`, one token at a time."""
-    for part in parts:
-        message.token_ids.extend(part.token_ids)
-        message.logprobs.extend(float("nan") if value is None else value for value in part.logprobs)
-        for top in part.top:
+    for each in tokens:
+        message.token_ids.extend(each.token_ids)
+        message.logprobs.extend(float("nan") if value is None else value for value in each.logprobs)
+        for top in each.top:
             message.top.add(token_ids=[token for token, _ in top], logprobs=[value for _, value in top])
             yield
 
 
 def finish_of(schema: Schema, finish: Finish, status: str = "") -> Any:
     """The message for a sequence's end; `status` is the name of a gRPC status, for errors."""
-    made = schema["Finish"](reason=finish.reason, error=finish.error or "", status=status)
+    message = schema["Finish"](reason=finish.reason, error=finish.error or "", status=status)
     if isinstance(finish.matched, int):
-        made.token_id = finish.matched
+        message.token_id = finish.matched
     elif finish.matched is not None:
-        made.text = finish.matched
-    return made
+        message.text = finish.matched
+    return message

@@ -129,15 +129,15 @@ def _handlers(services: Services, calls: CallHandlers, reader: MessageReader) ->
         "Detokenize": service.detokenize,
         "ServerInfo": service.server_info,
     }
-    made = {}
+    handlers = {}
     for name, method in schema.methods.items():
         reads, writes = schema[method.input_type.name], schema[method.output_type.name].SerializeToString
         if method.client_streaming:
             handle = calls.wrap_stream(service.generate_stream, reads)
         else:
             handle = calls.wrap_unary(name, acts[name], reads)
-        made[name] = grpc.stream_stream_rpc_method_handler(handle, response_serializer=writes)
-    return grpc.method_handlers_generic_handler(SERVICE, made)
+        handlers[name] = grpc.stream_stream_rpc_method_handler(handle, response_serializer=writes)
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
 def _reflection(calls: CallHandlers, reader: MessageReader) -> Any:

@@ -99,9 +99,9 @@ class Service:
         """Put all replies of one request of a session; an error is its last reply."""
         try:
             with self._services.quotas.open_lease(caller.tenant) as lease:
-                own = copy(caller)
-                own.lease, own.state = lease, None
-                await run_call(self._services, own, "Generate", self._put_replies(request, own, put))
+                sub_caller = copy(caller)
+                sub_caller.lease, sub_caller.state = lease, None
+                await run_call(self._services, sub_caller, "Generate", self._put_replies(request, sub_caller, put))
         except QuotaExceededError as error:
             await put(self._error_reply(request.id, too_many(error)))
         except ApiError as error:
@@ -150,12 +150,12 @@ class Service:
 
     def _reply(self, name: str, sequence: SequenceState) -> tuple[Any, Iterator[None]]:
         """The reply with new output of a sequence, and steps that add log-probabilities to it."""
-        text, ids, parts = sequence.take_output()
+        text, ids, tokens = sequence.take_output()
         reply = self._schema["GenerateReply"](
             id=name, index=sequence.index, text=text, token_ids=ids, prompt_tokens=len(sequence.prompt),
             completion_tokens=sequence.num_tokens, cached_tokens=sequence.cached,
         )  # fmt: skip
-        steps = [add_logprobs(reply.logprobs, parts)] if parts else []
+        steps = [add_logprobs(reply.logprobs, tokens)] if tokens else []
         if sequence.prompt_logprobs is not None:
             steps.append(add_logprobs(reply.prompt_logprobs, [sequence.prompt_logprobs]))
             sequence.prompt_logprobs = None

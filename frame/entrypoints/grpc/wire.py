@@ -1,4 +1,4 @@
-"""`check_parts`: bounds the fields of a protobuf message on its bytes, before they are decoded.
+"""`check_fields`: bounds the fields of a protobuf message on its bytes, before they are decoded.
 
 An empty message or text takes two bytes on the wire and some hundred as an object of Python. Used
 by `MessageReader`. Must not know a method.
@@ -27,7 +27,7 @@ _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 Fields = dict[int, Any]  # tag of a field with a length -> `Fields` of a message, or the width of an element (0: variable)
 
 
-def check_parts(kind: Any, data: bytes, max_values: int) -> None:
+def check_fields(kind: Any, data: bytes, max_values: int) -> None:
     """Raise ApiError 400 for a message of class `kind` with more than `MAX_NODES` fields, those of
     its messages included, or more than `max_values` elements of packed lists. Takes up to 20
     ms."""
@@ -48,15 +48,15 @@ class _Counter:
     def __init__(self, data: bytes, max_values: int) -> None:
         self._data = data
         self._max_values = max_values
-        self._parts = MAX_NODES
+        self._fields_left = MAX_NODES
         self._values = max_values
 
     def count(self, fields: Fields, at: int, end: int) -> None:
         """Count the fields from `at` to `end`."""
         data = self._data
         while at < end:
-            self._parts -= 1
-            if self._parts < 0:
+            self._fields_left -= 1
+            if self._fields_left < 0:
                 raise ApiError(400, f"the message holds more than {MAX_NODES} fields and list entries; send less at once")
             tag, at = data[at], at + 1
             if tag > 127:
@@ -106,10 +106,10 @@ class _Counter:
 def _fields_of(descriptor: Descriptor) -> Fields:
     """The fields of a message that may have a length, texts aside. frame.proto has no message that
     contains itself."""
-    found: Fields = {}
+    fields: Fields = {}
     for field in descriptor.fields:
         if field.message_type is not None:
-            found[field.number << 3 | _LENGTH] = _fields_of(field.message_type)
+            fields[field.number << 3 | _LENGTH] = _fields_of(field.message_type)
         elif field.type not in _TEXTS:
-            found[field.number << 3 | _LENGTH] = _WIDTHS.get(field.type, 0)
-    return found
+            fields[field.number << 3 | _LENGTH] = _WIDTHS.get(field.type, 0)
+    return fields

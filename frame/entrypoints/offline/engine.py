@@ -164,8 +164,8 @@ class Engine:
     def classify(self, inputs: Prompt | Sequence[Prompt], *, truncate: bool = False) -> Any:
         """The probability of each class, by its label; a list of these for a list of inputs."""
         is_single, several = to_list(inputs)
-        found = self._vectors.classify(several, truncate)
-        return found[0] if is_single else found
+        results = self._vectors.classify(several, truncate)
+        return results[0] if is_single else results
 
     def score(
         self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
@@ -202,8 +202,8 @@ class Engine:
             windows = list(speech.read_windows(opened))
         inputs = [window.encoder_input for window in windows]
         if language is None and speech.detects_language:
-            (found,) = self._run_speech([speech.plan_detection()], inputs[:1])
-            language = speech.find_language(found.token_ids[0])
+            (detection,) = self._run_speech([speech.plan_detection()], inputs[:1])
+            language = speech.find_language(detection.token_ids[0])
         plan = speech.plan_window(language, task, prompt, has_stamps=True, temperature=temperature)
         outputs = self._run_speech([plan] * len(windows), inputs)
         segments = []
@@ -276,21 +276,21 @@ class Engine:
         need_task(self._resolved, "generate")
         self._session.send_all([])  # wakes an idle engine while the prompts are tokenized
         is_single, several = to_list(prompts)
-        wanted = expand_params(params, len(several))
+        all_params = expand_params(params, len(several))
         ids = self._encode(several)
         limits = self._session.limits
         if params is None:
             rooms = [min(limits.max_context, limits.capacity) - len(prompt) for prompt in ids]
-            wanted = [SamplingParams(max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))) for room in rooms]
+            all_params = [SamplingParams(max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))) for room in rooms]
         counts = []
-        for prompt, own in zip(ids, wanted, strict=True):
-            own = self.tokenizer.encode_bad_words(own) if own.bad_words else own
-            if own.stop and self._session.tokenizer is None:
+        for prompt, each in zip(ids, all_params, strict=True):
+            each = self.tokenizer.encode_bad_words(each) if each.bad_words else each
+            if each.stop and self._session.tokenizer is None:
                 raise InvalidRequestError("stop strings need a tokenizer, which this engine does not have; use stop_token_ids", "stop")
-            check_request(limits, prompt, own)
-            counts.append(own.n)
-            for number in range(own.n):
-                alone = own if own.n == 1 else get_child_params(own, number)
+            check_request(limits, prompt, each)
+            counts.append(each.n)
+            for number in range(each.n):
+                alone = each if each.n == 1 else get_child_params(each, number)
                 self._add_sequence(job, prompt, alone)
         return job, counts, is_single
 

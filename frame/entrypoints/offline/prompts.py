@@ -86,25 +86,25 @@ def expand_params(params: Params | Sequence[Params] | None, count: int) -> list[
         raise InvalidRequestError(f"params is {params!r:.80}; give SamplingParams or a dict, or a list of these", "params")
     if len(params) != count:
         raise InvalidRequestError(f"params has {len(params)} entries for {count} prompts; give one for all, or one per prompt", "params")
-    return [_params(own) for own in params]
+    return [_params(each) for each in params]
 
 
 def _params(params: Params) -> SamplingParams:
     if not isinstance(params, SamplingParams | Mapping):
         raise InvalidRequestError(f"params is {params!r:.80}; give SamplingParams or a dict", "params")
-    given = dict(params) if isinstance(params, Mapping) else msgspec.structs.asdict(params)
-    unknown = sorted(map(str, set(given) - set(SamplingParams.__struct_fields__)))
+    fields = dict(params) if isinstance(params, Mapping) else msgspec.structs.asdict(params)
+    unknown = sorted(map(str, set(fields) - set(SamplingParams.__struct_fields__)))
     if unknown:
         hint = did_you_mean(unknown[0], SamplingParams.__struct_fields__) or "; SamplingParams lists them"
         raise InvalidRequestError(f"unknown sampling parameter {unknown[0]!r}{hint}", unknown[0])
     for name in ("stop", "bad_words"):
-        if isinstance(given.get(name), str):
-            given[name] = (given[name],)
+        if isinstance(fields.get(name), str):
+            fields[name] = (fields[name],)
     for name in ("json_schema", "structural_tag"):
-        if isinstance(given.get(name), Mapping):
-            given[name] = msgspec.json.encode(given[name]).decode()
+        if isinstance(fields.get(name), Mapping):
+            fields[name] = msgspec.json.encode(fields[name]).decode()
     try:  # the constructor does not check types
-        return msgspec.convert(given, SamplingParams)
+        return msgspec.convert(fields, SamplingParams)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$.")
         name = place.removesuffix("`") or "params"

@@ -162,8 +162,8 @@ class Client:
         """The probability of each class, by its label; a list of these for a list of inputs."""
         several = [inputs] if isinstance(inputs, str) else list(inputs)
         reply = self.post("/v1/classify", {"input": several, **_cut(truncate)})
-        found = [dict(zip(reply["labels"], row["probs"], strict=True)) for row in reply["data"]]
-        return found[0] if isinstance(inputs, str) else found
+        rows = [dict(zip(reply["labels"], row["probs"], strict=True)) for row in reply["data"]]
+        return rows[0] if isinstance(inputs, str) else rows
 
     def score(
         self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False

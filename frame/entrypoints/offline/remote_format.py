@@ -32,10 +32,10 @@ class Job:
     ) -> None:
         self._is_single, several = to_list(prompts)
         self.count = len(several)
-        wanted = expand_params(params, self.count)
-        self._wanted = [own for own in wanted for _ in range(own.n)]  # one per sequence
-        self._counts = [own.n for own in wanted]
-        self._outputs = [Output() for _ in self._wanted]
+        all_params = expand_params(params, self.count)
+        self._params = [each for each in all_params for _ in range(each.n)]  # one per sequence
+        self._counts = [each.n for each in all_params]
+        self._outputs = [Output() for _ in self._params]
         self.body: dict[str, Any] = {}
         if all(isinstance(prompt, str) for prompt in several):
             self.body["text"] = [check_text(str(prompt)) for prompt in several]
@@ -43,8 +43,8 @@ class Job:
             self.body["input_ids"] = [_ids(prompt, encode, encode_chat) for prompt in several]
         if params is not None:
             # The server's default is 128 tokens, so a max_tokens of None is sent explicitly
-            self.body["sampling_params"] = [{"max_tokens": None, **msgspec.to_builtins(own, str_keys=True)} for own in wanted]
-        self.body["return_logprob"] = any(own.logprobs is not None or own.prompt_logprobs is not None for own in wanted)
+            self.body["sampling_params"] = [{"max_tokens": None, **msgspec.to_builtins(each, str_keys=True)} for each in all_params]
+        self.body["return_logprob"] = any(each.logprobs is not None or each.prompt_logprobs is not None for each in all_params)
 
     def parse_results(self, results: list[dict[str, Any]]) -> Output | list[Output]:
         """The outputs of a complete response: one, or one per prompt."""
@@ -64,14 +64,14 @@ class Job:
         return Delta(place, output.text[had_text:], output.token_ids[had_ids:], output)
 
     def _update(self, place: int, result: dict[str, Any]) -> None:
-        output, wanted, meta = self._outputs[place], self._wanted[place], result["meta_info"]
+        output, params, meta = self._outputs[place], self._params[place], result["meta_info"]
         output.text, output.token_ids = result["text"], result["output_ids"]
         output.prompt_tokens, output.cached_tokens = meta["prompt_tokens"], meta["cached_tokens"]
         if (reason := meta["finish_reason"]) is not None:
             output.finish_reason, output.matched = reason["type"], reason.get("matched")
-        if wanted.logprobs is not None:
+        if params.logprobs is not None:
             output.logprobs = _logprobs(meta, "output")
-        if wanted.prompt_logprobs is not None and "input_token_logprobs" in meta:
+        if params.prompt_logprobs is not None and "input_token_logprobs" in meta:
             output.prompt_logprobs = _logprobs(meta, "input")
 
 

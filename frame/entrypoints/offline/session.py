@@ -162,12 +162,12 @@ def resolve_arguments(config: Any, keywords: dict[str, Any], classes: Sequence[t
     if isinstance(config, FrameConfig):
         if keywords:
             raise ConfigurationError(f"{next(iter(keywords))} is given beside a FrameConfig; set it there, or give keywords only")
-        given = config
+        base = config
     else:
         loaded = from_keywords(**keywords, **({} if config is None else {"config": str(Path(config))}))
         refuse_server_settings(loaded)
-        given = loaded.config
-    return prepare(select_classes(given, classes), classes=classes)
+        base = loaded.config
+    return prepare(select_classes(base, classes), classes=classes)
 
 
 def select_classes(config: FrameConfig, classes: Sequence[type]) -> FrameConfig:
@@ -188,9 +188,9 @@ def select_classes(config: FrameConfig, classes: Sequence[type]) -> FrameConfig:
             raise PluginError(f"{target.__qualname__} is a {kind.name}, which is no part of an engine; leave it out of plugins=[…]")
         section, _, field = kind.key.partition(".")
         values = chosen.setdefault(section, {})
-        part = getattr(config, section)
+        values_of_section = getattr(config, section)
         if kind.is_list:
-            values[field] = (*values.get(field, getattr(part, field)), name)
-        elif field not in part.model_fields_set:
+            values[field] = (*values.get(field, getattr(values_of_section, field)), name)
+        elif field not in values_of_section.model_fields_set:
             values[field] = name
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values) for section, values in chosen.items()})

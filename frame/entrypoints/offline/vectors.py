@@ -30,8 +30,8 @@ METHODS = {"generate": "generate", "embed": "embed or score", "classify": "class
 def need_task(resolved: Resolved, *tasks: str) -> None:
     """Raise InvalidRequestError unless the engine runs its model for one of these tasks."""
     if resolved.task not in tasks:
-        wanted, instead = " or ".join(tasks), METHODS[resolved.task]
-        sentence = f"model.task of this engine is {resolved.task!r}, not {wanted!r}; use {instead}"
+        allowed, instead = " or ".join(tasks), METHODS[resolved.task]
+        sentence = f"model.task of this engine is {resolved.task!r}, not {allowed!r}; use {instead}"
         raise InvalidRequestError(sentence, "model")
 
 

@@ -86,15 +86,15 @@ def load_head_format(registry: Registry) -> Loaded[Any]:
 def load_kernels(resolved: Resolved, registry: Registry, absent: type[GemmKernel] | None = None) -> tuple[LoadedKernel, ...]:
     """The GEMM kernels that fit the device, the one that the user named among them. absent: the
     class in place of a kernel whose requirements are not installed here."""
-    found = []
+    kernels = []
     for choice in resolved.plugins.get("gemm_kernel", ()):
         capabilities = registry.get("gemm_kernel", choice.name).capabilities
         speeds = capabilities.speeds if isinstance(capabilities, GemmCapabilities) else ()
         required = choice.name == resolved.user.model.gemm_kernel
         is_absent = absent is not None and not registry.is_installed("gemm_kernel", choice.name)
         loaded = Loaded(absent) if absent is not None and is_absent else Loaded(*registry.choose(choice))
-        found.append(LoadedKernel(choice.name, loaded, speeds, required))
-    return tuple(found)
+        kernels.append(LoadedKernel(choice.name, loaded, speeds, required))
+    return tuple(kernels)
 
 
 @blaming("at start")
@@ -207,8 +207,8 @@ def build_engine(
     runner = add_group(resolved, add_profiling(resolved, rank, place), rank, 0)
     if followers is not None:
         runner = _lead(runner, followers, results, place)
-    found = find_observers(registry)
-    on_finish = found.on_request_finished
+    hooks = find_observers(registry)
+    on_finish = hooks.on_request_finished
     callbacks: list[Callable[[Request, Finish], None]] = []
     if on_finish is not None:
         callbacks.append(lambda request, finish: on_finish(**_finished(request, finish)))
@@ -233,11 +233,11 @@ def build_engine(
         runner,
         transport,
         options,
-        Observers(on_step=found.on_step, on_stop=found.on_stop),
+        Observers(on_step=hooks.on_step, on_stop=hooks.on_stop),
         build_grammars(resolved, registry),
     )
-    if found.on_start is not None:
-        found.on_start(resolved=resolved)
+    if hooks.on_start is not None:
+        hooks.on_start(resolved=resolved)
     return engine, info
 
 

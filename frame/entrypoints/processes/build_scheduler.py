@@ -128,8 +128,8 @@ def _overlaps_drafts(resolved: Resolved, registry: Registry, pools: Sequence[Pag
     if not resolved.overlap or any(pool.window is None for pool in pools[1:]) or resolved.plan.num_groups > 1:
         return False
     chosen = {choice.name for choice in resolved.plugins.get("attention_backend", ())}
-    found = [record.capabilities for record in registry.records("attention_backend") if record.name in chosen]
-    return resolved.device == "cpu" or all(isinstance(each, AttentionCapabilities) and each.device_lengths for each in found)
+    capabilities = [record.capabilities for record in registry.records("attention_backend") if record.name in chosen]
+    return resolved.device == "cpu" or all(isinstance(each, AttentionCapabilities) and each.device_lengths for each in capabilities)
 
 
 def _check_groups(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> None:

@@ -161,18 +161,18 @@ def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: 
     if parts.weight_format is not None:
         stored = resolved.model.config.get("quantization_config")
         built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, stored, Path(resolved.model_path)))
-    built["gemm_kernels"] = tuple(part.build(base) for part in parts.gemm_kernels)
-    for name, part in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
-        if part is not None:
-            built[name] = part.build(base)
+    built["gemm_kernels"] = tuple(plugin.build(base) for plugin in parts.gemm_kernels)
+    for name, plugin in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
+        if plugin is not None:
+            built[name] = plugin.build(base)
     return replace(base, **built)
 
 
 def _build_attention(parts: Parts, base: BuildContext, model_config: ModelConfig) -> AttentionBackend:
     has_tables = model_config.sliding_window is not None or model_config.encoder_length > 0  # of groups besides `tokens`
 
-    def build(part: Loaded[AttentionBackend]) -> AttentionBackend:
-        return GroupAttention(partial(part.build, base)) if has_tables else part.build(base)
+    def build(plugin: Loaded[AttentionBackend]) -> AttentionBackend:
+        return GroupAttention(partial(plugin.build, base)) if has_tables else plugin.build(base)
 
     if parts.decode_attention is None:
         return build(parts.attention)
@@ -182,7 +182,7 @@ def _build_attention(parts: Parts, base: BuildContext, model_config: ModelConfig
 def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, device: torch.device) -> Processors:
     """The logits processors, in the order of `parts`."""
     context = ProcessorContext(model_config.vocab_size, num_slots, device, model_config.eos_token_ids)
-    return Processors([part.build(context) for part in parts.processors], num_slots)
+    return Processors([plugin.build(context) for plugin in parts.processors], num_slots)
 
 
 def choose_operations(device: torch.device) -> DeviceOperations:
@@ -312,10 +312,10 @@ def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
 
     tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
     ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
-    for label, found in zip(labels, ids, strict=True):
-        if len(found) != 1:
-            raise ConfigurationError(f"model.label_tokens holds {label!r}, which is {len(found)} tokens of this model; each must be one")
-    return [found[0] for found in ids]
+    for label, tokens in zip(labels, ids, strict=True):
+        if len(tokens) != 1:
+            raise ConfigurationError(f"model.label_tokens holds {label!r}, which is {len(tokens)} tokens of this model; each must be one")
+    return [tokens[0] for tokens in ids]
 
 
 def _check_tree(resolved: Resolved, geometry: KVGeometry) -> None:
@@ -361,15 +361,15 @@ def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: Build
     """Build and load the model of a device drafter, if there is one."""
     if (prepared := prepare_drafter(resolved, parts, target, build)) is None:
         return None
-    make, own, checkpoint = prepared
-    model, report = load_model(make, own, checkpoint)
+    make, context, checkpoint = prepared
+    model, report = load_model(make, context, checkpoint)
     kinds = {group.kind for group in model_geometry(model, KVGeometry((), 1, build.dtype)).groups}
     # an indexer of a prediction layer has a number of its own, one of a draft model a number of the
     # target's
     known = {"tokens"} if parts.draft is not None else {"tokens", "sidecar"}
     if not kinds <= known or (parts.draft is not None and not kinds):
         raise ConfigurationError("speculative.draft_model_path has layers with a window, a state or an indexer; name a draft model without")
-    return _Drafter(model, report.bytes, own.attention)
+    return _Drafter(model, report.bytes, context.attention)
 
 
 def _set_drafter(runner: TorchModelRunner, drafter: _Drafter, resolved: Resolved) -> None:
@@ -449,7 +449,7 @@ def _min_of_ranks(pages: int, groups: Sequence[Collective], device: torch.device
 def _list_groups(geometry: KVGeometry, stages: Collective, device: torch.device) -> list[GroupKey]:
     """The groups with pages of their own, besides `tokens`, of all stages, in the order of the
     model's layers. 0 stands for a group of states, other numbers for a window."""
-    own = [group.window or 0 for group in geometry.groups[1 : geometry.num_pools]]
-    padded = torch.tensor(own + [-1] * (_MAX_GROUPS - len(own)), device=device)
+    windows = [group.window or 0 for group in geometry.groups[1 : geometry.num_pools]]
+    padded = torch.tensor(windows + [-1] * (_MAX_GROUPS - len(windows)), device=device)
     every = dict.fromkeys(window for window in stages.all_gather(padded, dim=0).tolist() if window >= 0)
     return [("window", window) if window else ("snapshot", None) for window in every]

@@ -136,18 +136,18 @@ def _write(handle: int, message: bytes) -> None:
 def _read(handle: int, seconds: float = math.inf) -> bytes | None:
     """The next message; None if the other side closes the pipe or the time passes first."""
     deadline = time.monotonic() + seconds
-    found, size = bytearray(), 4
-    while len(found) < size:
+    message, size = bytearray(), 4
+    while len(message) < size:
         left = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
         if not select.select([handle], [], [], left)[0]:
             return None
-        part = os.read(handle, min(1 << 20, size - len(found)))
-        if not part:
+        chunk = os.read(handle, min(1 << 20, size - len(message)))
+        if not chunk:
             return None
-        found += part
-        if len(found) == 4 and size == 4:
-            size += int.from_bytes(found, "little")
-    return bytes(found[4:])
+        message += chunk
+        if len(message) == 4 and size == 4:
+            size += int.from_bytes(message, "little")
+    return bytes(message[4:])
 
 
 # the process --------------------------------------------------------------------------------------
@@ -202,8 +202,8 @@ def main(load: Callable[..., GrammarBackend] = load_backend) -> None:
     while (message := _read(0)) is not None:
         kind, source = msgspec.msgpack.decode(message, type=tuple[str, str])
         limits.begin()
-        found = compile_one(backend, kind, source)
-        _write(replies, msgspec.msgpack.encode((*found, limits.end(), memory.measure_retained())))
+        reply = compile_one(backend, kind, source)
+        _write(replies, msgspec.msgpack.encode((*reply, limits.end(), memory.measure_retained())))
 
 
 class MemoryLimit:

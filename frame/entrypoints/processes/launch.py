@@ -89,7 +89,7 @@ def _phases(data: dict[str, Any], total: float) -> str:
     as printed, they add up to it."""
     phases = {name: round(seconds, 1) for name, seconds in (data.get("phases") or {}).items()}
     rest = round(round(total, 1) - sum(phases.values()), 1)
-    parts = [f"{name} {seconds:.1f} s" for name, seconds in {**phases, "other": rest}.items()]
+    shown = [f"{name} {seconds:.1f} s" for name, seconds in {**phases, "other": rest}.items()]
     if kernels := data.get("kernels"):
-        parts.append(f"{kernels['cache']} kernel cache: {kernels['loaded']} loaded, {kernels['compiled']} compiled")
-    return f" ({', '.join(parts)}; {data['max_total_tokens']} tokens of KV cache)" if phases else ""
+        shown.append(f"{kernels['cache']} kernel cache: {kernels['loaded']} loaded, {kernels['compiled']} compiled")
+    return f" ({', '.join(shown)}; {data['max_total_tokens']} tokens of KV cache)" if phases else ""

@@ -108,8 +108,8 @@ class Supervisor:
     async def _check_resources(self, unit: Unit, monitor: ResourceMonitor) -> None:
         """Restart a unit that exceeds a limit, which is no crash of its requests."""
         label = self._deployment.label
-        found = [monitor.check_process(label(child.name), child.local_pid, child.device_memory) for child in unit.children]
-        why = next(filter(None, found), None)
+        problems = [monitor.check_process(label(child.name), child.local_pid, child.device_memory) for child in unit.children]
+        why = next(filter(None, problems), None)
         if why is not None:
             await self._fail(unit, why, is_crash=False)
 

@@ -244,9 +244,9 @@ def _import_early(options: argparse.Namespace, lines: Lines) -> argparse.Namespa
         import frame.entrypoints.processes.build_engine  # noqa: F401 - `_schedule` uses it
 
     seconds = time.perf_counter() - clock
-    given = json.loads(lines.read_line())
-    os.environ.update(given["environment"])
-    return _options([options.role, *given["arguments"], "--parent", str(options.parent), "--early-imports", str(seconds)])
+    order = json.loads(lines.read_line())
+    os.environ.update(order["environment"])
+    return _options([options.role, *order["arguments"], "--parent", str(options.parent), "--early-imports", str(seconds)])
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -294,10 +294,10 @@ class Lines:
     def read_line(self) -> bytes:
         """The next line. Ends this process when the parent has ended."""
         while b"\n" not in self._held:
-            part = os.read(0, 65536)
-            if not part:
+            chunk = os.read(0, 65536)
+            if not chunk:
                 os._exit(EXIT_ORPHANED)
-            self._held += part
+            self._held += chunk
         line, _, self._held = self._held.partition(b"\n")
         return line
 

@@ -83,13 +83,13 @@ class _Pool(httpcore.AsyncConnectionPool):
         free = [connection for connection in kept if connection.is_available()] if queued else []
         for request in queued:
             origin = request.request.url.origin
-            found = next((connection for connection in reversed(free) if connection.can_handle_request(origin)), None)
-            if found is None:
-                found = self.create_connection(origin)
-                kept.append(found)
+            chosen = next((connection for connection in reversed(free) if connection.can_handle_request(origin)), None)
+            if chosen is None:
+                chosen = self.create_connection(origin)
+                kept.append(chosen)
             else:
-                free.remove(found)
-            request.assign_to_connection(found)
+                free.remove(chosen)
+            request.assign_to_connection(chosen)
         return closing
 
     def create_connection(self, origin: httpcore.Origin) -> httpcore.AsyncConnectionInterface:

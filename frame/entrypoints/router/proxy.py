@@ -262,15 +262,15 @@ class Proxy:
         for result in results:
             if isinstance(result, BaseException) and result not in failed:
                 raise result
-        found = [result for result in results if isinstance(result, ShortReply)]
+        replies = [result for result in results if isinstance(result, ShortReply)]
         is_abort = request.path == "/abort_request"
-        told = next((each for each in found if (each.status < 300) == is_abort), None)
+        told = next((each for each in replies if (each.status < 300) == is_abort), None)
         if failed and told is None:
             raise ApiError(failed[0].status, f"{failed[0].message}; the request was sent to all others")
-        if not found:
+        if not replies:
             raise ApiError(503, "no replica is healthy; try again later", retry_after=RETRY_AFTER)
         self.metrics.count("answered")
-        await (told or found[0]).send(request.send)
+        await (told or replies[0]).send(request.send)
 
     async def _ask(self, request: RoutedRequest, backend: Backend) -> ShortReply:
         """One replica's answer to a request for all. Raises ApiError that names the replica,
@@ -306,8 +306,8 @@ async def _read_short(reply: httpx.Response) -> ShortReply:
     """An answer, or its beginning where it does not end; compressed as it came."""
     body = b""
     try:
-        async for part in reply.aiter_raw():
-            body += part
+        async for chunk in reply.aiter_raw():
+            body += chunk
             if len(body) >= MAX_REFUSAL_LENGTH:
                 break
     finally:

@@ -55,10 +55,10 @@ def hash_prompt(body: bytes) -> list[int]:
     if len(body) > MAX_READ_LENGTH:
         return []
     try:
-        found = _DECODER.decode(body)
+        fields = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []  # the replica refuses the body
-    before, prompts = ([memoryview(getattr(found, name))[:MAX_BYTES] for name in names] for names in (_BEFORE, _PROMPTS))
+    before, prompts = ([memoryview(getattr(fields, name))[:MAX_BYTES] for name in names] for names in (_BEFORE, _PROMPTS))
     prompt = next((value for value in prompts if value and value != b"null"), None)
     if prompt is None:
         return []

@@ -37,14 +37,14 @@ class RouterSettings:
 
 def check_url(url: str) -> str:
     """The address of a replica. Raises ConfigError unless it is http(s)://host[:port]."""
-    parts = urlsplit(url)
+    address = urlsplit(url)
     try:
-        is_valid = parts.scheme in ("http", "https") and parts.path in ("", "/") and not parts.query
-        is_valid = is_valid and bool(_HOST.fullmatch(parts.hostname or ""))
-        _ = parts.port
+        is_valid = address.scheme in ("http", "https") and address.path in ("", "/") and not address.query
+        is_valid = is_valid and bool(_HOST.fullmatch(address.hostname or ""))
+        _ = address.port
     except ValueError:
         is_valid = False
-    if parts.username is not None:
+    if address.username is not None:
         raise ConfigError("--replica has a user name, which the router does not send; write http://HOST:PORT or https://HOST:PORT")
     if not is_valid:
         raise ConfigError(f"--replica is {url!r}; write http://HOST:PORT or https://HOST:PORT")

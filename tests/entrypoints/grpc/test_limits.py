@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from frame.entrypoints.grpc import calls, health, reading
 from frame.entrypoints.grpc.schema import SERVICE
 from frame.entrypoints.grpc.server import GrpcServer
-from frame.entrypoints.grpc.wire import check_parts
+from frame.entrypoints.grpc.wire import check_fields
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.protocol.bodies import MAX_NODES, MAX_VALUES, MIN_BODY
 from tests.entrypoints.grpc.raw_calls import (
@@ -87,22 +87,22 @@ def test_fields_are_counted_on_the_bytes() -> None:
     request, reply = S["GenerateRequest"], S["EmbedReply"]
     bias = {"logit_bias": {3: 1.5, -4: 2.0}, "stop": ["a", ""], "custom": {"a": "b"}, "seed": -(2**62), "temperature": 1.5}
     whole = request(token_ids={"ids": [1, -1, 2**31 - 1]}, sampling_params=bias, priority=-1).SerializeToString()
-    check_parts(request, whole, 3)
+    check_fields(request, whole, 3)
     with pytest.raises(ApiError, match="more than 2 values"):
-        check_parts(request, whole, 2)
+        check_fields(request, whole, 2)
     floats = reply(vectors=[{"values": [0.5] * 10}, {"values": []}]).SerializeToString()
-    check_parts(reply, floats, 10)
+    check_fields(reply, floats, 10)
     with pytest.raises(ApiError, match="more than 9 values"):
-        check_parts(reply, floats, 9)
-    check_parts(request, b"", 0)
+        check_fields(reply, floats, 9)
+    check_fields(request, b"", 0)
     for end in range(1, len(whole)):  # a part is a shorter message, or none; it is never read beyond its end
         try:
-            check_parts(request, whole[:end], 3)
+            check_fields(request, whole[:end], 3)
         except ApiError as error:
             assert "not a valid frame.v1.GenerateRequest" in error.message
     for wrong in (b"\x80" * 1000, b"\x12\xff\xff\xff\xff\x0f", b"\x0b\x0c", b"\x09abc", b"\x0d"):
         with pytest.raises(ApiError, match="not a valid"):
-            check_parts(request, wrong, 3)
+            check_fields(request, wrong, 3)
 
 
 async def test_messages_that_do_not_end_take_no_place_of_others(tmp_path: Path) -> None:

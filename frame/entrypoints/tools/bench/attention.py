@@ -178,13 +178,13 @@ def _call(backend: AttentionBackend, case: Case, batch: ForwardBatch) -> Call:
     shapes = _cached_shapes(case)
     num_pages = int((-(-case.rows.lengths // case.page_size)).sum()) + SPARE_PAGES
     kv = PlainKVCache(case.page_size, [normal(num_pages, case.page_size, *shape) for shape in shapes])
-    own = [normal(tokens, *shape) for shape in shapes]
+    stored = [normal(tokens, *shape) for shape in shapes]
     spec = AttentionSpec(0, case.heads, 1 if case.rank else case.kv_heads, case.head_dim, case.v_head_dim, case.head_dim**-0.5)
     q = normal(tokens, case.heads, case.head_dim)
     batch = replace(batch, kv=kv)
     if not case.rank:
-        return lambda: backend.run(spec, q, own[0], own[1], batch)
+        return lambda: backend.run(spec, q, stored[0], stored[1], batch)
     nope = case.head_dim - case.rope
     layer = RandomProjections(spec, case.rank, nope, case.rope, normal(case.heads, nope + case.v_head_dim, case.rank) * case.rank**-0.5)
     q_nope, q_rope = q[..., :nope].contiguous(), q[..., nope:].contiguous()
-    return lambda: backend.run_mla(layer, q_nope, q_rope, own[0], batch)
+    return lambda: backend.run_mla(layer, q_nope, q_rope, stored[0], batch)

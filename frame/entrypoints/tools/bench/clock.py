@@ -97,9 +97,9 @@ def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     matrix product."""
     clock = Clock(device)
     read, copy = _bandwidths(clock)
-    found = Ceilings(read, _operations(clock, dtype), copy)
+    ceilings = Ceilings(read, _operations(clock, dtype), copy)
     open_platform(device).release_memory()
-    return found
+    return ceilings
 
 
 def _bandwidths(clock: Clock) -> tuple[float, float]:
@@ -115,8 +115,8 @@ def _bandwidths(clock: Clock) -> tuple[float, float]:
 
 def _operations(clock: Clock, dtype: torch.dtype) -> float:
     """Operations/s of square matrix products, the maximum over a few sizes."""
-    found = 0.0
+    rate = 0.0
     for width in (4096, 8192, 16384) if clock.device.type == "cuda" else (1024,):
         left, right = (torch.randn(width, width, device=clock.device, dtype=dtype) for _ in range(2))
-        found = max(found, 2 * width**3 / clock.time([partial(torch.matmul, left, right)]).seconds)
-    return found
+        rate = max(rate, 2 * width**3 / clock.time([partial(torch.matmul, left, right)]).seconds)
+    return rate

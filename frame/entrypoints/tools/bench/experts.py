@@ -99,5 +99,5 @@ class ExpertBench:
         touched = sum(ids.unique().numel() for ids in routings) / len(routings)
         matrices = 3 * shape.hidden * shape.inner
         read = int((touched * matrices + 2 * x.numel()) * self.dtype.itemsize)
-        found = figures(timed.seconds, timed.how, read, 2 * count * shape.active * matrices, self.ceilings)
-        return found | {"experts_touched": round(touched, 1)}
+        row = figures(timed.seconds, timed.how, read, 2 * count * shape.active * matrices, self.ceilings)
+        return row | {"experts_touched": round(touched, 1)}

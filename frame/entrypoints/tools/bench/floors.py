@@ -171,14 +171,14 @@ def _layers(model_config: ModelConfig, kinds: list[str]) -> tuple[LayerCost, ...
     if not all(isinstance(size, int) for size in needed) or (has_experts and (config.get("decoder_sparse_step") or 1) != 1):
         return None
     shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * (expert or 0)
-    found: Counter[LayerCost] = Counter()
+    counts: Counter[LayerCost] = Counter()
     for layer, kind in enumerate(kinds):
         mixer = attention if kind != "linear_attention" else sum(_delta_sizes(model_config)[:2])
         if has_experts and layer not in plain:
-            found[LayerCost(1, mixer + 3 * hidden * shared, model_config.num_experts, 3 * hidden * expert, active)] += 1
+            counts[LayerCost(1, mixer + 3 * hidden * shared, model_config.num_experts, 3 * hidden * expert, active)] += 1
         else:
-            found[LayerCost(1, mixer + 3 * hidden * inner)] += 1
-    return tuple(replace(layer, count=count) for layer, count in found.items())
+            counts[LayerCost(1, mixer + 3 * hidden * inner)] += 1
+    return tuple(replace(layer, count=count) for layer, count in counts.items())
 
 
 def _delta_sizes(model_config: ModelConfig) -> tuple[int, int, int]:

@@ -71,11 +71,11 @@ class EventReader(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """Called by the parser with a part of the body."""
         now = time.perf_counter()
-        parts = (self._rest + body).split(b"\n\n")
-        self._rest = parts.pop()
+        events = (self._rest + body).split(b"\n\n")
+        self._rest = events.pop()
         if self._parser.get_status_code() == 200:
-            for part in parts:
-                self._event(part.removeprefix(b"data:").strip(), now)
+            for event in events:
+                self._event(event.removeprefix(b"data:").strip(), now)
 
     def on_message_complete(self) -> None:
         """Called by the parser at the end of the response."""

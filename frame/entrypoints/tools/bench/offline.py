@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 PLAIN = "none"  # weight format of weights that are not quantized
 
 
-def measure(engine: Any, wanted: Sequence[Job]) -> dict[str, Any]:
+def measure(engine: Any, jobs: Sequence[Job]) -> dict[str, Any]:
     """Run the jobs once. -> seconds from the first request to the last token, and rates."""
-    params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in wanted]
+    params = [SamplingParams(max_tokens=job.output, temperature=job.temperature, ignore_eos=True) for job in jobs]
     started = time.perf_counter()
-    outputs = engine.generate([job.prompt for job in wanted], params)
+    outputs = engine.generate([job.prompt for job in jobs], params)
     seconds = time.perf_counter() - started
     if failed := next((output.error for output in outputs if output.error is not None), None):
         raise RuntimeError(f"a sequence ended with an error, so the figures would be wrong: {failed}")
-    tokens, prompts = sum(len(output.token_ids) for output in outputs), sum(len(job.prompt) for job in wanted)
+    tokens, prompts = sum(len(output.token_ids) for output in outputs), sum(len(job.prompt) for job in jobs)
     return {
-        "requests": len(wanted),
+        "requests": len(jobs),
         "seconds": round(seconds, 4),
         "output_tokens_per_s": round(tokens / seconds, 1),
         "prompt_tokens_per_s": round(prompts / seconds, 1),
@@ -47,8 +47,8 @@ class Floors:
 
     def row(self, workload: Workload | Shape, vocabulary: int, seconds: float) -> dict[str, float]:
         """The lower bound of a workload that took `seconds`, for its row."""
-        wanted = workload.jobs(vocabulary, 0)
-        prompts, outputs = [len(job.prompt) for job in wanted], [job.output for job in wanted]
+        jobs = workload.jobs(vocabulary, 0)
+        prompts, outputs = [len(job.prompt) for job in jobs], [job.output for job in jobs]
         floor = floor_seconds(self.cost, self.ceilings, prompts, outputs, workload.common)
         return {"floor_seconds": round(floor, 4), "share_of_floor": round(floor / seconds, 4)}
 

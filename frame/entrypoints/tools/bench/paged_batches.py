@@ -32,17 +32,17 @@ class PlainKVCache:
         self.parts, self.factors = tuple(parts), tuple(factors)
 
     def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
-        for part, factor, tensor in zip(self.parts, self.factors, tensors, strict=False):
-            codes, scales = quantize_rows(tensor)
-            part.flatten(0, 1)[slots], factor.flatten(0, 1)[slots] = codes, scales
+        for pool, factor, tensor in zip(self.parts, self.factors, tensors, strict=False):
+            quantized, scales = quantize_rows(tensor)
+            pool.flatten(0, 1)[slots], factor.flatten(0, 1)[slots] = quantized, scales
         if self.factors:
             return
-        for part, tensor, scale in zip(self.parts, tensors, (spec.k_scale, spec.v_scale)[: len(tensors)], strict=True):
-            if part.dtype == torch.float8_e4m3fn:  # nothing indexes fp8: its bytes are written
-                stored = (tensor / scale).clamp(-FP8_MAX, FP8_MAX).to(part.dtype)
-                part.view(torch.uint8).view(-1, *part.shape[2:])[slots] = stored.view(torch.uint8)
+        for pool, tensor, scale in zip(self.parts, tensors, (spec.k_scale, spec.v_scale)[: len(tensors)], strict=True):
+            if pool.dtype == torch.float8_e4m3fn:  # nothing indexes fp8: its bytes are written
+                stored = (tensor / scale).clamp(-FP8_MAX, FP8_MAX).to(pool.dtype)
+                pool.view(torch.uint8).view(-1, *pool.shape[2:])[slots] = stored.view(torch.uint8)
             else:
-                part.view(-1, *part.shape[2:])[slots] = tensor.to(part.dtype)
+                pool.view(-1, *pool.shape[2:])[slots] = tensor.to(pool.dtype)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self.parts
@@ -55,14 +55,14 @@ def quantize_rows(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int8 [..., width] and scales float16 [...] of an int8 cache: the largest magnitude of a
     row is 127. The numbers of such codes give the same codes again."""
     scales = (numbers.double().abs().amax(-1) / 127).to(torch.float16).clamp_min(2.0**-24)
-    codes = (numbers.double() / scales.double().unsqueeze(-1)).round().clamp(-127, 127)
-    return codes.nan_to_num().to(torch.int8), scales
+    quantized = (numbers.double() / scales.double().unsqueeze(-1)).round().clamp(-127, 127)
+    return quantized.nan_to_num().to(torch.int8), scales
 
 
-def build_context(device: torch.device | str, dtype: torch.dtype, page_size: int, rows: int = 64, **parts: Any) -> BuildContext:
+def build_context(device: torch.device | str, dtype: torch.dtype, page_size: int, rows: int = 64, **fields: Any) -> BuildContext:
     """A context of one rank; `parts` are further fields of `BuildContext`."""
     limits = Limits(max_running_requests=rows, max_tokens_per_step=8192, max_context=131072, page_size=page_size)
-    return BuildContext(platform=open_platform(device), device=torch.device(device), dtype=dtype, tp=LocalGroup(), limits=limits, **parts)
+    return BuildContext(platform=open_platform(device), device=torch.device(device), dtype=dtype, tp=LocalGroup(), limits=limits, **fields)
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def lay_out(
         table[slots[row], :count] = pages
         leader, shared = shared_with(groups, row)
         table[slots[row], :shared] = table[slots[leader], :shared]
-        own = table[slots[row], :count].astype(np.int64)
+        row_pages = table[slots[row], :count].astype(np.int64)
         positions = np.arange(length)
-        places.append(own[positions // page_size] * page_size + positions % page_size)
+        places.append(row_pages[positions // page_size] * page_size + positions % page_size)
     return Pages(page_size, num_pages, table, slots, places)
 
 

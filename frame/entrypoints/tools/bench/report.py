@@ -69,18 +69,18 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield name, version(name)
 
 
-def table(found: Mapping[str, Any]) -> Table:
+def table(results: Mapping[str, Any]) -> Table:
     """The report as a table: a column per row of the report, a line per value. Kernels: a line per
     batch, a column per plugin. Start: a line per phase."""
-    rows = found["rows"]
-    if found["kind"] in KERNELS:
-        return _kernels(found["kind"], rows)
-    if found["kind"] == "startup":
+    rows = results["rows"]
+    if results["kind"] in KERNELS:
+        return _kernels(results["kind"], rows)
+    if results["kind"] == "startup":
         drawn = _empty("frame bench startup", ["seconds"])
         for name, row in rows.items():
             drawn.add_row(name, _shown(row["seconds"]))
         return drawn
-    drawn = _empty(f"frame bench {found['kind']}", rows)
+    drawn = _empty(f"frame bench {results['kind']}", rows)
     for path, title in FIGURES.items():
         figures = [figure(row, path) for row in rows.values()]
         if any(value is not None for value in figures):
@@ -93,9 +93,9 @@ def _kernels(kind: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
     names = list(dict.fromkeys(row["plugin"] for row in rows.values()))
     drawn = _empty(f"frame bench {kind}: µs (share of the floor)", ["floor, µs", *names])
     for batch in dict.fromkeys(row["batch"] for row in rows.values()):
-        found = {row["plugin"]: row for row in rows.values() if row["batch"] == batch}
-        floor = next((row["floor_microseconds"] for row in found.values() if "floor_microseconds" in row), None)
-        drawn.add_row(batch, _shown(floor), *(_kernel_cell(found.get(name, {})) for name in names))
+        by_plugin = {row["plugin"]: row for row in rows.values() if row["batch"] == batch}
+        floor = next((row["floor_microseconds"] for row in by_plugin.values() if "floor_microseconds" in row), None)
+        drawn.add_row(batch, _shown(floor), *(_kernel_cell(by_plugin.get(name, {})) for name in names))
     for name, sentence in {row["plugin"]: row["refused"] for row in rows.values() if "refused" in row}.items():
         drawn.caption = f"{drawn.caption or ''}{name}: {sentence}\n"
     return drawn
@@ -141,14 +141,14 @@ def _empty(title: str, columns: Iterable[str]) -> Table:
 def read(path: Path) -> dict[str, Any]:
     """Read a report. Raises ConfigError."""
     try:
-        found = json.loads(path.read_text())
+        results = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
     except ValueError:
         raise ConfigError(f"{path} is not JSON; pass a file that `frame bench … --json FILE` wrote.") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(results, dict) or results.get("format") != FORMAT:
         raise ConfigError(f"{path} is not a report of this version of `frame bench`.")
-    return found
+    return results
 
 
 def figure(row: Mapping[str, Any], path: str) -> float | None:
@@ -165,12 +165,12 @@ def _shown(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.2f}"
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(results: Mapping[str, Any], path: Path) -> None:
     """Plot a kernel report: a group of bars per batch, a bar per plugin; its height is the ratio of
     floor to time. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in found["rows"].values() if "share_of_floor" in row]
+    rows = [row for row in results["rows"].values() if "share_of_floor" in row]
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     names = list(dict.fromkeys(row["plugin"] for row in rows))
     figure = Figure(figsize=(max(6.0, 0.5 * len(batches) * max(1, len(names))), 4.5), layout="constrained")
@@ -184,7 +184,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     axes.set_ylabel("share of the floor (labels: µs)")
     axes.set_ylim(0, 1.25)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_title(f"{found['kind']} on {', '.join(found['machine']['accelerators']) or 'CPU'}, {found['settings']['dtype']}")
+    axes.set_title(f"{results['kind']} on {', '.join(results['machine']['accelerators']) or 'CPU'}, {results['settings']['dtype']}")
     axes.legend(fontsize=8, loc="upper left", ncols=max(1, len(names)))
     figure.savefig(path)
 

@@ -49,25 +49,25 @@ def _followed(steps: Sequence[Step], kind: str) -> Iterator[tuple[Step, Step]]:
 def _times(steps: Sequence[Step], pairs: Sequence[tuple[Step, Step]]) -> dict[str, Any]:
     """Medians in milliseconds. `period_ms` is the time from the first kernel of a step to the first
     of the next."""
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "launch_ms": _median(step.end - step.start for step in steps),
         "device_ms": _median(_last(step) - step.device[0].start for step in steps),
-        "busy_ms": _median(sum(own for _, own in own_times(step.device)) for step in steps),
+        "busy_ms": _median(sum(exclusive for _, exclusive in exclusive_times(step.device)) for step in steps),
         "kernels_per_step": _mean(len(step.device) for step in steps),
     }
     if pairs:
-        found["period_ms"] = _median(after.device[0].start - step.device[0].start for step, after in pairs)
-        found["gaps_inside_ms"] = _median(
-            _last(step) - step.device[0].start - sum(own for _, own in own_times(step.device)) for step, _ in pairs
+        row["period_ms"] = _median(after.device[0].start - step.device[0].start for step, after in pairs)
+        row["gaps_inside_ms"] = _median(
+            _last(step) - step.device[0].start - sum(exclusive for _, exclusive in exclusive_times(step.device)) for step, _ in pairs
         )
-        found["gap_after_ms"] = _median(max(0.0, after.device[0].start - _last(step)) for step, after in pairs)
-        found["between_launches_ms"] = _median(after.start - step.end for step, after in pairs)
-        if found["period_ms"]:
-            found["idle_share"] = round((found["gaps_inside_ms"] + found["gap_after_ms"]) / found["period_ms"], 4)
-    return found
+        row["gap_after_ms"] = _median(max(0.0, after.device[0].start - _last(step)) for step, after in pairs)
+        row["between_launches_ms"] = _median(after.start - step.end for step, after in pairs)
+        if row["period_ms"]:
+            row["idle_share"] = round((row["gaps_inside_ms"] + row["gap_after_ms"]) / row["period_ms"], 4)
+    return row
 
 
-def own_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
+def exclusive_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
     """The exclusive device time of each span, in microseconds. Spans are in order of their start; a
     span that starts while another runs (programmatic dependent launch) counts from the end of the
     other."""
@@ -80,53 +80,53 @@ def own_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
 def _kernels(steps: Sequence[Step], has_gpu: bool) -> list[dict[str, Any]]:
     """Kernels by exclusive time: share of the steps' busy time, launches per step, mean, and mean
     including the wait for the kernel before."""
-    own: dict[str, float] = defaultdict(float)
+    exclusive: dict[str, float] = defaultdict(float)
     whole: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for step in steps:
         # operators nest, kernels only overlap
-        spans = own_times(step.device) if has_gpu else self_times(step.host)
+        spans = exclusive_times(step.device) if has_gpu else self_times(step.host)
         for span, time in spans:
             name = short_name(span.name)
-            own[name] += time
+            exclusive[name] += time
             whole[name] += span.end - span.start
             counts[name] += 1
-    total = sum(own.values()) or 1.0
-    ordered = sorted(own, key=own.__getitem__, reverse=True)
-    found = [
+    total = sum(exclusive.values()) or 1.0
+    ordered = sorted(exclusive, key=exclusive.__getitem__, reverse=True)
+    rows = [
         {
             "name": name,
-            "share": round(own[name] / total, 4),
+            "share": round(exclusive[name] / total, 4),
             "per_step": round(counts[name] / len(steps), 2),
-            "mean_us": round(own[name] / counts[name], 2),
+            "mean_us": round(exclusive[name] / counts[name], 2),
             "with_waiting_us": round(whole[name] / counts[name], 2),
-            "us_per_step": round(own[name] / len(steps), 2),
+            "us_per_step": round(exclusive[name] / len(steps), 2),
         }
         for name in ordered[:MAXIMUM]
     ]
     if rest := ordered[MAXIMUM:]:
-        left = sum(own[name] for name in rest)
-        found.append({"name": f"{len(rest)} others", "share": round(left / total, 4), "us_per_step": round(left / len(steps), 2)})
-    return found
+        left = sum(exclusive[name] for name in rest)
+        rows.append({"name": f"{len(rest)} others", "share": round(left / total, 4), "us_per_step": round(left / len(steps), 2)})
+    return rows
 
 
 def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
     """The launching thread: operators and CUDA calls by self time, and the rest."""
-    own: dict[str, float] = defaultdict(float)
+    exclusive: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for step in steps:
         for span, time in self_times(step.host):
-            own[span.name] += time
+            exclusive[span.name] += time
             counts[span.name] += 1
     launching = sum(step.end - step.start for step in steps)
-    own["Python and untraced code"] = launching - sum(own.values())
-    ordered = sorted(own, key=own.__getitem__, reverse=True)[:MAXIMUM]
+    exclusive["Python and untraced code"] = launching - sum(exclusive.values())
+    ordered = sorted(exclusive, key=exclusive.__getitem__, reverse=True)[:MAXIMUM]
     return [
         {
             "name": name,
-            "share": round(own[name] / launching, 4) if launching else 0.0,
+            "share": round(exclusive[name] / launching, 4) if launching else 0.0,
             "per_step": round(counts[name] / len(steps), 2),
-            "us_per_step": round(own[name] / len(steps), 2),
+            "us_per_step": round(exclusive[name] / len(steps), 2),
         }
         for name in ordered
     ]

@@ -62,13 +62,13 @@ def row(timings: Sequence[Timing], objective: Objective | None = None) -> dict[s
     to the last event."""
     done = [timing for timing in timings if not timing.error]
     errors = sorted({timing.error for timing in timings if timing.error})
-    found: dict[str, Any] = {"requests": len(timings), "failed": len(timings) - len(done), "errors": errors[:5]}
+    figures: dict[str, Any] = {"requests": len(timings), "failed": len(timings) - len(done), "errors": errors[:5]}
     if not done:
-        return found
+        return figures
     seconds = max(timing.events[-1] for timing in done) - min(timing.due for timing in timings)
     outputs = sum(timing.tokens for timing in done)
     gaps = np.concatenate([np.diff(timing.events) for timing in done])
-    found |= {
+    figures |= {
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(done) / seconds, 3),
         "output_tokens_per_s": round(outputs / seconds, 1),
@@ -81,8 +81,8 @@ def row(timings: Sequence[Timing], objective: Objective | None = None) -> dict[s
     }
     if objective is not None:
         good = sum(objective.is_met(timing) for timing in done)
-        found |= {"good": good, "goodput_per_s": round(good / seconds, 3)}
-    return found
+        figures |= {"good": good, "goodput_per_s": round(good / seconds, 3)}
+    return figures
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:

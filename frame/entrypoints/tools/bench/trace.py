@@ -138,8 +138,8 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 def outermost(spans: Iterable[Span]) -> list[Span]:
     """The spans that are inside no other span. Spans nest and are in order of their start."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in spans:
-        if not found or span.start >= found[-1].end:
-            found.append(span)
-    return found
+        if not merged or span.start >= merged[-1].end:
+            merged.append(span)
+    return merged

@@ -94,12 +94,12 @@ def span(text: str) -> Span:
     """Parse a length `128` or a range `32:256`. Raises ValueError."""
     low, _, high = text.partition(":")
     try:
-        found = int(low), int(high or low)
+        bounds = int(low), int(high or low)
     except ValueError:
-        found = 0, 0
-    if not 1 <= found[0] <= found[1]:
+        bounds = 0, 0
+    if not 1 <= bounds[0] <= bounds[1]:
         raise ValueError(f"{text!r} is not a range of lengths; write 128 or 32:256")
-    return found
+    return bounds
 
 
 def changed(shape: Shape, **changes: object) -> Shape:

@@ -73,12 +73,12 @@ class Machine:
 
 def parse_machine(text: str) -> Machine:
     """The machine that `text` names, such as `8xh200` or `h100`. Raises ConfigError."""
-    found = re.fullmatch(r"(?:(\d{1,4})x)?(.+)", text.strip().lower())
-    name = found[2] if found else text
-    if found is None or name not in CARDS or found[1] == "0":
+    match = re.fullmatch(r"(?:(\d{1,4})x)?(.+)", text.strip().lower())
+    name = match[2] if match else text
+    if match is None or name not in CARDS or match[1] == "0":
         hint = did_you_mean(name, CARDS) if name not in CARDS else ""
         raise ConfigError(f"--machine is {text!r}; write COUNTxCARD, such as 8xh200, with a card of {', '.join(CARDS)}{hint}")
-    return Machine(int(found[1] or 1), CARDS[name])
+    return Machine(int(match[1] or 1), CARDS[name])
 
 
 def recognise(hardware: Hardware) -> Machine | None:

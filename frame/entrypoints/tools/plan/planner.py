@@ -86,8 +86,8 @@ class DeploymentPlan:
         cost, plan = ModelCost.of(self.resolved.model), self.resolved.plan
         if cost is None:
             return None
-        copies = {part: part.experts + plan.redundant_experts if part.experts else 0 for part in cost.layers}
-        values = sum(part.count * (part.dense + copies[part] * part.expert) for part in cost.layers) + 2 * cost.head
+        copies = {layer: layer.experts + plan.redundant_experts if layer.experts else 0 for layer in cost.layers}
+        values = sum(layer.count * (layer.dense + copies[layer] * layer.expert) for layer in cost.layers) + 2 * cost.head
         return replace(cost, weight_bytes=sum(stage.weights - stage.drafter for stage in self.stages) * plan.tp / values)
 
     def bound_decode(self, rows: int, context: int) -> Phase | None:
@@ -117,21 +117,21 @@ class DeploymentPlan:
         cost, card, tp = self.cost, self.card, self.resolved.plan.tp
         if cost is None or card is None:
             return None
-        met = sum(part.met for part in cost.layers)
-        weights = cost.weight_bytes * (sum(part.read(rows) for part in cost.layers) + cost.head) / tp
+        met = sum(layer.met for layer in cost.layers)
+        weights = cost.weight_bytes * (sum(layer.read(rows) for layer in cost.layers) + cost.head) / tp
         operations = (2 * (rows * met + head_rows * cost.head) + rows * cost.recurrence + mixing) / tp
         rate = card.ceilings.operations * (2 if card.has_fp8 and cost.weight_bytes < 1.5 else 1)
         num_sums = _SUMS_A_LAYER * self.resolved.model.num_layers if tp > 1 else 0
         sent = rows * self.resolved.model.hidden_size * 2 * 2 * (tp - 1) / tp  # bytes of one sum, by rank
-        parts = {
+        seconds_of = {
             "reading weights": weights / card.ceilings.read,
             "reading the KV cache": cache_bytes / card.ceilings.read,
             "matrix products": operations / rate,
             "sums over ranks": num_sums * max(SUM_SECONDS, sent / card.links),
         }
-        reading = parts["reading weights"] + parts["reading the KV cache"]
-        seconds = max(reading, parts["matrix products"]) + parts["sums over ranks"]
-        return Phase(name, seconds, finished / seconds, max(parts, key=lambda part: parts[part]))
+        reading = seconds_of["reading weights"] + seconds_of["reading the KV cache"]
+        seconds = max(reading, seconds_of["matrix products"]) + seconds_of["sums over ranks"]
+        return Phase(name, seconds, finished / seconds, max(seconds_of, key=lambda cause: seconds_of[cause]))
 
     def find_shortage(self, target: Target) -> str:
         """Why the plan misses `target`; empty if it meets it."""
@@ -167,8 +167,8 @@ def find_published(config: FrameConfig) -> FrameConfig:
     folder = find_model(config.model.path)
     known = {path.name.lower(): path for path in PUBLISHED.iterdir()}
     update: dict[str, Any] = {}
-    if not folder.is_dir() and (found := known.get(folder.name.lower())) is not None:
-        update = {"path": str(found), "tokenizer": None, "skip_tokenizer_init": True}
+    if not folder.is_dir() and (published := known.get(folder.name.lower())) is not None:
+        update = {"path": str(published), "tokenizer": None, "skip_tokenizer_init": True}
     return config.model_copy(update={"model": config.model.model_copy(update=update)})
 
 
@@ -210,8 +210,8 @@ def try_plans(config: FrameConfig, machine: Machine, target: Target) -> Iterator
 
 def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryPlan:
     """The memory of a rank of one stage."""
-    found = PlannedRank(prepared.resolved, prepared.registry, stage).plan_memory(memory)
-    if found is None:
+    memory_plan = PlannedRank(prepared.resolved, prepared.registry, stage).plan_memory(memory)
+    if memory_plan is None:
         name = prepared.resolved.choice("model").name
         raise ConfigurationError(f"model.implementation {name} builds its layers while it loads, so its size cannot be planned")
-    return found
+    return memory_plan
