@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from frame.config.schema import FrameConfig
 from frame.core.errors import CheckpointError
+from frame.core.installation import is_installed
 from frame.core.interfaces.weight_format import NF4, FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
 from frame.entrypoints.configuration.prepare import prepare
@@ -158,7 +159,7 @@ def test_other_schemes_are_refused_by_name() -> None:
 
 
 def test_its_checkpoints_are_read_without_a_setting(tmp_path: Path) -> None:
-    plugins = {"paths": [str(Path(frame_bitsandbytes.__file__).parent)]}
+    plugins = {} if is_installed("frame-bitsandbytes") else {"paths": [str(Path(frame_bitsandbytes.__file__).parent)]}
     names = (("bitsandbytes", "bitsandbytes"), ("safetensors", "none"))
     for folder, chosen in zip(make_pair("LlamaForCausalLM", 4, tmp_path), names, strict=True):
         resolved = prepare(FrameConfig.model_validate({"model": {"path": str(folder)}, "plugins": plugins})).resolved

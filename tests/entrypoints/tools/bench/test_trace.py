@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.tools.bench.step_times import own_times, self_times, short_name, step_times
+from frame.entrypoints.tools.bench.step_times import exclusive_times, self_times, short_name, step_times
 from frame.entrypoints.tools.bench.trace import Span, outermost, read_trace
 
 GEMM = "void cutlass::gemm<128, 64>(float*, int)"
@@ -79,7 +79,7 @@ def test_spans_that_nest_and_spans_that_overlap() -> None:
     outer, inner, after = Span("a", 0, 10), Span("b", 2, 5), Span("c", 10, 12)
     assert dict(self_times([outer, inner, after])) == {outer: 7, inner: 3, after: 2}
     assert outermost([outer, inner, after]) == [outer, after]
-    assert [own for _, own in own_times([Span("a", 0, 10), Span("b", 4, 8), Span("c", 8, 15)])] == [10, 0, 5]
+    assert [own for _, own in exclusive_times([Span("a", 0, 10), Span("b", 4, 8), Span("c", 8, 15)])] == [10, 0, 5]
 
 
 def test_names_of_kernels_are_short() -> None:
