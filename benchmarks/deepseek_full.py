@@ -38,10 +38,9 @@ import psutil
 
 from frame.entrypoints.configuration.sources import load_config
 from frame.entrypoints.tools.bench.load import Target, run
-from frame.entrypoints.tools.bench.reference import reference_workloads
 from frame.entrypoints.tools.bench.report import report
 from frame.entrypoints.tools.bench.summary import row
-from frame.entrypoints.tools.bench.workload import Arrivals, Shape
+from frame.entrypoints.tools.bench.workload import Arrivals, Shape, reference_workloads
 from frame.entrypoints.tools.plan.machines import parse_machine
 from frame.entrypoints.tools.plan.planner import PUBLISHED, plan_deployment
 from frame.kernels.cache import CACHE_DIR_VARIABLE

@@ -25,7 +25,7 @@ from frame.checkpoint.model_config import find_model, read_model_config
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import ModelConfig
 from frame.entrypoints.tools.bench.floors import H200, Ceilings, ModelCost, floor_seconds
-from frame.entrypoints.tools.bench.reference import Workload, reference_workloads
+from frame.entrypoints.tools.bench.workload import Workload, reference_workloads
 
 PEERS = Path(__file__).with_name("peers_h200.json")
 CARD = Path(__file__).with_name("card_ceilings.py")

@@ -17,8 +17,7 @@ from frame.core.errors import ConfigError
 from frame.entrypoints.cli.bench_kernels import attention, finish, moe
 from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, config_command, join_options
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
-from frame.entrypoints.tools.bench.reference import ALL, Workload, chosen
-from frame.entrypoints.tools.bench.workload import SHAPES, Arrivals, Shape, span
+from frame.entrypoints.tools.bench.workload import ALL, SHAPES, Arrivals, Shape, Workload, chosen, span
 
 WARM_UP = Shape(8, (32, 32), (8, 8))
 

@@ -66,9 +66,7 @@ machine_options = join_options(
     ),
     click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, help="Measuring time per value, in seconds."),
     click.option("--json", "path", type=OUTPUT_FILE, help="Write the report to this JSON file."),
-    click.option(
-        "--plot", type=PLOT_FILE, help="Write a plot to this .png or .svg file; needs frame-serve[bench]."
-    ),
+    click.option("--plot", type=PLOT_FILE, help="Write a plot to this .png or .svg file; needs frame-serve[bench]."),
 )
 
 

@@ -172,9 +172,7 @@ class RequestState:
             sequence.has_update = False
         return changed
 
-    async def wait_until_complete(
-        self, max_logprobs: float = math.inf, read: Callable[[SequenceState], None] | None = None
-    ) -> None:
+    async def wait_until_complete(self, max_logprobs: float = math.inf, read: Callable[[SequenceState], None] | None = None) -> None:
         """Return when every sequence has ended, the client has disconnected, or more than
         `max_logprobs` log-probabilities are held. The output stays in the sequences for one
         `take_output`; `read` is called for each that has new output, and may take it."""

@@ -27,8 +27,8 @@ class Schema:
     def __init__(self) -> None:
         description = descriptor_pb2.FileDescriptorSet.FromString(files("frame.entrypoints.grpc").joinpath(DESCRIPTION).read_bytes())
         pool = descriptor_pool.Default()
-        for file in description.file:
-            pool.AddSerializedFile(file.SerializeToString())
+        for each in description.file:
+            pool.AddSerializedFile(each.SerializeToString())
         file = pool.FindFileByName("frame.proto")
         self._classes = {name: message_factory.GetMessageClass(kind) for name, kind in file.message_types_by_name.items()}
         self.methods = {method.name: method for method in file.services_by_name["Frame"].methods}

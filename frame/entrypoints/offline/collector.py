@@ -16,18 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import (
-    Abort,
-    AnyMessage,
-    ControlReply,
-    Fatal,
-    Finish,
-    Generate,
-    Message,
-    StepText,
-    StepTokens,
-    TokenLogprobs,
-)
+from frame.core.messages import Abort, AnyMessage, ControlReply, Fatal, Finish, Generate, Message, StepText, StepTokens, TokenLogprobs
 from frame.text.detokenizer import Detokenizer
 from frame.text.incremental_decoder import FAILED, PROMPT_TAIL, TextStream
 

@@ -101,7 +101,6 @@ class ResourceMonitor:
         self._warned[name] = (pid, warned)
         return excess
 
-
     def check_main_process(self) -> None:
         """Measure this process, which is not restarted; warns once when it exceeds a limit."""
         excess = self.check_process("main", os.getpid())

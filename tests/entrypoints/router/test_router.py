@@ -253,9 +253,9 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
      (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n5\r\nHELLO\r\n0\r\n\r\n", 200, "HELLO"),
      (STREAM + b"transfer-encoding: chunked\r\n\r\n2\r\nOK\r\n", 200, "was lost while it answered request mine"),
      (STREAM + b"content-length: 9\r\n\r\nOK", None, ""),
-     (b"SECRET of another answer\r\n\r\n", 503, "is lost: RemoteProtocolError; try again later")],
+     (b"SECRET of another response\r\n\r\n", 503, "is lost: RemoteProtocolError; try again later")],
 )  # fmt: skip
-def test_an_invalid_answer_ends_its_request_with_a_sentence(response: bytes, status: int | None, expected: str, caplog: Any) -> None:
+def test_an_invalid_response_ends_its_request_with_a_sentence(response: bytes, status: int | None, expected: str, caplog: Any) -> None:
     async def main() -> None:
         async with raw_replica(response, is_closed=True) as url, routed(urls=(url,)) as (client, backends, _):
             found = client.post("/generate", json={"text": "x"}, headers={"x-request-id": "mine"})

@@ -13,8 +13,7 @@ from frame.entrypoints.tools.bench.floors import H200, Ceilings, ModelCost, floo
 
 if TYPE_CHECKING:
     from frame.config.schema import FrameConfig
-    from frame.entrypoints.tools.bench.reference import Workload
-    from frame.entrypoints.tools.bench.workload import Job, Shape
+    from frame.entrypoints.tools.bench.workload import Job, Shape, Workload
 
 PLAIN = "none"  # weight format of weights that are not quantized
 

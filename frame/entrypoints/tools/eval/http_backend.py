@@ -16,11 +16,7 @@ class HttpBackend:
     """An `EvalBackend` for the server at `base_url`; an async context manager."""
 
     def __init__(
-        self,
-        base_url: str,
-        model: str | None = None,
-        api_key: str | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        self, base_url: str, model: str | None = None, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         root = base_url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -187,12 +187,7 @@ def _sum_turn(rng: random.Random) -> Turn:
     return Turn(question, str(a + b), f"{min(a, b)}+{max(a, b)}")
 
 
-_TURNS: dict[str, Callable[[random.Random], Turn]] = {
-    "copy": _copy_turn,
-    "reverse": _reverse_turn,
-    "sort": _sort_turn,
-    "sum": _sum_turn,
-}
+_TURNS: dict[str, Callable[[random.Random], Turn]] = {"copy": _copy_turn, "reverse": _reverse_turn, "sort": _sort_turn, "sum": _sum_turn}
 
 
 def make_turn(task: str, rng: random.Random, split: Split) -> Turn:

@@ -24,7 +24,6 @@ from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
 
 if TYPE_CHECKING:
-
     from frame.config.resolved import Resolved
 
 PUBLISHED = Path(__file__).with_name("published")  # folders with the config.json of known checkpoints

@@ -13,8 +13,7 @@ import pytest
 
 from frame.core.interfaces.model import ModelConfig
 from frame.entrypoints.tools.bench.floors import H200, Ceilings, LayerCost, ModelCost, floor_seconds
-from frame.entrypoints.tools.bench.reference import chosen, reference_workloads
-from frame.entrypoints.tools.bench.workload import Arrivals
+from frame.entrypoints.tools.bench.workload import Arrivals, chosen, reference_workloads
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 QWEN3 = ModelConfig(
