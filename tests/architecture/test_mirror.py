@@ -60,7 +60,7 @@ UNTESTED: dict[str, str] = {
             "frame.entrypoints.http.dialects.cohere",
             "frame.entrypoints.http.chat.request_fields",
             "frame.entrypoints.http.openai.responses_schema",
-            "frame.entrypoints.http.list_pages",
+            "frame.entrypoints.http.openai.list_pages",
             "frame.entrypoints.http.dialects.ollama",
             "frame.entrypoints.http.dialects.sagemaker",
             "frame.entrypoints.http.dialects.sglang",

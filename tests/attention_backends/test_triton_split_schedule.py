@@ -83,7 +83,7 @@ def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
 @pytest.mark.parametrize("lengths", [[1], [0, 512, 0], [100_000], [7, 3000, 64, 65, 1], [1000] * 256, [50_000, *[10] * 100]])
 @pytest.mark.parametrize("shares", [1, 33, 132])
 def test_shares_cost_the_same(lengths: list[int], shares: int) -> None:
-    from frame.attention_backends.triton.split_schedule import HEADER, MAX_PARTS, ROW_COST
+    from frame.attention_backends.triton.split_schedule import HEADER, MAX_PIECES, ROW_COST
 
     items, _, info = items_of(lengths, config := make_config(min_keys=128, shares=shares))
     for row, length in enumerate(lengths):
@@ -99,9 +99,9 @@ def test_shares_cost_the_same(lengths: list[int], shares: int) -> None:
     total = sum(-(-length // 64) + row_cost for length in lengths if length)
     assert len(costs) == used <= shares
     assert min(costs) > 0
-    minimum = max(2, -(-max(lengths) // 64 // MAX_PARTS.value) + 1)
+    minimum = max(2, -(-max(lengths) // 64 // MAX_PIECES.value) + 1)
     assert max(costs) <= max(minimum + row_cost, -(-total // shares)) + row_cost
-    assert info[:, 1].max() <= MAX_PARTS.value + 1
+    assert info[:, 1].max() <= MAX_PIECES.value + 1
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

@@ -111,10 +111,10 @@ def serve(
     vocabulary: int,
     **rest: Any,
 ) -> None:
-    from frame.entrypoints.cli.server_calls import ask_server
     from frame.entrypoints.tools.bench.load import Target, run
     from frame.entrypoints.tools.bench.report import report
     from frame.entrypoints.tools.bench.summary import Objective, row
+    from frame.entrypoints.tools.server_calls import ask_server
 
     goals = [rest.pop(name) for name in ("goal_ttft", "goal_itl", "goal_e2e")]
     objective = Objective(*goals) if any(goal is not None for goal in goals) else None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from frame.entrypoints.cli.options import config_command, refuse_engine_flags
-from frame.entrypoints.cli.server_calls import CONTROLS, describe_unreachable, read_error_message
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
+from frame.entrypoints.tools.server_calls import CONTROLS, describe_unreachable, read_error_message
 
 if TYPE_CHECKING:
     from frame.entrypoints.offline.engine import Engine

@@ -35,8 +35,8 @@ async def _evaluate(loaded: LoadedConfig, base_url: str | None, tasks: Sequence[
     if base_url is not None:
         import httpx
 
-        from frame.entrypoints.cli.server_calls import describe_unreachable
         from frame.entrypoints.tools.eval.http_backend import HttpBackend
+        from frame.entrypoints.tools.server_calls import describe_unreachable
 
         refuse_engine_flags(loaded)
         try:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import click
 
 from frame.core.errors import EXIT_CONFIGURATION, ConfigurationError, did_you_mean
-from frame.core.installation import has_module, install_command
 from frame.entrypoints.cli.installed import PACKAGES, list_help, load_command
-from frame.host.installation import install_command
+from frame.host.installation import has_module, install_command
 
 if TYPE_CHECKING:
     from frame.entrypoints.processes.early_process import EarlyProcess

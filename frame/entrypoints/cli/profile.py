@@ -108,7 +108,7 @@ def _run(engine: Any, jobs: list[Any], record: tuple[int, int] | None) -> Path:
 def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path | None, top: int) -> None:
     import time
 
-    from frame.entrypoints.cli.server_calls import ask_server
+    from frame.entrypoints.tools.server_calls import ask_server
 
     started = ask_server("POST", base_url, "/start_profile", key, {"num_steps": steps}, _MAX_WAIT)
     time.sleep(seconds)

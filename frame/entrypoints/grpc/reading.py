@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from frame.entrypoints.engine_client.quotas import FairSemaphore
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.protocol.bodies import MAX_PARTS, Bodies
+from frame.entrypoints.http.protocol.bodies import MAX_NODES, Bodies
 
 MIN_READS = 4  # messages of a key that are read at once
 MAX_OPEN_READS = 32  # of all clients without a key
@@ -124,7 +124,7 @@ def _decode(kind: Any, data: bytes, max_values: int) -> Any:
 
 
 def check_fields(kind: Any, data: bytes, max_values: int) -> None:
-    """Raise ApiError 400 for a message of class `kind` with more than `MAX_PARTS` fields, those of
+    """Raise ApiError 400 for a message of class `kind` with more than `MAX_NODES` fields, those of
     its messages included, or more than `max_values` elements of packed lists. Takes up to 20
     ms."""
     try:
@@ -144,7 +144,7 @@ class _Counter:
     def __init__(self, data: bytes, max_values: int) -> None:
         self._data = data
         self._max_values = max_values
-        self._fields_left = MAX_PARTS
+        self._fields_left = MAX_NODES
         self._values = max_values
 
     def count(self, fields: Fields, at: int, end: int) -> None:
@@ -153,7 +153,7 @@ class _Counter:
         while at < end:
             self._fields_left -= 1
             if self._fields_left < 0:
-                raise ApiError(400, f"the message holds more than {MAX_PARTS} fields and list entries; send less at once")
+                raise ApiError(400, f"the message holds more than {MAX_NODES} fields and list entries; send less at once")
             tag, at = data[at], at + 1
             if tag > 127:
                 tag, at = self._read_varint(at - 1)

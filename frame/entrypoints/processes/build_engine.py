@@ -160,7 +160,6 @@ def add_group(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, n
     plan = resolved.plan
     if plan.num_groups == 1:
         return runner
-    from frame.parallel.attention_groups import GroupRunner
 
     return GroupRunner(runner, plan.find_group(number), rank.inputs.table.padding_slot, resolved.max_context)
 
@@ -243,8 +242,6 @@ def build_engine(
 
 def _lead(runner: ModelRunner, followers: BatchSender, results: Sequence[ResultReceiver], place: Place) -> ModelRunner:
     """The runner of rank 0, which sends each batch to the other ranks too."""
-    from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
-    from frame.parallel.tp_follower import LeadingRunner
 
     if isinstance(runner, GroupRunner):
         return LeadingGroupRunner(runner, followers, results, place.watch)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.platform import Platform
-    from frame.core.interfaces.rank_context import RankContext
+    from frame.core.interfaces.rank_context import Pipeline, RankContext
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
     from frame.core.interfaces.weights import WeightSource
@@ -246,10 +246,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         if drafter is not None:
             _set_drafter(runner, drafter, resolved)
         if (length := user.speculative.synthetic_acceptance_length) is not None:
-            from frame.speculation.synthetic_acceptance import SyntheticAcceptance
-
-            runner.inputs.planner.choose_accepted = SyntheticAcceptance(length, user.speculative.num_steps).choose
-            _log.warning("speculative.synthetic_acceptance_length is set: drafts are accepted at random, and outputs are wrong")
+            _accept_at_random(runner, length, user.speculative.num_steps)
     else:
         from frame.pooling.pooling_runner import PoolingRunner
 
@@ -380,6 +377,13 @@ def _set_drafter(runner: TorchModelRunner, drafter: _Drafter, resolved: Resolved
     passes = DraftPasses(drafter.model, drafter.attention, runner.inputs, runner.agree_tokens)
     drafts = DraftRunner(passes, resolved.max_drafted, resolved.tree, is_alone=runner.context.tp.size == 1)
     runner.set_drafts(drafts, resolved.max_drafted, 0 if resolved.tree is None else resolved.tree.depth)
+
+
+def _accept_at_random(runner: TorchModelRunner, length: float, num_steps: int) -> None:
+    from frame.speculation.synthetic_acceptance import SyntheticAcceptance
+
+    runner.inputs.planner.choose_accepted = SyntheticAcceptance(length, num_steps).choose
+    _log.warning("speculative.synthetic_acceptance_length is set: drafts are accepted at random, and outputs are wrong")
 
 
 def prepare_drafter(

@@ -6,7 +6,7 @@ is deleted is not registered.
 
 from __future__ import annotations
 
-from frame.core.installation import has_module
+from frame.host.installation import has_module
 from frame.registration import KindRegistry, hookimpl
 
 _HTTP = "frame.entrypoints.http"

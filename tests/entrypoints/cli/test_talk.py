@@ -11,8 +11,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from frame.entrypoints.cli import chat, server_calls
+from frame.entrypoints.cli import chat
 from frame.entrypoints.cli.main import cli
+from frame.entrypoints.tools import server_calls
 from tests.entrypoints.serving import RunningServer
 
 TASK = ["--task", "copy", "--samples", "2", "--json"]

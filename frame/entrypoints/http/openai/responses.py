@@ -15,8 +15,8 @@ import msgspec
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.chat.chat_request import count_chat, drop_oldest_turns, start_chat
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ErrorShape
-from frame.entrypoints.http.list_pages import make_list, make_page
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.openai.list_pages import make_list, make_page
 from frame.entrypoints.http.openai.response_objects import (
     ItemList,
     ResponseBuilder,
