@@ -107,12 +107,12 @@ def _open_wave(data: bytes) -> AudioFile | None:
         return None
 
     def read(count: int) -> np.ndarray:
-        found = np.frombuffer(file.readframes(count), np.uint8)
-        found = found[: len(found) // (width * channels) * width * channels].reshape(-1, width)
+        samples = np.frombuffer(file.readframes(count), np.uint8)
+        samples = samples[: len(samples) // (width * channels) * width * channels].reshape(-1, width)
         if width == 1:
-            return ((found[:, 0].astype(np.float32) - 128) / 128).reshape(-1, channels)
-        whole = np.zeros((len(found), 4), np.uint8)
-        whole[:, 4 - width :] = found
+            return ((samples[:, 0].astype(np.float32) - 128) / 128).reshape(-1, channels)
+        whole = np.zeros((len(samples), 4), np.uint8)
+        whole[:, 4 - width :] = samples
         return (whole.view("<i4")[:, 0].astype(np.float32) / 2**31).reshape(-1, channels)
 
     held = len(data) // (width * channels)  # the head of a stream says 2 ** 32 bytes
@@ -207,8 +207,8 @@ def extract_features(samples: np.ndarray, mel_bins: int, frames: int) -> np.ndar
     padded = np.pad(padded, _WINDOW // 2, mode="reflect")
     view = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[: frames * HOP : HOP]
     power = np.abs(np.fft.rfft(view * np.hanning(_WINDOW + 1)[:-1], axis=1)) ** 2
-    found = np.log10(np.maximum(_make_mel_filters(mel_bins) @ power.T, 1e-10))
-    return ((np.maximum(found, found.max() - 8) + 4) / 4).astype(np.float32)
+    log_energies = np.log10(np.maximum(_make_mel_filters(mel_bins) @ power.T, 1e-10))
+    return ((np.maximum(log_energies, log_energies.max() - 8) + 4) / 4).astype(np.float32)
 
 
 @lru_cache(maxsize=2)

@@ -83,16 +83,16 @@ class AudioProcess:
 
     def _read(self, size: int) -> bytes:
         assert self._process.stdout is not None
-        found, until = bytearray(), time.monotonic() + TIMEOUT
+        received, until = bytearray(), time.monotonic() + TIMEOUT
         with self._lock:
-            while len(found) < size:
+            while len(received) < size:
                 ready = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))[0]
-                piece = os.read(self._process.stdout.fileno(), min(PIECE, size - len(found))) if ready else b""
+                piece = os.read(self._process.stdout.fileno(), min(PIECE, size - len(received))) if ready else b""
                 if not piece:
                     self._check_end(bool(ready))
                     break
-                found += piece
-        return bytes(found)
+                received += piece
+        return bytes(received)
 
     def _check_end(self, has_ended: bool) -> None:
         """Raise unless the process has written all samples."""

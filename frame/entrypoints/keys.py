@@ -41,10 +41,10 @@ class KeyRing:
 
     def tenant(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
         """The tenant of a request; None if it has no accepted key."""
-        found = None
-        for given in _given(headers):
-            found = self._tenants.get(self._tag(hashlib.sha256(given).digest()), found)
-        return found
+        tenant = None
+        for key in _sent_keys(headers):
+            tenant = self._tenants.get(self._tag(hashlib.sha256(key).digest()), tenant)
+        return tenant
 
     def replace_keys(self, other: KeyRing) -> None:
         self._secret, self._tenants = other._secret, other._tenants
@@ -53,12 +53,12 @@ class KeyRing:
         return hmac.digest(self._secret, digest, "sha256")
 
 
-def _given(headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+def _sent_keys(headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
     """The first key in each of the two places."""
     bearer = next((value for name, value in headers if name == b"authorization"), b"")
     scheme, _, key = bearer.partition(b" ")
     plain = next((value for name, value in headers if name == b"x-api-key"), b"")
-    return [given for given in (key.strip() if scheme.lower() == b"bearer" else b"", plain.strip()) if given]
+    return [sent for sent in (key.strip() if scheme.lower() == b"bearer" else b"", plain.strip()) if sent]
 
 
 def load_keys(server: ServerSection) -> KeyRing | None:

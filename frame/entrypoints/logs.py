@@ -158,9 +158,9 @@ def report(line: str) -> None:
 
 def request_id_of(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """The request's `X-Request-Id` if it is valid, else a new one."""
-    given = next((value for name, value in headers if name == HEADER), b"")
-    if 0 < len(given) <= MAX_ID_LENGTH and ID_CHARACTERS.issuperset(given):
-        return given.decode("ascii")
+    sent = next((value for name, value in headers if name == HEADER), b"")
+    if 0 < len(sent) <= MAX_ID_LENGTH and ID_CHARACTERS.issuperset(sent):
+        return sent.decode("ascii")
     return secrets.token_hex(8)
 
 

@@ -52,11 +52,11 @@ class Cors:
 
     def preflight_headers(self, headers: Sequence[tuple[bytes, bytes]], methods: Sequence[str]) -> Headers:
         """The answer to a preflight: the path's methods and the headers asked for."""
-        wanted = dict(headers).get(b"access-control-request-headers", b"")
-        given = ((b"access-control-allow-headers", wanted),) if _NAMES.fullmatch(wanted) else ()
+        requested = dict(headers).get(b"access-control-request-headers", b"")
+        echoed = ((b"access-control-allow-headers", requested),) if _NAMES.fullmatch(requested) else ()
         allowed = (b"access-control-allow-methods", ", ".join(methods).encode())
         vary = (b"vary", b"origin, access-control-request-headers")
-        return (vary, *self._allowed(headers), allowed, *given, (b"access-control-max-age", MAX_AGE))
+        return (vary, *self._allowed(headers), allowed, *echoed, (b"access-control-max-age", MAX_AGE))
 
     def _allowed(self, headers: Sequence[tuple[bytes, bytes]]) -> Headers:
         allowed = (b"access-control-allow-origin", b"*" if self.allows_all else dict(headers)[b"origin"])
@@ -88,8 +88,8 @@ def why_foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """Why a request may be one of somebody else's page: it comes from another origin than the
     server's, or asks for a name that need not be the server's. A sentence with the remedy, else
     None."""
-    found = dict(headers)
-    origin, host = found.get(b"origin"), found.get(b"host", b"").decode("latin-1").lower()
+    by_name = dict(headers)
+    origin, host = by_name.get(b"origin"), by_name.get(b"host", b"").decode("latin-1").lower()
     if origin is None:
         if _is_certain(host):
             return None

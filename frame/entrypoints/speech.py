@@ -75,7 +75,7 @@ class Speech:
         self._start = int(resolved.model.config["decoder_start_token_id"])
         file, config = Path(resolved.model_path) / "generation_config.json", resolved.model.config
         settings: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else config
-        self._languages = {name.strip("<|>"): int(found) for name, found in (settings.get("lang_to_id") or {}).items()}
+        self._languages = {name.strip("<|>"): int(token) for name, token in (settings.get("lang_to_id") or {}).items()}
         self._tasks: dict[str, int] = settings.get("task_to_id") or {}
         no_stamps = settings.get("no_timestamps_token_id") or tokenizer.find_token_id("<|notimestamps|>")
         if no_stamps is None:
@@ -104,7 +104,7 @@ class Speech:
             from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
             return TO_LANGUAGE_CODE.get(named)
-        return next((name for name, found in self._languages.items() if found in self._forced), None)
+        return next((name for name, language in self._languages.items() if language in self._forced), None)
 
     def choose_language(self, language: str | None, task: str) -> str | None:
         """The requested language, else that of the checkpoint; None: it has to be detected. Raises
@@ -121,11 +121,11 @@ class Speech:
 
     def plan_detection(self) -> tuple[list[int], SamplingParams]:
         """The prompt and parameters whose one token is the language of a window."""
-        wanted = dict.fromkeys(self._languages.values(), 100.0)
-        return [self._start], SamplingParams(max_tokens=1, temperature=0.0, logit_bias=wanted, skip_special_tokens=False)
+        biases = dict.fromkeys(self._languages.values(), 100.0)
+        return [self._start], SamplingParams(max_tokens=1, temperature=0.0, logit_bias=biases, skip_special_tokens=False)
 
     def find_language(self, token: int) -> str | None:
-        return next((name for name, found in self._languages.items() if found == token), None)
+        return next((name for name, each in self._languages.items() if each == token), None)
 
     def plan_window(
         self, language: str | None, task: str, prompt: str = "", *, has_stamps: bool, temperature: float = 0.0

@@ -94,8 +94,8 @@ class Tracing:
 
     def start(self, name: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestSpan:
         """Start the span of a request, a child of the span in its headers; sets `TRACE`."""
-        found = (b"traceparent", b"tracestate")
-        carrier = {key.decode(): value.decode("latin-1") for key, value in headers if key in found}
+        names = (b"traceparent", b"tracestate")
+        carrier = {key.decode(): value.decode("latin-1") for key, value in headers if key in names}
         span = RequestSpan(self, self._tracer.start_span(name, self._propagator.extract(carrier), kind=self._server_kind))
         TRACE.set(span.traceparent)
         return span

@@ -74,15 +74,15 @@ _ChunkChoice = declare("ChunkChoice", "matched_stop?", base=_AnyChoice, stop_rea
 _ChatChoice = declare("ChatChoice", base=_Choice, message=ChatMessage, logprobs=ChatLogprobs | None)
 _ChatChunkChoice = declare("ChatChunkChoice", base=_ChunkChoice, delta=ChatDelta, logprobs=ChatLogprobs | None)
 _Head = declare("ResponseHead", "id created model system_fingerprint service_tier")
+_ChunkHead = declare("ChunkHead", base=_Head, usage=NotRequired[Usage | None])
 _PROMPT_FIELDS: dict[str, Any] = {"prompt_token_ids": NotRequired[list[int]], "prompt_logprobs": NotRequired[PromptLogprobs]}
 ChatCompletion = declare("ChatCompletion", base=_Head, object="chat.completion", choices=array(_ChatChoice), usage=Usage, **_PROMPT_FIELDS)
 ChatCompletionChunk = declare(
     "ChatCompletionChunk",
     doc="An event of a streamed chat completion. The stream ends with `data: [DONE]`.",
-    base=_Head,
+    base=_ChunkHead,
     object="chat.completion.chunk",
     choices=array(_ChatChunkChoice),
-    usage=NotRequired[Usage | None],
     **_PROMPT_FIELDS,
 )
 CompletionLogprobs = declare(
@@ -100,10 +100,9 @@ Completion = declare("Completion", base=_Head, object="text_completion", choices
 CompletionChunk = declare(
     "CompletionChunk",
     doc="An event of a streamed completion. The stream ends with `data: [DONE]`.",
-    base=_Head,
+    base=_ChunkHead,
     object="text_completion",
     choices=array(_CompletionChunkChoice),
-    usage=NotRequired[Usage | None],
 )
 
 
