@@ -99,8 +99,14 @@ def crowded_targets(found: Iterable[PluginRecord]) -> list[str]:
 
 def missing_targets(found: Iterable[PluginRecord], modules: Iterable[Module]) -> list[str]:
     """Targets whose module or class is not in the source; read without importing them."""
-    known = {each.name: {node.name for node in classes(each.tree)} for each in modules}
+    known = {each.name: {node.name for node in classes(each.tree)} | _assigned(each.tree) for each in modules}
     return [f"{record.kind} {record.name}: {record.target} does not exist" for record in found if not _exists(record.target, known)]
+
+
+def _assigned(tree: ast.Module) -> set[str]:
+    """Names of the module that a call makes, such as the extension of an API's routers."""
+    calls = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    return {target.id for node in calls for target in node.targets if isinstance(target, ast.Name)}
 
 
 def _exists(target: str, known: dict[str, set[str]]) -> bool:
