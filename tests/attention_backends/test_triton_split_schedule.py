@@ -62,7 +62,7 @@ def make_config(**values):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("lengths", [[1], [512], [100_000], [7, 3000, 64, 65, 1], [1000] * 256, [50_000, *[10] * 100]])
 @pytest.mark.parametrize("window", [0, 128])
-def test_own_items_hold_every_key_once(lengths: list[int], window: int) -> None:
+def test_suffix_items_hold_every_key_once(lengths: list[int], window: int) -> None:
     items, shared, info = items_of(lengths, make_config(window=window))
     assert shared == 0
     max_length = 0

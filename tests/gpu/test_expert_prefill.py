@@ -1,4 +1,4 @@
-"""Both products of experts of many rows, rows and weights fetched by warps of their own, against
+"""Both GEMMs of experts of many rows, rows and weights fetched by warps of their own, against
 float32: loads, sizes, strides, types."""
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame import kernels
-    from frame.kernels.moe import expert_prefill
-    from frame.kernels.moe import grouped_gemm as products
+    from frame.kernels.moe import expert_prefill, grouped_gemm
     from frame.kernels.moe.align import align_tokens
     from frame.kernels.moe.expert_prefill import ROWS, can_tile, compute_down, compute_gate_up
     from frame.kernels.moe.expert_tiles import choose_tiles
@@ -118,14 +117,15 @@ def test_products_take_it_where_they_can(inner: int) -> None:
     torch.manual_seed(0)
     ids = torch.rand(900, 8, device=DEVICE).topk(2).indices
     x, pair_weights = torch.randn(900, 512, device=DEVICE).bfloat16(), torch.rand(900, 2, device=DEVICE)
-    first, second = (products.Weights(weight) for weight in drawn((8, 512, inner), torch.bfloat16))
-    pairs, order, tiles = products.Pairs(ids, pair_weights), align_tokens(ids, 8, ROWS), choose_tiles(1800, 8)
+    first, second = (grouped_gemm.Weights(weight) for weight in drawn((8, 512, inner), torch.bfloat16))
+    pairs, order, tiles = grouped_gemm.Pairs(ids, pair_weights), align_tokens(ids, 8, ROWS), choose_tiles(1800, 8)
     assert tiles.first.bm == ROWS
     for tile in (tiles.second, replace(tiles.second, use_gluon=False)):
-        act = products.compute_gate_up(products.Rows(x), first, pairs, order, replace(tiles.first, use_gluon=tile.use_gluon), x.dtype)
-        out = products.compute_down(act, second, pairs, order, tile, x.dtype)
+        first_tile = replace(tiles.first, use_gluon=tile.use_gluon)
+        act = grouped_gemm.compute_gate_up(grouped_gemm.Rows(x), first, pairs, order, first_tile, x.dtype)
+        out = grouped_gemm.compute_down(act, second, pairs, order, tile, x.dtype)
         want = reference(x, ids, pair_weights, first.values, second.values)
-        got = products.combine_pairs(out, 2).double()
+        got = grouped_gemm.combine_pairs(out, 2).double()
         assert float((got - want).abs().max() / want.abs().max()) < 2e-2
         if tile.use_gluon and can_tile(2 * inner, 512):
             assert torch.equal(compute_down(compute_gate_up(x, first.values, 1800, 2, order), second.values, pair_weights, order), out)

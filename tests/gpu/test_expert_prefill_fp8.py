@@ -1,4 +1,4 @@
-"""Both products of float8 experts of many rows against float32 products of the same rounded
+"""Both GEMMs of float8 experts of many rows against float32 GEMMs of the same rounded
 numbers: loads, sizes, types."""
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 if torch.cuda.is_available():
     from frame import kernels
     from frame.kernels.linear.fp8_quantize import quantize_groups
-    from frame.kernels.moe import expert_prefill
-    from frame.kernels.moe import grouped_gemm as products
+    from frame.kernels.moe import expert_prefill, grouped_gemm
     from frame.kernels.moe.align import align_tokens
     from frame.kernels.moe.expert_prefill_fp8 import ROWS, compute_down, compute_gate_up
     from frame.kernels.moe.expert_tiles import choose_tiles
@@ -26,11 +25,11 @@ if torch.cuda.is_available():
 DEVICE = torch.device("cuda")
 
 
-def draw(experts: int, hidden: int, inner: int) -> list[products.Weights]:
+def draw(experts: int, hidden: int, inner: int) -> list[grouped_gemm.Weights]:
     found = []
     for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
         made = [quantize_blocks(torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5) for _ in range(experts)]
-        found.append(products.Weights(*(torch.stack(part) for part in zip(*made, strict=True))))
+        found.append(grouped_gemm.Weights(*(torch.stack(part) for part in zip(*made, strict=True))))
     return found
 
 
@@ -38,7 +37,7 @@ def widen(quantized: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Ten
     return quantized.float() * scales.repeat_interleave(rows, 0).repeat_interleave(128, 1)
 
 
-def check(x: torch.Tensor, ids: torch.Tensor, first: products.Weights, second: products.Weights) -> torch.Tensor:
+def check(x: torch.Tensor, ids: torch.Tensor, first: grouped_gemm.Weights, second: grouped_gemm.Weights) -> torch.Tensor:
     tokens, top = ids.shape
     pair_weights = torch.rand(tokens, top, device=DEVICE)
     order = align_tokens(ids, len(first.values), ROWS)
@@ -93,16 +92,16 @@ def test_float16_and_tokens_without_numbers() -> None:
 def test_products_take_it_where_they_can() -> None:
     torch.manual_seed(0)
     ids = torch.rand(1000, 8, device=DEVICE).topk(2).indices
-    pairs, order = products.Pairs(ids, torch.rand(1000, 2, device=DEVICE)), align_tokens(ids, 8, ROWS)
+    pairs, order = grouped_gemm.Pairs(ids, torch.rand(1000, 2, device=DEVICE)), align_tokens(ids, 8, ROWS)
     first, second = draw(8, 512, 256)
-    assert not products.can_prefill_fp8(products.Weights(first.values[:, :384], first.scale[:, :3]))
-    assert all(products.can_prefill_fp8(weights) for weights in (first, second))
+    assert not grouped_gemm.can_prefill_fp8(grouped_gemm.Weights(first.values[:, :384], first.scale[:, :3]))
+    assert all(grouped_gemm.can_prefill_fp8(weights) for weights in (first, second))
     tiles = choose_tiles(pairs.count, 8, float8=True, prefill_fp8=True)
     assert tiles.first.use_gluon
     assert tiles.second.use_gluon
-    x = products.Rows(*quantize_groups(torch.randn(1000, 512, device=DEVICE).bfloat16()))
-    act = products.compute_gate_up(x, first, pairs, order, tiles.first, torch.bfloat16)
+    x = grouped_gemm.Rows(*quantize_groups(torch.randn(1000, 512, device=DEVICE).bfloat16()))
+    act = grouped_gemm.compute_gate_up(x, first, pairs, order, tiles.first, torch.bfloat16)
     assert act.scale is not None
-    out = products.compute_down(act, second, pairs, order, tiles.second, torch.bfloat16)
+    out = grouped_gemm.compute_down(act, second, pairs, order, tiles.second, torch.bfloat16)
     again = compute_down(act.values, act.scale, second.values, second.scale, pairs.weights, order, torch.bfloat16)
     assert torch.equal(out, again)

@@ -76,10 +76,10 @@ def test_a_product_takes_it_where_it_can(inner: int) -> None:
 def test_a_product_takes_it_for_batches() -> None:
     torch.manual_seed(0)
     weight = random(2 * 14336, 4096, torch.bfloat16) / 64
-    product = PlainMatmul(weight)
+    gemm = PlainMatmul(weight)
     for rows in (128, 256, 192):
         x = random(rows, 4096, torch.bfloat16)
-        got = product.multiply_gated(x, weight)
+        got = gemm.multiply_gated(x, weight)
         assert (got is None) == (rows == 192)
         assert got is None or torch.equal(got, gated_prefill(x, weight, 132))
 

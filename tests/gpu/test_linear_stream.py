@@ -58,11 +58,11 @@ def test_rows_stand_alone() -> None:
 
 def test_a_product_of_rows_that_begin_anywhere() -> None:
     weight = random(4096, 4096, dtype=torch.bfloat16) / 64
-    product = PlainMatmul(weight)
+    gemm = PlainMatmul(weight)
     whole = random(8 * 4097 + 1, dtype=torch.bfloat16)
     for x in (whole[1 : 1 + 8 * 4096].view(8, 4096), whole[: 8 * 4097].view(8, 4097)[:, :4096]):
         want = reference(x, weight, None, gated=False)
-        torch.testing.assert_close(product(x, weight).double(), want, rtol=1.01 * UNIT[torch.bfloat16], atol=UNIT[torch.bfloat16])
+        torch.testing.assert_close(gemm(x, weight).double(), want, rtol=1.01 * UNIT[torch.bfloat16], atol=UNIT[torch.bfloat16])
 
 
 def test_replays_are_the_same() -> None:

@@ -39,9 +39,7 @@ class Model:
 
     def generate(self, graphs: int, **keys: Any) -> list[list[int]]:
         sizes: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 16_384, "max_running_requests": ROWS, "cuda_graph_max_bs": graphs}
-        with Engine(
-            model=str(self.folder), device="cuda", attention_backend="triton", skip_tokenizer_init=True, **sizes, **keys
-        ) as engine:
+        with Engine(model=str(self.folder), device="cuda", attention_backend="triton", skip_tokenizer_init=True, **sizes, **keys) as engine:
             return [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
 
 

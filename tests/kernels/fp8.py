@@ -227,7 +227,7 @@ def test_a_static_scale_rounds_every_activation(rows: int) -> None:
 @pytest.mark.skipif(not LARGE, reason="graphs need a GPU")
 @pytest.mark.parametrize("is_block", [False, True])
 @pytest.mark.parametrize("rows", [1, 64, 256])
-def test_a_captured_product(rows: int, is_block: bool) -> None:
+def test_a_captured_gemm(rows: int, is_block: bool) -> None:
     weight, scales, block = weight_of(4096, 1024, is_block)
     product = RoundedMatmul(weight, scales, block)
     x = random(rows, 1024)
@@ -242,7 +242,7 @@ def test_a_captured_product(rows: int, is_block: bool) -> None:
         assert torch.equal(out, product(x, weight, None))
 
 
-def test_unsupported_weights_have_no_product() -> None:
+def test_unsupported_weights_have_no_gemm() -> None:
     def why(outputs: int, inputs: int, block: tuple[int, int]) -> str | None:
         return find_obstacle(torch.zeros(outputs, inputs, dtype=FP8, device=DEVICE), block)
 

@@ -106,18 +106,18 @@ def test_rows_are_independent(dtype: torch.dtype) -> None:
 @each_type
 def test_a_product_is_the_same_for_every_kernel(dtype: torch.dtype) -> None:
     weight, bias = random(96, 160, dtype=dtype) / 12, random(96, dtype=dtype)
-    product = PlainMatmul(weight)
+    gemm = PlainMatmul(weight)
     for rows in (1, 2, 5, 16, MAX_ROWS, MAX_ROWS + 1):
         x = random(rows, 160, dtype=dtype)
         want = reference(x, weight, bias, gated=False)
-        torch.testing.assert_close(product(x, weight, bias).double(), want, rtol=1.01 * UNIT[dtype], atol=UNIT[dtype])
-        gated = product.multiply_gated(x, weight, bias)
+        torch.testing.assert_close(gemm(x, weight, bias).double(), want, rtol=1.01 * UNIT[dtype], atol=UNIT[dtype])
+        gated = gemm.multiply_gated(x, weight, bias)
         if gated is not None:
             torch.testing.assert_close(gated.double(), reference(x, weight, bias, gated=True), rtol=4 * UNIT[dtype], atol=UNIT[dtype])
     assert choose_plan(1, 96, 160) is not None
-    assert product.multiply_gated(random(MAX_ROWS + 1, 160, dtype=dtype), weight) is None
-    assert product(x[None], weight).shape == (1, MAX_ROWS + 1, 96)
-    assert product(x[:0], weight).shape == (0, 96)
+    assert gemm.multiply_gated(random(MAX_ROWS + 1, 160, dtype=dtype), weight) is None
+    assert gemm(x[None], weight).shape == (1, MAX_ROWS + 1, 96)
+    assert gemm(x[:0], weight).shape == (0, 96)
 
 
 def test_plans_that_exceed_shared_memory_use_pytorch() -> None:
@@ -166,9 +166,9 @@ def test_one_row_is_streamed_where_the_cuda_cores_are_slower() -> None:
 
 def test_float32_uses_pytorch() -> None:
     weight, x = random(96, 160, dtype=torch.float32), random(2, 160, dtype=torch.float32)
-    product = PlainMatmul(weight)
-    assert torch.equal(product(x, weight), F.linear(x, weight))
-    assert product.multiply_gated(x, weight) is None
+    gemm = PlainMatmul(weight)
+    assert torch.equal(gemm(x, weight), F.linear(x, weight))
+    assert gemm.multiply_gated(x, weight) is None
 
 
 @each_type

@@ -233,9 +233,9 @@ def with_form(name: str, first: torch.Tensor, second: torch.Tensor) -> PlainExpe
     experts = PlainExperts(first if is_gated else first[:, : first.shape[1] // 2].contiguous(), second, hidden_first=False)
     experts.activation, experts.gated = activation, is_gated  # type: ignore[assignment]
     if is_biased:
-        for product in ("gate_up", "down"):
-            bias = torch.randn(getattr(experts, product).shape[:2]).to(first)
-            setattr(experts, f"{product}_bias", torch.nn.Parameter(bias, requires_grad=False))
+        for gemm in ("gate_up", "down"):
+            bias = torch.randn(getattr(experts, gemm).shape[:2]).to(first)
+            setattr(experts, f"{gemm}_bias", torch.nn.Parameter(bias, requires_grad=False))
     return experts
 
 

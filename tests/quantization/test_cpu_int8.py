@@ -11,7 +11,7 @@ import torch
 
 from frame.core.interfaces.weight_format import WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
-from frame.quantization.gemm.cpu_int8 import Int8CpuKernel, PackedInt8Product
+from frame.quantization.gemm.cpu_int8 import Int8CpuKernel, PackedInt8Gemm
 from frame.testing.packed_weights import make_weight
 
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with VNNI")
@@ -24,7 +24,7 @@ def test_inputs_keep_the_resolution_of_bfloat16_unless_the_checkpoint_rounds_the
     weight = make_weight(WeightScheme("int8"), 96, 512, dtype=torch.bfloat16)
     weight.rounds_inputs = rounds
     product = kernel.prepare(weight)
-    assert isinstance(product, PackedInt8Product)
+    assert isinstance(product, PackedInt8Gemm)
     for rows in (1, 9, 64, 65, 200):
         x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()
         x[:, 0] *= 30  # an outlier sets the scale of its row
@@ -42,12 +42,12 @@ def test_products_are_not_made_by_the_reference_of_onednn() -> None:
     code = """if True:
         import torch
         from frame.core.interfaces.weight_format import WeightScheme
-        from frame.quantization.gemm.cpu_int8 import PackedInt8Product
+        from frame.quantization.gemm.cpu_int8 import PackedInt8Gemm
         from frame.testing.packed_weights import make_weight
         for outputs, inputs in ((32, 64), (96, 512), (1408, 256)):
             weight = make_weight(WeightScheme("int8"), outputs, inputs, dtype=torch.bfloat16)
             for weight.rounds_inputs in (False, True):
-                product = PackedInt8Product(weight)
+                product = PackedInt8Gemm(weight)
                 for rows in (1, 2, 9, 16, 200):
                     product(torch.randn(rows, inputs).bfloat16())
     """

@@ -29,17 +29,17 @@ class Int4CpuKernel(GemmKernel):
         return "it takes no order" if weight.order is not None else None
 
     def prepare(self, weight: PackedWeight) -> Gemm:
-        return Int4Product(weight)
+        return Int4Gemm(weight)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
-        return EachExpert([Int4Product(weight.expert(index)) for index in range(len(weight.quantized))])
+        return EachExpert([Int4Gemm(weight.expert(index)) for index in range(len(weight.quantized))])
 
     def count_bytes(self, weight: PackedWeight) -> int:
         outputs = weight.quantized.shape[:-1].numel()
         return outputs * weight.columns // 2 + outputs * weight.columns // weight.scheme.group[1] * 4
 
 
-class Int4Product:
+class Int4Gemm:
     """`_weight_int4pack_mm_for_cpu`: (code - 8) * scale + zero, with the zero points or minima of
     the weight as numbers."""
 

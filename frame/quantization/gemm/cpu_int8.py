@@ -43,7 +43,7 @@ class Int8CpuKernel(GemmKernel):
         return None
 
     def prepare(self, weight: PackedWeight) -> Gemm:
-        return PackedInt8Product(weight) if self._packs() else Int8Product(weight, self.context.dtype)
+        return PackedInt8Gemm(weight) if self._packs() else Int8Gemm(weight, self.context.dtype)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.quantized))])
@@ -59,7 +59,7 @@ class Int8CpuKernel(GemmKernel):
         return self.context.dtype == torch.bfloat16 and bool(is_fast)
 
 
-class PackedInt8Product:
+class PackedInt8Gemm:
     """The weight in oneDNN's layout for AMX or VNNI.
 
     Inputs become fixed-point numbers of 15 bits and one scale per row, which keep what bfloat16
@@ -119,7 +119,7 @@ def _find_step(x: torch.Tensor, maximum: int) -> torch.Tensor:
     return x.abs().amax(1, keepdim=True).float().clamp_min_(_SMALLEST).mul_(1 / maximum)
 
 
-class Int8Product:
+class Int8Gemm:
     """`torch._weight_int8pack_mm` for few rows of bfloat16; else the quantized values as numbers of
     the model's dtype, with scales afterwards."""
 

@@ -26,7 +26,7 @@ class CudaInt4Kernel(GemmKernel):
         return blocked_int4.find_obstacle(weight, self.context.dtype)
 
     def prepare(self, weight: PackedWeight) -> Gemm:
-        return CudaInt4Product(weight)
+        return CudaInt4Gemm(weight)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
         raise NotImplementedError("it multiplies no experts")
@@ -36,7 +36,7 @@ class CudaInt4Kernel(GemmKernel):
         return order + blocked_int4.count_bytes(weight.outputs, weight.columns, weight.scheme.group[1])
 
 
-class CudaInt4Product:
+class CudaInt4Gemm:
     """x times one weight."""
 
     def __init__(self, weight: PackedWeight) -> None:
