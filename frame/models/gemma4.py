@@ -183,7 +183,7 @@ class Gemma4Layer(nn.Module):
         batch: ForwardBatch,
         selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `DecoderLayer.forward`. The second result is None: the first is the whole stream."""
+        """As `Layer.forward`. The second result is None: the first is the whole stream."""
         x, stream = self.input_norm.add_residual(x, residual)
         x = self.attention(x, rows, batch)
         layer_input = self.inputs[0].values[:, self.index] if self.inputs and self.inputs[0].values is not None else None

@@ -26,7 +26,6 @@ KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermed
 
 # "what path[:name]" -> why it may be larger.
 EXCEPTIONS: dict[str, str] = {
-    "function frame/attention_backends/triton/decode_kernel.py:decode_kernel": "two kinds of items, each a call with all that a scan needs",
 }
 
 Breach = tuple[str, str]  # key into EXCEPTIONS, sentence

@@ -135,7 +135,7 @@ class ParallelLayer(nn.Module):
         batch: ForwardBatch,
         selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `DecoderLayer.forward`."""
+        """As `Layer.forward`."""
         x, residual = self.input_norm.add_residual(x, residual)
         attended = self.attention(x, rows, batch)
         if selected is not None:
