@@ -25,7 +25,7 @@ from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
-from frame.testing.packed_weights import make_weight
+from frame.testing.weights.packed_weights import make_weight
 
 LAYERS = {"qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072)}  # outputs, inputs
 KERNELS = {

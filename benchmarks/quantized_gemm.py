@@ -27,7 +27,7 @@ from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.linear import weight_only
 from frame.plugins.loader import load_registry
-from frame.testing.packed_weights import make_weight
+from frame.testing.weights.packed_weights import make_weight
 
 LAYERS = {  # outputs, inputs
     "llama qkv": (6144, 4096),

@@ -50,7 +50,7 @@ EXCEPTIONS: dict[str, str] = {
     "clock frame/entrypoints/http/openai/batch_files.py": "a file's date outlives this process, whose monotonic clock does not",
     "clock frame/entrypoints/http/openai/batch_jobs.py": "a batch's dates outlive this process, whose monotonic clock does not",
     "cuda frame/kernels/nvidia.py": "kernels for NVIDIA GPUs, whose launchers get tensors instead of a platform, ask about the device here",
-    "unsafe frame/testing/conformance_weights.py:pickle": "writes a pickle with a payload, which no weight source may execute",
+    "unsafe frame/testing/weights/weight_source.py:pickle": "writes a pickle with a payload, which no weight source may execute",
     "clock frame/entrypoints/tracing.py": "spans are dated; their lengths are measured by the monotonic clock",
 }
 

@@ -19,7 +19,7 @@ FAMILIES = (
     "frame/plugins/eviction_policies", "frame/plugins/grammar_backends", "frame/plugins/http_extensions",
     "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/platforms",
     "frame/plugins/prefix_caches", "frame/plugins/reasoning_parsers", "frame/plugins/scheduling_policies",
-    "frame/plugins/tool_call_parsers", "frame/testing", "frame/plugins/launchers",
+    "frame/plugins/tool_call_parsers", "frame/plugins/launchers",
     "frame/plugins/drafters", "frame/plugins/stat_loggers", "frame/plugins/weight_sources",
 )  # fmt: skip
 KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermediate values live in registers

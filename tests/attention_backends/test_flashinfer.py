@@ -26,7 +26,7 @@ from frame.attention_backends.libraries import FLASHINFER
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements, AttentionSpec
 from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
-from frame.testing import conformance_attention as suite
+from frame.testing.attention import suite
 from tests.attention_backends import fake_flashinfer as fake
 
 ON_CPU = replace(FLASHINFER, devices=("cpu",), compute_capability=None, dtypes=("float32",), latents=None)

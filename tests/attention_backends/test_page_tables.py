@@ -22,8 +22,8 @@ from frame.attention_backends.trtllm.mla import MLAKernels, TrtllmMLABackend
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.entrypoints.tools.bench.paged_batches import Rows, build_context
 from frame.plugins.loader import load_registry
-from frame.testing import attention_cases
-from frame.testing import conformance_attention as suite
+from frame.testing.attention import cases as attention_cases
+from frame.testing.attention import suite
 from tests.attention_backends import fake_page_tables as fake
 
 Case = attention_cases.Case

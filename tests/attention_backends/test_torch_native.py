@@ -27,8 +27,8 @@ from frame.entrypoints.tools.bench.paged_batches import (
 )
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.conformance_attention import check_case
-from frame.testing.suites.attention_reference import make_inputs
+from frame.testing.attention.reference import make_inputs
+from frame.testing.attention.suite import check_case
 
 SUBJECT = conformance.find(load_registry(installed=False), "attention_backend:torch_native", conformance.Setting())
 CHECKS = conformance.checks("attention_backend", SUBJECT)

@@ -14,7 +14,7 @@ from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.linear import blocked_int4
 from frame.kernels.linear.blocked_int4 import BlockedGemms, TilesPlan, pack_weight
 from frame.quantization.gemm.cuda_int4 import CudaInt4Kernel
-from frame.testing.packed_weights import make_weight
+from frame.testing.weights.packed_weights import make_weight
 from tests.gpu.conformance_checks import checks_on, ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

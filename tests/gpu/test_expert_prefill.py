@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from frame.testing.suites.experts import reference
+from frame.testing.moe.experts import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,8 +13,8 @@ from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.quantization import HummingOptions
 from frame.quantization.gemm.humming import HummingKernel
-from frame.testing.packed_weights import make_weight
-from frame.testing.suites.experts import reference
+from frame.testing.moe.experts import reference
+from frame.testing.weights.packed_weights import make_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 pytest.importorskip("humming", reason="needs humming-kernels")

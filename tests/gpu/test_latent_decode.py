@@ -10,7 +10,7 @@ import torch
 
 from frame.entrypoints.tools.bench.paged_batches import Case, Rows, build_context
 from frame.plugins.loader import load_registry
-from frame.testing.conformance_attention import check_case, check_replays
+from frame.testing.attention.suite import check_case, check_replays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -30,7 +30,7 @@ from frame.quantization.gemm.int8 import Int8Kernel
 from frame.quantization.gemm.rounded_matmul import RoundedMatmul, find_obstacle
 from frame.testing.checkpoints import load_reference
 from frame.testing.gemm_kernels import make_gemm_kernels
-from frame.testing.packed_weights import make_weight
+from frame.testing.weights.packed_weights import make_weight
 from tests.models.harness import open_session
 from tests.quantization.fp8_checkpoints import make_pair
 

@@ -45,9 +45,9 @@ from frame.plugins.moe_dispatchers.all_reduce import AllReduce
 from frame.plugins.moe_runners.torch_native import run_biased
 from frame.plugins.moe_runners.triton import Triton
 from frame.quantization.plain import Plain
-from frame.testing.conformance_moe import PlainExperts
 from frame.testing.gemm_kernels import make_gemm_kernels
-from frame.testing.suites.experts import reference
+from frame.testing.moe.experts import reference
+from frame.testing.moe.runner import PlainExperts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # relative to the largest value; the interpreter truncates instead of rounding

@@ -21,7 +21,7 @@ from frame.kernels.linear.weight_rows import MAX_PAIRS, RowsPlan, count_max_rows
 from frame.kernels.moe.quantized_experts import PLAN_ROWS
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate, squared_relu
 from frame.quantization.gemm.weight_only import WeightOnlyGemm, WeightOnlyGroupedGemm
-from frame.testing.packed_weights import make_weight
+from frame.testing.weights.packed_weights import make_weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LARGE = DEVICE.type == "cuda"

@@ -9,7 +9,7 @@ from frame.core.interfaces.collective import Collective
 from frame.core.interfaces.moe import ExpertPlacement
 from frame.models.layers.moe import ExpertRoutes
 from frame.parallel.expert_moves import ExpertBalancer, Move, count_transit_bytes, find_moves, keep_places
-from frame.testing.suites.thread_group import run_ranks
+from frame.testing.ranks.thread_group import run_ranks
 
 
 def test_experts_of_a_rank_stay_in_their_places() -> None:

@@ -31,7 +31,7 @@ from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.conformance import run_suite
-from frame.testing.conformance_collective import suite
+from frame.testing.ranks.collective import suite
 from tests.plugins import fake_collective
 from tests.plugins.fake_platform import FakePlatform
 

@@ -19,7 +19,7 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.plugins.moe_dispatchers.deepep import Communicator, DeepEP
 from frame.testing import conformance
 from frame.testing.conformance import run_suite
-from frame.testing.suites.thread_group import ThreadGroup, run_ranks
+from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 
 
 def exchange(comm: Any, rows: torch.Tensor) -> list[torch.Tensor]:

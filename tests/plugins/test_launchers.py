@@ -17,7 +17,7 @@ from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.conformance import run_suite
-from frame.testing.conformance_launcher import suite
+from frame.testing.ranks.launcher import suite
 from tests.plugins import fake_launcher
 
 

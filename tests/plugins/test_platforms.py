@@ -28,7 +28,7 @@ from frame.plugins.registry import Registry
 from frame.testing import conformance
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.conformance import run_suite
-from frame.testing.conformance_platform import suite
+from frame.testing.ranks.platform import suite
 from tests.plugins import fake_platform, platform_example
 from tests.plugins.fake_platform import FakeGraph
 

@@ -9,8 +9,8 @@ from frame.core.interfaces.cache import Match
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.request import Request
 from frame.plugins.loader import load_registry
-from frame.testing.conformance_policies import VIEW, example_requests
 from frame.testing.contexts import SCHEDULING
+from frame.testing.scheduling.scheduling_policy import VIEW, example_requests
 
 REGISTRY = load_registry(installed=False)
 

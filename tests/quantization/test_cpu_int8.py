@@ -12,7 +12,7 @@ import torch
 from frame.core.interfaces.weight_format import WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.quantization.gemm.cpu_int8 import Int8CpuKernel, PackedInt8Gemm
-from frame.testing.packed_weights import make_weight
+from frame.testing.weights.packed_weights import make_weight
 
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with VNNI")
 
@@ -43,7 +43,7 @@ def test_products_are_not_made_by_the_reference_of_onednn() -> None:
         import torch
         from frame.core.interfaces.weight_format import WeightScheme
         from frame.quantization.gemm.cpu_int8 import PackedInt8Gemm
-        from frame.testing.packed_weights import make_weight
+        from frame.testing.weights.packed_weights import make_weight
         for outputs, inputs in ((32, 64), (96, 512), (1408, 256)):
             weight = make_weight(WeightScheme("int8"), outputs, inputs, dtype=torch.bfloat16)
             for weight.rounds_inputs in (False, True):

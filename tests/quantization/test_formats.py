@@ -39,7 +39,7 @@ from frame.quantization.w8a8_fp8 import W8A8Fp8
 from frame.quantization.w8a8_int8 import W8A8Int8
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
-from frame.testing.packed_weights import check_form
+from frame.testing.weights.packed_weights import check_form
 from tests.models.harness import Session, open_session, weights_of
 from tests.models.ranks import on_ranks
 from tests.quantization import checkpoints, write_gptq

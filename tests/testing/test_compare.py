@@ -20,9 +20,9 @@ from frame.entrypoints.configuration import prepare as preparing
 from frame.entrypoints.offline.collector import Output
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
-from frame.testing import compare as comparing
-from frame.testing.compare import NOT_COMPARED, PARSERS, RANKED, SERVED, compare, main
-from frame.testing.compare_texts import Verdict, compare_grammars, compare_parsers
+from frame.testing.compare import plugins as comparing
+from frame.testing.compare.plugins import NOT_COMPARED, PARSERS, RANKED, SERVED, compare, main
+from frame.testing.compare.texts import Verdict, compare_grammars, compare_parsers
 
 MODULE = "compared_plugins"
 NUM_TOKENS = 12

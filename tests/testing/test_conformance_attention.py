@@ -10,7 +10,7 @@ from frame.core.errors import PluginError
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.testing import conformance
-from frame.testing.attention_cases import cases
+from frame.testing.attention.cases import cases
 
 
 def test_a_record_that_differs_from_its_class_is_caught() -> None:

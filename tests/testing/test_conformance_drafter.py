@@ -8,7 +8,7 @@ import pytest
 
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Setting, SkipCheck, find
-from frame.testing.conformance_drafter import suite
+from frame.testing.drafter.suite import suite
 
 REGISTRY = load_registry(installed=False)
 

@@ -12,8 +12,8 @@ from frame.core.interfaces.sampling import GrammarContext
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.conformance import run_suite
-from frame.testing.conformance_grammars import Run, masks_equal_a_reference
-from frame.testing.suites.grammar_cases import FINITE, OPEN, Vocabulary
+from frame.testing.sampling.grammar_backend import Run, masks_equal_a_reference
+from frame.testing.sampling.grammar_cases import FINITE, OPEN, Vocabulary
 from tests.testing.mutants import Mutant
 from tests.testing.mutants.grammar_backend import Wrapped
 

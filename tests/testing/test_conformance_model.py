@@ -11,7 +11,8 @@ from frame.models.llama import LlamaForCausalLM
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.conformance import run_suite
-from frame.testing.suites import model, model_session
+from frame.testing.model import session as model_session
+from frame.testing.model import suite as model
 
 CONFIG = {
     "architectures": ["OwnForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.testing import conformance
-from frame.testing.suites import moe_dispatcher
-from frame.testing.suites.experts import draw, reference, split
-from frame.testing.suites.thread_group import ThreadGroup, run_ranks
+from frame.testing.moe import dispatcher as moe_dispatcher
+from frame.testing.moe.experts import draw, reference, split
+from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 from tests.testing.mutants import load_mutants
 
 

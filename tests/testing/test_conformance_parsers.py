@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from frame.core.interfaces.parsing import CallRule, Format
-from frame.testing import conformance_parsers
 from frame.testing.conformance import SkipCheck, run_suite
 from frame.testing.contexts import PARSER
-from frame.testing.suites import parser_texts
+from frame.testing.parsing import suite as conformance_parsers
+from frame.testing.parsing import texts as parser_texts
 from tests.testing.mutants import Mutant
 from tests.testing.mutants.reasoning_parser import ThinkTags
 from tests.testing.mutants.tool_call_parser import Hermes

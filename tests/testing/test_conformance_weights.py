@@ -12,7 +12,8 @@ from frame.core.interfaces.gemm_kernel import Gemm
 from frame.core.interfaces.weight_format import LayerFormat, LayerKind, PackedWeight
 from frame.quantization.gemm.reference import ReferenceGemm, ReferenceKernel
 from frame.quantization.int8 import Int8, RoundedInt8Layer
-from frame.testing import conformance_gemm_kernel, conformance_weight_format
+from frame.testing.weights import gemm_kernel as conformance_gemm_kernel
+from frame.testing.weights import weight_format as conformance_weight_format
 from tests.testing.failures import failures
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from frame.testing import conformance_launcher
 from frame.testing.conformance import run_suite
+from frame.testing.ranks import launcher as conformance_launcher
 from tests.testing.mutants import Mutant, kill_table, kinds, load_mutants
 
 RESULTS = Path(__file__).with_name("mutants")

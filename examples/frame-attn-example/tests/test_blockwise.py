@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from frame.plugins.loader import load_registry
-from frame.testing.attention_cases import Case, Rows, build_context
-from frame.testing.conformance_attention import check_case
+from frame.testing.attention.cases import Case, Rows, build_context
+from frame.testing.attention.suite import check_case
 from frame_attn_example import BlockwiseOptions
 from frame_attn_example.backend import BlockwiseBackend
 

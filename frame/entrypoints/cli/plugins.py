@@ -176,7 +176,7 @@ def _check(record: PluginRecord, paths: Sequence[str]) -> None:
 def _compare(record: PluginRecord, reference: PluginRecord, paths: tuple[str, ...]) -> None:
     """Raises PluginError where the two do not serve the same tokens, or cannot be compared."""
     who = f"{record.kind}/{record.name}"
-    command = python_command("-m", "frame.testing.compare", record.kind, record.name, reference.name, *paths)
+    command = python_command("-m", "frame.testing.compare.plugins", record.kind, record.name, reference.name, *paths)
     code = subprocess.run(command, env=child_environment(), check=False).returncode
     if code < 0:
         raise PluginError(f"{who} or {reference.name} kills its process with {signal.Signals(-code).name} while it serves.")

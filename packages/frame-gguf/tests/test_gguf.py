@@ -17,7 +17,7 @@ from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
 from frame.testing.checkpoints import load_reference, make_checkpoint
-from frame.testing.packed_weights import check_form
+from frame.testing.weights.packed_weights import check_form
 from tests.models.harness import open_session
 from tests.models.package_plugins import use_package
 from tests.models.ranks import on_ranks

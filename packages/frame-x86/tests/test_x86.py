@@ -28,9 +28,9 @@ from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.norm import RMSNorm
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.attention_cases import PlainKVCache, Rows, build_context, forward_batch, lay_out
+from frame.testing.attention.cases import PlainKVCache, Rows, build_context, forward_batch, lay_out
 from frame.testing.gemm_kernels import make_gemm_kernels
-from frame.testing.packed_weights import make_weight
+from frame.testing.weights.packed_weights import make_weight
 
 FOLDER = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(

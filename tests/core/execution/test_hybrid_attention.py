@@ -41,7 +41,7 @@ from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
-from frame.testing import conformance_attention as suite
+from frame.testing.attention import suite
 from frame.testing.contexts import EVICTION, SCHEDULING
 from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 

@@ -25,7 +25,7 @@ from frame.plugins.weight_sources.dummy import PERIOD, RandomNumbers, RandomTens
 from frame.plugins.weight_sources.safetensors import read_ranges
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.conformance import Setting, Subject
-from frame.testing.conformance_weights import suite
+from frame.testing.weights.weight_source import suite
 from tests.models.harness import checkpoint_of, open_session, weights_of
 
 PROMPT = [(0, list(range(10, 40)))]

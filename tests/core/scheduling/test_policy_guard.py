@@ -12,9 +12,9 @@ import pytest
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling.policy_guard import LOG_INTERVAL, GuardedPolicy
 from frame.core.scheduling.request import Request
-from frame.testing.conformance_policies import VIEW, example_requests
 from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
+from frame.testing.scheduling.scheduling_policy import VIEW, example_requests
 from tests.core.scheduling.small_rig import config, params, prompt
 
 

@@ -12,9 +12,9 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.core.scheduling.tenant_usage import TenantUsage
 from frame.plugins.loader import load_registry
-from frame.testing.conformance_policies import example_requests
 from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
+from frame.testing.scheduling.scheduling_policy import example_requests
 
 REGISTRY = load_registry(installed=False)
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")

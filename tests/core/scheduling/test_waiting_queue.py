@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from frame.core.scheduling.request import RequestStatus
 from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
-from frame.testing.conformance_policies import example_requests
+from frame.testing.scheduling.scheduling_policy import example_requests
 
 
 def test_arrival_order_and_return_to_the_head() -> None:

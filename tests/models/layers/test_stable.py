@@ -14,7 +14,7 @@ from frame.config.schema import PluginsSection
 from frame.core.interfaces.kinds import KINDS
 from frame.models import layers
 from frame.plugins.loader import load_configured
-from frame.testing.compare import compare
+from frame.testing.compare.plugins import compare
 
 ROOT = Path(__file__).parents[3]
 # Arguments by block, and by method of a block, of the interface version below. A change of a name

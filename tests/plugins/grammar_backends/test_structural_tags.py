@@ -15,7 +15,7 @@ from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import PARSER
-from frame.testing.suites.parser_texts import accepts, draw
+from frame.testing.parsing.texts import accepts, draw
 from frame.text.tokenizer import Tokenizer
 
 REGISTRY = load_registry(installed=False)

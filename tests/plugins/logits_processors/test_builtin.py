@@ -11,7 +11,7 @@ from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.plugins.loader import load_registry
-from frame.testing.conformance_processors import checks_of
+from frame.testing.sampling.logits_processor import checks_of
 
 CPU = torch.device("cpu")
 VOCAB = 96

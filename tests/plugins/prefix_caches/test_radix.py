@@ -16,9 +16,9 @@ from frame.plugins.prefix_caches import radix_nodes
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.conformance import Setting, Subject
-from frame.testing.conformance_prefix_cache import suite
 from frame.testing.contexts import EVICTION
-from frame.testing.prefix_cache_machine import run_machine
+from frame.testing.scheduling.prefix_cache import suite
+from frame.testing.scheduling.prefix_cache_machine import run_machine
 
 REGISTRY = load_registry(installed=False)
 POLICIES = {record.name: REGISTRY.load(record) for record in REGISTRY.records("eviction_policy")}

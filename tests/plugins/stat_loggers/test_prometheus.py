@@ -25,7 +25,7 @@ from frame.plugins.loader import load_registry
 from frame.plugins.stat_loggers.prometheus import MAX_KEPT, Histogram, Prometheus
 from frame.plugins.stat_loggers.prometheus_aliases import FAMILIES, aliases_of
 from frame.testing.conformance import Setting, Subject
-from frame.testing.conformance_stats import suite
+from frame.testing.serving.stat_logger import suite
 from tests.entrypoints.inprocess import serving
 
 FIRST = StepRecord(2, 40, 2, first_token_latencies=[0.02, 0.3], queue_times=[0.25], prefill_times=[0.05])

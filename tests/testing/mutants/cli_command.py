@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import click
 
 from frame.core.interfaces.cli import CliCommand, CommandContext
-from frame.testing.conformance_commands import MAX_SECONDS
+from frame.testing.serving.cli_command import MAX_SECONDS
 from tests.testing.mutants import MutantList
 
 

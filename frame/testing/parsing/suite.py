@@ -19,7 +19,7 @@ from typing import Any
 from frame.core.interfaces.parsing import CallRule, Format, Function, ReasoningParser, ToolCallParser
 from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.contexts import PARSER
-from frame.testing.suites.parser_texts import MARKS, STEPS, THOUGHT, accepts, draw, noise, write
+from frame.testing.parsing.texts import MARKS, STEPS, THOUGHT, accepts, draw, noise, write
 
 LONG, GROWTH, QUICK = 2_500, 9.0, 0.1  # characters, fed one by one; most growth of the time for four times as many; seconds
 LIMIT = 5.0  # seconds of CPU time for 4 * LONG characters

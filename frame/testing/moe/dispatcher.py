@@ -19,9 +19,9 @@ from frame.core.interfaces.rank_context import Limits, RankContext
 from frame.entrypoints.tools.bench.paged_batches import DTYPES
 from frame.plugins.devices import open_platform
 from frame.testing.conformance import Check, Subject
-from frame.testing.suites.experts import TOLERANCE, draw, reference, split, supports
-from frame.testing.suites.thread_group import ThreadGroup, run_ranks
-from frame.testing.suites.unchanged import unchanged
+from frame.testing.moe.experts import TOLERANCE, draw, reference, split, supports
+from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
+from frame.testing.unchanged import unchanged
 
 SIZES = ((7, 8, 2, 32, 24), (1, 4, 1, 16, 12), (300, 6, 3, 16, 12))  # tokens, experts, k, hidden, inner
 Parts = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down

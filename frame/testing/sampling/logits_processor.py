@@ -66,7 +66,7 @@ WAITS = frozenset((
 ))  # fmt: skip
 
 
-def logits_processor(subject: Subject) -> Iterable[Check]:
+def suite(subject: Subject) -> Iterable[Check]:
     """The suite of the kind `logits_processor`, with those parameter sets of `EXAMPLES` (or of the
     class's `conformance_params`) that the processor applies to."""
     given = getattr(subject.target, "conformance_params", None) or EXAMPLES

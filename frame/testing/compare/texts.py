@@ -1,6 +1,6 @@
 """Compares two parsers on the same texts, and two grammar backends on the same grammars; and
-`Verdict`, the result of any comparison. Used by `frame.testing.compare`. Must not know a plugin by
-name."""
+`Verdict`, the result of any comparison. Used by `frame.testing.compare.plugins`. Must not know a
+plugin by name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarContext
 from frame.testing.conformance import SkipCheck
-from frame.testing.conformance_grammars import WALKS, Run, takes_text, write_text
-from frame.testing.conformance_parsers import ARGUMENTS, PLAIN, find_answers, find_calls, make_rule, read_calls, read_reasoning, read_values
 from frame.testing.contexts import PARSER
-from frame.testing.suites.grammar_cases import FINITE, JSON_CASES, OPEN, Language, Vocabulary
-from frame.testing.suites.parser_texts import noise
+from frame.testing.parsing.suite import ARGUMENTS, PLAIN, find_answers, find_calls, make_rule, read_calls, read_reasoning, read_values
+from frame.testing.parsing.texts import noise
+from frame.testing.sampling.grammar_backend import WALKS, Run, takes_text, write_text
+from frame.testing.sampling.grammar_cases import FINITE, JSON_CASES, OPEN, Language, Vocabulary
 
 if TYPE_CHECKING:
     from frame.core.interfaces.plugin import PluginRecord

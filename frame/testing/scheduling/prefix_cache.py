@@ -390,7 +390,7 @@ def _repairs_its_locks(maker: Maker) -> None:
 
 def _agrees_with_a_dictionary(maker: Maker) -> None:
     try:
-        from frame.testing.prefix_cache_machine import run_machine
+        from frame.testing.scheduling.prefix_cache_machine import run_machine
     except ImportError as error:
         raise SkipCheck("hypothesis, which draws the calls, is not installed") from error
     run_machine(lambda page_size, _: maker.make(page_size), maker.page_sizes, maker.subject.setting.thorough)

@@ -32,7 +32,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     """The checks of a drafter."""
     make = partial(subject.target, CONTEXT_OF, subject.options)
     if getattr(subject.record.capabilities, "runs_on", "host") == "device":
-        from frame.testing.suites.device_drafter import device_checks
+        from frame.testing.drafter.device import device_checks
 
         yield from device_checks(subject)
         return

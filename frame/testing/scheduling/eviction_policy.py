@@ -44,7 +44,7 @@ class ExampleNode:
     priority: int = 0
 
 
-def eviction_policy(subject: Subject) -> Iterator[Check]:
+def suite(subject: Subject) -> Iterator[Check]:
     """The suite of the kind `eviction_policy`: keys, then a cache and a scheduler that use them."""
     policy = partial(subject.target, EVICTION, subject.options)
     for check in (

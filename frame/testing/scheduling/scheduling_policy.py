@@ -41,7 +41,7 @@ BACKLOG, ADMITTED = 8, 2  # of the simulated queue: its length, and the requests
 Make = Callable[[], SchedulingPolicy]
 
 
-def scheduling_policy(subject: Subject) -> Iterator[Check]:
+def suite(subject: Subject) -> Iterator[Check]:
     """The suite of the kind `scheduling_policy`: single calls, simulated queues, then whole runs
     that must yield what an unconstrained run yields."""
     policy = partial(subject.target, SCHEDULING, subject.options)

@@ -18,7 +18,7 @@ from frame.core.interfaces.weight_format import PackedWeight, QuantType, WeightS
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.plugins.devices import open_platform
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.packed_weights import make_weight
+from frame.testing.weights.packed_weights import make_weight
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
 ROUNDED = 0.1  # where a kernel rounds activations too

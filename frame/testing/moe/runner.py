@@ -16,8 +16,8 @@ from torch import nn
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.testing.conformance import Check, Subject
-from frame.testing.suites.experts import TOLERANCE, activate_by_halves, draw, reference, supports
-from frame.testing.suites.unchanged import unchanged
+from frame.testing.moe.experts import TOLERANCE, activate_by_halves, draw, reference, supports
+from frame.testing.unchanged import unchanged
 
 SIZES = (  # tokens, experts, k, hidden, inner
     (1, 4, 1, 32, 16),

@@ -1,7 +1,7 @@
 """The conformance checks of device drafters: the output of frame-tiny with their drafts, drafts of
 whole prompts and of chunks, drafts of rows alone and together, and the scheduler's half.
 
-Used by `frame.testing.conformance_drafter`. A drafter that reads a checkpoint of its own form is
+Used by `frame.testing.drafter.suite`. A drafter that reads a checkpoint of its own form is
 checked without a model. Must not know a plugin by name, but for those that resolve the target.
 """
 

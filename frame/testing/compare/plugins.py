@@ -1,8 +1,8 @@
 """Compares a plugin with a reference plugin of its kind: serves models with each and finds the
 first token, step and layer where they differ, or gives both the same texts or grammars.
 
-`python -m frame.testing.compare KIND NAME REFERENCE [FILE…]` prints one line a subject; `frame
-plugins check NAME --against REFERENCE` runs it. Exit codes: 0 equal, 1 different or nothing
+`python -m frame.testing.compare.plugins KIND NAME REFERENCE [FILE…]` prints one line a subject;
+`frame plugins check NAME --against REFERENCE` runs it. Exit codes: 0 equal, 1 different or nothing
 compared, 78 a plugin failed. Must not know a plugin by name.
 """
 
@@ -36,7 +36,7 @@ from frame.entrypoints.offline.engine import Engine
 from frame.entrypoints.processes.build_engine import build_engine
 from frame.plugins.loader import load_configured
 from frame.testing.checkpoints import TINY, make_checkpoint
-from frame.testing.compare_texts import Verdict, compare_grammars, compare_parsers
+from frame.testing.compare.texts import Verdict, compare_grammars, compare_parsers
 from frame.testing.local_loop import LocalLoop
 
 if TYPE_CHECKING:

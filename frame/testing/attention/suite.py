@@ -16,7 +16,7 @@ import torch
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import SparseKeys, TreeMask
 from frame.plugins.devices import capture_graph, open_platform
-from frame.testing.attention_cases import (
+from frame.testing.attention.cases import (
     Case,
     Changes,
     PlainKVCache,
@@ -31,8 +31,7 @@ from frame.testing.attention_cases import (
     widened,
     with_pages_for,
 )
-from frame.testing.conformance import Check, Subject
-from frame.testing.suites.attention_reference import (
+from frame.testing.attention.reference import (
     TOLERANCE,
     Inputs,
     Placed,
@@ -43,8 +42,9 @@ from frame.testing.suites.attention_reference import (
     poisoned_memory,
     reference,
 )
-from frame.testing.suites.attention_steps import step_checks
-from frame.testing.suites.unchanged import unchanged
+from frame.testing.attention.steps import step_checks
+from frame.testing.conformance import Check, Subject
+from frame.testing.unchanged import unchanged
 
 
 def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | None = None) -> Placed:

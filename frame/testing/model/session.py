@@ -33,11 +33,11 @@ from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
 from frame.core.loading.weight_reader import read_weights
 from frame.entrypoints.tools.bench.paged_batches import Pages, PlainKVCache, Rows, build_context, forward_batch
+from frame.testing.attention.steps import LayeredKVCache
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
 from frame.testing.conformance import SkipCheck, Subject
 from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
-from frame.testing.suites.attention_steps import LayeredKVCache
-from frame.testing.suites.unchanged import unchanged
+from frame.testing.unchanged import unchanged
 
 LENGTH = 800  # tokens of a slot
 Weights = list[tuple[str, torch.Tensor]]

@@ -18,7 +18,7 @@ import torch
 from frame.core.errors import CheckpointError
 from frame.core.loading.loader import finish_modules
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.suites.model_session import Checkpoint, Session, build, find_checkpoints, load, read
+from frame.testing.model.session import Checkpoint, Session, build, find_checkpoints, load, read
 
 TOLERANCE = 2e-4  # absolute and relative, in float32
 UNKNOWN = "model.layers.0.conformance_unknown.weight"

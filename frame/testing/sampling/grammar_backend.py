@@ -19,7 +19,7 @@ import numpy as np
 
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, CompiledGrammar, Grammar, GrammarBackend, GrammarContext
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.suites.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
+from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
 
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
 WALKS, MAX_TOKENS = 4, 60  # random texts of a grammar, and their length

@@ -16,7 +16,7 @@ import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec, Phase
 from frame.core.interfaces.batch import ForwardBatch
-from frame.testing.attention_cases import (
+from frame.testing.attention.cases import (
     DTYPES,
     LATENT,
     Case,
@@ -27,9 +27,9 @@ from frame.testing.attention_cases import (
     requirements,
     with_pages_for,
 )
+from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, no_waiting, poisoned_memory, reference
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.suites.attention_reference import TOLERANCE, Inputs, Placed, make_inputs, no_waiting, poisoned_memory, reference
-from frame.testing.suites.unchanged import unchanged
+from frame.testing.unchanged import unchanged
 
 LAYERS, SLOTS, LENGTH = 3, 6, 96
 MakeBackend = Callable[[Case], AttentionBackend]

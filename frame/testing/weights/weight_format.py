@@ -18,7 +18,7 @@ from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat
 from frame.models.layers.parameter import Range
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.packed_weights import check_form
+from frame.testing.weights.packed_weights import check_form
 
 DTYPE = torch.float32
 INPUTS, OUTPUTS = 256, (256, 128, 128)  # sizes that block scales of 128 divide

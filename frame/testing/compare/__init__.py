@@ -1,0 +1,1 @@
+"""Compares two plugins of one kind, for `frame plugins check --against`."""

@@ -1,0 +1,1 @@
+"""Drafters: the suite, and the checks of those on a device."""

@@ -1,0 +1,1 @@
+"""Models: the suite, and sessions of a tiny checkpoint."""

@@ -1,0 +1,1 @@
+"""MoE runners and dispatchers: the suites, and random layers of experts."""

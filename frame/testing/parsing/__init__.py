@@ -1,0 +1,1 @@
+"""Reasoning parsers and tool-call parsers: the suites, and texts for both."""

@@ -1,0 +1,1 @@
+"""Platforms, collectives and launchers: the suites, and ranks that are threads."""

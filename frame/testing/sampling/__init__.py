@@ -1,0 +1,1 @@
+"""Logits processors and grammar backends: the suites, and grammars with known languages."""

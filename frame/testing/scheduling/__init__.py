@@ -1,0 +1,1 @@
+"""Scheduling policies, prefix caches and eviction policies: the suites."""

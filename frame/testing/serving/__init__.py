@@ -1,0 +1,1 @@
+"""HTTP extensions, subcommands and stat loggers: the suites."""

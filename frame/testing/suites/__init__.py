@@ -1,1 +1,0 @@
-"""Further conformance suites, one module each."""

@@ -1,0 +1,1 @@
+"""Weight formats, weight sources and GEMM kernels: the suites, and random packed weights."""
