@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import signal
+import sys
 import threading
 import types
 import unittest
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -65,6 +67,18 @@ class SuiteFunction(Protocol):
 
 
 SUITES: Mapping[str, str] = MappingProxyType({kind.name: kind.suite_path for kind in KINDS.values() if kind.suite_path})
+
+
+def find_checks(module: str) -> Iterator[tuple[str, Callable[..., None]]]:
+    """The functions `check_…` that a module defines, in their order, by name without the prefix."""
+    for name, function in vars(sys.modules[module]).items():
+        if name.startswith("check_") and getattr(function, "__module__", "") == module:
+            yield name.removeprefix("check_"), function
+
+
+def collect(module: str, *arguments: Any, suffix: str = "") -> Iterator[Check]:
+    """The checks of a module, which get these arguments."""
+    return (Check(name + suffix, partial(function, *arguments)) for name, function in find_checks(module))
 
 
 def find(registry: Registry, selector: str, setting: Setting) -> Subject:

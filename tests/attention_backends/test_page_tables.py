@@ -20,13 +20,11 @@ from frame.attention_backends.page_tables import PageTableBackend
 from frame.attention_backends.trtllm.mha import MHAKernels, TrtllmMHABackend
 from frame.attention_backends.trtllm.mla import MLAKernels, TrtllmMLABackend
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
-from frame.entrypoints.tools.bench.paged_batches import Rows, build_context
+from frame.entrypoints.tools.bench.paged_batches import Case, Rows, build_context
 from frame.plugins.loader import load_registry
-from frame.testing.attention import cases as attention_cases
 from frame.testing.attention import suite
+from frame.testing.attention.cases import LATENT, cases
 from tests.attention_backends import fake_page_tables as fake
-
-Case = attention_cases.Case
 
 
 def make(name: str, case: Case) -> PageTableBackend:
@@ -50,16 +48,16 @@ def on_cpu(capabilities: AttentionCapabilities) -> AttentionCapabilities:
     return replace(capabilities, **changes)
 
 
-def cases() -> Iterator[tuple[str, str, Case]]:
+def library_cases() -> Iterator[tuple[str, str, Case]]:
     for name, capabilities in (("trtllm_mha", TRTLLM_MHA), ("trtllm_mla", TRTLLM_MLA), ("fa3", FA3)):
-        for title, case in attention_cases.cases("cpu", False, on_cpu(capabilities)):
+        for title, case in cases("cpu", False, on_cpu(capabilities)):
             if not (case.rank and (case.window or case.soft_cap)):
                 yield name, title, case
-    for title, case in attention_cases.cases("cpu", False, on_cpu(FLASHMLA)):
+    for title, case in cases("cpu", False, on_cpu(FLASHMLA)):
         yield "flashmla", title, case
 
 
-@pytest.mark.parametrize(("name", "case"), [(n, c) for n, _, c in cases()], ids=[f"{n}-{t}" for n, t, _ in cases()])
+@pytest.mark.parametrize(("name", "case"), [(n, c) for n, _, c in library_cases()], ids=[f"{n}-{t}" for n, t, _ in library_cases()])
 def test_calls_compute_attention(name: str, case: Case) -> None:
     suite.check_case(lambda found: make(name, found), case)
 
@@ -68,12 +66,12 @@ def test_calls_compute_attention(name: str, case: Case) -> None:
 def test_latents_are_expanded_in_chunks(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     monkeypatch.setattr(page_tables, "EXPANDED_KEYS", keys)
     rows = Rows.of([40], [(0, 21), (34, 9), (0, 30), (0, 2)])
-    suite.check_case(lambda found: make("trtllm_mla", found), Case(rows, **attention_cases.LATENT))
+    suite.check_case(lambda found: make("trtllm_mla", found), Case(rows, **LATENT))
 
 
 @pytest.mark.parametrize("name", ["trtllm_mha", "trtllm_mla", "fa3", "flashmla"])
 def test_captured_plans_describe_the_given_batch(name: str) -> None:
-    shape: dict[str, Any] = {"head_dim": 64, "v_head_dim": 64} if name == "trtllm_mha" else attention_cases.LATENT
+    shape: dict[str, Any] = {"head_dim": 64, "v_head_dim": 64} if name == "trtllm_mha" else LATENT
     first = Case(Rows.of([5, 37, 130, 1]), **shape)
     second = replace(first, rows=Rows.of([90, 2, 31, 64]), seed=1)
     backend = make(name, first)
@@ -92,7 +90,7 @@ def test_captured_plans_describe_the_given_batch(name: str) -> None:
 
 
 def test_flashmla_refuses_prompts() -> None:
-    case = Case(Rows.of([5], [(0, 3)]), **attention_cases.LATENT)
+    case = Case(Rows.of([5], [(0, 3)]), **LATENT)
     with pytest.raises(TypeError, match="name another backend for prompts"):
         suite.compute(make("flashmla", case), case, suite.make_inputs(case))
 

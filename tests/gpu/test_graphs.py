@@ -17,8 +17,9 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.tools.bench.paged_batches import Case, requirements
 from frame.plugins.loader import load_registry
-from frame.testing.attention.cases import DECODES, Case, requirements, with_pages_for
+from frame.testing.attention.cases import DECODES, with_pages_for
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
 from tests.core.masked_requests import EveryThird, generate_with

@@ -12,7 +12,7 @@ from frame.core.interfaces.sampling import GrammarContext
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.conformance import run_suite
-from frame.testing.sampling.grammar_backend import Run, masks_equal_a_reference
+from frame.testing.sampling.grammar_backend import Run, check_masks_equal_a_reference
 from frame.testing.sampling.grammar_cases import FINITE, OPEN, Vocabulary
 from tests.testing.mutants import Mutant
 from tests.testing.mutants.grammar_backend import Wrapped
@@ -52,7 +52,7 @@ def test_a_kind_that_no_case_covers_is_skipped() -> None:
     vocabulary = Vocabulary.load()
     run = Run(lambda: Wrapped(GrammarContext(vocabulary.tokenizer, vocabulary.size)), ("json_object",), vocabulary)
     with pytest.raises(conformance.SkipCheck, match="json_object"):
-        masks_equal_a_reference(run)
+        check_masks_equal_a_reference(run)
 
 
 def test_the_record_decides_which_kinds_are_checked() -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from frame.entrypoints.tools.bench.paged_batches import Case, Rows, build_context
 from frame.plugins.loader import load_registry
-from frame.testing.attention.cases import Case, Rows, build_context
 from frame.testing.attention.suite import check_case
 from frame_attn_example import BlockwiseOptions
 from frame_attn_example.backend import BlockwiseBackend

@@ -16,25 +16,9 @@ import torch
 from frame.entrypoints.tools.bench.paged_batches import (
     DTYPES,
     Case,
-    Pages,
-    PlainKVCache,
-    RandomProjections,
     Rows,
-    build_context,
-    forward_batch,
-    lay_out,
-    planned,
-    quantize_rows,
     requirements,
-    shared_with,
-    widened,
 )
-
-__all__ = [
-    "DECODES", "DTYPES", "EACH_DTYPE", "EXTENDS", "LATENT", "MIXED", "PROMPTS", "Case", "Changes", "Pages", "PlainKVCache",
-    "RandomProjections", "Rows", "build_context", "cases", "forward_batch", "lay_out", "planned", "quantize_rows", "replays",
-    "requirements", "select_positions", "shared_with", "widened", "with_pages_for",
-]
 
 Changes = tuple[tuple[Rows, tuple[tuple[int, int], ...]], ...]  # rows and groups to replay a captured case for
 

@@ -18,8 +18,9 @@ import torch.utils.deterministic
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.batch import ForwardBatch, TreeMask
 from frame.core.interfaces.platform import SupportsSynchronisationChecks
+from frame.entrypoints.tools.bench.paged_batches import Case, Pages, RandomProjections, lay_out, quantize_rows, shared_with
 from frame.plugins.devices import open_platform
-from frame.testing.attention.cases import Case, Pages, RandomProjections, lay_out, quantize_rows, select_positions, shared_with
+from frame.testing.attention.cases import select_positions
 
 deterministic: Any = torch.utils.deterministic  # a module with a property, which no type stub knows
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # absolute, for values of variance 1

@@ -16,17 +16,8 @@ import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec, Phase
 from frame.core.interfaces.batch import ForwardBatch
-from frame.testing.attention.cases import (
-    DTYPES,
-    LATENT,
-    Case,
-    Pages,
-    PlainKVCache,
-    Rows,
-    forward_batch,
-    requirements,
-    with_pages_for,
-)
+from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, Pages, PlainKVCache, Rows, forward_batch, requirements
+from frame.testing.attention.cases import LATENT, with_pages_for
 from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, no_waiting, poisoned_memory, reference
 from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.unchanged import unchanged

@@ -15,22 +15,18 @@ import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import SparseKeys, TreeMask
-from frame.plugins.devices import capture_graph, open_platform
-from frame.testing.attention.cases import (
+from frame.entrypoints.tools.bench.paged_batches import (
     Case,
-    Changes,
     PlainKVCache,
     build_context,
-    cases,
     forward_batch,
     planned,
     quantize_rows,
-    replays,
     requirements,
-    select_positions,
     widened,
-    with_pages_for,
 )
+from frame.plugins.devices import capture_graph, open_platform
+from frame.testing.attention.cases import Changes, cases, replays, select_positions, with_pages_for
 from frame.testing.attention.reference import (
     TOLERANCE,
     Inputs,

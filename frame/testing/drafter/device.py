@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from frame.entrypoints.processes.build_engine import load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.components import Loaded, RunnerPlan, build_runner
 from frame.entrypoints.processes.join_groups import Groups
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.local_loop import LocalLoop
 
 STEPS, LENGTH = 3, 10
@@ -41,17 +40,10 @@ Found = dict[tuple[int, ...], list[int]]  # by the tokens that a draft follows
 
 def device_checks(subject: Subject) -> Iterator[Check]:
     """The checks of a device drafter."""
-    for function in (
-        _drafts_of_the_device,
-        _output_is_that_without_drafts,
-        _drafts_do_not_depend_on_chunks,
-        _drafts_do_not_depend_on_other_rows,
-        _drafts_do_not_depend_on_their_length,
-    ):
-        yield Check(function.__name__.strip("_"), partial(function, subject))
+    yield from collect(__name__, subject)
 
 
-def _drafts_of_the_device(subject: Subject) -> None:
+def check_drafts_of_the_device(subject: Subject) -> None:
     assert issubclass(subject.target, DeviceDrafter), "it derives no `DeviceDrafter`"
     drafter: DeviceDrafter = subject.target(DrafterContext(vocab_size=37, max_slots=6, max_context=64, num_steps=STEPS), subject.options)
 
@@ -75,7 +67,7 @@ def _drafts_of_the_device(subject: Subject) -> None:
     assert propose([2]) == [[1, 2]], "a draft that is shorter than the longest one is not used"
 
 
-def _output_is_that_without_drafts(subject: Subject) -> None:
+def check_output_is_that_without_drafts(subject: Subject) -> None:
     loop = _make_loop(subject)
     found = _watch(loop)
     outputs = loop.generate(PROMPTS, PARAMS)
@@ -86,12 +78,12 @@ def _output_is_that_without_drafts(subject: Subject) -> None:
     assert loop.scheduler.get_load()["used_pages"] == 0, "pages are not freed"
 
 
-def _drafts_do_not_depend_on_chunks(subject: Subject) -> None:
+def check_drafts_do_not_depend_on_chunks(subject: Subject) -> None:
     whole, chunks = _list_drafts(subject), _list_drafts(subject, chunk=8)
     _compare(whole, chunks, "of a prompt in chunks differs from that of the whole prompt")
 
 
-def _drafts_do_not_depend_on_other_rows(subject: Subject) -> None:
+def check_drafts_do_not_depend_on_other_rows(subject: Subject) -> None:
     together = _list_drafts(subject)
     alone: Found = {}
     for row in range(len(PROMPTS)):
@@ -99,7 +91,7 @@ def _drafts_do_not_depend_on_other_rows(subject: Subject) -> None:
     _compare(together, alone, "of a row alone differs from that beside other rows")
 
 
-def _drafts_do_not_depend_on_their_length(subject: Subject) -> None:
+def check_drafts_do_not_depend_on_their_length(subject: Subject) -> None:
     shorter = _list_drafts(subject, steps=1)
     longer = {tokens: draft[:1] for tokens, draft in _list_drafts(subject).items()}
     _compare(shorter, longer, "of one token is not the first token of a longer draft")

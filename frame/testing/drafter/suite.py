@@ -17,7 +17,7 @@ import numpy as np
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.testing.conformance import Check, Subject
+from frame.testing.conformance import Check, Subject, collect
 
 VOCAB, SLOTS, CONTEXT, STEPS = 37, 6, 16_384, 5
 CONTEXT_OF = DrafterContext(vocab_size=VOCAB, max_slots=SLOTS, max_context=CONTEXT, num_steps=STEPS)
@@ -36,22 +36,9 @@ def suite(subject: Subject) -> Iterator[Check]:
 
         yield from device_checks(subject)
         return
+    yield from collect(__name__, make)
     keeps_texts = getattr(subject.record.capabilities, "keeps_texts", False)
-    for function in (
-        _drafts_fit,
-        _drafts_shorter_where_asked,
-        _proposing_changes_nothing,
-        _inputs_stay_as_they_are,
-        _drafts_for_some_slots,
-        _runs_count_as_single_tokens,
-        _setup_counts_as_single_tokens,
-        _slot_is_set_up_again,
-        partial(_slot_is_used_again, keeps_texts=keeps_texts),
-        _fills_the_context,
-        _time_does_not_grow,
-    ):
-        name = function.func.__name__ if isinstance(function, partial) else function.__name__
-        yield Check(name.strip("_"), partial(function, make))
+    yield Check("slot_is_used_again", partial(_slot_is_used_again, make, keeps_texts))
 
 
 def _text(seed: int, count: int) -> list[int]:
@@ -105,7 +92,7 @@ def _follow(make: Make, slot: int, tokens: Sequence[int], start: int, step: int 
     return drafts
 
 
-def _drafts_fit(make: Make) -> None:
+def check_drafts_fit(make: Make) -> None:
     for seed in range(6):
         drafter = make()
         texts = {slot: _text(10 * seed + slot, 90 + slot) for slot in range(SLOTS)}
@@ -116,7 +103,7 @@ def _drafts_fit(make: Make) -> None:
             _observe(drafter, {slot: text[3 * slot + place : 3 * slot + place + 1] for slot, text in texts.items()})
 
 
-def _drafts_shorter_where_asked(make: Make) -> None:
+def check_drafts_shorter_where_asked(make: Make) -> None:
     drafter = make()
     for slot in range(SLOTS):
         _add(drafter, slot, [3, 4, 5, 6, 7, 8] * 8)
@@ -124,7 +111,7 @@ def _drafts_shorter_where_asked(make: Make) -> None:
         _propose(drafter, list(range(SLOTS)), [1 + (first + slot) % STEPS for slot in range(SLOTS)])
 
 
-def _proposing_changes_nothing(make: Make) -> None:
+def check_proposing_changes_nothing(make: Make) -> None:
     drafter = make()
     for slot in range(3):
         _add(drafter, slot, _text(slot, 120)[:80])
@@ -139,7 +126,7 @@ def _proposing_changes_nothing(make: Make) -> None:
     assert followed == expected, "drafts depend on how often propose_tokens was called"
 
 
-def _inputs_stay_as_they_are(make: Make) -> None:
+def check_inputs_stay_as_they_are(make: Make) -> None:
     drafter = make()
     _add(drafter, 2, _text(5, 60))
     slots, maximum = np.array([2], np.int64), np.array([STEPS], np.int32)
@@ -157,7 +144,7 @@ def _inputs_stay_as_they_are(make: Make) -> None:
     assert kept.token_ids.tolist() == before, "a later call changes drafts that were returned"
 
 
-def _drafts_for_some_slots(make: Make) -> None:
+def check_drafts_for_some_slots(make: Make) -> None:
     drafter = make()
     texts = {slot: _text(slot, 90) for slot in (5, 0, 3, 1)}
     for slot, text in texts.items():
@@ -168,7 +155,7 @@ def _drafts_for_some_slots(make: Make) -> None:
     assert _propose(drafter, []) == [], "there is a draft without a slot"
 
 
-def _runs_count_as_single_tokens(make: Make) -> None:
+def check_runs_count_as_single_tokens(make: Make) -> None:
     text = _text(3, 240)
     singles = _follow(make, 4, text, 60)
     for step in (2, 3, 5):
@@ -180,7 +167,7 @@ def _runs_count_as_single_tokens(make: Make) -> None:
     assert _propose(drafter, [0, 1]) == [singles[1], singles[4]], "rows of different counts give other drafts than single tokens"
 
 
-def _setup_counts_as_single_tokens(make: Make) -> None:
+def check_setup_counts_as_single_tokens(make: Make) -> None:
     text = _text(4, 200)
     drafts = _follow(make, 0, text, 40)
     for place in (41, 80, 150):
@@ -189,7 +176,7 @@ def _setup_counts_as_single_tokens(make: Make) -> None:
         assert _propose(drafter, [0]) == [drafts[place - 40]], "tokens of a setup give other drafts than the same tokens observed"
 
 
-def _slot_is_set_up_again(make: Make) -> None:
+def check_slot_is_set_up_again(make: Make) -> None:
     text = _text(6, 200)
     drafts = _follow(make, 2, text, 40)
     drafter = make()
@@ -222,7 +209,7 @@ def _slot_is_used_again(make: Make, keeps_texts: bool) -> None:
         assert followed == expected, f"drafts depend on a request of {tenant!r} that had the slot before, for one of 'tenant 1'"
 
 
-def _fills_the_context(make: Make) -> None:
+def check_fills_the_context(make: Make) -> None:
     drafter = make()
     text = _text(7, CONTEXT)
     _add(drafter, 0, text[: CONTEXT - 7])
@@ -232,7 +219,7 @@ def _fills_the_context(make: Make) -> None:
         _observe(drafter, {0: text[place : place + 1]})
 
 
-def _time_does_not_grow(make: Make) -> None:
+def check_time_does_not_grow(make: Make) -> None:
     seconds = {}
     for count in (SHORT, LONG):
         drafter, best = make(), 1.0

@@ -18,7 +18,7 @@ from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.rank_context import Limits, RankContext
 from frame.entrypoints.tools.bench.paged_batches import DTYPES
 from frame.plugins.devices import open_platform
-from frame.testing.conformance import Check, Subject
+from frame.testing.conformance import Check, Subject, collect
 from frame.testing.moe.experts import TOLERANCE, draw, reference, split, supports
 from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 from frame.testing.unchanged import unchanged
@@ -66,10 +66,7 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"ranks-{ranks}-{name}", partial(_agrees, place, ranks))
         for ranks in (2, 3) if sliced and whole else ():
             yield Check(f"whole_experts-{ranks}-{name}", partial(_agrees, Place(subject, dtype, is_whole=True), ranks))
-        yield Check(f"two_batches_at_once-{name}", partial(_two_at_once, place))
-        yield Check(f"steps_of_two_layers-{name}", partial(_steps, place))
-        yield Check(f"a_token_stands_alone-{name}", partial(_alone, place))
-        yield Check(f"takes_parts_on_one_rank-{name}", partial(_parts, place))
+        yield from collect(__name__, place, suffix=f"-{name}")
 
 
 def _dispatch(dispatcher: MoEDispatcher, parts: Parts) -> DispatchOutput:
@@ -124,7 +121,7 @@ def _agrees(place: Place, ranks: int) -> None:
         _compare(list(run_ranks(ranks, work)), parts, f"{ranks} ranks")
 
 
-def _two_at_once(place: Place) -> None:
+def check_two_batches_at_once(place: Place) -> None:
     """Two batches of one size are dispatched before the first is combined: what `combine` needs is
     in the `DispatchOutput`."""
     first, second = place.draw(SIZES[0], seed=1), place.draw(SIZES[0], seed=2)
@@ -139,7 +136,7 @@ def _two_at_once(place: Place) -> None:
         _compare(list(results), (first, second)[index], f"batch {index} of two at once")
 
 
-def _steps(place: Place) -> None:
+def check_steps_of_two_layers(place: Place) -> None:
     """Steps of different sizes through two layers of different experts."""
     steps = [[place.draw((tokens, 6, 2, 16, 12), seed) for seed in (1, 2)] for tokens in (9, 1, 40, 9)]
 
@@ -154,7 +151,7 @@ def _steps(place: Place) -> None:
         _compare(list(results), steps[index // 2][index % 2], f"step {index // 2}, layer {index % 2}")
 
 
-def _alone(place: Place) -> None:
+def check_a_token_stands_alone(place: Place) -> None:
     """The first token's result does not change when all others are NaN."""
     x, *rest = place.draw(SIZES[0])
     poisoned = x.clone()
@@ -169,7 +166,7 @@ def _alone(place: Place) -> None:
     _compare(results, (x[:1], *(part[:1] for part in rest[:2]), *rest[2:]), "the first token while all others are NaN")
 
 
-def _parts(place: Place) -> None:
+def check_takes_parts_on_one_rank(place: Place) -> None:
     """On one rank a layer may pass the summands of `run_parts`, [tokens, parts, hidden]."""
     parts = place.draw(SIZES[0])
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
-from frame.testing.conformance import Check, Subject
+from frame.testing.conformance import Check, Subject, collect
 from frame.testing.moe.experts import TOLERANCE, activate_by_halves, draw, reference, supports
 from frame.testing.unchanged import unchanged
 
@@ -66,11 +66,7 @@ def suite(subject: Subject) -> Iterator[Check]:
             label = "x".join(map(str, numbers))
             yield Check(f"agrees_with_float64-{label}-{name}", partial(_agrees, subject, sizes))
         sizes = Sizes(SIZES[1], dtype, setting.device)
-        yield Check(f"weight_of_zero_adds_nothing-{name}", partial(_zero_weights, subject, sizes))
-        yield Check(f"one_expert_for_all-{name}", partial(_one_expert, subject, sizes))
-        yield Check(f"a_token_stands_alone-{name}", partial(_alone, subject, sizes))
-        yield Check(f"parts_add_up-{name}", partial(_parts_add_up, subject, sizes))
-        yield Check(f"steps_of_two_layers-{name}", partial(_steps, subject, sizes))
+        yield from collect(__name__, subject, sizes, suffix=f"-{name}")
         if getattr(subject.record.capabilities, "biased", False):
             yield Check(f"biases_and_activation-{name}", partial(_biased, subject, sizes))
         if dtype != torch.float16:  # whose largest number these values exceed
@@ -110,25 +106,25 @@ def _agrees(subject: Subject, sizes: Sizes) -> None:
         _close(_run(_make(subject, sizes), sizes, parts, experts), expected, sizes)
 
 
-def _zero_weights(subject: Subject, sizes: Sizes) -> None:
+def check_weight_of_zero_adds_nothing(subject: Subject, sizes: Sizes) -> None:
     parts = draw(sizes.numbers, sizes.dtype)
     parts[2][::2, 0] = 0  # as for experts of another rank
     _close(_run(_make(subject, sizes), sizes, parts), reference(*parts), sizes)
 
 
-def _one_expert(subject: Subject, sizes: Sizes) -> None:
+def check_one_expert_for_all(subject: Subject, sizes: Sizes) -> None:
     x, ids, *rest = draw(sizes.numbers, sizes.dtype)
     ids = torch.full_like(ids, sizes.numbers[1] - 1)
     _close(_run(_make(subject, sizes), sizes, (x, ids, *rest)), reference(x, ids, *rest), sizes)
 
 
-def _alone(subject: Subject, sizes: Sizes) -> None:
+def check_a_token_stands_alone(subject: Subject, sizes: Sizes) -> None:
     parts = draw(sizes.numbers, sizes.dtype)
     got = _run(_make(subject, sizes), sizes, parts, poison=slice(1, None))
     _close(got[:1], reference(*parts)[:1], sizes)
 
 
-def _parts_add_up(subject: Subject, sizes: Sizes) -> None:
+def check_parts_add_up(subject: Subject, sizes: Sizes) -> None:
     parts = draw(sizes.numbers, sizes.dtype)
     x, ids, weights, gate_up, down = (part.to(sizes.device) for part in parts)
     out = _make(subject, sizes).run_parts(DispatchOutput(x, ids, weights), PlainExperts(gate_up, down, hidden_first=False))
@@ -147,7 +143,7 @@ def _biased(subject: Subject, sizes: Sizes) -> None:
     _close(_run(_make(subject, sizes), sizes, parts, module), reference(*parts, biases=(biases[0], biases[1])), sizes)
 
 
-def _steps(subject: Subject, sizes: Sizes) -> None:
+def check_steps_of_two_layers(subject: Subject, sizes: Sizes) -> None:
     """Steps of changing tokens and sizes through two layers, by one runner."""
     _, experts, k, hidden, inner = sizes.numbers
     runner = _make(subject, sizes)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from frame.core.interfaces.parsing import CallRule, Format, Function, ReasoningParser, ToolCallParser
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import PARSER
 from frame.testing.parsing.texts import MARKS, STEPS, THOUGHT, accepts, draw, noise, write
 
@@ -52,38 +52,13 @@ MakeReasoning = Callable[[], ReasoningParser]
 def tool_call_parser(subject: Subject) -> Iterable[Check]:
     """The suite of the kind `tool_call_parser`."""
     make = partial(subject.target, PARSER, subject.options)
-    for check in (
-        plain_text_is_content,
-        content_is_not_held_back,
-        known_calls_are_read,
-        text_around_calls_is_content,
-        splits_change_nothing,
-        cut_calls_leave_no_content,
-        responses_stand_alone,
-        odd_texts_do_not_raise,
-        odd_schemas_do_not_raise,
-        time_is_linear,
-        special_tokens_are_kept,
-    ):
-        yield Check(check.__name__, partial(check, make))
+    yield from collect(__name__, make)
 
 
 def reasoning_parser(subject: Subject) -> Iterable[Check]:
     """The suite of the kind `reasoning_parser`."""
     make = partial(subject.target, PARSER, subject.options)
-    for check in (
-        text_is_kept,
-        reasoning_is_not_held_back,
-        reasoning_that_is_off_is_content,
-        grammar_keeps_the_reply,
-        known_replies_are_read,
-        reasoning_splits_change_nothing,
-        cut_reasoning_is_reasoning,
-        replies_stand_alone,
-        odd_reasoning_does_not_raise,
-        reasoning_time_is_linear,
-    ):
-        yield Check(check.__name__, partial(check, make))
+    yield from collect(__name__, make)
 
 
 # tool calls ---------------------------------------------------------------------------------------
@@ -104,21 +79,21 @@ def read_calls(make: MakeCalls, pieces: Iterable[str], functions: Sequence[Funct
     return "".join(delta.content for delta in deltas), [(name, arguments) for name, arguments in calls]
 
 
-def plain_text_is_content(make: MakeCalls) -> None:
+def check_plain_text_is_content(make: MakeCalls) -> None:
     for text in PLAIN:
         for pieces in ([text], list(text)):
             found = read_calls(make, pieces)
             assert found == (text, []), f"{text!r} is no call, and is read as {found}"
 
 
-def content_is_not_held_back(make: MakeCalls) -> None:
+def check_content_is_not_held_back(make: MakeCalls) -> None:
     parser, text = make(), "word " * 400
     parser.begin(make_rule(ARGUMENTS[1]).functions)
     content = "".join(parser.feed(piece).content for piece in text)
     assert len(content) >= len(text) - MAX_HELD, f"{len(text) - len(content)} of {len(text)} characters of plain text are held back"
 
 
-def known_calls_are_read(make: MakeCalls) -> None:
+def check_known_calls_are_read(make: MakeCalls) -> None:
     """Every text that the grammar of known calls allows is read as these calls."""
     for arguments in ARGUMENTS:
         for text in _drawn(make, make_rule(arguments)):
@@ -132,7 +107,7 @@ def known_calls_are_read(make: MakeCalls) -> None:
         assert read_values(calls) == wanted, f"{text!r} has {len(wanted)} calls, and is read as {calls}"
 
 
-def text_around_calls_is_content(make: MakeCalls) -> None:
+def check_text_around_calls_is_content(make: MakeCalls) -> None:
     """Text before and after a call, where the grammar allows it."""
     rule = CallRule(make_rule({"city": CITY}).functions)
     parser = make()
@@ -149,12 +124,12 @@ def text_around_calls_is_content(make: MakeCalls) -> None:
                 assert "".join(content.split()) == "".join((before + after).split()), f"the text of {text!r} is read as {content!r}"
 
 
-def splits_change_nothing(make: MakeCalls) -> None:
+def check_splits_change_nothing(make: MakeCalls) -> None:
     known = [text for arguments in ARGUMENTS[1:5] for text in find_calls(make, make_rule(arguments))]
     _check_splits(lambda pieces: read_calls(make, pieces), [*noise(), *PLAIN, *known, *(f"Hm. {text} So." for text in known)])
 
 
-def cut_calls_leave_no_content(make: MakeCalls) -> None:
+def check_cut_calls_leave_no_content(make: MakeCalls) -> None:
     """An answer that ends within a call has the calls before it, and no marks as content."""
     for text in _several(make):
         whole = read_calls(make, [text])[1]
@@ -167,13 +142,13 @@ def cut_calls_leave_no_content(make: MakeCalls) -> None:
             assert len(calls) <= len(whole), f"{text[:size]!r}, cut within a call, is read as {calls}"
 
 
-def responses_stand_alone(make: MakeCalls) -> None:
+def check_responses_stand_alone(make: MakeCalls) -> None:
     """Parsers of two responses, fed in turn, share nothing."""
     texts = [*noise()[:10], *find_calls(make, make_rule(ARGUMENTS[1]))]
     _check_alone(lambda: _started(make()), lambda pieces: read_calls(make, pieces), texts)
 
 
-def odd_texts_do_not_raise(make: MakeCalls) -> None:
+def check_odd_texts_do_not_raise(make: MakeCalls) -> None:
     calls = find_calls(make, make_rule(ARGUMENTS[1]))[:1]
     for odd in ODD:
         within = [call[:at] + odd + call[at:] for call in calls for at in range(0, len(call), 4)]
@@ -182,7 +157,7 @@ def odd_texts_do_not_raise(make: MakeCalls) -> None:
                 _does_not_raise(lambda text=text, is_cut=is_cut: read_calls(make, [text], is_cut=is_cut), text)  # type: ignore[misc]
 
 
-def odd_schemas_do_not_raise(make: MakeCalls) -> None:
+def check_odd_schemas_do_not_raise(make: MakeCalls) -> None:
     """Clients send any JSON as the schema of a function."""
     texts = find_calls(make, make_rule(ARGUMENTS[1]))[:1] or [MARKS[14]]
     for schema in ODD_SCHEMAS:
@@ -191,13 +166,13 @@ def odd_schemas_do_not_raise(make: MakeCalls) -> None:
     _does_not_raise(lambda: _started(make(), ()).feed(texts[0]), "no functions")
 
 
-def time_is_linear(make: MakeCalls) -> None:
+def check_time_is_linear(make: MakeCalls) -> None:
     heads = ["", "<tool_call>", "[TOOL_CALLS]", '{"name": "f", "arguments": "']
     heads += [text[: text.index("abc") + 3] for text in find_calls(make, make_rule(ARGUMENTS[6]))[:1]]
     _check_time(lambda pieces: read_calls(make, pieces, make_rule(ARGUMENTS[6]).functions), heads)
 
 
-def special_tokens_are_kept(make: MakeCalls) -> None:
+def check_special_tokens_are_kept(make: MakeCalls) -> None:
     """Marks such as `<|x|>` are special tokens, which only `keeps_special_tokens` leaves in the
     text."""
     for text in _drawn(make, make_rule(ARGUMENTS[1])):
@@ -252,7 +227,7 @@ def read_reasoning(make: MakeReasoning, pieces: Iterable[str], prompt_end: str =
     return "".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas)
 
 
-def text_is_kept(make: MakeReasoning) -> None:
+def check_text_is_kept(make: MakeReasoning) -> None:
     """Every character of a text without marks is reasoning or content, after any prompt."""
     for prompt_end in PROMPT_ENDS:
         for text in ("Hello, world.", "x", " two  words\nand a line ", "日本 🙂", "1 <"):
@@ -261,7 +236,7 @@ def text_is_kept(make: MakeReasoning) -> None:
                 assert found.split() == text.split(), f"{text!r} after the prompt {prompt_end!r} is read as {found!r}"
 
 
-def reasoning_is_not_held_back(make: MakeReasoning) -> None:
+def check_reasoning_is_not_held_back(make: MakeReasoning) -> None:
     text = "word " * 400
     for prompt_end in PROMPT_ENDS:
         parser = make()
@@ -271,12 +246,12 @@ def reasoning_is_not_held_back(make: MakeReasoning) -> None:
         assert size >= len(text) - MAX_HELD, f"{len(text) - size} of {len(text)} characters are held back after the prompt {prompt_end!r}"
 
 
-def reasoning_that_is_off_is_content(make: MakeReasoning) -> None:
+def check_reasoning_that_is_off_is_content(make: MakeReasoning) -> None:
     found = read_reasoning(make, [REPLY], may_think=False)
     assert found == ("", REPLY), f"{REPLY!r} is read as {found} where the client switched reasoning off"
 
 
-def grammar_keeps_the_reply(make: MakeReasoning) -> None:
+def check_grammar_keeps_the_reply(make: MakeReasoning) -> None:
     reply: Format = {"type": "const_string", "value": REPLY}
     for prompt_end in PROMPT_ENDS:
         for is_calls in (False, True):
@@ -285,7 +260,7 @@ def grammar_keeps_the_reply(make: MakeReasoning) -> None:
             assert REPLY in json.dumps(parser.grammar(reply, is_calls=is_calls)), "grammar() loses the format of the answer"
 
 
-def known_replies_are_read(make: MakeReasoning) -> None:
+def check_known_replies_are_read(make: MakeReasoning) -> None:
     for text, prompt_end, may_think in find_answers(make):
         reasoning, content = read_reasoning(make, [text], prompt_end, may_think)
         wanted = THOUGHT if THOUGHT in text else ""
@@ -294,13 +269,13 @@ def known_replies_are_read(make: MakeReasoning) -> None:
         assert reasoning.strip() == wanted, f"{where}, and {reasoning!r} of it is read as reasoning"
 
 
-def reasoning_splits_change_nothing(make: MakeReasoning) -> None:
+def check_reasoning_splits_change_nothing(make: MakeReasoning) -> None:
     for prompt_end in PROMPT_ENDS:
         known = [text for text, end, may_think in find_answers(make) if end == prompt_end and may_think]
         _check_splits(lambda pieces, prompt_end=prompt_end: read_reasoning(make, pieces, prompt_end), [*noise(), *known])  # type: ignore[misc]
 
 
-def cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
+def check_cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
     """A response that ends within the reasoning has all of it that was written."""
     checked = 0
     for text, prompt_end, may_think in find_answers(make):
@@ -314,7 +289,7 @@ def cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
         raise SkipCheck("no text of the grammar has reasoning")
 
 
-def replies_stand_alone(make: MakeReasoning) -> None:
+def check_replies_stand_alone(make: MakeReasoning) -> None:
     """Parsers of two responses, fed in turn, share nothing."""
 
     def started() -> ReasoningParser:
@@ -326,14 +301,14 @@ def replies_stand_alone(make: MakeReasoning) -> None:
     _check_alone(started, lambda pieces: read_reasoning(make, pieces), texts)
 
 
-def odd_reasoning_does_not_raise(make: MakeReasoning) -> None:
+def check_odd_reasoning_does_not_raise(make: MakeReasoning) -> None:
     for prompt_end in (*PROMPT_ENDS, *ODD, "<think>" * 99):
         for odd in ODD:
             for text in (odd, f"<think>{odd}</think>{odd}", f"[THINK]{odd}[/THINK]", f"<|channel|>{odd}<|message|>{odd}<|end|>"):
                 _does_not_raise(lambda text=text, end=prompt_end: read_reasoning(make, [text], end), text)  # type: ignore[misc]
 
 
-def reasoning_time_is_linear(make: MakeReasoning) -> None:
+def check_reasoning_time_is_linear(make: MakeReasoning) -> None:
     heads = ["", "<think>", "[THINK]", "<|channel|>analysis<|message|>"]
     _check_time(lambda pieces: read_reasoning(make, pieces), heads)
 

@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from frame.core.interfaces.platform import SupportsGraphs, SupportsStreams
 from frame.entrypoints.configuration.hardware_probe import probe
 from frame.plugins.devices import capture_graph, open_platform
 from frame.plugins.loader import load_registry
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
 
 _RANKS = 3
 _PATIENCE = 60.0  # seconds for all ranks of a check
@@ -35,12 +34,7 @@ Act = Callable[[Collective, torch.device], Any]
 
 def suite(subject: Subject) -> Iterable[Check]:
     """The checks of a collective, on the device that the setting names."""
-    for check in (
-        _members_have_their_places, _sums, _sums_have_the_same_bits, _gathers, _broadcasts, _scatters_sums, _exchanges_rows,
-        _sends_in_order, _starts_sends, _arguments_stay, _large_tensors, _operations_in_a_row, _groups_do_not_mix,
-        _absent_ranks_end_the_wait, _ends_are_noticed, _meets_by_tcp, _is_captured,
-    ):  # fmt: skip
-        yield Check(check.__name__.removeprefix("_"), partial(check, subject))
+    yield from collect(__name__, subject)
 
 
 def run_ranks(subject: Subject, act: Act, size: int | None = None, address: str | None = None) -> list[Any]:
@@ -104,13 +98,13 @@ def _part(rank: int, dtype: torch.dtype = torch.float32, rows: int = 6) -> torch
     return torch.arange(rows * 4).view(rows, 4).to(dtype) % 7 + 10 * (rank + 1)
 
 
-def _members_have_their_places(subject: Subject) -> None:
+def check_members_have_their_places(subject: Subject) -> None:
     size = _size(subject)
     places = run_ranks(subject, lambda group, device: (group.rank, group.size))
     assert places == [(rank, size) for rank in range(size)], "rank and size must be those of the context"
 
 
-def _sums(subject: Subject) -> None:
+def check_sums(subject: Subject) -> None:
     size = _size(subject)
 
     def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
@@ -123,7 +117,7 @@ def _sums(subject: Subject) -> None:
         _same(found[-1], sum((_part(rank) for rank in range(size)), torch.zeros(6, 4)).t(), "the sum of transposed tensors")
 
 
-def _sums_have_the_same_bits(subject: Subject) -> None:
+def check_sums_have_the_same_bits(subject: Subject) -> None:
     def act(group: Collective, device: torch.device) -> torch.Tensor:
         generator = torch.Generator().manual_seed(group.rank)
         return group.all_reduce((torch.randn(4096, generator=generator) * 10.0**group.rank).to(device)).cpu()
@@ -134,7 +128,7 @@ def _sums_have_the_same_bits(subject: Subject) -> None:
     assert torch.allclose(first.double(), torch.as_tensor(exact), rtol=1e-5, atol=1e-4), "a sum loses precision"
 
 
-def _gathers(subject: Subject) -> None:
+def check_gathers(subject: Subject) -> None:
     size = _size(subject)
     found = run_ranks(subject, lambda group, device: [group.all_gather(_part(group.rank).to(device), dim).cpu() for dim in (-1, 0, 1)])
     for rank in range(size):
@@ -142,7 +136,7 @@ def _gathers(subject: Subject) -> None:
             _same(each, torch.cat([_part(other) for other in range(size)], dim), f"what is gathered along {dim}")
 
 
-def _broadcasts(subject: Subject) -> None:
+def check_broadcasts(subject: Subject) -> None:
     size = _size(subject)
 
     def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
@@ -153,7 +147,7 @@ def _broadcasts(subject: Subject) -> None:
             _same(each, _part(source), f"the tensor of source {source}")
 
 
-def _scatters_sums(subject: Subject) -> None:
+def check_scatters_sums(subject: Subject) -> None:
     size = _size(subject)
     rows = 2 * size
 
@@ -167,7 +161,7 @@ def _scatters_sums(subject: Subject) -> None:
         _same(second, total.t()[:, 2 * rank : 2 * rank + 2], "a part of the sum along 1")
 
 
-def _exchanges_rows(subject: Subject) -> None:
+def check_exchanges_rows(subject: Subject) -> None:
     size = _size(subject)
     counts = [[(source + target + 1) % 3 if size > 1 else 4 for target in range(size)] for source in range(size)]
 
@@ -180,7 +174,7 @@ def _exchanges_rows(subject: Subject) -> None:
         _same(found, torch.cat([sent[source][rank] for source in range(size)]), "what is received")
 
 
-def _sends_in_order(subject: Subject) -> None:
+def check_sends_in_order(subject: Subject) -> None:
     size = _several(subject)
 
     def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
@@ -200,7 +194,7 @@ def _sends_in_order(subject: Subject) -> None:
         assert len(found) == 3
 
 
-def _starts_sends(subject: Subject) -> None:
+def check_starts_sends(subject: Subject) -> None:
     _several(subject)
     size = 2
 
@@ -222,7 +216,7 @@ def _starts_sends(subject: Subject) -> None:
             _same(each, _part((rank - 1) % 2 + number), f"tensor {number} of a started send")
 
 
-def _arguments_stay(subject: Subject) -> None:
+def check_arguments_stay(subject: Subject) -> None:
     def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
         mine = [_part(group.rank, rows=group.size).to(device) for _ in range(3)]
         group.all_gather(mine[0], 0)
@@ -238,13 +232,13 @@ def _arguments_stay(subject: Subject) -> None:
             _same(each, _part(rank, rows=_size(subject)), "an argument of an operation that must not change it")
 
 
-def _large_tensors(subject: Subject) -> None:
+def check_large_tensors(subject: Subject) -> None:
     size = _size(subject)
     found = run_ranks(subject, lambda group, device: group.all_reduce(torch.full((1 << 18,), group.rank + 1.0, device=device)).cpu())
     assert all(bool((each == size * (size + 1) / 2).all()) for each in found), "a large sum is wrong"
 
 
-def _operations_in_a_row(subject: Subject) -> None:
+def check_operations_in_a_row(subject: Subject) -> None:
     size = _size(subject)
 
     def act(group: Collective, device: torch.device) -> list[float]:
@@ -265,7 +259,7 @@ def _operations_in_a_row(subject: Subject) -> None:
     assert all(found == expected for found in run_ranks(subject, act)), "operations of different sizes in a row mix"
 
 
-def _groups_do_not_mix(subject: Subject) -> None:
+def check_groups_do_not_mix(subject: Subject) -> None:
     def both(group: Collective, device: torch.device) -> float:
         return float(group.all_reduce(torch.ones(2, device=device)).sum())
 
@@ -278,7 +272,7 @@ def _groups_do_not_mix(subject: Subject) -> None:
     assert found == [2.0 * _size(subject)] * 2 * _size(subject), "two groups of one process mix"
 
 
-def _absent_ranks_end_the_wait(subject: Subject) -> None:
+def check_absent_ranks_end_the_wait(subject: Subject) -> None:
     _several(subject)
     platform = open_platform(f"{_device(subject)}:0")
     with tempfile.TemporaryDirectory() as folder:
@@ -295,7 +289,7 @@ def _absent_ranks_end_the_wait(subject: Subject) -> None:
     raise AssertionError("a group whose other ranks do not come must raise RuntimeError")
 
 
-def _ends_are_noticed(subject: Subject) -> None:
+def check_ends_are_noticed(subject: Subject) -> None:
     if _several(subject) and _device(subject) != "cpu":
         raise SkipCheck("on a device, the watchdog of a library may end the process")
     left = threading.Event()
@@ -324,7 +318,7 @@ def _ends_are_noticed(subject: Subject) -> None:
         assert seen == ["error"], "an operation after another rank has left must raise RuntimeError, not hang or go on"
 
 
-def _meets_by_tcp(subject: Subject) -> None:
+def check_meets_by_tcp(subject: Subject) -> None:
     can = subject.record.capabilities
     _several(subject)
     if not (isinstance(can, CollectiveCapabilities) and can.several_hosts):
@@ -338,7 +332,7 @@ def _meets_by_tcp(subject: Subject) -> None:
     assert found == [float(_size(subject))] * _size(subject)
 
 
-def _is_captured(subject: Subject) -> None:
+def check_is_captured(subject: Subject) -> None:
     can = subject.record.capabilities
     if not (isinstance(can, CollectiveCapabilities) and can.capturable):
         raise SkipCheck("the record does not say that it can be captured")

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from frame.core.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankProcess
 from frame.core.ipc.interpreter import python_command
-from frame.testing.conformance import Check, Subject
+from frame.testing.conformance import Check, Subject, find_checks
 
 _RANKS = 4
 _PATIENCE = 20.0  # seconds
@@ -28,14 +28,8 @@ _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def suite(subject: Subject) -> Iterable[Check]:
     """The checks of a launcher."""
-    checks: tuple[Callable[[Launcher], None], ...] = (
-        _every_rank_has_a_place, _no_device_has_two_ranks, _the_rendezvous_is_an_address, _the_rendezvous_is_new,
-        _commands_run_with_their_environment, _input_reaches_the_rank, _the_end_of_input_is_seen, _exit_codes_are_reported,
-        _a_running_rank_is_running, _killed_ranks_end, _signals_reach_the_rank, _ranks_are_separate, _signals_are_blocked_at_the_start,
-        _a_missing_program_is_an_error, _ranks_start_again,
-    )  # fmt: skip
-    for check in checks:
-        yield Check(check.__name__.removeprefix("_"), partial(_with_launcher, subject, check))
+    for name, check in find_checks(__name__):
+        yield Check(name, partial(_with_launcher, subject, check))
 
 
 def _with_launcher(subject: Subject, check: Callable[[Launcher], None]) -> None:
@@ -74,19 +68,19 @@ def _line(process: RankProcess) -> str:
     return process.stderr.readline().decode().strip()
 
 
-def _every_rank_has_a_place(launcher: Launcher) -> None:
+def check_every_rank_has_a_place(launcher: Launcher) -> None:
     placement = launcher.place()
     assert isinstance(placement, Placement)
     assert [place.rank for place in placement.ranks] == list(range(launcher.context.size)), "place returns each rank once, in order"
     assert all(place.host and place.local_index >= 0 for place in placement.ranks), "each rank has a host and the index of a device"
 
 
-def _no_device_has_two_ranks(launcher: Launcher) -> None:
+def check_no_device_has_two_ranks(launcher: Launcher) -> None:
     places = [(place.host, place.local_index) for place in launcher.place().ranks]
     assert len(set(places)) == len(places), "two ranks must not have the same device"
 
 
-def _the_rendezvous_is_an_address(launcher: Launcher) -> None:
+def check_the_rendezvous_is_an_address(launcher: Launcher) -> None:
     placement = launcher.place()
     address = urlsplit(placement.rendezvous)
     if address.scheme == "tcp":
@@ -97,7 +91,7 @@ def _the_rendezvous_is_an_address(launcher: Launcher) -> None:
     assert len({place.host for place in placement.ranks}) == 1, "ranks of several hosts cannot meet in a file"
 
 
-def _the_rendezvous_is_new(launcher: Launcher) -> None:
+def check_the_rendezvous_is_new(launcher: Launcher) -> None:
     first = urlsplit(launcher.place().rendezvous)
     if first.scheme == "file":
         Path(first.path).write_text("left by the previous start")
@@ -108,14 +102,14 @@ def _the_rendezvous_is_new(launcher: Launcher) -> None:
         assert second.port != first.port, "ranks of the previous start may still listen on its port"
 
 
-def _commands_run_with_their_environment(launcher: Launcher) -> None:
+def check_commands_run_with_their_environment(launcher: Launcher) -> None:
     code = "import os, sys; print(os.environ['FRAME_CHECK'], 'PATH' in os.environ, file=sys.stderr, flush=True)"
     with _started(launcher, code, environment={"FRAME_CHECK": "a b"}) as process:
         assert _line(process) == "a b True", "the environment is the inherited one with the given variables"
     assert os.environ.pop("FRAME_CHECK", None) is None, "the variables of a rank must not change this process"
 
 
-def _input_reaches_the_rank(launcher: Launcher) -> None:
+def check_input_reaches_the_rank(launcher: Launcher) -> None:
     with _started(launcher, "import sys; print(sys.stdin.readline().strip()[::-1], file=sys.stderr, flush=True)") as process:
         assert process.stdin is not None, "a rank's input must be a pipe"
         process.stdin.write(b"configuration\n")
@@ -123,20 +117,20 @@ def _input_reaches_the_rank(launcher: Launcher) -> None:
         assert _line(process) == "noitarugifnoc", "what is written to stdin must reach the rank"
 
 
-def _the_end_of_input_is_seen(launcher: Launcher) -> None:
+def check_the_end_of_input_is_seen(launcher: Launcher) -> None:
     with _started(launcher, "import sys; sys.stdin.read(); sys.exit(9)") as process:
         assert process.stdin is not None
         process.stdin.close()
         assert _exit_code(process) == 9, "a rank must see the end of its input"
 
 
-def _exit_codes_are_reported(launcher: Launcher) -> None:
+def check_exit_codes_are_reported(launcher: Launcher) -> None:
     for code in (0, 7, 78):
         with _started(launcher, f"import sys; sys.exit({code})") as process:
             assert _exit_code(process) == code and process.poll() == code, "poll and wait must give the rank's exit code"
 
 
-def _a_running_rank_is_running(launcher: Launcher) -> None:
+def check_a_running_rank_is_running(launcher: Launcher) -> None:
     with _started(launcher, "import sys; sys.stdin.read()") as process:
         began = time.monotonic()
         assert process.poll() is None, "poll must give None while the rank runs"
@@ -148,7 +142,7 @@ def _a_running_rank_is_running(launcher: Launcher) -> None:
         raise AssertionError("wait must raise subprocess.TimeoutExpired while the rank runs")
 
 
-def _killed_ranks_end(launcher: Launcher) -> None:
+def check_killed_ranks_end(launcher: Launcher) -> None:
     code = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', file=sys.stderr, flush=True); sys.stdin.read()"
     with _started(launcher, code) as process:
         _line(process)
@@ -156,7 +150,7 @@ def _killed_ranks_end(launcher: Launcher) -> None:
         assert _exit_code(process) not in (None, 0), "kill must end a rank, also one that ignores SIGTERM"
 
 
-def _signals_reach_the_rank(launcher: Launcher) -> None:
+def check_signals_reach_the_rank(launcher: Launcher) -> None:
     code = (
         "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5));"
         "print('up', file=sys.stderr, flush=True); sys.stdin.read()"
@@ -167,7 +161,7 @@ def _signals_reach_the_rank(launcher: Launcher) -> None:
         assert _exit_code(process) == 5, "send_signal must reach the rank, which writes its stacks at SIGUSR1"
 
 
-def _ranks_are_separate(launcher: Launcher) -> None:
+def check_ranks_are_separate(launcher: Launcher) -> None:
     places = launcher.place().ranks
     command = python_command("-c", "import sys; sys.stdin.read()")
     processes = [launcher.start(place, command, {}, pipes_errors=True) for place in places]
@@ -181,7 +175,7 @@ def _ranks_are_separate(launcher: Launcher) -> None:
             _end(process)
 
 
-def _signals_are_blocked_at_the_start(launcher: Launcher) -> None:
+def check_signals_are_blocked_at_the_start(launcher: Launcher) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     code = "import signal, sys; print(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))), file=sys.stderr, flush=True)"
     with _started(launcher, code) as process:
@@ -190,7 +184,7 @@ def _signals_are_blocked_at_the_start(launcher: Launcher) -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before, "start must not change the signal mask of the caller"
 
 
-def _a_missing_program_is_an_error(launcher: Launcher) -> None:
+def check_a_missing_program_is_an_error(launcher: Launcher) -> None:
     try:
         process = launcher.start(launcher.place().ranks[0], ["/nonexistent/program"], {}, pipes_errors=True)
     except OSError:
@@ -200,7 +194,7 @@ def _a_missing_program_is_an_error(launcher: Launcher) -> None:
     assert code not in (None, 0), "a command that cannot start must raise OSError or end with an exit code"
 
 
-def _ranks_start_again(launcher: Launcher) -> None:
+def check_ranks_start_again(launcher: Launcher) -> None:
     for _ in range(2):
         with _started(launcher, "import sys; sys.stdin.read()", rank=launcher.context.size - 1) as process:
             assert process.poll() is None, "ranks must start again after their end"

@@ -26,7 +26,7 @@ from frame.core.interfaces.platform import (
     UsableDevices,
 )
 from frame.plugins.devices import capture_graph
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
 
 _SIZE = 1 << 16
 
@@ -36,15 +36,8 @@ def suite(subject: Subject) -> Iterable[Check]:
     index = subject.setting.device.partition(":")[2]
     platform: Platform = subject.target(PlatformContext(int(index or 0)), subject.options)
     yield Check("record_finds_devices", partial(_record_finds_devices, subject, platform))
-    for check in (
-        _device_computes, _memory_is_consistent, _allocations_count, _pinned_memory_is_separate, _seeds_repeat,
-        _streams_differ, _streams_are_current_by_thread,
-        _use_stream_restores, _side_stream_is_one, _events_follow_copies, _events_measure_time, _synchronisation_is_found_or_not,
-    ):  # fmt: skip
-        yield Check(check.__name__.removeprefix("_"), partial(check, platform))
-    for graph_check in (_graphs_match_the_record, _graphs_replay, _graphs_compute_nothing_else, _captures_end, _captures_are_of_one_thread):
-        yield Check(graph_check.__name__.removeprefix("_"), partial(graph_check, subject, platform))
-    yield Check("borrowed_memory_is_the_same", partial(_borrowed_memory_is_the_same, platform))
+    yield Check("graphs_match_the_record", partial(_graphs_match_the_record, subject, platform))
+    yield from collect(__name__, platform)
 
 
 def _record_finds_devices(subject: Subject, platform: Platform) -> None:
@@ -65,7 +58,7 @@ def _record_finds_devices(subject: Subject, platform: Platform) -> None:
     assert own.compute_capability == platform.compute_capability, "the platform and its record have different compute capabilities"
 
 
-def _device_computes(platform: Platform) -> None:
+def check_device_computes(platform: Platform) -> None:
     platform.activate()
     assert platform.device_name.strip(), "device_name must not be empty"
     x = torch.arange(_SIZE, dtype=torch.float32, device=platform.device)
@@ -75,7 +68,7 @@ def _device_computes(platform: Platform) -> None:
     assert platform.profiler_activities, "a recording needs at least the activities of the host"
 
 
-def _memory_is_consistent(platform: Platform) -> None:
+def check_memory_is_consistent(platform: Platform) -> None:
     memory = platform.measure_memory()
     assert isinstance(memory, DeviceMemory) and all(type(size) is int for size in (memory.total, memory.free, memory.reserved, memory.peak))
     assert 0 < memory.free <= memory.total, "free memory must be positive and at most the total"
@@ -83,7 +76,7 @@ def _memory_is_consistent(platform: Platform) -> None:
     assert platform.count_reserved() == memory.reserved, "count_reserved and measure_memory disagree"
 
 
-def _allocations_count(platform: Platform) -> None:
+def check_allocations_count(platform: Platform) -> None:
     if platform.device.type == "cpu":
         raise SkipCheck("the host's allocator does not count")
     platform.release_memory()
@@ -97,7 +90,7 @@ def _allocations_count(platform: Platform) -> None:
     assert platform.count_reserved() < after.reserved, "release_memory must give unused memory back"
 
 
-def _pinned_memory_is_separate(platform: Any) -> None:
+def check_pinned_memory_is_separate(platform: Any) -> None:
     _needs_streams(platform)
     shapes = ((3, 5), (0,), (17,))
     held = [platform.allocate_pinned(shape, dtype) for shape in shapes for dtype in (torch.uint8, torch.float32)]
@@ -109,7 +102,7 @@ def _pinned_memory_is_separate(platform: Any) -> None:
     assert all((tensor == value).all() for value, tensor in enumerate(held)), "two calls of allocate_pinned returned the same memory"
 
 
-def _seeds_repeat(platform: Platform) -> None:
+def check_seeds_repeat(platform: Platform) -> None:
     """`torch.manual_seed` seeds the device, too."""
 
     def draw(seed: int) -> list[float]:
@@ -127,13 +120,13 @@ def _needs_streams(platform: Any) -> Any:
     return platform.create_stream()
 
 
-def _streams_differ(platform: Any) -> None:
+def check_streams_differ(platform: Any) -> None:
     first, second = _needs_streams(platform), _needs_streams(platform)
     assert first != second, "create_stream must return a new stream each time"
     assert first != platform.get_current_stream(), "create_stream must not return the current stream"
 
 
-def _streams_are_current_by_thread(platform: Any) -> None:
+def check_streams_are_current_by_thread(platform: Any) -> None:
     stream = _needs_streams(platform)
     before = platform.get_current_stream()
     seen: list[object] = []
@@ -152,7 +145,7 @@ def _streams_are_current_by_thread(platform: Any) -> None:
     assert platform.get_current_stream() == before
 
 
-def _use_stream_restores(platform: Any) -> None:
+def check_use_stream_restores(platform: Any) -> None:
     stream = _needs_streams(platform)
     before = platform.get_current_stream()
     try:
@@ -164,14 +157,14 @@ def _use_stream_restores(platform: Any) -> None:
     assert platform.get_current_stream() == before, "use_stream must restore the stream, also after an error"
 
 
-def _side_stream_is_one(platform: Any) -> None:
+def check_side_stream_is_one(platform: Any) -> None:
     _needs_streams(platform)
     side = platform.get_side_stream()
     assert side == platform.get_side_stream(), "there is one side stream for all layers"
     assert side != platform.get_current_stream(), "the side stream must not be the current one"
 
 
-def _events_follow_copies(platform: Any) -> None:
+def check_events_follow_copies(platform: Any) -> None:
     stream = _needs_streams(platform)
     event = platform.create_event()
     event.synchronize()  # was never recorded: returns at once
@@ -189,7 +182,7 @@ def _events_follow_copies(platform: Any) -> None:
     platform.synchronize()
 
 
-def _events_measure_time(platform: Any) -> None:
+def check_events_measure_time(platform: Any) -> None:
     _needs_streams(platform)
     first, second = (platform.create_event(is_timed=True) for _ in range(2))
     x = torch.ones(1 << 20, device=platform.device)
@@ -201,7 +194,7 @@ def _events_measure_time(platform: Any) -> None:
     assert 0 < first.elapsed_time(second) < 10_000, "elapsed_time gives the milliseconds between two events"
 
 
-def _synchronisation_is_found_or_not(platform: Any) -> None:
+def check_synchronisation_is_found_or_not(platform: Any) -> None:
     x = torch.ones(8, device=platform.device)
     if not isinstance(platform, SupportsSynchronisationChecks):
         raise SkipCheck("this platform does not detect calls that wait for the device")
@@ -233,7 +226,7 @@ def _captured(platform: Platform) -> tuple[torch.Tensor, list[torch.Tensor], Cal
     return x, results, graph.replay
 
 
-def _graphs_replay(subject: Subject, platform: Any) -> None:
+def check_graphs_replay(platform: Any) -> None:
     _needs_graphs(platform)
     x, (result,), replay = _captured(platform)
     address = result.data_ptr()
@@ -245,7 +238,7 @@ def _graphs_replay(subject: Subject, platform: Any) -> None:
     assert result.data_ptr() == address
 
 
-def _graphs_compute_nothing_else(subject: Subject, platform: Any) -> None:
+def check_graphs_compute_nothing_else(platform: Any) -> None:
     _needs_graphs(platform)
     count = torch.zeros(1, device=platform.device)
     _, _, replay = _captured(platform)
@@ -255,7 +248,7 @@ def _graphs_compute_nothing_else(subject: Subject, platform: Any) -> None:
     assert float(count) == 1, "a graph must not hold work from after its capture"
 
 
-def _captures_end(subject: Subject, platform: Any) -> None:
+def check_captures_end(platform: Any) -> None:
     _needs_graphs(platform)
     seen: list[bool] = []
     capture_graph(platform, lambda: seen.append(platform.is_capturing))
@@ -268,10 +261,10 @@ def _captures_end(subject: Subject, platform: Any) -> None:
     with contextlib.suppress(KeyError, RuntimeError):
         capture_graph(platform, fails)
     assert not platform.is_capturing, "a capture must end after an error"
-    _graphs_replay(subject, platform)
+    check_graphs_replay(platform)
 
 
-def _captures_are_of_one_thread(subject: Subject, platform: Any) -> None:
+def check_captures_are_of_one_thread(platform: Any) -> None:
     _needs_graphs(platform)
     count = torch.zeros(1, device=platform.device)
     seen: list[bool] = []
@@ -294,7 +287,7 @@ def _captures_are_of_one_thread(subject: Subject, platform: Any) -> None:
     assert float(count) == 1, "a capture must not record what other threads do"
 
 
-def _borrowed_memory_is_the_same(platform: Any) -> None:
+def check_borrowed_memory_is_the_same(platform: Any) -> None:
     _needs_graphs(platform)
     owner = torch.arange(48, device=platform.device).float().view(4, 12)[:, 3:9].unflatten(1, (2, 3))
     lent = platform.borrow(owner)

@@ -13,12 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, CompiledGrammar, Grammar, GrammarBackend, GrammarContext
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
 
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
@@ -70,29 +69,13 @@ def suite(subject: Subject) -> Iterator[Check]:
     context = GrammarContext(vocabulary.tokenizer, vocabulary.size)
     kinds = getattr(subject.record.capabilities, "kinds", GRAMMAR_KINDS)
     run = Run(lambda: subject.target(context, subject.options), kinds, vocabulary)
-    for check in (
-        declared_kinds_compile,
-        invalid_grammars_are_refused,
-        masks_are_filled_in_time,
-        masks_equal_a_reference,
-        characters_may_be_split,
-        accept_agrees_with_the_mask,
-        tokens_are_rolled_back,
-        masks_are_written_whole,
-        random_texts_follow_the_grammar,
-        known_texts_are_judged,
-        requests_stand_alone,
-        grammars_stand_alone,
-        loaded_grammars_are_equal,
-        masks_are_filled_in_threads,
-    ):
-        yield Check(check.__name__, partial(check, run))
+    yield from collect(__name__, run)
 
 
 # sources ------------------------------------------------------------------------------------------
 
 
-def declared_kinds_compile(run: Run) -> None:
+def check_declared_kinds_compile(run: Run) -> None:
     for kind in run.kinds:
         assert kind in GRAMMAR_KINDS, f"the record declares the kind {kind!r}, which does not exist"
     for case in run.of((*FINITE, *OPEN)):
@@ -103,7 +86,7 @@ def declared_kinds_compile(run: Run) -> None:
         assert compiled.num_bytes > 0, f"num_bytes of {case.name} is {compiled.num_bytes}: grammars are evicted by it"
 
 
-def invalid_grammars_are_refused(run: Run) -> None:
+def check_invalid_grammars_are_refused(run: Run) -> None:
     """An invalid grammar, a kind that the record does not declare, and an unknown kind raise
     ValueError with one sentence, and leave the backend as it was."""
     others = [(kind, "x") for kind in GRAMMAR_KINDS if kind not in run.kinds]
@@ -124,7 +107,7 @@ def invalid_grammars_are_refused(run: Run) -> None:
 # masks --------------------------------------------------------------------------------------------
 
 
-def masks_equal_a_reference(run: Run) -> None:
+def check_masks_equal_a_reference(run: Run) -> None:
     """At each step of random texts the mask has the tokens that continue a text of the language, an
     end token where one ends, and nothing else: no special token, no id past the tokenizer. Where
     all texts continue alike, one token of these bytes suffices."""
@@ -133,7 +116,7 @@ def masks_equal_a_reference(run: Run) -> None:
             _compare(run, case, random.Random(seed), is_split=False)
 
 
-def characters_may_be_split(run: Run) -> None:
+def check_characters_may_be_split(run: Run) -> None:
     """The same with tokens of one byte, which split the characters of the text."""
     for case in run.of(FINITE):
         for seed in range(2):
@@ -164,7 +147,7 @@ def _compare(run: Run, case: Language, dice: random.Random, is_split: bool) -> N
         done += vocabulary.tokens[token]
 
 
-def accept_agrees_with_the_mask(run: Run) -> None:
+def check_accept_agrees_with_the_mask(run: Run) -> None:
     """`accept_token` takes a token of the mask, else returns False and changes nothing."""
     dice = random.Random(0)
     for case in run.of(FINITE):
@@ -187,7 +170,7 @@ def accept_agrees_with_the_mask(run: Run) -> None:
             done += run.vocabulary.tokens[tokens[-1]]
 
 
-def tokens_are_rolled_back(run: Run) -> None:
+def check_tokens_are_rolled_back(run: Run) -> None:
     """After `rollback_tokens` the masks and results are those before the tokens, whatever was asked
     along them, and the text goes on from there. An end token is undone too."""
     for case in run.of((*FINITE, *OPEN)):
@@ -213,7 +196,7 @@ def tokens_are_rolled_back(run: Run) -> None:
                         del trail[-count:]
 
 
-def masks_are_written_whole(run: Run) -> None:
+def check_masks_are_written_whole(run: Run) -> None:
     """`fill_mask` writes all words of its row and no other, whatever they held."""
     for case in run.of((*FINITE, *OPEN)):
         grammar = run.start(case)
@@ -228,7 +211,7 @@ def masks_are_written_whole(run: Run) -> None:
 # texts --------------------------------------------------------------------------------------------
 
 
-def random_texts_follow_the_grammar(run: Run) -> None:
+def check_random_texts_follow_the_grammar(run: Run) -> None:
     """Texts drawn from the masks are in the language."""
     ended = 0
     for case in run.of(OPEN):
@@ -262,7 +245,7 @@ def write_text(run: Run, case: Language, dice: random.Random) -> str | None:
     return None
 
 
-def known_texts_are_judged(run: Run) -> None:
+def check_known_texts_are_judged(run: Run) -> None:
     """Texts in the language are taken as the tokenizer writes them; texts outside are refused
     before their end."""
     for case in run.of((*OPEN, *JSON_CASES)):
@@ -287,7 +270,7 @@ def takes_text(run: Run, case: Language, text: str) -> bool:
 # requests -----------------------------------------------------------------------------------------
 
 
-def requests_stand_alone(run: Run) -> None:
+def check_requests_stand_alone(run: Run) -> None:
     """Constraints of one grammar share no state."""
     for case in run.of((*FINITE, *OPEN)):
         compiled = run.compile(case)
@@ -299,7 +282,7 @@ def requests_stand_alone(run: Run) -> None:
         assert np.array_equal(first, run.allowed(compiled.start())), f"{case.name}: a new request begins where another is"
 
 
-def grammars_stand_alone(run: Run) -> None:
+def check_grammars_stand_alone(run: Run) -> None:
     """A grammar stays what it is when others are compiled, of its kind and of others."""
     cases = run.of((*FINITE, *OPEN))
     compiled = [run.compile(case) for case in cases]
@@ -310,7 +293,7 @@ def grammars_stand_alone(run: Run) -> None:
         assert np.array_equal(found, alone), f"{case.name}: its mask is another when other grammars are compiled"
 
 
-def loaded_grammars_are_equal(run: Run) -> None:
+def check_loaded_grammars_are_equal(run: Run) -> None:
     """`load(dump(compiled))` in another process has the masks of the compiled grammar."""
     loader = run.make()
     cases = run.of((*FINITE, *OPEN))
@@ -329,7 +312,7 @@ def loaded_grammars_are_equal(run: Run) -> None:
             assert is_taken, f"{case.name}: a loaded grammar refuses a token of its mask"
 
 
-def masks_are_filled_in_threads(run: Run) -> None:
+def check_masks_are_filled_in_threads(run: Run) -> None:
     """Threads fill masks of different requests at once."""
     cases = run.of((*FINITE, *OPEN))
     compiled = [run.compile(case) for case in cases] * 3
@@ -346,7 +329,7 @@ def masks_are_filled_in_threads(run: Run) -> None:
                 assert np.array_equal(mask, wanted), "a mask differs when threads fill several at once"
 
 
-def masks_are_filled_in_time(run: Run) -> None:
+def check_masks_are_filled_in_time(run: Run) -> None:
     for case in run.of((*FINITE, *OPEN)):
         grammar, dice, taken = run.start(case), random.Random(2), []
         for _ in range(12):

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import LogitsProcessor, ProcessorCapabilities, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
 
 Make = Callable[[int, int], LogitsProcessor]
 
@@ -90,24 +90,7 @@ def suite(subject: Subject) -> Iterable[Check]:
 def checks_of(make: Make, wanted: Sequence[SamplingParams]) -> Iterator[Check]:
     """All checks. `wanted`: at least one parameter set that the processor applies to; two different
     ones find more."""
-    for check in (
-        applies_to_is_pure,
-        bad_parameters_are_refused,
-        apply_changes_named_rows,
-        apply_repeats,
-        rows_stand_alone,
-        instances_stand_alone,
-        tensors_are_left_alone,
-        recovery_keeps_the_state,
-        slots_are_reused,
-        all_slots_and_tokens_exist,
-        banned_tokens_stay_banned,
-        large_logits_stay_finite,
-        precision_is_kept,
-        work_is_done_in_batches,
-        memory_comes_with_requests,
-    ):
-        yield Check(check.__name__, partial(check, make, wanted))
+    yield from collect(__name__, make, wanted)
 
 
 def record_names_its_parameters(can: object, make: Make, wanted: Sequence[SamplingParams]) -> None:
@@ -127,7 +110,7 @@ def record_names_its_parameters(can: object, make: Make, wanted: Sequence[Sampli
 # rows and slots -----------------------------------------------------------------------------------
 
 
-def applies_to_is_pure(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_applies_to_is_pure(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """A request without special parameters pays nothing."""
     processor = make(VOCAB, SLOTS)
     for _ in range(3):
@@ -136,7 +119,7 @@ def applies_to_is_pure(make: Make, wanted: Sequence[SamplingParams]) -> None:
             assert processor.applies_to(params), f"applies_to() is not always true for {params}"
 
 
-def bad_parameters_are_refused(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_bad_parameters_are_refused(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """`validate_params` takes the wanted parameters. It refuses what the processor cannot use, with
     ValueError and one sentence that names the field; what it takes does not fail later."""
     processor = make(VOCAB, SLOTS)
@@ -168,7 +151,7 @@ def _is_refused(processor: LogitsProcessor, params: SamplingParams, name: str, w
     return False
 
 
-def apply_changes_named_rows(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_apply_changes_named_rows(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """`apply` works in place, on the rows that it is given alone, and returns nothing else."""
     setups = _setups(wanted, SLOTS // 2)
     logits = _logits(2 * len(setups))
@@ -183,7 +166,7 @@ def apply_changes_named_rows(make: Make, wanted: Sequence[SamplingParams]) -> No
     assert not torch.equal(changed[rows], logits[rows]), "apply() has no effect on any row: does it work in place?"
 
 
-def apply_repeats(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_apply_repeats(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """The state changes with tokens, not with calls of `apply`: steps are also run to warm up."""
     setups = _setups(wanted, SLOTS // 2)
     logits, processor = _logits(len(setups)), _filled(make, setups)
@@ -192,7 +175,7 @@ def apply_repeats(make: Make, wanted: Sequence[SamplingParams]) -> None:
     assert torch.equal(first, _apply(processor, logits, rows, setups)), "a second apply() of one step gives other logits"
 
 
-def rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """A row's logits do not depend on the rows beside it, their number, their order or their
     slots."""
     setups = _setups(wanted, SLOTS // 2)
@@ -208,7 +191,7 @@ def rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
         assert torch.allclose(alone[0], together[row]), f"row {row} differs when its request is the only one, in another slot"
 
 
-def instances_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_instances_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """Two processors of one class, of two engines, share no state."""
     setups = _setups(wanted, SLOTS + 1)
     ours, others = setups[: SLOTS // 2], [_moved(setup, i) for i, setup in enumerate(setups[SLOTS // 2 + 1 :])]
@@ -220,7 +203,7 @@ def instances_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
     assert torch.equal(before, _apply(processor, logits, rows, ours)), "a second processor of the class changes the state of the first"
 
 
-def tensors_are_left_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_tensors_are_left_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """`apply` and `observe_tokens` change no index tensor and keep none: the engine uses their
     memory again in the next step."""
     setups = _setups(wanted, SLOTS // 2)
@@ -243,7 +226,7 @@ def tensors_are_left_alone(make: Make, wanted: Sequence[SamplingParams]) -> None
             tensor.fill_(0)
 
 
-def recovery_keeps_the_state(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_recovery_keeps_the_state(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """A request that comes back with its output so far, in another slot, has the state of one that
     stayed. All requests of a step observe their tokens in one call, in any order of slots."""
     setups = [_moved(setup, (3 * i + 2) % SLOTS) for i, setup in enumerate(_setups(wanted, max(4, len(wanted)), same_tokens=False))]
@@ -261,7 +244,7 @@ def recovery_keeps_the_state(make: Make, wanted: Sequence[SamplingParams]) -> No
         assert torch.allclose(here[row], there[row]), f"a recovered request has other logits than one that stayed ({setup.params})"
 
 
-def slots_are_reused(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_slots_are_reused(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """The next request of a slot has nothing of the last one, however often slots change hands, and
     the others keep what they have."""
     used, setups = make(VOCAB, SLOTS), _setups(wanted, 4 * SLOTS)
@@ -286,7 +269,7 @@ def slots_are_reused(make: Make, wanted: Sequence[SamplingParams]) -> None:
         assert torch.equal(*results), "the earlier request of a slot left something behind"
 
 
-def all_slots_and_tokens_exist(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_all_slots_and_tokens_exist(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """The last slot and the last token id are as good as others, in any vocabulary."""
     for vocab in (VOCAB, 640):
         setups = [_moved(setup, SLOTS - 1 - i) for i, setup in enumerate(_setups(wanted, 4, vocab))]
@@ -302,7 +285,7 @@ def all_slots_and_tokens_exist(make: Make, wanted: Sequence[SamplingParams]) -> 
 # values -------------------------------------------------------------------------------------------
 
 
-def banned_tokens_stay_banned(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_banned_tokens_stay_banned(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """Logits of minus infinity, from a grammar or another processor, stay so, and make no NaN."""
     setups = _setups(wanted, SLOTS // 2)
     logits, processor = _logits(len(setups)), _filled(make, setups)
@@ -314,7 +297,7 @@ def banned_tokens_stay_banned(make: Make, wanted: Sequence[SamplingParams]) -> N
     assert not found.isposinf().any(), "apply() makes a logit plus infinity"
 
 
-def large_logits_stay_finite(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_large_logits_stay_finite(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """Large logits make no NaN and no infinity, as an exponential without its maximum would."""
     setups = _setups(wanted, SLOTS // 2)
     processor = _filled(make, setups)
@@ -324,7 +307,7 @@ def large_logits_stay_finite(make: Make, wanted: Sequence[SamplingParams]) -> No
         assert not found.isneginf().all(dim=1).any(), f"apply() bans every token of a row with logits around {scale:g}"
 
 
-def precision_is_kept(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_precision_is_kept(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """Logits that differ in float32 alone stay different: the row is not rounded to 16 bits."""
     setups = _setups(wanted, SLOTS // 2)
     logits = (1 + torch.arange(VOCAB) * 2.0**-20).repeat(len(setups), 1)
@@ -364,7 +347,7 @@ def _waiting_indices(args: Sequence[Any]) -> Iterator[str]:
                 yield "an index of one number in a tensor"
 
 
-def work_is_done_in_batches(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_work_is_done_in_batches(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """`apply` and `observe_tokens` make as many calls for 12 requests as for 3, and none that waits
     for the device."""
     counts = []
@@ -381,7 +364,7 @@ def work_is_done_in_batches(make: Make, wanted: Sequence[SamplingParams]) -> Non
     assert counts[1] <= counts[0] + 2, f"{counts[0]} calls of torch for 3 requests and {counts[1]} for 12: there is a loop over requests"
 
 
-def memory_comes_with_requests(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_memory_comes_with_requests(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """State is allocated on first use, and does not grow with the requests that are gone."""
     idle = _count_bytes(make(LARGE_VOCAB, MANY_SLOTS))
     assert idle <= MAX_IDLE_BYTES, f"a processor that no request uses holds {idle >> 20} MiB: allocate with the first request"

@@ -21,7 +21,7 @@ import numpy as np
 from frame.core.interfaces.cache import EvictionPolicy, PrefixCacheContext, check_integrity, evict_all
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
-from frame.testing.conformance import Check, Subject
+from frame.testing.conformance import Check, Subject, collect
 from frame.testing.contexts import EVICTION
 from frame.testing.scheduler_rig import InOrder, SchedulerRig, load_cache_class
 
@@ -47,17 +47,7 @@ class ExampleNode:
 def suite(subject: Subject) -> Iterator[Check]:
     """The suite of the kind `eviction_policy`: keys, then a cache and a scheduler that use them."""
     policy = partial(subject.target, EVICTION, subject.options)
-    for check in (
-        key_is_an_ordered_tuple,
-        key_depends_on_the_node_alone,
-        key_follows_the_node,
-        key_is_the_same_at_any_time,
-        key_order_holds_for_a_late_clock,
-        key_is_fast,
-        cache_keeps_its_contract,
-        runs_with_few_pages,
-    ):
-        yield Check(check.__name__, partial(check, policy))
+    yield from collect(__name__, policy)
 
 
 def example_nodes(count: int = 50) -> list[ExampleNode]:
@@ -71,7 +61,7 @@ def example_nodes(count: int = 50) -> list[ExampleNode]:
     return found
 
 
-def key_is_an_ordered_tuple(policy: Make) -> None:
+def check_key_is_an_ordered_tuple(policy: Make) -> None:
     keys = [policy().key(node) for node in example_nodes()]
     assert all(isinstance(key, tuple) and key for key in keys), "key must return a tuple that is not empty"
     assert len({len(key) for key in keys}) == 1, "key must return tuples of one length, or they cannot be compared"
@@ -79,7 +69,7 @@ def key_is_an_ordered_tuple(policy: Make) -> None:
     assert all(bool(value == value) for key in keys for value in key), "key holds a value that is not a number"
 
 
-def key_depends_on_the_node_alone(policy: Make) -> None:
+def check_key_depends_on_the_node_alone(policy: Make) -> None:
     """The key of a node is the same after keys of other nodes, in another object, and for an equal
     node; it changes no node."""
     one, nodes = policy(), example_nodes()
@@ -89,7 +79,7 @@ def key_depends_on_the_node_alone(policy: Make) -> None:
     assert nodes == example_nodes(), "key changed the node"
 
 
-def key_follows_the_node(policy: Make) -> None:
+def check_key_follows_the_node(policy: Make) -> None:
     """A node that was matched has the key of a node with its new fields."""
     one, node = policy(), ExampleNode(5, 3, 2, 1)
     one.key(node)
@@ -99,7 +89,7 @@ def key_follows_the_node(policy: Make) -> None:
         assert one.key(node) == policy().key(replace(node)), f"key of a node is stale after its {' and '.join(change)} changed"
 
 
-def key_is_the_same_at_any_time(policy: Make) -> None:
+def check_key_is_the_same_at_any_time(policy: Make) -> None:
     """No key depends on a clock: a heap holds keys of different times."""
     node, one = ExampleNode(5, 3, 2, 1), policy()
     first = one.key(node)
@@ -110,7 +100,7 @@ def key_is_the_same_at_any_time(policy: Make) -> None:
     assert later == first, "key depends on the time of the call"
 
 
-def key_order_holds_for_a_late_clock(policy: Make) -> None:
+def check_key_order_holds_for_a_late_clock(policy: Make) -> None:
     """Nodes have the same order however many accesses the cache has had before."""
     one, nodes = policy(), example_nodes()
     early = [one.key(node) for node in nodes]
@@ -121,7 +111,7 @@ def key_order_holds_for_a_late_clock(policy: Make) -> None:
             assert is_same, f"{nodes[i]} and {nodes[j]} change their order after {offset} accesses: the key rounds or wraps"
 
 
-def key_is_fast(policy: Make) -> None:
+def check_key_is_fast(policy: Make) -> None:
     one, nodes, best = policy(), example_nodes(), 1.0
     for _ in range(4):
         began = time.perf_counter()
@@ -133,7 +123,7 @@ def key_is_fast(policy: Make) -> None:
     raise AssertionError(f"key takes {best * 1e6:.0f} µs, and an eviction computes thousands")
 
 
-def cache_keeps_its_contract(policy: Make) -> None:
+def check_cache_keeps_its_contract(policy: Make) -> None:
     rng = random.Random(0)
     cache, next_page, locked = load_cache_class(reuses=True)(PrefixCacheContext(2, 4096, policy())), 1, []
     for _ in range(300):
@@ -155,7 +145,7 @@ def cache_keeps_its_contract(policy: Make) -> None:
     assert cache.num_evictable == 0 and not sum(map(len, cache.audit())), "evict left unlocked pages in the cache"
 
 
-def runs_with_few_pages(policy: Make) -> None:
+def check_runs_with_few_pages(policy: Make) -> None:
     """Requests whose prefixes do not all fit yield what an unconstrained run yields."""
     rng = random.Random(0)
     config = SchedulerConfig(page_size=2, num_pages=33, max_running=4, token_budget=12, max_context=60, vocab_size=97, eos_ids=(3,))

@@ -27,7 +27,7 @@ from frame.core.interfaces.cache import (
 )
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import EVICTION
 from frame.testing.scheduler_rig import InOrder, OldestFirst, SchedulerRig
 
@@ -79,18 +79,8 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield check(_stores_nothing)
         yield check(_serves_equal_tokens, maker.page_sizes[0], False, name="serves_equal_tokens")
         return
-    checks = [
-        _finds_what_was_inserted,
-        _keeps_namespaces_apart,
-        _keeps_whole_pages_only,
-        _tells_large_token_ids_apart,
-        _keeps_no_view_of_its_arguments,
-        _takes_its_own_pages_again,
-        _nests_locks,
-        _keeps_matches_valid_while_others_are_locked,
-        _evicts_the_longest_first,
-        _evicts_everything_that_is_unlocked,
-    ]
+    yield from collect(__name__, maker)
+    checks: list[Callable[[Maker], None]] = []
     if maker.capabilities.eviction_policy:
         checks += [_evicts_in_the_order_of_its_policy, _passes_priorities_to_its_policy]
     if issubclass(maker.target, SupportsOutline):
@@ -199,7 +189,7 @@ def _serves_equal_tokens(maker: Maker, page_size: int, overlap: bool) -> None:
 # caches that store prefixes -----------------------------------------------------------------------
 
 
-def _finds_what_was_inserted(maker: Maker) -> None:
+def check_finds_what_was_inserted(maker: Maker) -> None:
     on = _new(maker)
     long = list(range(1000))
     pages, inserted = on.insert(long)
@@ -214,7 +204,7 @@ def _finds_what_was_inserted(maker: Maker) -> None:
     _check_counts(on.cache, owned=[*pages, *more[700:]], locked=0)
 
 
-def _keeps_namespaces_apart(maker: Maker) -> None:
+def check_keeps_namespaces_apart(maker: Maker) -> None:
     on = _new(maker)
     spaces = ("", "one:", "one:salt", "two:salt", "salt")
     for space in spaces:
@@ -225,7 +215,7 @@ def _keeps_namespaces_apart(maker: Maker) -> None:
     assert found == list(range(1, 41)), "a namespace has the pages of another one"
 
 
-def _keeps_whole_pages_only(maker: Maker) -> None:
+def check_keeps_whole_pages_only(maker: Maker) -> None:
     size = max(maker.page_sizes)
     on = Sequences(maker.make(size), size)
     tokens, pages = ids(range(4 * size - 1)), on.new_pages(5)
@@ -238,7 +228,7 @@ def _keeps_whole_pages_only(maker: Maker) -> None:
     _check_counts(on.cache, owned=pages[:whole].tolist(), locked=whole)
 
 
-def _tells_large_token_ids_apart(maker: Maker) -> None:
+def check_tells_large_token_ids_apart(maker: Maker) -> None:
     on = _new(maker)
     numbers = [1 << shift for shift in range(31)]
     every = [on.insert([number, number])[0].tolist() for number in numbers]
@@ -247,7 +237,7 @@ def _tells_large_token_ids_apart(maker: Maker) -> None:
     assert len(on.find([2, 1])) == 1, "the order of tokens does not count"
 
 
-def _keeps_no_view_of_its_arguments(maker: Maker) -> None:
+def check_keeps_no_view_of_its_arguments(maker: Maker) -> None:
     on = _new(maker)
     tokens, pages = on.tokens(range(6)), on.new_pages(6)
     expected = pages.tolist()
@@ -261,7 +251,7 @@ def _keeps_no_view_of_its_arguments(maker: Maker) -> None:
     check_integrity(on.cache)
 
 
-def _takes_its_own_pages_again(maker: Maker) -> None:
+def check_takes_its_own_pages_again(maker: Maker) -> None:
     on = _new(maker)
     first, inserted = on.insert(range(4))
     on.cache.lock(inserted.handle)
@@ -276,7 +266,7 @@ def _takes_its_own_pages_again(maker: Maker) -> None:
     _check_counts(on.cache, owned=[*first, *fresh], locked=0)
 
 
-def _nests_locks(maker: Maker) -> None:
+def check_nests_locks(maker: Maker) -> None:
     on = _new(maker)
     pages, inserted = on.insert(range(6))
     short = on.cache.match(on.tokens(range(3)))
@@ -297,7 +287,7 @@ def _nests_locks(maker: Maker) -> None:
     _check_counts(on.cache, pages.tolist(), locked=6)
 
 
-def _keeps_matches_valid_while_others_are_locked(maker: Maker) -> None:
+def check_keeps_matches_valid_while_others_are_locked(maker: Maker) -> None:
     on = _new(maker)
     pages, _ = on.insert(range(8))
     handles = [on.cache.match(on.tokens(range(count))).handle for count in (2, 8, 5)]
@@ -309,7 +299,7 @@ def _keeps_matches_valid_while_others_are_locked(maker: Maker) -> None:
     assert sorted(on.cache.evict(8)) == sorted(pages[5:]), "evict frees other pages than the unlocked ones"
 
 
-def _evicts_the_longest_first(maker: Maker) -> None:
+def check_evicts_the_longest_first(maker: Maker) -> None:
     on = _new(maker)
     on.insert(range(10))
     on.insert([*range(5), 50, 51])
@@ -342,7 +332,7 @@ def _passes_priorities_to_its_policy(maker: Maker) -> None:
     assert freed == [pages[0], pages[2], pages[1]], "the priority of a prefix is not the highest of its insertions"
 
 
-def _evicts_everything_that_is_unlocked(maker: Maker) -> None:
+def check_evicts_everything_that_is_unlocked(maker: Maker) -> None:
     on = _new(maker)
     kept, inserted = on.insert(range(5))
     on.cache.lock(inserted.handle)

@@ -26,7 +26,7 @@ from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy
 from frame.core.scheduling import policy_guard as guarded_policy
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
-from frame.testing.conformance import Check, SkipCheck, Subject, count_elements
+from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements
 from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig
 
@@ -45,26 +45,13 @@ def suite(subject: Subject) -> Iterator[Check]:
     """The suite of the kind `scheduling_policy`: single calls, simulated queues, then whole runs
     that must yield what an unconstrained run yields."""
     policy = partial(subject.target, SCHEDULING, subject.options)
-    for check in (
-        order_is_a_permutation,
-        order_changes_nothing,
-        order_of_nothing,
-        order_takes_any_view,
-        order_is_fast,
-        order_starves_no_request,
-        victim_is_never_the_oldest,
-        preemption_has_no_cycle,
-        preemption_changes_nothing,
-        requests_are_not_kept,
-    ):
-        yield Check(check.__name__, partial(check, policy))
+    yield from collect(__name__, policy)
     if policy().by_priority:
         yield Check("priorities_are_kept", partial(priorities_are_kept, policy))
     for overlap in (False, True):
         for page_size in (1, 4):
             name = f"runs_{'overlapped' if overlap else 'plain'}_with_pages_of_{page_size}"
             yield Check(name, partial(runs, policy, page_size, overlap))
-    yield Check("a_busy_run_serves_the_oldest", partial(a_busy_run_serves_the_oldest, policy))
 
 
 def example_requests(count: int, seed: int = 0) -> list[Request]:
@@ -88,7 +75,7 @@ def example_requests(count: int, seed: int = 0) -> list[Request]:
 # single calls -------------------------------------------------------------------------------------
 
 
-def order_is_a_permutation(policy: Make) -> None:
+def check_order_is_a_permutation(policy: Make) -> None:
     one = policy()
     for turn, count in enumerate((50, 50, 1, WINDOW)):  # one policy orders window after window
         waiting = example_requests(count, seed=turn)
@@ -98,25 +85,25 @@ def order_is_a_permutation(policy: Make) -> None:
         assert {id(r) for r in ordered} == {id(r) for r in given}, "sort_waiting() returned other requests than it was given"
 
 
-def order_changes_nothing(policy: Make) -> None:
+def check_order_changes_nothing(policy: Make) -> None:
     waiting = example_requests(50)
     before = _snapshot(waiting)
     list(policy().sort_waiting(waiting, VIEW))
     assert before == _snapshot(waiting), "sort_waiting() changed the requests, or the sequence that holds them"
 
 
-def order_of_nothing(policy: Make) -> None:
+def check_order_of_nothing(policy: Make) -> None:
     assert not list(policy().sort_waiting([], VIEW)), "sort_waiting() of no requests is not empty"
 
 
-def order_takes_any_view(policy: Make) -> None:
+def check_order_takes_any_view(policy: Make) -> None:
     """Views of an idle scheduler at its start, and of a full one after years."""
     for view in EDGE_VIEWS:
         waiting = example_requests(9)
         assert len(list(policy().sort_waiting(waiting, view))) == 9, f"sort_waiting() loses requests with {view}"
 
 
-def order_is_fast(policy: Make) -> None:
+def check_order_is_fast(policy: Make) -> None:
     one, waiting, taken = policy(), example_requests(WINDOW), []
     for _ in range(4):
         began = time.perf_counter()
@@ -127,7 +114,7 @@ def order_is_fast(policy: Make) -> None:
     raise AssertionError(f"sort_waiting() of {WINDOW} requests takes {min(taken) * 1e3:.0f} ms, and every step waits for it")
 
 
-def victim_is_never_the_oldest(policy: Make) -> None:
+def check_victim_is_never_the_oldest(policy: Make) -> None:
     for seed in range(20):
         running = example_requests(8, seed)
         for count in range(1, 9):
@@ -137,14 +124,14 @@ def victim_is_never_the_oldest(policy: Make) -> None:
             assert count == 1 or victim is not None, f"select_victim returned None for {count} requests when pages ran out"
 
 
-def preemption_has_no_cycle(policy: Make) -> None:
+def check_preemption_has_no_cycle(policy: Make) -> None:
     requests = example_requests(30)
     for one, other in product(requests, repeat=2):
         both = policy().can_preempt(one, other) and policy().can_preempt(other, one)
         assert not both, "two requests may preempt each other, so neither would ever finish"
 
 
-def preemption_changes_nothing(policy: Make) -> None:
+def check_preemption_changes_nothing(policy: Make) -> None:
     running, waiting = example_requests(8), example_requests(8, seed=1)
     before = _snapshot([*running, *waiting])
     one = policy()
@@ -170,7 +157,7 @@ def priorities_are_kept(policy: Make) -> None:
         assert one.priority >= other.priority or not policy().can_preempt(one, other), "can_preempt lets a lower priority preempt"
 
 
-def requests_are_not_kept(policy: Make) -> None:
+def check_requests_are_not_kept(policy: Make) -> None:
     """The memory of a policy does not grow with the requests that it has seen."""
     one, requests, sizes = policy(), example_requests(64), []
     for turn in range(60):
@@ -188,7 +175,7 @@ def requests_are_not_kept(policy: Make) -> None:
 # simulated queues ---------------------------------------------------------------------------------
 
 
-def order_starves_no_request(policy: Make) -> None:
+def check_order_starves_no_request(policy: Make) -> None:
     """One request that differs from all others in some way waits in a queue that never empties."""
     differs = (False, True)
     priorities = (False,) if policy().by_priority else differs
@@ -246,7 +233,7 @@ def runs(policy: Make, page_size: int, overlap: bool) -> None:
         raise SkipCheck("the pages never run out in this run, so no victim is asked for")
 
 
-def a_busy_run_serves_the_oldest(policy: Make) -> None:
+def check_a_busy_run_serves_the_oldest(policy: Make) -> None:
     """The first request finishes though more arrive all the time. A step takes a second."""
     with _complaints() as found:
         rig = SchedulerRig(_config(4, False), policy())

@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 
 from frame.core.interfaces.cli import CliCommand, CommandContext
 from frame.core.ipc.interpreter import child_environment, python_command
-from frame.testing.conformance import Check, SkipCheck, Subject, unchanged_process
+from frame.testing.conformance import Check, SkipCheck, Subject, collect, unchanged_process
 
 MAX_SECONDS = 1.0  # of CPU, for the module, the constructor, `make_command` and the help
 HEAVY = ("torch", "transformers")
@@ -55,25 +55,16 @@ def suite(subject: Subject) -> Iterator[Check]:
         command: CliCommand = subject.target(CommandContext(), subject.options)
         return command.make_command()
 
-    for function in (
-        _is_a_command,
-        _is_made_anew,
-        _is_made_without_effect,
-        _has_help_texts,
-        _shows_its_help,
-        _has_no_parameter_twice,
-        _refuses_unknown_options,
-    ):
-        yield Check(function.__name__.strip("_"), partial(function, make))
+    yield from collect(__name__, make)
     yield Check("appears_at_once", partial(_appears_at_once, subject))
     yield Check("runs", partial(_runs, subject, make))
 
 
-def _is_a_command(make: Callable[[], Any]) -> None:
+def check_is_a_command(make: Callable[[], Any]) -> None:
     assert isinstance(make(), click.Command), "make_command() returns no click command; decorate the function with click.command"
 
 
-def _is_made_anew(make: Callable[[], click.Command]) -> None:
+def check_is_made_anew(make: Callable[[], click.Command]) -> None:
     first, second = make(), make()
     assert first is not second, "make_command() returns the same command twice"
     described = [command.to_info_dict(click.Context(command)) for command in (first, second)]
@@ -82,7 +73,7 @@ def _is_made_anew(make: Callable[[], click.Command]) -> None:
     assert first.to_info_dict(click.Context(first)) == described[0], "the help changes the command"
 
 
-def _is_made_without_effect(make: Callable[[], click.Command]) -> None:
+def check_is_made_without_effect(make: Callable[[], click.Command]) -> None:
     with unchanged_process("making the command and its help change"):
         with contextlib.redirect_stdout(io.StringIO()) as output:
             command = make()
@@ -90,7 +81,7 @@ def _is_made_without_effect(make: Callable[[], click.Command]) -> None:
         _invoke(command, "--help")
 
 
-def _has_help_texts(make: Callable[[], click.Command]) -> None:
+def check_has_help_texts(make: Callable[[], click.Command]) -> None:
     for path, command in _walk(make()):
         assert bool(command.help), f"{path} has no help text"
         short = command.get_short_help_str(WIDTH)
@@ -100,7 +91,7 @@ def _has_help_texts(make: Callable[[], click.Command]) -> None:
                 assert bool(parameter.help), f"{path}: the option {parameter.opts[0]} has no help text"
 
 
-def _shows_its_help(make: Callable[[], click.Command]) -> None:
+def check_shows_its_help(make: Callable[[], click.Command]) -> None:
     for path, command in _walk(make()):
         result = _invoke(command, "--help")
         assert result.exit_code == 0, f"{path} --help ends with exit code {result.exit_code}"
@@ -108,14 +99,14 @@ def _shows_its_help(make: Callable[[], click.Command]) -> None:
         assert bool(first) and first[0] in result.output, f"{path} --help does not show the help text"
 
 
-def _has_no_parameter_twice(make: Callable[[], click.Command]) -> None:
+def check_has_no_parameter_twice(make: Callable[[], click.Command]) -> None:
     for path, command in _walk(make()):
         flags = Counter(flag for each in command.params if isinstance(each, click.Option) for flag in (*each.opts, *each.secondary_opts))
         twice = [flag for flag, count in flags.items() if count > 1]
         assert not twice, f"{path} has the option {twice[0] if twice else ''} twice"
 
 
-def _refuses_unknown_options(make: Callable[[], click.Command]) -> None:
+def check_refuses_unknown_options(make: Callable[[], click.Command]) -> None:
     for path, command in _walk(make()):
         if any(isinstance(each, click.Argument) and each.nargs == -1 and each.type is click.UNPROCESSED for each in command.params):
             continue  # it passes its arguments on

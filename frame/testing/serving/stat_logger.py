@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from frame.core.interfaces.stats import Metric, RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
-from frame.testing.conformance import Check, Subject, count_elements, unchanged_process
+from frame.testing.conformance import Check, Subject, collect, count_elements, unchanged_process
 
 MANY = 6000  # records
 MAX_SECONDS = 1e-3  # of one record
@@ -37,17 +37,10 @@ def suite(subject: Subject) -> Iterator[Check]:
     """The checks of a stat logger."""
     make = partial(subject.target, StatLoggerContext("tiny", lambda: METRICS, ("vllm",)), subject.options)
     renders = subject.target.render_metrics is not StatLogger.render_metrics  # type: ignore[attr-defined]
-    for function in (
-        _prints_nothing,
-        _takes_every_record,
-        _takes_any_text,
-        _returns_at_once,
-        _keeps_a_bounded_amount,
-        _closes_twice,
-        _changes_nothing_of_the_process,
-        *((_renders_metrics, _renders_without_effect) if renders else ()),
-    ):
-        yield Check(function.__name__.strip("_"), partial(function, make))
+    yield from collect(__name__, make)
+    if renders:
+        yield Check("renders_metrics", partial(_renders_metrics, make))
+        yield Check("renders_without_effect", partial(_renders_without_effect, make))
 
 
 def _run(logger: StatLogger, count: int) -> None:
@@ -57,7 +50,7 @@ def _run(logger: StatLogger, count: int) -> None:
             logger.record_request(replace(REQUEST, rid=f"request-{number}", key=f"key-{number % 7}"))
 
 
-def _takes_every_record(make: Any) -> None:
+def check_takes_every_record(make: Any) -> None:
     logger = make()
     for step in (STEP, StepRecord(0, 0, 0), StepRecord(1, 1 << 20, 0), replace(STEP, total_pages=0), replace(STEP, generated_tokens=0)):
         logger.record_step(step)
@@ -73,14 +66,14 @@ def _takes_every_record(make: Any) -> None:
     make().close()
 
 
-def _takes_any_text(make: Any) -> None:
+def check_takes_any_text(make: Any) -> None:
     logger = make()
     for text in ("%s %d", "{0}", "a:b|c#d", "line\nbreak", "tenant ä 語", "x" * 10_000, ""):
         logger.record_request(replace(REQUEST, rid=text, key=text, model=text))
     logger.close()
 
 
-def _returns_at_once(make: Any) -> None:
+def check_returns_at_once(make: Any) -> None:
     logger = make()
     _run(logger, 10)
     seconds = []
@@ -92,7 +85,7 @@ def _returns_at_once(make: Any) -> None:
     assert min(seconds) <= MAX_SECONDS, f"a record takes {min(seconds):.4f} s, which every request waits for"
 
 
-def _keeps_a_bounded_amount(make: Any) -> None:
+def check_keeps_a_bounded_amount(make: Any) -> None:
     logger = make()
     _run(logger, MANY)
     kept = count_elements(logger)
@@ -134,7 +127,7 @@ def _read_samples(found: RenderedMetrics) -> list[bytes]:
     return [line for line in found.body.splitlines() if not line.startswith((b"process_", b"python_", b"#"))]
 
 
-def _prints_nothing(make: Any) -> None:
+def check_prints_nothing(make: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         logger = make()
         _run(logger, 20)
@@ -142,7 +135,7 @@ def _prints_nothing(make: Any) -> None:
     assert not output.getvalue(), "the logger writes to standard output, which is the server's"
 
 
-def _closes_twice(make: Any) -> None:
+def check_closes_twice(make: Any) -> None:
     logger, other = make(), make()
     _run(logger, 3)
     logger.close()
@@ -152,7 +145,7 @@ def _closes_twice(make: Any) -> None:
     other.close()
 
 
-def _changes_nothing_of_the_process(make: Any) -> None:
+def check_changes_nothing_of_the_process(make: Any) -> None:
     with unchanged_process("the logger changes"):
         logger = make()
         _run(logger, 20)

@@ -17,7 +17,7 @@ from torch import nn
 from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, PackedWeight, WeightFormat
 from frame.models.layers.parameter import Range
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.weights.packed_weights import check_form
 
 DTYPE = torch.float32
@@ -32,16 +32,9 @@ def suite(subject: Subject) -> Iterator[Check]:
     yield Check("ignored_weights_are_patterns", partial(_check_ignored, subject))
     for name in ("linear", "experts", "head"):
         layout = _describe(subject, name)
-        label = f"-{name}"
-        yield Check(f"tensors_have_axes{label}", partial(_check_tensors, layout))
-        yield Check(f"canonical_form{label}", partial(_check_form, subject, layout))
-        yield Check(f"decode_changes_nothing{label}", partial(_check_pure, subject, layout))
-        yield Check(f"merged_parts_follow_one_another{label}", partial(_check_parts, subject, layout))
-        yield Check(f"ranks_split_outputs{label}", partial(_check_split, subject, layout, "output"))
-        yield Check(f"ranks_split_inputs{label}", partial(_check_split, subject, layout, "input"))
-        yield Check(f"experts_are_apart{label}", partial(_check_experts, subject, layout))
-        yield Check(f"a_second_load_replaces_the_first{label}", partial(_check_reload, subject, layout))
-        yield Check(f"rounding_is_close{label}", partial(_check_rounding, layout))
+        yield from collect(__name__, subject, layout, suffix=f"-{name}")
+        yield Check(f"ranks_split_outputs-{name}", partial(_check_split, subject, layout, "output"))
+        yield Check(f"ranks_split_inputs-{name}", partial(_check_split, subject, layout, "input"))
 
 
 # (name after the layer's, shape, dtype) -> a valid tensor; None: any numbers are valid
@@ -116,7 +109,7 @@ def _check_ignored(subject: Subject) -> None:
         assert not re.match(pattern, f"{NAME}.weight"), f"{pattern!r} ignores weights"
 
 
-def _check_tensors(layout: LayerFormat) -> None:
+def check_tensors_have_axes(subject: Subject, layout: LayerFormat) -> None:
     tensors = layout.list_tensors(INPUTS, OUTPUTS)
     assert tensors, "list_tensors names no tensor"
     for name, stored in tensors.items():
@@ -127,7 +120,7 @@ def _check_tensors(layout: LayerFormat) -> None:
         assert not stored.scalar or of == ["output"], f"{name} is scalar, but its axes are {of}"
 
 
-def _check_form(subject: Subject, layout: LayerFormat) -> None:
+def check_canonical_form(subject: Subject, layout: LayerFormat) -> None:
     for experts in (0, EXPERTS):
         for weight in Weight(subject, layout, experts=experts).load():
             check_form(weight, weight.outputs, INPUTS, (experts,) if experts else ())
@@ -137,13 +130,13 @@ def _check_form(subject: Subject, layout: LayerFormat) -> None:
         assert len(_dense(Weight(subject, layout).load())) == sum(OUTPUTS), "outputs are missing"
 
 
-def _check_pure(subject: Subject, layout: LayerFormat) -> None:
+def check_decode_changes_nothing(subject: Subject, layout: LayerFormat) -> None:
     made = Weight(subject, layout)
     first = _dense(made.load()).clone()
     _compare(_dense(made.stored.decode()), first, "decoded a second time")
 
 
-def _check_parts(subject: Subject, layout: LayerFormat) -> None:
+def check_merged_parts_follow_one_another(subject: Subject, layout: LayerFormat) -> None:
     whole = _dense(Weight(subject, layout).load())
     assert int(torch.linalg.matrix_rank(whole.double())) > INPUTS // 2, "the merged parts repeat each other"
     for part, rows in enumerate(whole.split(OUTPUTS)):
@@ -169,7 +162,7 @@ def _check_split(subject: Subject, layout: LayerFormat, split: str) -> None:
             _compare(part, expected, f"{split}s of rank {rank}")
 
 
-def _check_experts(subject: Subject, layout: LayerFormat) -> None:
+def check_experts_are_apart(subject: Subject, layout: LayerFormat) -> None:
     first = _dense(Weight(subject, layout).load())
     experts = _dense(Weight(subject, layout, experts=EXPERTS).load())
     assert tuple(experts.shape) == (EXPERTS, sum(OUTPUTS), INPUTS), f"experts have the shape {tuple(experts.shape)}"
@@ -177,14 +170,14 @@ def _check_experts(subject: Subject, layout: LayerFormat) -> None:
     assert not torch.equal(experts[0], experts[1]), "two experts are equal"
 
 
-def _check_reload(subject: Subject, layout: LayerFormat) -> None:
+def check_a_second_load_replaces_the_first(subject: Subject, layout: LayerFormat) -> None:
     made, other = Weight(subject, layout), Weight(subject, layout)
     made.load()
     made.stored.release()
     _compare(_dense(made.load(seed=1)), _dense(other.load(seed=1)), "after a second load")
 
 
-def _check_rounding(layout: LayerFormat) -> None:
+def check_rounding_is_close(subject: Subject, layout: LayerFormat) -> None:
     if not layout.rounds:
         raise SkipCheck("the checkpoint's weights are not rounded")
     weight = torch.randn(256, INPUTS, generator=torch.Generator().manual_seed(0)) * 0.05

@@ -20,7 +20,7 @@ from frame.core.errors import CheckpointError
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.weights import WeightSource, WeightSourceCapabilities, WeightSourceContext
 from frame.core.loading.weight_reader import ReadAhead, read_weights
-from frame.testing.conformance import Check, Subject
+from frame.testing.conformance import Check, Subject, collect
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -65,20 +65,10 @@ class Maker:
 def suite(subject: Subject) -> Iterator[Check]:
     """The checks of a weight source; one that makes weights up has others."""
     maker = Maker(subject)
-    stored = (
-        _has_every_tensor,
-        _keeps_every_dtype,
-        _reads_slices,
-        _reads_in_any_order,
-        _opens_two_checkpoints,
-        _reads_ahead,
-        _takes_many_tensors,
-        _refuses_an_empty_folder,
-        _refuses_a_damaged_checkpoint,
-        _runs_no_pickle,
-    )
-    made_up = (_has_expected_shapes, _agrees_between_ranks, _depends_on_the_seed, _makes_finite_values, _makes_integers)
-    for function in stored if maker.capabilities.reads_checkpoint else made_up:
+    if maker.capabilities.reads_checkpoint:
+        yield from collect(__name__, maker)
+        return
+    for function in (_has_expected_shapes, _agrees_between_ranks, _depends_on_the_seed, _makes_finite_values, _makes_integers):
         yield Check(function.__name__.strip("_"), partial(function, maker))
 
 
@@ -93,7 +83,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 # sources that read a checkpoint -------------------------------------------------------------------
 
 
-def _has_every_tensor(maker: Maker) -> None:
+def check_has_every_tensor(maker: Maker) -> None:
     tensors = _tensors()
     with maker.folder(tensors) as folder, maker.open(folder, shapes={"other": (3, 3)}) as source:
         names = list(source.list_names())
@@ -105,7 +95,7 @@ def _has_every_tensor(maker: Maker) -> None:
             _require_equal(opened[...], tensor, f"the values of {name}")
 
 
-def _keeps_every_dtype(maker: Maker) -> None:
+def check_keeps_every_dtype(maker: Maker) -> None:
     base = torch.arange(-60, 60).reshape(12, 10)
     tensors = {str(dtype): base.to(torch.float32).to(dtype) if dtype.is_floating_point else base.to(dtype) for dtype in DTYPES}
     with maker.folder(tensors) as folder, maker.open(folder) as source:
@@ -114,7 +104,7 @@ def _keeps_every_dtype(maker: Maker) -> None:
             _require_equal(source.open_tensor(name)[4:7], tensor[4:7], f"rows of a tensor of {name}")
 
 
-def _reads_slices(maker: Maker) -> None:
+def check_reads_slices(maker: Maker) -> None:
     tensors = _tensors()
     with maker.folder(tensors) as folder, maker.open(folder) as source:
         for name in ("model.embed.weight", "model.layers.0.down.weight", "experts", "conv"):
@@ -127,7 +117,7 @@ def _reads_slices(maker: Maker) -> None:
             _require_equal(opened[index], tensors["experts"][index], f"experts[{index}]")
 
 
-def _reads_in_any_order(maker: Maker) -> None:
+def check_reads_in_any_order(maker: Maker) -> None:
     tensors = _tensors()
     with maker.folder(tensors) as folder, maker.open(folder) as source:
         for _ in range(2):
@@ -135,7 +125,7 @@ def _reads_in_any_order(maker: Maker) -> None:
                 _require_equal(source.open_tensor(name)[...], tensors[name], f"{name}, read again or in another order,")
 
 
-def _opens_two_checkpoints(maker: Maker) -> None:
+def check_opens_two_checkpoints(maker: Maker) -> None:
     one = {"a": torch.ones(4, 4), "only.one": torch.ones(2)}
     other = {"a": torch.full((4, 4), 2.0)}
     with maker.folder(one) as first, maker.folder(other) as second, maker.open(first) as source, maker.open(second) as update:
@@ -148,7 +138,7 @@ def _opens_two_checkpoints(maker: Maker) -> None:
             _require_equal(source.open_tensor("a")[...], one["a"], "a tensor after another rank's source was closed")
 
 
-def _reads_ahead(maker: Maker) -> None:
+def check_reads_ahead(maker: Maker) -> None:
     tensors = _tensors() | {"half": torch.randn(9, 6).to(torch.bfloat16), "bytes": torch.arange(60).reshape(6, 10).to(torch.uint8)}
     rows: dict[str, slice | None] = {name: None for name in tensors if name != "model.norm.weight"}
     rows |= {"model.embed.weight": slice(4, 12), "experts": slice(1, 3)}
@@ -160,7 +150,7 @@ def _reads_ahead(maker: Maker) -> None:
             assert tuple(tensor.shape) == tuple(tensors[name].shape), f"the shape of {name}, read from find_range, differs"
 
 
-def _takes_many_tensors(maker: Maker) -> None:
+def check_takes_many_tensors(maker: Maker) -> None:
     tensors = {f"model.layers.{number}.weight": torch.full((2, 2), float(number)) for number in range(1500)}
     with maker.folder(tensors) as folder, maker.open(folder) as source:
         found = {name: float(tensor[...].sum()) / 4 for name, tensor in read_weights(source)}
@@ -168,12 +158,12 @@ def _takes_many_tensors(maker: Maker) -> None:
     assert not wrong, f"{len(wrong)} of {len(tensors)} tensors are missing or wrong, such as {wrong[:1]}"
 
 
-def _refuses_an_empty_folder(maker: Maker) -> None:
+def check_refuses_an_empty_folder(maker: Maker) -> None:
     with maker.folder() as folder:
         _require_refused(maker, folder, "a folder without weights")
 
 
-def _refuses_a_damaged_checkpoint(maker: Maker) -> None:
+def check_refuses_a_damaged_checkpoint(maker: Maker) -> None:
     tensors = {"a": torch.randn(300, 100), "b": torch.randn(300, 100)}
     for keep in (0.9, 0.5, 0.0):
         with maker.folder(tensors) as folder:
@@ -191,7 +181,7 @@ class _Payload:
         return Path.touch, (self.path,)
 
 
-def _runs_no_pickle(maker: Maker) -> None:
+def check_runs_no_pickle(maker: Maker) -> None:
     with maker.folder() as folder, maker.folder() as elsewhere:
         proof = elsewhere / "executed"
         for name in ("pytorch_model.bin", "weights.pt", "weights.pkl"):

@@ -24,11 +24,11 @@ from frame.core.interfaces.attention import AttentionRequirements, AttentionSpec
 from frame.core.interfaces.gemm_kernel import GemmChoice, GemmRequirements, Speed, choose_ranges
 from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
 from frame.core.interfaces.weight_format import QuantType, WeightScheme
+from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, Rows, build_context, forward_batch, lay_out
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.norm import RMSNorm
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.attention.cases import PlainKVCache, Rows, build_context, forward_batch, lay_out
 from frame.testing.gemm_kernels import make_gemm_kernels
 from frame.testing.weights.packed_weights import make_weight
 
