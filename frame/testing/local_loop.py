@@ -46,14 +46,10 @@ class LocalLoop:
         rids = [self._add(*request) for request in zip(prompts, each, inputs, strict=True)]
         outputs: dict[str, list[int]] = {rid: [] for rid in rids}
         ended: set[str] = set()
-        for tokens in self.run_steps():
+        for tokens in self._run_checked():
             for index, rid in enumerate(tokens.rids):
                 outputs[rid].extend(tokens.token_ids[index])
-            self.stats["cached"] += sum(tokens.num_cached_tokens.values())
-            for index, finish in tokens.finishes.items():
-                ended.add(tokens.rids[index])
-                if finish.reason == "error":
-                    raise RuntimeError(f"request {tokens.rids[index]} failed: {finish.error}")
+            ended |= {tokens.rids[index] for index in tokens.finishes}
         if ended != set(rids):
             raise RuntimeError(f"requests {sorted(set(rids) - ended)} did not end")
         return [outputs[rid] for rid in rids]
@@ -64,11 +60,8 @@ class LocalLoop:
         starts = second_text_starts or [0] * len(prompts)
         rids = [self._add(prompt, SamplingParams(), second_text_start=start) for prompt, start in zip(prompts, starts, strict=True)]
         vectors: dict[str, np.ndarray] = {}
-        for tokens in self.run_steps():
-            self.stats["cached"] += sum(tokens.num_cached_tokens.values())
-            for index, finish in tokens.finishes.items():
-                if finish.reason == "error":
-                    raise RuntimeError(f"request {tokens.rids[index]} failed: {finish.error}")
+        for tokens in self._run_checked():
+            for index in tokens.finishes:
                 vectors[tokens.rids[index]] = np.frombuffer(tokens.pooled[index], np.float32)
         return np.stack([vectors[rid] for rid in rids])
 
@@ -81,6 +74,15 @@ class LocalLoop:
         if refusal is not None:
             raise RuntimeError(f"request {rid} is refused: {refusal.error}")
         return rid
+
+    def _run_checked(self) -> Iterator[StepTokens]:
+        """All steps. Raises RuntimeError when a request ends with an error."""
+        for tokens in self.run_steps():
+            self.stats["cached"] += sum(tokens.num_cached_tokens.values())
+            for index, finish in tokens.finishes.items():
+                if finish.reason == "error":
+                    raise RuntimeError(f"request {tokens.rids[index]} failed: {finish.error}")
+            yield tokens
 
     def run_steps(self) -> Iterator[StepTokens]:
         """Yields the `StepTokens` of every step until nothing is left to do, one step behind when

@@ -8,10 +8,11 @@ by name.
 from __future__ import annotations
 
 import functools
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.cache import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 
 IsInvalid = Callable[[Sequence[int]], bool]  # of a row's tokens: whether its logits are not finite
+TIGHT_VOCAB = 97  # of `make_tight_config`
 PATIENCE = 4  # steps that a request may wait with room for it: for a prefill of its prefix to be committed
 
 
@@ -270,6 +272,27 @@ class SchedulerRig:
             if i in tokens.logprobs:
                 request.logprobs.append(tokens.logprobs[i])
             request.prompt_logprobs = tokens.prompt_logprobs.get(i, request.prompt_logprobs)
+
+
+def make_tight_config(page_size: int, num_pages: int, **changes: Any) -> SchedulerConfig:
+    """A scheduler of few slots and tokens a step, whose pages run out with `num_pages` of them."""
+    values: dict[str, Any] = {"max_running": 5, "token_budget": 12, "max_context": 60, "vocab_size": TIGHT_VOCAB, "eos_ids": (3,)}
+    return SchedulerConfig(page_size=page_size, num_pages=num_pages, **{**values, **changes})
+
+
+def add_requests(rig: SchedulerRig, seed: int, namespaces: Sequence[str] = ("",), abort_share: float = 0.0) -> None:
+    """Run 40 requests with common prefixes, random lengths and pauses between them."""
+    rng, size = random.Random(seed), rig.config.page_size
+    stems = [[rng.randrange(TIGHT_VOCAB) for _ in range(rng.randint(size + 1, 24 + size))] for _ in range(4)]
+    for number in range(40):
+        params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice((0.0, 1.0)), seed=number)
+        tokens = [*rng.choice(stems), *(rng.randrange(TIGHT_VOCAB) for _ in range(rng.randint(0, 6)))]
+        rid = rig.add(tokens, params, priority=rng.randint(0, 2), namespace=rng.choice(namespaces))
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            rig.step()
+        if rng.random() < abort_share:
+            rig.abort(rid)
+    rig.run()
 
 
 def _count_prompt_tokens(batch: ScheduledBatch) -> int:

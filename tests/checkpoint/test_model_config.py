@@ -12,17 +12,7 @@ import pytest
 from frame.checkpoint.model_config import EMBEDDED, find_model, read_model_config
 from frame.core.errors import CheckpointError
 from frame.host.installation import install_command
-
-BASE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-}
+from tests.model_configs import SMALL as BASE
 
 
 def write(folder: Path, config: object, generation: object = None) -> Path:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.entrypoints import base_only
@@ -83,3 +84,8 @@ def quick_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def url(clients_server: RunningServer) -> str:
     return clients_server.url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key=KEY, max_retries=0)

@@ -8,7 +8,6 @@ from typing import Any
 
 import openai
 import pydantic
-import pytest
 
 from tests.clients.conftest import CALL, KEY, MODEL, WEATHER_SCHEMA
 
@@ -21,11 +20,6 @@ WEATHER: dict[str, Any] = {
 
 class Verdict(pydantic.BaseModel):
     is_even: bool
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=url + "/v1", api_key=KEY, max_retries=0)
 
 
 def test_sync_and_stream(client: openai.OpenAI) -> None:

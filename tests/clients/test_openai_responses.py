@@ -31,11 +31,6 @@ class Sum(pydantic.BaseModel):
     is_even: bool
 
 
-@pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=url + "/v1", api_key=KEY, max_retries=0)
-
-
 def test_response_and_its_stream(client: openai.OpenAI) -> None:
     whole = client.responses.create(**ASK)
     assert (whole.status, whole.output_text) == ("completed", "7")

@@ -25,27 +25,13 @@ from frame.core.interfaces.platform import PlatformCapabilities
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.core.interfaces.weight_format import FormatCapabilities
 from frame.core.interfaces.weights import WeightSourceCapabilities
+from tests.model_configs import LLAMA
 
 LAPTOP = Hardware(cpu_cores=4, memory_bytes=16 * 2**30, cpu_features=frozenset({"avx2"}))
 XEON = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, cpu_features=frozenset({"amx_bf16", "avx512_bf16"}))
 H200 = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, accelerators=(Accelerator("cuda", "NVIDIA H200", (9, 0), 140 * 2**30),) * 4)
 T4 = Hardware(cpu_cores=8, memory_bytes=64 * 2**30, accelerators=(Accelerator("cuda", "T4", (7, 5), 16 * 2**30),))
 
-LLAMA = ModelConfig(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=256,
-    vocab_size=128,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    v_head_dim=64,
-    kind="mha",
-    latent=None,
-    max_context=4096,
-    dtype="bfloat16",
-    config={"intermediate_size": 512},
-)
 DEEPSEEK = dataclasses.replace(
     LLAMA,
     architecture="DeepseekV3ForCausalLM",

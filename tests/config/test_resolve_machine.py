@@ -18,22 +18,12 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.plugins.loader import load_registry
+from tests.model_configs import LLAMA
 
-LLAMA_8B = ModelConfig(
-    architecture="LlamaForCausalLM",
-    num_layers=32,
-    hidden_size=4096,
-    vocab_size=128256,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
-    kind="mha",
-    latent=None,
-    max_context=8192,
-    dtype="bfloat16",
-    config={"intermediate_size": 14336},
-)
+LLAMA_8B = dataclasses.replace(
+    LLAMA, num_layers=32, hidden_size=4096, vocab_size=128256, num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128,
+    max_context=8192, config={"intermediate_size": 14336},
+)  # fmt: skip
 H200 = Hardware(cpu_cores=8, memory_bytes=64 << 30, accelerators=(Accelerator("cuda", "H200", (9, 0), 140 << 30),) * 2)
 
 LINKED = dataclasses.replace(H200, accelerators=tuple(dataclasses.replace(each, is_linked=True) for each in H200.accelerators))

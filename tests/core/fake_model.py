@@ -8,6 +8,7 @@ scheduler.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilit
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.model import CausalLM, LazyTensor, ModelConfig
+from tests.model_configs import LLAMA
 
 _WEIGHT = 7919
 _PRIME = 10007
@@ -28,21 +30,10 @@ FAKE_SPEC = AttentionSpec(layer=0, num_heads=1, num_kv_heads=1, head_dim=2, v_he
 def fake_model_config(vocab_size: int = 128, max_context: int = 256, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
     """The facts of the fake model: one layer, one KV head of size 2 (token id, position) and 1
     (unused)."""
-    return ModelConfig(
-        architecture="FakeForCausalLM",
-        num_layers=1,
-        hidden_size=1,
-        vocab_size=vocab_size,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        v_head_dim=1,
-        kind="mha",
-        latent=None,
-        max_context=max_context,
-        dtype="float32",
-        eos_token_ids=eos_token_ids,
-    )
+    return replace(
+        LLAMA, architecture="FakeForCausalLM", num_layers=1, hidden_size=1, vocab_size=vocab_size, num_heads=1, num_kv_heads=1,
+        head_dim=2, v_head_dim=1, max_context=max_context, dtype="float32", eos_token_ids=eos_token_ids, config={},
+    )  # fmt: skip
 
 
 def next_token(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> int:

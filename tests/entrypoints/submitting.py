@@ -1,13 +1,32 @@
-"""Starts a request in the engine's client, as the routes do."""
+"""Starts a request in the engine's client, as the routes do; and a transport without an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.response_state import RequestState
+
+
+class Link:
+    """A transport that keeps what is sent, and delivers what a test puts into `inbox`."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.inbox: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout: float | None = 0.0) -> list[Any]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def close(self) -> None:
+        return
 
 
 def submit_request(

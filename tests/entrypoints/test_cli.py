@@ -21,18 +21,7 @@ from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.plugins import loader
-
-DENSE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "intermediate_size": 128,
-    "max_position_embeddings": 512,
-}
+from tests.model_configs import DENSE
 
 
 def frame(*arguments: object, **environ: str) -> Result:

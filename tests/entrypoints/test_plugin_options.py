@@ -26,29 +26,9 @@ from frame.entrypoints.processes.grammar_process import load_backend
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 from frame.testing.checkpoints import make_checkpoint
+from tests.plugins.faulty import OUR_PLUGINS as BASES
 
 MODULE = "frame_test_options_module"
-BASES = {
-    "platform": "cpu",
-    "collective": "single",
-    "launcher": "local",
-    "model": "mixtral",
-    "attention_backend": "torch_native",
-    "weight_format": "none",
-    "gemm_kernel": "plain",
-    "moe_runner": "torch_native",
-    "moe_dispatcher": "all_reduce",
-    "weight_source": "safetensors",
-    "scheduling_policy": "fcfs",
-    "prefix_cache": "radix",
-    "eviction_policy": "lru",
-    "logits_processor": "logit-bias",
-    "grammar_backend": "llguidance",
-    "reasoning_parser": "think-tags",
-    "tool_call_parser": "hermes",
-    "stat_logger": "log",
-    "drafter": "ngram",
-}
 CONFIG: dict[str, Any] = {
     "log": {"stat_loggers": ["fake"]},
     "model": {"dtype": "float32", "implementation": "fake", "quantization": "fake", "load_format": "fake"},

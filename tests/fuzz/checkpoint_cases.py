@@ -136,43 +136,14 @@ def nest(depth: int, opening: str = "[", closing: str = "]") -> str:
     return opening * depth + closing * depth
 
 
+OTHERS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "modules.json")
 FILES = [
-    *(
-        Case(f"fifo {name}", make_fifo(name), (name, "regular file"))
-        for name in (
-            CONFIG,
-            WEIGHTS,
-            INDEX,
-            "generation_config.json",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "chat_template.jinja",
-            "modules.json",
-            "hf_quant_config.json",
-        )
-    ),
+    *(Case(f"fifo {name}", make_fifo(name), (name, "regular file")) for name in (CONFIG, WEIGHTS, INDEX, *OTHERS, "hf_quant_config.json")),
     *(
         Case(f"device {name}", link(name, "/dev/zero"), (name, "regular file"))
-        for name in (
-            CONFIG,
-            WEIGHTS,
-            INDEX,
-            "tokenizer.json",
-            "chat_template.jinja",
-        )
+        for name in (CONFIG, WEIGHTS, INDEX, "tokenizer.json", "chat_template.jinja")
     ),
-    *(
-        Case(f"sparse {name}", extend(name, 1 << 40), (name, "too large|larger than"))
-        for name in (
-            CONFIG,
-            INDEX,
-            "generation_config.json",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "chat_template.jinja",
-            "modules.json",
-        )
-    ),
+    *(Case(f"sparse {name}", extend(name, 1 << 40), (name, "too large|larger than")) for name in (CONFIG, INDEX, *OTHERS)),
     *(Case(f"loop {name}", link(name, name), (name, "symbolic links")) for name in (CONFIG, WEIGHTS, INDEX, "tokenizer.json")),
     *(
         Case(f"no utf-8 {name}", write(name, b"\xff\xfe{}"), (name,))

@@ -25,16 +25,27 @@ from frame.plugins.loader import load_registry
 
 MODULE = "theirs_faulty"
 OWNER = "(theirs 2.1)"
-BASES = {
+# one of ours of each kind
+OUR_PLUGINS = {
+    "platform": "cpu",
+    "collective": "single",
+    "launcher": "local",
     "model": "mixtral",
     "attention_backend": "torch_native",
     "weight_format": "none",
     "gemm_kernel": "plain",
     "moe_runner": "torch_native",
     "moe_dispatcher": "all_reduce",
+    "weight_source": "safetensors",
     "scheduling_policy": "fcfs",
+    "prefix_cache": "radix",
     "eviction_policy": "lru",
     "logits_processor": "logit-bias",
+    "grammar_backend": "llguidance",
+    "reasoning_parser": "think-tags",
+    "tool_call_parser": "hermes",
+    "stat_logger": "log",
+    "drafter": "ngram",
 }
 SECTIONS = {
     "model": ("model", "implementation"),
@@ -47,6 +58,7 @@ SECTIONS = {
     "eviction_policy": ("cache", "eviction"),
     "logits_processor": ("sampling", "processors"),
 }
+BASES = {kind: OUR_PLUGINS[kind] for kind in SECTIONS}
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",

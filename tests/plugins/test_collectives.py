@@ -3,7 +3,6 @@ another package that serves."""
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from frame import Engine
 from frame.config.resolve import ResolveError
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
@@ -29,11 +27,11 @@ from frame.plugins.collectives import P2pOptions, p2p
 from frame.plugins.collectives.nccl import Nccl
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.checkpoints import make_checkpoint
 from frame.testing.conformance import run_suite
 from frame.testing.ranks.collective import suite
 from tests.plugins import fake_collective
 from tests.plugins.fake_platform import FakePlatform
+from tests.plugins.packages import check_package_serves
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -190,19 +188,7 @@ def test_the_choice_follows_from_platform_and_ranks() -> None:
 
 
 def test_a_collective_of_another_package_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "site" / "store_collective-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: store-collective\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[frame]\nstore = {fake_collective.__name__}\n")
-    monkeypatch.syspath_prepend(str(info.parent))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(info.parent), os.environ.get("PYTHONPATH", ""))))
-    keys: dict[str, Any] = {"model": str(make_checkpoint("LlamaForCausalLM", tmp_path / "model")), "max_total_tokens": 256, "threads": 1}
-    found = []
-    for more in ({}, {"tp": 2, "collective": "store"}):
-        with Engine(dtype="float32", device="cpu", **keys, **more) as engine:
-            found.append(engine.generate([5, 6, 7, 8], {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}).token_ids)
-            assert engine.info["plugins"]["collective"] == [more.get("collective", "single")]
-    assert found[0] == found[1]
+    check_package_serves(tmp_path, monkeypatch, "collective", "store", fake_collective.__name__, "single")
 
 
 def test_pytorch_finds_a_registered_group_by_its_name(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.model_configs import DENSE
+
 KIND = "scheduling_policy"
 
 PYPROJECT = """
@@ -54,16 +56,6 @@ def on_step(step, seconds):
     if step == 2:
         raise RuntimeError("observer broke")
 """
-
-DENSE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 128,
-    "intermediate_size": 128,
-}
 
 
 @dataclass(frozen=True)

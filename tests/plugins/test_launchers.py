@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from frame import Engine
 from frame.config.resolve import ResolveError
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.launcher import LauncherCapabilities, LauncherContext, LauncherRequirements
 from frame.entrypoints.configuration.prepare import prepare
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
-from frame.testing.checkpoints import make_checkpoint
 from frame.testing.conformance import run_suite
 from frame.testing.ranks.launcher import suite
 from tests.plugins import fake_launcher
+from tests.plugins.packages import check_package_serves
 
 
 @pytest.mark.parametrize("name", ["local", "rendezvous"])
@@ -56,19 +53,7 @@ def raise_for(name: str) -> None:
 
 
 def test_a_launcher_of_another_package_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "site" / "reversed_launcher-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: reversed-launcher\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[frame]\nreversed = {fake_launcher.__name__}\n")
-    monkeypatch.syspath_prepend(str(info.parent))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(info.parent), os.environ.get("PYTHONPATH", ""))))
-    keys: dict[str, Any] = {"model": str(make_checkpoint("LlamaForCausalLM", tmp_path / "model")), "max_total_tokens": 256, "threads": 1}
-    found = []
-    for more in ({}, {"tp": 2, "launcher": "reversed"}):
-        with Engine(dtype="float32", device="cpu", **keys, **more) as engine:
-            found.append(engine.generate([5, 6, 7, 8], {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}).token_ids)
-            assert engine.info["plugins"]["launcher"] == [more.get("launcher", "local")]
-    assert found[0] == found[1]
+    check_package_serves(tmp_path, monkeypatch, "launcher", "reversed", fake_launcher.__name__, "local")
 
 
 def test_the_choice_is_local() -> None:

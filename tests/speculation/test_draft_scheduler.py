@@ -15,7 +15,7 @@ from frame.testing.drafters import Script
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import Expected, SchedulerRig
 from tests.core.scheduling.scripted_grammar import Script as Grammar
-from tests.core.scheduling.small_rig import VOCAB, config, params, policy, prompt, rig
+from tests.core.scheduling.small_rig import VOCAB, config, count_steps, params, policy, prompt, rig
 
 
 def oracle(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
@@ -24,15 +24,6 @@ def oracle(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
 
 def adversary(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[int]:
     return [(token + 1) % VOCAB for token in oracle(setup, tokens, maximum)]
-
-
-def count_steps(used: SchedulerRig) -> int:
-    steps = 0
-    while not used.scheduler.is_idle:
-        used.step()
-        steps += 1
-    used.check()
-    return steps
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -11,7 +11,7 @@ from frame.core.interfaces.sampling import Grammar
 from frame.structured_output.draft_masks import fill_draft_masks
 from frame.structured_output.grammar_calls import GrammarMeter, MeteredGrammar
 from frame.structured_output.jump_forward import LookaheadGrammar
-from tests.core.scheduling.scripted_grammar import Script
+from tests.core.scheduling.scripted_grammar import BreakingScript, Script
 
 VOCAB = 40
 WIDTHS = [3, 2, 4, 1, 1, 3, 1]
@@ -76,13 +76,7 @@ def test_draft_is_cut_before_a_token_that_the_grammar_refuses(place: int) -> Non
 
 
 def test_mask_that_cannot_be_filled_cuts_the_draft() -> None:
-    class Limited(Script):
-        def fill_mask(self, mask: np.ndarray) -> bool:
-            if len(self.taken) == 2:
-                raise ValueError("too much work")
-            return super().fill_mask(mask)
-
-    grammar, masks = Limited(WIDTHS, VOCAB), np.empty((5, 2), np.int32)
+    grammar, masks = BreakingScript(WIDTHS, VOCAB, 2), np.empty((5, 2), np.int32)
     assert fill_draft_masks(grammar, text()[:4], None, masks) == (1, False)
     assert grammar.taken == []
 

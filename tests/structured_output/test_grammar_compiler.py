@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
@@ -16,19 +15,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate
 from frame.structured_output import grammar_compiler
 from frame.structured_output.grammar_compiler import REREAD, TRIM_BYTES, CompileTimeoutError, GrammarCache, GrammarCompiler, GrammarSettings
-
-
-class Free:
-    """Allows everything."""
-
-    def fill_mask(self, mask: np.ndarray) -> bool:
-        return False
-
-    def accept_token(self, token_id: int) -> bool:
-        return token_id != 7
-
-    def is_finished(self) -> bool:
-        return False
+from tests.core.scheduling.scripted_grammar import Free
 
 
 class Compiled:

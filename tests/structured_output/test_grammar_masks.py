@@ -24,23 +24,10 @@ from frame.structured_output.grammar_compiler import GrammarCompiler, GrammarSet
 from frame.structured_output.grammar_masks import GrammarCalls
 from frame.structured_output.grammar_threads import MAX_ABANDONED
 from frame.testing.scheduler_rig import SchedulerRig
-from tests.core.scheduling.scripted_grammar import Script
+from tests.core.scheduling.scripted_grammar import Free, Script
 from tests.core.scheduling.small_rig import GREEDY, VOCAB, rig
 
 WIDTHS = [3, 2, 4, 1, 1, 1, 3, 2]  # of a scripted grammar; the forced run is jumped over where that is on
-
-
-class Free:
-    """Allows everything."""
-
-    def fill_mask(self, mask: np.ndarray) -> bool:
-        return False
-
-    def accept_token(self, token_id: int) -> bool:
-        return token_id != 7
-
-    def is_finished(self) -> bool:
-        return False
 
 
 class Burning(Script):

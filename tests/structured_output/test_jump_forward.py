@@ -15,7 +15,8 @@ from frame.structured_output.jump_forward import LookaheadGrammar, find_only_tok
 from frame.testing.contexts import SCHEDULING
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.scheduler_rig import SchedulerRig
-from tests.core.scheduling.scripted_grammar import Script
+from tests.core.scheduling.scripted_grammar import BreakingScript, Script
+from tests.core.scheduling.small_rig import count_steps
 
 FREE = SamplingParams()
 VOCAB = 40
@@ -40,15 +41,6 @@ def ask(rig: SchedulerRig, widths: list[int], length: int = 5, **params: object)
     return rig.add([(7 * i) % VOCAB for i in range(length)], asked, grammar=lambda: Script(widths, VOCAB))
 
 
-def num_steps(rig: SchedulerRig) -> int:
-    count = 0
-    while not rig.scheduler.is_idle:
-        rig.step()
-        count += 1
-    rig.check()
-    return count
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("budget", [32, 2])
 def test_runs_take_one_step(overlap: bool, budget: int) -> None:
@@ -56,7 +48,7 @@ def test_runs_take_one_step(overlap: bool, budget: int) -> None:
     for fewest in (0, 2, 4):
         harness = rig(overlap=overlap, jump_forward=fewest, token_budget=budget)
         rid = ask(harness, RUN)
-        steps[fewest] = num_steps(harness)
+        steps[fewest] = count_steps(harness)
         assert harness.requests[rid].finish == Finish("stop")
         assert len(harness.requests[rid].got) == harness.scheduler.get_load()["generated_tokens"] == 13
         # of the last run only two can be taken ahead: its last token ends the request
@@ -158,13 +150,7 @@ def test_lookahead_does_not_change_the_grammar() -> None:
 
 
 def test_an_error_ahead_is_raised_after_the_forced_tokens() -> None:
-    class Broken(Script):
-        def fill_mask(self, mask: np.ndarray) -> bool:
-            if len(self.taken) == 3:
-                raise ValueError("too much work")
-            return super().fill_mask(mask)
-
-    grammar, mask = LookaheadGrammar(Broken([1] * 9, VOCAB)), np.zeros(2, np.int32)
+    grammar, mask = LookaheadGrammar(BreakingScript([1] * 9, VOCAB, 3)), np.zeros(2, np.int32)
     for _ in range(3):
         assert grammar.fill_mask(mask)
         token = find_only_token(mask)
@@ -173,7 +159,7 @@ def test_an_error_ahead_is_raised_after_the_forced_tokens() -> None:
         grammar.fill_mask(mask)
     harness = rig()
     harness.add([1], SamplingParams(max_tokens=20, temperature=0.0), grammar=lambda: Script([1], VOCAB))
-    harness.scheduler._requests["request-0"].grammar = LookaheadGrammar(Broken([1] * 9, VOCAB))
+    harness.scheduler._requests["request-0"].grammar = LookaheadGrammar(BreakingScript([1] * 9, VOCAB, 3))
     harness.requests.clear()
     ends = []
     while not harness.scheduler.is_idle:

@@ -16,17 +16,9 @@ from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilit
 from frame.core.interfaces.batch import ForwardBatch, SparseKeys, TreeMask
 
 CAPABILITIES = AttentionCapabilities(
-    devices=("cpu",),
-    kinds=("mha", "mla"),
-    kv_dtypes=("fp8_e4m3", "int8"),
-    sliding_window=True,
-    chunked=True,
-    soft_cap=True,
-    sinks=True,
-    sparse=True,
-    bidirectional=True,
-    tree_mask=True,
-)
+    devices=("cpu",), kinds=("mha", "mla"), kv_dtypes=("fp8_e4m3", "int8"), sliding_window=True, chunked=True, soft_cap=True, sinks=True,
+    sparse=True, bidirectional=True, tree_mask=True,
+)  # fmt: skip
 
 
 @dataclass

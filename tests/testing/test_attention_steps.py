@@ -13,7 +13,7 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.tools.bench.paged_batches import Case, Rows, build_context
 from frame.testing import conformance
 from frame.testing.attention.steps import Script, check_steps, layers_of, write
-from frame.testing.unchanged import unchanged
+from frame.testing.tensors import unchanged
 from tests.testing.plain_attention import CAPABILITIES, PlainAttention
 
 CASE = Case(Rows.of([1]), head_dim=16, v_head_dim=16)

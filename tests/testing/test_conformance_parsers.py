@@ -9,7 +9,7 @@ import pytest
 from frame.core.interfaces.parsing import CallRule, Format
 from frame.testing.conformance import SkipCheck, run_suite
 from frame.testing.contexts import PARSER
-from frame.testing.parsing import suite as conformance_parsers
+from frame.testing.parsing import reasoning_parser, tool_call_parser
 from frame.testing.parsing import texts as parser_texts
 from tests.testing.mutants import Mutant
 from tests.testing.mutants.reasoning_parser import ThinkTags
@@ -35,9 +35,9 @@ def test_without_xgrammar_known_texts_are_skipped(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     parser_texts._compiled.cache_clear()
     with pytest.raises(SkipCheck, match="is not installed"):
-        conformance_parsers.known_calls_are_read(lambda: Hermes(PARSER))
+        tool_call_parser.check_known_calls_are_read(lambda: Hermes(PARSER))
     with pytest.raises(SkipCheck, match="is not installed"):
-        conformance_parsers.known_replies_are_read(lambda: ThinkTags(PARSER))
+        reasoning_parser.check_known_replies_are_read(lambda: ThinkTags(PARSER))
 
 
 def test_texts_are_drawn_from_a_format() -> None:
@@ -47,6 +47,6 @@ def test_texts_are_drawn_from_a_format() -> None:
 
 
 def test_known_answers_cover_all_prompts() -> None:
-    known = conformance_parsers.find_answers(lambda: ThinkTags(PARSER))
-    assert {end for _, end, _ in known} == set(conformance_parsers.PROMPT_ENDS)
+    known = reasoning_parser.find_answers(lambda: ThinkTags(PARSER))
+    assert {end for _, end, _ in known} == set(reasoning_parser.PROMPT_ENDS)
     assert any(parser_texts.THOUGHT in text for text, *_ in known)

@@ -220,7 +220,7 @@ _ALL = (
         interface="parsing:ReasoningParser",
         context="parsing:ParserContext",
         key="text.reasoning_parser",
-        suite="parsing.suite:reasoning_parser",
+        suite="parsing.reasoning_parser:suite",
     ),
     Kind(
         name="tool_call_parser",
@@ -229,7 +229,7 @@ _ALL = (
         interface="parsing:ToolCallParser",
         context="parsing:ParserContext",
         key="text.tool_call_parser",
-        suite="parsing.suite:tool_call_parser",
+        suite="parsing.tool_call_parser:suite",
     ),
     Kind(
         name="stat_logger",

@@ -20,7 +20,7 @@ from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, Pages, Pla
 from frame.testing.attention.cases import LATENT, with_pages_for
 from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, no_waiting, poisoned_memory, reference
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.unchanged import unchanged
+from frame.testing.tensors import require_near, unchanged
 
 LAYERS, SLOTS, LENGTH = 3, 6, 96
 MakeBackend = Callable[[Case], AttentionBackend]
@@ -286,10 +286,7 @@ class Player:
         for now, then in zip(self.kv.layers[layer].parts, expected_cache, strict=True):
             held = torch.equal(now.nan_to_num(nan=1e4), then.nan_to_num(nan=1e4))
             assert held, f"{where}: after `run`, the cache differs from what this step and the steps before it stored"
-        found, expected = out.double().cpu(), reference(case, inputs)
-        assert torch.isfinite(found).all(), f"{where}: the result is not finite; a slot was read that the row does not own"
-        error, allowed = float((found - expected).abs().max()), TOLERANCE[case.dtype]
-        assert error <= allowed, f"{where}: largest error {error:.2e}, allowed {allowed:.0e} ({inputs.spec})"
+        require_near(out.double().cpu(), reference(case, inputs), f"{where} ({inputs.spec})", TOLERANCE[case.dtype], is_relative=False)
         self.runs += 1
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarContext
 from frame.testing.conformance import SkipCheck
 from frame.testing.contexts import PARSER
-from frame.testing.parsing.suite import ARGUMENTS, PLAIN, find_answers, find_calls, make_rule, read_calls, read_reasoning, read_values
+from frame.testing.parsing.reasoning_parser import find_answers, read_reasoning
 from frame.testing.parsing.texts import noise
+from frame.testing.parsing.tool_call_parser import ARGUMENTS, PLAIN, find_calls, make_rule, read_calls, read_values
 from frame.testing.sampling.grammar_backend import WALKS, Run, takes_text, write_text
 from frame.testing.sampling.grammar_cases import FINITE, JSON_CASES, OPEN, Language, Vocabulary
 
@@ -50,8 +51,11 @@ def compare_parsers(record: PluginRecord, reference: PluginRecord, registry: Reg
     """Read the same texts with two parsers of one kind, whole and by character: noise, texts
     without marks, and texts that the grammar of either parser allows."""
     make, other = (partial(registry.load(each), PARSER, registry.options(each, {})) for each in (record, reference))
-    written = _write_calls if record.kind == "tool_call_parser" else _write_replies
-    plain = _read_plain_calls if record.kind == "tool_call_parser" else _read_plain_replies
+    read, written = (read_calls, _write_calls) if record.kind == "tool_call_parser" else (read_reasoning, _write_replies)
+
+    def plain(make: Any) -> Read:
+        return partial(read, make)
+
     groups: list[tuple[str, list[Text]]] = [
         ("noise", [(text, plain) for text in noise()]),
         ("text without marks", [(text, plain) for text in PLAIN]),
@@ -80,14 +84,6 @@ def _try(read: Read, text: str) -> Any:
         return [read([text]), read(text)]
     except Exception as error:  # noqa: BLE001 - a parser may raise any error, and both may raise the same
         return f"{type(error).__name__}: {error}"
-
-
-def _read_plain_calls(make: Any) -> Read:
-    return lambda pieces: read_calls(make, pieces)
-
-
-def _read_plain_replies(make: Any) -> Read:
-    return lambda pieces: read_reasoning(make, pieces)
 
 
 def _write_calls(make: Any) -> list[Text]:

@@ -1,9 +1,6 @@
 """The conformance suite of drafters: drafts of random and repeating texts, slots that are used
 again, tokens that come one by one or in runs, and the time of a call. Device drafters have checks
-of their own. It cannot see whether drafts are good.
-
-Used by `frame.testing.conformance`. Must not know a plugin by name.
-"""
+of their own. It cannot see whether drafts are good. Must not know a plugin by name."""
 
 from __future__ import annotations
 
@@ -85,6 +82,11 @@ def _follow(make: Make, slot: int, tokens: Sequence[int], start: int, step: int 
     """The drafts after each run of `step` tokens from `start` on."""
     drafter = make()
     _add(drafter, slot, tokens[:start])
+    return _go_on(drafter, slot, tokens, start, step)
+
+
+def _go_on(drafter: Drafter, slot: int, tokens: Sequence[int], start: int, step: int = 1) -> list[list[int]]:
+    """The same in a slot that has the tokens before `start`."""
     drafts = []
     for place in range(start, len(tokens), step):
         drafts += _propose(drafter, [slot])
@@ -183,11 +185,7 @@ def check_slot_is_set_up_again(make: Make) -> None:
     _add(drafter, 2, text[:40])
     _observe(drafter, {2: text[40:45]})
     _add(drafter, 2, text[:90])
-    followed = []
-    for place in range(90, 200):
-        followed += _propose(drafter, [2])
-        _observe(drafter, {2: text[place : place + 1]})
-    assert followed == drafts[50:], "a slot that is set up again with more tokens gives other drafts"
+    assert _go_on(drafter, 2, text, 90) == drafts[50:], "a slot that is set up again with more tokens gives other drafts"
 
 
 def _slot_is_used_again(make: Make, keeps_texts: bool) -> None:
@@ -202,10 +200,7 @@ def _slot_is_used_again(make: Make, keeps_texts: bool) -> None:
         drafter.remove_slot(1)
         drafter.remove_slot(2)
         _add(drafter, 1, text[:10])
-        followed = []
-        for place in range(10, 90):
-            followed += _propose(drafter, [1])
-            _observe(drafter, {1: text[place : place + 1]})
+        followed = _go_on(drafter, 1, text, 10)
         assert followed == expected, f"drafts depend on a request of {tenant!r} that had the slot before, for one of 'tenant 1'"
 
 

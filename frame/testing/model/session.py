@@ -37,7 +37,7 @@ from frame.testing.attention.steps import LayeredKVCache
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
 from frame.testing.conformance import SkipCheck, Subject
 from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
-from frame.testing.unchanged import unchanged
+from frame.testing.tensors import unchanged
 
 LENGTH = 800  # tokens of a slot
 Weights = list[tuple[str, torch.Tensor]]

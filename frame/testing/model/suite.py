@@ -17,10 +17,13 @@ import torch
 
 from frame.core.errors import CheckpointError
 from frame.core.loading.loader import finish_modules
-from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
 from frame.testing.model.session import Checkpoint, Session, build, find_checkpoints, load, read
 
 TOLERANCE = 2e-4  # absolute and relative, in float32
+OF_ENCODERS = (
+    "weights_are_complete", "missing_tensors_are_named", "unknown_tensor_is_an_error", "agrees_with_transformers", "rows_of_a_batch",
+)  # fmt: skip
 UNKNOWN = "model.layers.0.conformance_unknown.weight"
 Expected = Callable[[list[int]], torch.Tensor]
 
@@ -34,15 +37,12 @@ def suite(subject: Subject) -> Iterator[Check]:
     for checkpoint in found:
         name = checkpoint.model_config.architecture
         tools = partial(Tools, subject, checkpoint)
-        own: list[tuple[str, Callable[[Tools], None]]] = [
-            ("weights_are_complete", _weights_are_complete),
-            ("missing_tensors_are_named", _missing_tensors),
-            ("unknown_tensor_is_an_error", _unknown_tensor),
-            ("agrees_with_transformers", _agrees_with_transformers),
-        ]
-        steps = (_rows_of_a_batch,) if getattr(capabilities, "encoder", False) else STEPS
-        own += [(check.__name__.removeprefix("_"), check) for check in steps]
-        for label, check in own:
+        checks = dict(find_checks(__name__))
+        if getattr(capabilities, "encoder", False):
+            checks = {label: check for label, check in checks.items() if label in OF_ENCODERS}
+        else:
+            del checks["rows_of_a_batch"]
+        for label, check in checks.items():
             yield Check(f"{label}-{name}", lambda check=check, tools=tools: check(tools()))  # type: ignore[misc]
 
 
@@ -83,7 +83,7 @@ class Tools:
 
 
 @torch.no_grad()
-def _weights_are_complete(tools: Tools) -> None:
+def check_weights_are_complete(tools: Tools) -> None:
     """Every parameter has a value after loading, and `load_weights` names no other."""
     model = build(tools.subject, tools.checkpoint)
     loaded = model.load_weights(iter(read(model, tools.checkpoint)))
@@ -98,7 +98,7 @@ def _weights_are_complete(tools: Tools) -> None:
 
 
 @torch.no_grad()
-def _missing_tensors(tools: Tools) -> None:
+def check_missing_tensors_are_named(tools: Tools) -> None:
     """Without one of its tensors, `load_weights` returns fewer parameters or raises
     CheckpointError."""
     weights = read(build(tools.subject, tools.checkpoint), tools.checkpoint)
@@ -128,7 +128,7 @@ def _ignored(model: Any, name: str) -> bool:
 
 
 @torch.no_grad()
-def _unknown_tensor(tools: Tools) -> None:
+def check_unknown_tensor_is_an_error(tools: Tools) -> None:
     model = build(tools.subject, tools.checkpoint)
     if _ignored(model, UNKNOWN):
         raise SkipCheck("`ignored_weights` matches any name")
@@ -144,34 +144,34 @@ def _unknown_tensor(tools: Tools) -> None:
 # steps --------------------------------------------------------------------------------------------
 
 
-def _agrees_with_transformers(tools: Tools) -> None:
+def check_agrees_with_transformers(tools: Tools) -> None:
     if tools.checkpoint.folder is None:
         raise SkipCheck("transformers has no model of this architecture here")
     tokens = tools.prompt(45, seed=1)
     tools.compare(tools.open().step((0, tokens))[0], tools.expected(tokens), "a whole prompt, against transformers")
 
 
-def _rows_of_a_batch(tools: Tools) -> None:
+def check_rows_of_a_batch(tools: Tools) -> None:
     """Whole prompts in one batch."""
     prompts = [tools.prompt(length, seed=length) for length in (21, 1, 40, 21)]
     for tokens, found in zip(prompts, tools.open().step(*enumerate(prompts)), strict=True):
         tools.compare(found, tools.expected(tokens), f"a prompt of {len(tokens)} tokens among others")
 
 
-def _chunks(tools: Tools) -> None:
+def check_chunks(tools: Tools) -> None:
     tokens, session = tools.prompt(45, seed=1), tools.open()
     found = [session.step((0, part))[0] for part in (tokens[:17], tokens[17:18], tokens[18:40], tokens[40:])]
     tools.compare(torch.cat(found), tools.expected(tokens), "a prompt in four chunks")
 
 
-def _decodes(tools: Tools) -> None:
+def check_decodes(tools: Tools) -> None:
     """Token by token, from the first on."""
     tokens, session = tools.prompt(24, seed=2), tools.open()
     found = [session.step((3, [token]))[0] for token in tokens]
     tools.compare(torch.cat(found), tools.expected(tokens), "a prompt token by token")
 
 
-def _mixed_batches(tools: Tools, page_size: int = 16) -> None:
+def check_mixed_batches(tools: Tools, page_size: int = 16) -> None:
     """Three requests in steps of decodes and chunks."""
     a, b, c = (tools.prompt(length, seed) for length, seed in ((45, 1), (39, 2), (21, 3)))
     session = tools.open(page_size)
@@ -191,11 +191,11 @@ def _mixed_batches(tools: Tools, page_size: int = 16) -> None:
         tools.compare(torch.cat(found[slot]), tools.expected(tokens), f"request {slot} of mixed batches with pages of {page_size}")
 
 
-def _pages_of_1(tools: Tools) -> None:
-    _mixed_batches(tools, page_size=1)
+def check_pages_of_1(tools: Tools) -> None:
+    check_mixed_batches(tools, page_size=1)
 
 
-def _prefix_hit(tools: Tools) -> None:
+def check_prefix_hit(tools: Tools) -> None:
     """A request starts with the cached pages of another, in a slot that a third one had."""
     tokens, session = tools.prompt(40, seed=1), tools.open()
     session.step((2, tools.prompt(7, seed=3)))
@@ -206,7 +206,7 @@ def _prefix_hit(tools: Tools) -> None:
     tools.compare(session.step((2, other[32:]))[0], tools.expected(other)[32:], "a prompt after a prefix hit of 32 tokens")
 
 
-def _slots_are_reused(tools: Tools) -> None:
+def check_slots_are_reused(tools: Tools) -> None:
     """A request in the slot and on the pages of an earlier one, of equal length."""
     session = tools.open()
     session.step((1, tools.prompt(20, seed=1)))
@@ -217,14 +217,14 @@ def _slots_are_reused(tools: Tools) -> None:
     tools.compare(torch.cat(found), tools.expected(tokens), "a request in the slot of an earlier one")
 
 
-def _long_prompts(tools: Tools) -> None:
+def check_long_prompts(tools: Tools) -> None:
     length = min(700, tools.checkpoint.model_config.max_context)
     tokens, session = tools.prompt(length, seed=4), tools.open()
     found = torch.cat([session.step((0, tokens[: length - 1]))[0], session.step((0, tokens[length - 1 :]))[0]])
     tools.compare(found[-20:], tools.expected(tokens)[-20:], f"the end of a prompt of {length} tokens")
 
 
-def _selected_tokens(tools: Tools) -> None:
+def check_selected_tokens(tools: Tools) -> None:
     """Hidden states of `SelectedTokens` alone, and a cache that still gets all tokens."""
     session = tools.open()
     if not getattr(session.model, "supports_token_selection", False):
@@ -235,7 +235,7 @@ def _selected_tokens(tools: Tools) -> None:
     tools.compare(session.step((0, tokens[25:]))[0], expected[25:], "the step after selected tokens")
 
 
-def _logits_of_some_rows(tools: Tools) -> None:
+def check_logits_of_some_rows(tools: Tools) -> None:
     """`compute_logits` of some hidden states are the logits of these tokens, over the whole
     vocabulary."""
     session, tokens = tools.open(), tools.prompt(12, seed=1)
@@ -247,24 +247,10 @@ def _logits_of_some_rows(tools: Tools) -> None:
     tools.compare(found, tools.expected(tokens)[[7, 2]], "the logits of two rows")
 
 
-def _bfloat16(tools: Tools) -> None:
+def check_bfloat16(tools: Tools) -> None:
     """Hidden states and logits stay bfloat16 or float32, and near those of float32."""
     tokens, session = tools.prompt(40, seed=4), tools.open(dtype=torch.bfloat16)
     found = torch.cat([session.step((0, tokens[:30]))[0], session.step((0, tokens[30:]))[0]])
     expected = tools.expected(tokens)
     distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(distance.median()) <= 0.05, f"in bfloat16, the median relative error is {float(distance.median()):.2e}, allowed 5e-02"
-
-
-STEPS: tuple[Callable[[Tools], None], ...] = (
-    _chunks,
-    _decodes,
-    _mixed_batches,
-    _pages_of_1,
-    _prefix_hit,
-    _slots_are_reused,
-    _long_prompts,
-    _selected_tokens,
-    _logits_of_some_rows,
-    _bfloat16,
-)

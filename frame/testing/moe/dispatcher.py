@@ -8,20 +8,18 @@ the experts are computed by their definition.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, MoEDispatcher
 from frame.core.interfaces.parallel import ParallelPlan
-from frame.core.interfaces.rank_context import Limits, RankContext
-from frame.entrypoints.tools.bench.paged_batches import DTYPES
-from frame.plugins.devices import open_platform
+from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.testing.conformance import Check, Subject, collect
 from frame.testing.moe.experts import TOLERANCE, draw, reference, split, supports
 from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
-from frame.testing.unchanged import unchanged
+from frame.testing.tensors import require_form, require_near, unchanged
 
 SIZES = ((7, 8, 2, 32, 24), (1, 4, 1, 16, 12), (300, 6, 3, 16, 12))  # tokens, experts, k, hidden, inner
 Parts = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
@@ -36,12 +34,8 @@ class Place:
     is_whole: bool = False
 
     def make(self, group: ThreadGroup) -> MoEDispatcher:
-        limits = Limits(max_running_requests=64, max_tokens_per_step=8192, max_context=131072, page_size=16)
-        device = self.subject.setting.device
         plan = ParallelPlan(tp=group.size, ep=group.size if self.is_whole else 1)
-        context = RankContext(
-            platform=open_platform(device), device=torch.device(device), dtype=self.dtype, tp=group, limits=limits, plan=plan
-        )
+        context = replace(build_context(self.subject.setting.device, self.dtype, 16), tp=group, plan=plan)
         dispatcher: MoEDispatcher = self.subject.target(context, self.subject.options)
         return dispatcher
 
@@ -101,12 +95,10 @@ def _combine(dispatcher: MoEDispatcher, out: torch.Tensor, tokens: DispatchOutpu
 
 
 def _compare(results: list[torch.Tensor], parts: Parts, what: str) -> None:
-    expected, shape = reference(*parts), tuple(parts[0].shape)
-    for rank, found in enumerate(results):
-        assert found.shape == shape, f"{what}, rank {rank}: the result's shape is {tuple(found.shape)}, not {shape}"
-        assert found.dtype == parts[0].dtype, f"{what}, rank {rank}: the result's dtype is {found.dtype}, not {parts[0].dtype}"
-        error = float((found.double() - expected).abs().max() / expected.abs().max())
-        assert error <= TOLERANCE[found.dtype], f"{what}, rank {rank}: largest relative error {error:.2e} ({list(found.shape)})"
+    expected = reference(*parts)
+    for rank, result in enumerate(results):
+        require_form(result, expected, f"{what}, rank {rank}", parts[0].dtype)
+        require_near(result, expected, f"{what}, rank {rank}", TOLERANCE[result.dtype])
 
 
 def _agrees(place: Place, ranks: int) -> None:

@@ -17,7 +17,7 @@ from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.testing.conformance import Check, Subject, collect
 from frame.testing.moe.experts import TOLERANCE, activate_by_halves, draw, reference, supports
-from frame.testing.unchanged import unchanged
+from frame.testing.tensors import require_form, require_near, unchanged
 
 SIZES = (  # tokens, experts, k, hidden, inner
     (1, 4, 1, 32, 16),
@@ -87,15 +87,12 @@ def _run(runner: MoERunner, sizes: Sizes, parts: Parts, experts: PlainExperts | 
     given = {"x": x, "ids": ids, "weights": weights, "gate_up": experts.gate_up, "down": experts.down}
     with unchanged(given, "the runner"):
         out = runner.run(DispatchOutput(x, ids, weights), experts)
-    assert out.shape == x.shape, f"the result's shape is {tuple(out.shape)}, not {tuple(x.shape)}"
-    assert out.dtype == sizes.dtype, f"the result's dtype is {out.dtype}, not {sizes.dtype}"
+    require_form(out, x, str(sizes), sizes.dtype)
     return out.double().cpu()
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, sizes: Sizes) -> None:
-    assert torch.isfinite(got).all(), f"the result is not finite ({sizes})"
-    error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
-    assert error <= TOLERANCE[sizes.dtype], f"largest relative error {error:.2e}, allowed {TOLERANCE[sizes.dtype]:.0e} ({sizes})"
+    require_near(got, expected, str(sizes), TOLERANCE[sizes.dtype])
 
 
 def _agrees(subject: Subject, sizes: Sizes) -> None:

@@ -59,17 +59,23 @@ def run_ranks(subject: Subject, act: Act, size: int | None = None, address: str 
 
     with tempfile.TemporaryDirectory() as folder:
         meeting = address or f"file://{Path(folder) / 'ranks'}"
-        threads = [threading.Thread(target=run, args=(rank, meeting), daemon=True) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + _PATIENCE
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        has_ended = _run_threads(size, lambda rank: run(rank, meeting), _PATIENCE)
         first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), None)
         if first is not None:
             raise first
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        assert has_ended, "a rank hangs"
     return results
+
+
+def _run_threads(size: int, work: Callable[[int], None], seconds: float) -> bool:
+    """Call `work` for each rank in a thread of its own; whether all of them ended in time."""
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _device(subject: Subject) -> str:
@@ -310,11 +316,7 @@ def check_ends_are_noticed(subject: Subject) -> None:
 
     seen: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        threads = [threading.Thread(target=act, args=(rank, f"file://{Path(folder) / 'ranks'}", seen), daemon=True) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
+        _run_threads(2, lambda rank: act(rank, f"file://{Path(folder) / 'ranks'}", seen), seconds=20)
         assert seen == ["error"], "an operation after another rank has left must raise RuntimeError, not hang or go on"
 
 

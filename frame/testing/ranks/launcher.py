@@ -1,8 +1,5 @@
 """The conformance suite of `launcher/1`: places of ranks, and small processes that say how they
-were started.
-
-Run by the conformance option of the pytest plugin. Must not know a launcher by name.
-"""
+were started. Must not know a launcher by name."""
 
 from __future__ import annotations
 

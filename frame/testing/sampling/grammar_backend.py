@@ -1,9 +1,7 @@
-"""The conformance suite of grammar backends.
+"""The conformance suite of grammar backends. Must not know a backend by name.
 
-Each check is a function without arguments that raises AssertionError with one sentence. Masks of
-finite languages are compared token by token with the texts of the language; texts of other grammars
-are validated with `re`, `json` and jsonschema. Used by the conformance option of the pytest plugin.
-Must not know a backend by name.
+Masks of finite languages are compared token by token with the texts of the language; texts of other
+grammars are validated with `re`, `json` and jsonschema.
 """
 
 from __future__ import annotations
@@ -61,6 +59,10 @@ class Run:
         if not grammar.fill_mask(mask):
             return np.ones(self.vocabulary.size, np.bool_)
         return np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocabulary.size].astype(np.bool_)
+
+    def continuations(self, allowed: np.ndarray) -> list[int]:
+        """The allowed tokens that are text."""
+        return [token for token in np.flatnonzero(allowed).tolist() if token in self.vocabulary.tokens]
 
 
 def suite(subject: Subject) -> Iterator[Check]:
@@ -135,7 +137,7 @@ def _compare(run: Run, case: Language, dice: random.Random, is_split: bool) -> N
             raise AssertionError(f"{where}: the mask {is_wrong} token {token} ({vocabulary.show(token)})")
         assert found.any(), f"{where}: the mask is empty"
         assert grammar.is_finished() == (rest == {b""}), f"{where}: is_finished() is {grammar.is_finished()}"
-        continues = [token for token in np.flatnonzero(found).tolist() if token in vocabulary.tokens]
+        continues = run.continuations(found)
         if b"" in rest and (not continues or dice.random() < 0.3):
             end = dice.choice(vocabulary.ends)
             assert grammar.accept_token(end), f"{where}: accept_token() refuses the end token {end}"
@@ -161,7 +163,7 @@ def check_accept_agrees_with_the_mask(run: Run) -> None:
                 shown = run.vocabulary.show(token)
                 assert not grammar.accept_token(token), f"{case.name}: it takes token {token} ({shown}), which the mask does not have"
             assert np.array_equal(before, run.allowed(grammar)), f"{case.name}: a token that is refused changes the state"
-            continues = [token for token in np.flatnonzero(before).tolist() if token in run.vocabulary.tokens]
+            continues = run.continuations(before)
             for token in continues[:8]:
                 assert run.start(case, tokens).accept_token(token), f"{case.name}: accept_token() refuses token {token}, which the mask has"
             if not continues:
@@ -179,7 +181,7 @@ def check_tokens_are_rolled_back(run: Run) -> None:
             for _ in range(12):
                 allowed, is_finished = run.allowed(grammar), grammar.is_finished()
                 trail.append((allowed, is_finished))
-                choices = [token for token in np.flatnonzero(allowed).tolist() if token in run.vocabulary.tokens]
+                choices = run.continuations(allowed)
                 ends = [token for token in run.vocabulary.ends if allowed[token]]
                 is_end = not choices or (bool(ends) and dice.random() < 0.3)
                 token = dice.choice(ends if is_end else choices)
@@ -231,12 +233,9 @@ def write_text(run: Run, case: Language, dice: random.Random) -> str | None:
         allowed = run.allowed(grammar)
         ends = [token for token in vocabulary.ends if allowed[token]]
         assert allowed.any(), f"{case.name} after {data!r}: the mask is empty"
-        if ends and dice.random() < 0.4:
-            assert grammar.accept_token(ends[0]), f"{case.name} after {data!r}: accept_token() refuses the end token that the mask has"
-            return data.decode(errors="replace")
         near = [token for token in closing if allowed[token]]
-        continues = [token for token in np.flatnonzero(allowed).tolist() if token in vocabulary.tokens]
-        if not continues:
+        continues = run.continuations(allowed)
+        if not continues or (ends and dice.random() < 0.4):
             assert grammar.accept_token(ends[0]), f"{case.name} after {data!r}: accept_token() refuses the end token that the mask has"
             return data.decode(errors="replace")
         token = dice.choice(near) if near and dice.random() < 0.5 else dice.choice(continues)
@@ -276,8 +275,7 @@ def check_requests_stand_alone(run: Run) -> None:
         compiled = run.compile(case)
         one, other = compiled.start(), compiled.start()
         first = run.allowed(other)
-        token = next(token for token in np.flatnonzero(first).tolist() if token in run.vocabulary.tokens)
-        assert one.accept_token(token)
+        assert one.accept_token(run.continuations(first)[0])
         assert np.array_equal(first, run.allowed(other)), f"{case.name}: a token of one request changes the mask of another"
         assert np.array_equal(first, run.allowed(compiled.start())), f"{case.name}: a new request begins where another is"
 
@@ -304,7 +302,7 @@ def check_loaded_grammars_are_equal(run: Run) -> None:
         for _ in range(10):
             allowed = run.allowed(here)
             assert np.array_equal(allowed, run.allowed(there)), f"{case.name}: a grammar that was dumped and loaded has another mask"
-            continues = [token for token in np.flatnonzero(allowed).tolist() if token in run.vocabulary.tokens]
+            continues = run.continuations(allowed)
             if not continues:
                 break
             token = dice.choice(continues)
@@ -336,7 +334,7 @@ def check_masks_are_filled_in_time(run: Run) -> None:
             began = time.perf_counter()
             allowed = run.allowed(grammar)
             taken.append(time.perf_counter() - began)
-            continues = [token for token in np.flatnonzero(allowed).tolist() if token in run.vocabulary.tokens]
+            continues = run.continuations(allowed)
             if not continues or not grammar.accept_token(dice.choice(continues)):
                 break
         median = sorted(taken)[len(taken) // 2]

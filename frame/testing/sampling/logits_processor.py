@@ -1,8 +1,7 @@
-"""The conformance suite of logits processors.
+"""The conformance suite of logits processors. Must not know a processor by name.
 
-Each check is a function that raises AssertionError with one sentence. A check makes processors with
-`make(vocab_size, max_slots)` and gets parameters that the processor applies to. Used by the
-conformance option of the pytest plugin. Must not know a processor by name.
+A check makes processors with `make(vocab_size, max_slots)` and gets parameters that the processor
+applies to.
 """
 
 from __future__ import annotations
@@ -168,8 +167,7 @@ def check_apply_changes_named_rows(make: Make, wanted: Sequence[SamplingParams])
 
 def check_apply_repeats(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """The state changes with tokens, not with calls of `apply`: steps are also run to warm up."""
-    setups = _setups(wanted, SLOTS // 2)
-    logits, processor = _logits(len(setups)), _filled(make, setups)
+    setups, logits, processor = _half(make, wanted)
     rows = range(len(setups))
     first = _apply(processor, logits, rows, setups)
     assert torch.equal(first, _apply(processor, logits, rows, setups)), "a second apply() of one step gives other logits"
@@ -287,8 +285,7 @@ def check_all_slots_and_tokens_exist(make: Make, wanted: Sequence[SamplingParams
 
 def check_banned_tokens_stay_banned(make: Make, wanted: Sequence[SamplingParams]) -> None:
     """Logits of minus infinity, from a grammar or another processor, stay so, and make no NaN."""
-    setups = _setups(wanted, SLOTS // 2)
-    logits, processor = _logits(len(setups)), _filled(make, setups)
+    setups, logits, processor = _half(make, wanted)
     banned = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.5
     logits[banned] = -torch.inf
     found = _apply(processor, logits, range(len(setups)), setups)
@@ -436,6 +433,12 @@ def _filled(make: Make, setups: Sequence[SlotSetup]) -> LogitsProcessor:
     for setup in setups:
         processor.add_slot(setup)
     return processor
+
+
+def _half(make: Make, wanted: Sequence[SamplingParams]) -> tuple[list[SlotSetup], torch.Tensor, LogitsProcessor]:
+    """Requests in half of the slots, a row of logits for each, and a processor that has them."""
+    setups = _setups(wanted, SLOTS // 2)
+    return setups, _logits(len(setups)), _filled(make, setups)
 
 
 def _logits(rows: int, vocab: int = VOCAB) -> torch.Tensor:

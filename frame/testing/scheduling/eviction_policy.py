@@ -1,9 +1,5 @@
 """The conformance suite of eviction policies: keys of single nodes, then caches and scheduler runs
-that evict by them.
-
-Each check is a function without arguments that raises AssertionError with one sentence. Used by the
-conformance option of the pytest plugin. Must not know a policy by name.
-"""
+that evict by them. Must not know a policy by name."""
 
 from __future__ import annotations
 
@@ -19,11 +15,9 @@ from unittest import mock
 import numpy as np
 
 from frame.core.interfaces.cache import EvictionPolicy, PrefixCacheContext, check_integrity, evict_all
-from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, Subject, collect
 from frame.testing.contexts import EVICTION
-from frame.testing.scheduler_rig import InOrder, SchedulerRig, load_cache_class
+from frame.testing.scheduler_rig import InOrder, SchedulerRig, add_requests, load_cache_class, make_tight_config
 
 MAX_SECONDS = 1e-4  # of one key; a cache computes thousands in one eviction
 LATE = 1 << 40  # accesses of a cache that has run for years
@@ -147,11 +141,4 @@ def check_cache_keeps_its_contract(policy: Make) -> None:
 
 def check_runs_with_few_pages(policy: Make) -> None:
     """Requests whose prefixes do not all fit yield what an unconstrained run yields."""
-    rng = random.Random(0)
-    config = SchedulerConfig(page_size=2, num_pages=33, max_running=4, token_budget=12, max_context=60, vocab_size=97, eos_ids=(3,))
-    rig = SchedulerRig(config, InOrder(), policy())
-    stems = [[rng.randrange(97) for _ in range(rng.randint(4, 24))] for _ in range(6)]
-    for i in range(30):
-        rig.add([*rng.choice(stems), i], SamplingParams(max_tokens=rng.randint(1, 12), temperature=0.0), priority=rng.randint(0, 2))
-        rig.step()
-    rig.run()
+    add_requests(SchedulerRig(make_tight_config(2, 33, max_running=4), InOrder(), policy()), seed=0)

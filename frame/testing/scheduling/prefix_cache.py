@@ -1,12 +1,8 @@
 """The conformance suite of prefix caches: single rules of the contract, whole runs of the scheduler
-over the cache, then random calls compared with a dictionary.
-
-Used by `frame.testing.conformance`. Must not know a plugin by name.
-"""
+over the cache, then random calls compared with a dictionary. Must not know a plugin by name."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -25,14 +21,11 @@ from frame.core.interfaces.cache import (
     check_integrity,
     evict_all,
 )
-from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import EVICTION
-from frame.testing.scheduler_rig import InOrder, OldestFirst, SchedulerRig
+from frame.testing.scheduler_rig import InOrder, OldestFirst, SchedulerRig, add_requests, make_tight_config
 
 NUM_PAGES = 4096
-VOCAB = 97
 PAGE_SIZES = (1, 2, 3)  # those that are checked, unless the record has others
 
 
@@ -160,28 +153,9 @@ def _stores_nothing(maker: Maker) -> None:
 
 
 def _serves_equal_tokens(maker: Maker, page_size: int, overlap: bool) -> None:
-    rng = random.Random(page_size)
-    config = SchedulerConfig(
-        page_size=page_size,
-        num_pages=1 + max(64 // page_size, 12),
-        max_running=5,
-        token_budget=12,
-        max_context=60,
-        vocab_size=VOCAB,
-        eos_ids=(3,),
-        overlap=overlap,
-    )
+    config = make_tight_config(page_size, 1 + max(64 // page_size, 12), overlap=overlap)
     rig = SchedulerRig(config, InOrder(), prefix_cache=maker.make(page_size))
-    stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(page_size + 1, 24 + page_size))] for _ in range(4)]
-    for number in range(40):
-        params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice((0.0, 1.0)), seed=number)
-        tokens = [*rng.choice(stems), *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 6)))]
-        rid = rig.add(tokens, params, priority=rng.randint(0, 2), namespace=rng.choice(("", "", "a:", "a:salt")))
-        for _ in range(rng.choice((0, 0, 1, 3))):
-            rig.step()
-        if rng.random() < 0.1:
-            rig.abort(rid)
-    rig.run()
+    add_requests(rig, page_size, ("", "", "a:", "a:salt"), abort_share=0.1)
     cached = sum(request.cached or 0 for request in rig.requests.values())
     assert bool(cached) == maker.target.reuses, f"{cached} prompt tokens of 40 requests with common prefixes came from the cache"
 

@@ -1,9 +1,5 @@
-"""The conformance suite of scheduling policies.
-
-Each check is a function without arguments that raises AssertionError with one sentence. Single
-calls come first, then simulations of long queues, then whole scheduler runs on `SchedulerRig`.
-Used by the conformance option of the pytest plugin. Must not know a policy by name.
-"""
+"""The conformance suite of scheduling policies: single calls, simulations of long queues, then
+whole scheduler runs on `SchedulerRig`. Must not know a policy by name."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements
 from frame.testing.contexts import SCHEDULING
-from frame.testing.scheduler_rig import SchedulerRig
+from frame.testing.scheduler_rig import SchedulerRig, add_requests, make_tight_config
 
 VIEW = SchedulerView(now=8.0, num_running=3, token_budget=512, free_pages=7, evictable_pages=5, page_size=4)
 EDGE_VIEWS = (SchedulerView(0.0, 0, 0, 0, 0, 1), SchedulerView(1e9, 10_000, 1 << 20, 0, 1 << 30, 128))
@@ -218,24 +214,17 @@ def _shaped(index: int, arrival: float, shape: Shape) -> Request:
 
 
 def runs(policy: Make, page_size: int, overlap: bool) -> None:
-    rng = random.Random(page_size + overlap)
-    with _complaints() as found:
+    with _complaints() as errors:
         rig = SchedulerRig(_config(page_size, overlap), policy())
-        stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(4, 24))] for _ in range(4)]
-        for i in range(40):
-            params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice((0.0, 1.0)), seed=i)
-            rig.add(rng.choice(stems) + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 8))] + [i], params, priority=rng.randint(0, 2))
-            if rng.random() < 0.3:
-                rig.step()
-        rig.run()
-    assert not found, found[0] if found else ""
+        add_requests(rig, page_size + overlap)
+    assert not errors, errors[0] if errors else ""
     if not rig.scheduler.get_load()["preempted"]:
         raise SkipCheck("the pages never run out in this run, so no victim is asked for")
 
 
 def check_a_busy_run_serves_the_oldest(policy: Make) -> None:
     """The first request finishes though more arrive all the time. A step takes a second."""
-    with _complaints() as found:
+    with _complaints() as errors:
         rig = SchedulerRig(_config(4, False), policy())
         for i in range(5):
             rig.add([i] * 12, SamplingParams(max_tokens=12, temperature=0.0))
@@ -248,43 +237,25 @@ def check_a_busy_run_serves_the_oldest(policy: Make) -> None:
             if rig.requests[oldest].finish is not None:
                 break
     assert rig.requests[oldest].finish is not None, f"a request is not done after {MAX_WAIT} steps, though others come and go"
-    assert not found, found[0] if found else ""
+    assert not errors, errors[0] if errors else ""
 
 
 def _config(page_size: int, overlap: bool) -> SchedulerConfig:
-    return SchedulerConfig(
-        page_size=page_size,
-        num_pages=1 + 64 // page_size,
-        max_running=5,
-        token_budget=12,
-        max_context=60,
-        vocab_size=VOCAB,
-        eos_ids=(3,),
-        overlap=overlap,
-        growth_reserve=0,  # so that pages run out while requests grow, and the policy chooses victims
-    )
-
-
-class _Listener(logging.Handler):
-    """Keeps the messages of a log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sentences: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.sentences.append(record.getMessage())
+    # without a reserve pages run out while requests grow, and the policy chooses victims
+    return make_tight_config(page_size, 1 + 64 // page_size, overlap=overlap, growth_reserve=0)
 
 
 @contextmanager
 def _complaints() -> Iterator[list[str]]:
     """The errors that the scheduler logs about a policy. It serves requests in spite of them."""
-    listener = _Listener()
-    guarded_policy.log.addHandler(listener)
+    errors: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
+    guarded_policy.log.addHandler(handler)
     try:
-        yield listener.sentences
+        yield errors
     finally:
-        guarded_policy.log.removeHandler(listener)
+        guarded_policy.log.removeHandler(handler)
 
 
 # helpers ------------------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
 """The conformance suite of subcommands: what help costs and shows, how wrong calls end, and what a
-call leaves behind.
-
-Used by `frame.testing.conformance`. Must not know a plugin by name.
-"""
+call leaves behind. Must not know a plugin by name."""
 
 from __future__ import annotations
 

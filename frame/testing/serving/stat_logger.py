@@ -1,8 +1,6 @@
 """The conformance suite of stat loggers: records of every shape, the time that a record takes, and
-what a logger keeps or changes. It cannot see what arrives at a logger's destination.
-
-Used by `frame.testing.conformance`. Must not know a plugin by name.
-"""
+what a logger keeps or changes. It cannot see what arrives at a logger's destination. Must not know
+a plugin by name."""
 
 from __future__ import annotations
 

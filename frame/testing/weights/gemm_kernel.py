@@ -18,6 +18,7 @@ from frame.core.interfaces.weight_format import PackedWeight, QuantType, WeightS
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.plugins.devices import open_platform
 from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.tensors import require_form, require_near
 from frame.testing.weights.packed_weights import make_weight
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
@@ -110,11 +111,8 @@ class Case:
 
     def compare(self, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         """Assert that a result is close to float64 numbers."""
-        assert got.dtype == self.dtype, f"{what}: the result is {got.dtype}, not {self.dtype}"
-        assert got.shape == expected.shape, f"{what}: the result has the shape {tuple(got.shape)}, not {tuple(expected.shape)}"
-        assert torch.isfinite(got).all(), f"{what}: the result is not finite"
-        error = float((got.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
-        assert error <= self.tolerance, f"{what}: largest relative error {error:.2e}, allowed {self.tolerance:.0e}"
+        require_form(got, expected, what, self.dtype)
+        require_near(got, expected, what, self.tolerance)
 
     def reference(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         return x.double() @ weight.dequantize(torch.float32).double().t()

@@ -1,8 +1,5 @@
 """The conformance suite of weight sources: checkpoints with known values, read whole, in slices and
-ahead; then broken and hostile ones.
-
-Used by `frame.testing.conformance`. Must not know a plugin by name.
-"""
+ahead; then broken and hostile ones. Must not know a plugin by name."""
 
 from __future__ import annotations
 

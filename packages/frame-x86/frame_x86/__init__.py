@@ -80,28 +80,19 @@ AMX = X86GemmCapabilities(devices=("cpu",), speeds=_AMX_SPEEDS, dtypes=("bfloat1
 def register_attention_backends(registry: KindRegistry) -> None:
     """Add the attention of decodes."""
     registry.add(
-        "avx512",
-        "frame_x86.attention:Avx512Attention",
-        capabilities=ATTENTION,
-        rank=25,
+        "avx512", "frame_x86.attention:Avx512Attention", capabilities=ATTENTION, rank=25,
         summary="Attention of decodes on CPUs with AVX-512: bfloat16, over the pages in place.",
-    )
+    )  # fmt: skip
 
 
 @hookimpl
 def register_gemm_kernels(registry: KindRegistry) -> None:
     """Add the kernels of AMX tiles and of AVX-512."""
     registry.add(
-        "amx",
-        "frame_x86.kernel:AmxKernel",
-        capabilities=AMX,
-        rank=110,
+        "amx", "frame_x86.kernel:AmxKernel", capabilities=AMX, rank=110,
         summary="bfloat16, int8 and int4 weights by AMX tiles of Intel CPUs, read once from where they are.",
-    )
+    )  # fmt: skip
     registry.add(
-        "avx512",
-        "frame_x86.kernel:Avx512Kernel",
-        capabilities=AVX512,
-        rank=105,
+        "avx512", "frame_x86.kernel:Avx512Kernel", capabilities=AVX512, rank=105,
         summary="int8 and int4 weights by AVX-512 VNNI, packed once, and few rows with bfloat16 weights.",
-    )
+    )  # fmt: skip

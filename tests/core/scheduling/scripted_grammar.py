@@ -36,3 +36,29 @@ class Script:
 
     def rollback_tokens(self, count: int) -> None:
         del self.taken[len(self.taken) - count :]
+
+
+class BreakingScript(Script):
+    """Raises ValueError for the mask of the token at position `limit`."""
+
+    def __init__(self, widths: Sequence[int], vocab_size: int, limit: int) -> None:
+        super().__init__(widths, vocab_size)
+        self.limit = limit
+
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        if len(self.taken) == self.limit:
+            raise ValueError("too much work")
+        return super().fill_mask(mask)
+
+
+class Free:
+    """Allows everything, and refuses token 7."""
+
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        return False
+
+    def accept_token(self, token_id: int) -> bool:
+        return token_id != 7
+
+    def is_finished(self) -> bool:
+        return False

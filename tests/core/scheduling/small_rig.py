@@ -48,6 +48,16 @@ def prompt(length: int, start: int = 10) -> list[int]:
     return [(start + 7 * i) % VOCAB for i in range(length)]
 
 
+def count_steps(used: SchedulerRig) -> int:
+    """Runs a rig until it is idle."""
+    steps = 0
+    while not used.scheduler.is_idle:
+        used.step()
+        steps += 1
+    used.check()
+    return steps
+
+
 class Recorder(SchedulingPolicy):
     """Preempts the newest request; records each victim with the oldest request, and the sizes of
     the windows."""

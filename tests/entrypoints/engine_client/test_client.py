@@ -43,25 +43,9 @@ from frame.entrypoints.engine_client.tokenizing import INLINE_CHARACTERS, Thread
 from frame.text.chat_template import ChatTemplateError
 from frame.text.detokenizer import Detokenizer
 from frame.text.tokenizer import Tokenizer
-from tests.entrypoints.submitting import submit_request
+from tests.entrypoints.submitting import Link, submit_request
 
 LIMITS = ClientLimits(max_outstanding=4, max_context=32, vocab_size=100, capacity=64)
-
-
-class Link:
-    def __init__(self) -> None:
-        self.sent: list[Message] = []
-        self.inbox: list[Any] = []
-
-    def send(self, message: Message) -> None:
-        self.sent.append(message)
-
-    def receive(self, timeout: float | None = 0.0) -> list[Any]:
-        inbox, self.inbox = self.inbox, []
-        return inbox
-
-    def close(self) -> None:
-        return
 
 
 def make(**more: Any) -> tuple[EngineClient, Link]:

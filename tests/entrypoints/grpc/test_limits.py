@@ -17,6 +17,7 @@ from frame.entrypoints.grpc import calls, health, reading
 from frame.entrypoints.grpc.reading import check_fields
 from frame.entrypoints.grpc.schema import SERVICE
 from frame.entrypoints.grpc.server import GrpcServer
+from frame.entrypoints.grpc.wire import check_parts
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.protocol.bodies import MAX_NODES, MAX_VALUES, MIN_BODY
 from tests.entrypoints.grpc.raw_calls import (
@@ -31,8 +32,8 @@ from tests.entrypoints.grpc.raw_calls import (
     literal,
     prefix,
 )
-from tests.entrypoints.grpc.test_service import Client, S
-from tests.entrypoints.inprocess import InProcess, serving
+from tests.entrypoints.grpc.test_service import Client, S, listening
+from tests.entrypoints.inprocess import InProcess
 
 Code = grpc.StatusCode
 PART = prefix(3_000_000) + b"x" * 1000  # of a message, whose rest does not come
@@ -42,13 +43,8 @@ CHECK = "/grpc.health.v1.Health/Check"
 @asynccontextmanager
 async def two_keys(folder: Path, **settings: Any) -> AsyncIterator[tuple[InProcess, str]]:
     (folder / "keys").write_text("one\ntwo\n")
-    async with serving({"server": {"api_keys": str(folder / "keys"), **settings}}) as server:
-        grpc_server = GrpcServer(server.services, "127.0.0.1", 0, server.app.bodies)
-        await grpc_server.start()
-        try:
-            yield server, grpc_server.address
-        finally:
-            await grpc_server.stop()
+    async with listening({"server": {"api_keys": str(folder / "keys"), **settings}}) as opened:
+        yield opened
 
 
 async def refused(call: Any) -> tuple[Any, str]:

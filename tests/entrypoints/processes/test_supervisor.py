@@ -19,7 +19,7 @@ from frame.entrypoints.processes import supervisor as module
 from frame.entrypoints.processes.deployment import Child
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits
 from frame.entrypoints.processes.supervisor import RestartPolicy, Supervisor
-from tests.entrypoints.submitting import submit_request
+from tests.entrypoints.submitting import Link, submit_request
 
 
 class Process:
@@ -87,12 +87,11 @@ class Deployment:
         Real.handle_message(self, message)  # type: ignore[arg-type]
 
 
-class Rig:
+class Rig(Link):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str, max_restarts: int = 5, heartbeat_timeout: float = 10.0) -> None:
         self.now = 1000.0
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.sent: list[Any] = []
-        self.inbox: list[Any] = []
+        super().__init__()
         self.lines: list[str] = []
         self.asked_again: list[int] = []
         self.client = EngineClient(self, ClientLimits(8, 64, 100, 64))
@@ -102,20 +101,18 @@ class Rig:
         watch = ResourceMonitor(UsageLimits(memory=1000, device_memory=1000), self.lines.append, lambda pid: self.held.get(pid, Usage()))
         self.supervisor = Supervisor(self.deployment, self.client, policy, self.lines.append, self.asked_again.append, watch)  # type: ignore[arg-type]
 
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def receive(self, timeout: float | None = 0.0) -> list[Any]:
-        inbox, self.inbox = self.inbox, []
-        return inbox
-
-    def close(self) -> None:
-        return
-
     async def tick(self, *messages: Any, seconds: float = 0.1) -> None:
         self.inbox += messages
         self.now += seconds
         await self.supervisor.tick()
+
+    async def tick_until_a_line(self) -> None:
+        """At most 50 ticks."""
+        for _ in range(50):
+            await self.tick()
+            if self.lines:
+                return
+        raise AssertionError("the supervisor says nothing")
 
     async def kill(self, name: str, code: int = -9) -> None:
         self.deployment.children[name].process.code = code  # type: ignore[attr-defined]
@@ -186,11 +183,7 @@ async def test_a_stopped_rank_is_seen_within_five_seconds(monkeypatch: pytest.Mo
     await rig.tick()  # it goes on in time
     assert rig.lines == []
     stopped.add(rig.deployment.children["rank-1"].process.pid)
-    ticks = 0
-    while not rig.lines:
-        await rig.tick()
-        ticks += 1
-    assert ticks < 50
+    await rig.tick_until_a_line()
     assert "the rank-1 process has been stopped by a signal for 3 s" in rig.lines[0]
     await rig.get_ready()
     assert sorted(rig.deployment.started) == ["detokenizer", "engine", "rank-1"]
@@ -199,11 +192,7 @@ async def test_a_stopped_rank_is_seen_within_five_seconds(monkeypatch: pytest.Mo
 async def test_a_rank_that_fails_and_does_not_end_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, *ALL)
     await rig.tick(Fatal(process="rank-1", error="no such batch"))
-    ticks = 1
-    while not rig.lines:
-        await rig.tick()
-        ticks += 1
-    assert ticks < 50
+    await rig.tick_until_a_line()
     assert "the rank-1 process has failed and does not end (no such batch)" in rig.lines[0]
 
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
@@ -163,3 +164,14 @@ async def raw_replica(reply: bytes, is_closed: bool = False, further: bytes = b"
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
+
+
+async def check_reply(client: httpx.AsyncClient, path: str, body: dict[str, str], status: int | None, text: str) -> None:
+    """A request, named `mine`, gets this status and text; None: the connection ends within it."""
+    response = client.post(path, json=body, headers={"x-request-id": "mine"})
+    if status is None:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await response
+        return
+    reply = await response
+    assert (reply.status_code, text in reply.text, "SECRET" in reply.text) == (status, True, False), reply.text

@@ -23,6 +23,7 @@ from frame.config.schema import ServerSection
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer
 from frame.entrypoints.tls import load_certificate
+from tests.entrypoints.http.protocol.asgi import read_body, reply_with
 from tests.entrypoints.test_tls import CHAIN, KEY
 
 LIMIT = 8
@@ -32,13 +33,7 @@ REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\nconnection: close
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    body = scope["scheme"].encode() + b" " + body
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
-    await send({"type": "http.response.body", "body": body})
+    await reply_with(send, scope["scheme"].encode() + b" " + await read_body(receive))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 
 from frame.entrypoints.http.protocol.connections import GuardedProtocol
 from frame.entrypoints.http.protocol.paced_parsing import UpgradeRefusingProtocol
+from tests.entrypoints.http.protocol.asgi import read_body, reply_with
 from tests.security.test_connections import listening, status, talk
 
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
@@ -16,13 +17,7 @@ WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: dG
 
 async def mirror(scope: Any, receive: Any, send: Any) -> None:
     """Answers with the method, the path and the body."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    reply = f"{scope['method']} {scope['raw_path'].decode()} ".encode() + body
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(reply)).encode())]})
-    await send({"type": "http.response.body", "body": reply})
+    await reply_with(send, f"{scope['method']} {scope['raw_path'].decode()} ".encode() + await read_body(receive))
 
 
 @pytest.mark.parametrize("upgrade", [H2C, WEBSOCKET, H2C.lower()])

@@ -1,0 +1,72 @@
+"""What the suites of both kinds of parsers check alike: splits of a text, responses in turn, odd
+texts and the time. Must not know a parser.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+LONG, GROWTH, QUICK = 2_500, 9.0, 0.1  # characters, fed one by one; most growth of the time for four times as many; seconds
+LIMIT = 5.0  # seconds of CPU time for 4 * LONG characters
+MAX_HELD = 512  # characters of plain text that a parser may hold back
+ODD = ("", "\0", "�" * 3, "\u2028\u0301", "{" * 3000, "[" * 3000, '"' * 9, "\\" * 99, "-", "1e999", "]" * 40, "</", "🙂" * 9)
+
+
+def require_no_error(call: Callable[[], object], text: str) -> None:
+    try:
+        call()
+    except AssertionError:
+        raise
+    except Exception as error:
+        short = text if len(text) < 80 else f"{text[:80]}…"
+        raise AssertionError(f"the parser raises {type(error).__name__} ({str(error)[:80]}) on {short!r}") from error
+
+
+def compare_splits(read: Callable[[Iterable[str]], Any], texts: Sequence[str]) -> None:
+    """Read each text whole, by character, by pieces, and with empty pieces."""
+    dice = random.Random(1)
+    for text in texts:
+        whole = read([text])
+        cuts = sorted(dice.randrange(len(text) + 1) for _ in range(5))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        for split in (list(text), pieces, ["", text[: len(text) // 2], "", text[len(text) // 2 :], ""]):
+            found = read(split)
+            assert found == whole, f"{text!r} gives {whole} in one piece, and {found} in the pieces {split}"
+
+
+def compare_interleaved(start: Callable[[], Any], read: Callable[[Iterable[str]], Any], texts: Sequence[str]) -> None:
+    alone = [read([text]) for text in texts]
+    others = [start() for _ in texts]
+    for other, text in zip(others, texts, strict=True):  # responses that do not end
+        other.feed(text[: len(text) // 2 + 1])
+    again = [read([text]) for text in texts]
+    assert again == alone, "a response is read otherwise while others are: parsers share state"
+    fed: list[tuple[Any, str, list[Any]]] = [(start(), text, []) for text in texts]
+    for turn in range(max(map(len, texts))):
+        for parser, text, deltas in fed:
+            deltas += [parser.feed(text[turn])] if turn < len(text) else []
+    for parser, text, deltas in fed:
+        single = start()
+        wanted = [*map(single.feed, text), single.finish()]
+        assert [*deltas, parser.finish()] == wanted, f"{text!r} is read otherwise when another response is read in turn"
+
+
+def require_linear_time(read: Callable[[Iterable[str]], Any], heads: Sequence[str]) -> None:
+    """Four times as many tokens take four times as long, and not 16 times."""
+    for head in heads:
+        filling = "a" if head else " <"
+        few, many = (_measure(read, [head, *(filling * size)]) for size in (LONG, 4 * LONG))
+        if LIMIT > many > max(QUICK, GROWTH * few):  # again, in case the machine was busy
+            few, many = (_measure(read, [head, *(filling * size)]) for size in (LONG, 4 * LONG))
+        what = f"{4 * LONG} tokens of {filling!r} after {head!r} take {many:.2f} s"
+        assert many < LIMIT, f"{what}: the parser reads what it holds again and again"
+        assert many <= max(QUICK, GROWTH * few), f"{what}, and {LONG} take {few:.2f} s: the time is not linear in the text"
+
+
+def _measure(read: Callable[[Iterable[str]], Any], pieces: list[str]) -> float:
+    began = time.process_time()
+    read(pieces)
+    return time.process_time() - began

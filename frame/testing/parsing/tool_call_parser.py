@@ -1,0 +1,212 @@
+"""The conformance suite of tool-call parsers, on noise and on texts that the parser's own grammar
+allows, of which the calls are known. Must not know a parser by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from frame.core.interfaces.parsing import CallRule, Function, ToolCallParser
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.contexts import PARSER
+from frame.testing.parsing.reading import MAX_HELD, ODD, compare_interleaved, compare_splits, require_linear_time, require_no_error
+from frame.testing.parsing.texts import MARKS, STEPS, accepts, draw, noise
+
+PLAIN = (
+    *("", "Hello.", " a < b [1] {2} \n", '{"city": "Rome"}', "[1, 2]", "| a | b |\n|---|---|\n", '```json\n{"a": 1}\n```', "x = f(1)"),
+    *("5 > 3 & 2 < 4", "<b>bold</b>", "日本 🙂", "\n\n"),
+)
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"city": "Köln 🙂"},
+    {"text": 'quote " and back\\slash', "other": "a/b"},
+    {"number": -5, "share": 1.5, "is_exact": True, "none": None},
+    {"items": [1, "two", [3]], "deep": {"a": {"b": [{}]}}},
+    {"text": "braces } ] { [ in , a : text"},
+    {"long": "abc " * 80 + "end"},
+)
+TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+ODD_SCHEMAS: tuple[Any, ...] = ({"enum": 3}, {"type": [{}, "integer"]}, {"anyOf": 1}, {"anyOf": [2]}, {"type": {}}, [], None)
+CITY = "Zanzibar"  # stands in every drawn call once
+
+Calls = list[tuple[str, str]]
+MakeCalls = Callable[[], ToolCallParser]
+
+
+def suite(subject: Subject) -> Iterable[Check]:
+    """The suite of the kind `tool_call_parser`."""
+    return collect(__name__, partial(subject.target, PARSER, subject.options))
+
+
+def read_calls(make: MakeCalls, pieces: Iterable[str], functions: Sequence[Function] = (), is_cut: bool = False) -> tuple[str, Calls]:
+    """The content and the calls of a text in pieces. Asserts the order of the deltas."""
+    parser = make()
+    parser.begin(functions or make_rule(ARGUMENTS[1]).functions)
+    deltas = [*map(parser.feed, pieces), parser.finish_cut() if is_cut else parser.finish()]
+    calls: list[list[str]] = []
+    for call in (call for delta in deltas for call in delta.calls):
+        if call.name is not None:
+            assert call.index == len(calls), f"call {call.index} begins after {len(calls)} calls"
+            calls.append([call.name, ""])
+        assert call.index == len(calls) - 1, f"arguments of call {call.index} come when call {len(calls) - 1} is the last"
+        calls[-1][1] += call.arguments
+    return "".join(delta.content for delta in deltas), [(name, arguments) for name, arguments in calls]
+
+
+def check_plain_text_is_content(make: MakeCalls) -> None:
+    for text in PLAIN:
+        for pieces in ([text], list(text)):
+            found = read_calls(make, pieces)
+            assert found == (text, []), f"{text!r} is no call, and is read as {found}"
+
+
+def check_content_is_not_held_back(make: MakeCalls) -> None:
+    parser, text = make(), "word " * 400
+    parser.begin(make_rule(ARGUMENTS[1]).functions)
+    content = "".join(parser.feed(piece).content for piece in text)
+    assert len(content) >= len(text) - MAX_HELD, f"{len(text) - len(content)} of {len(text)} characters of plain text are held back"
+
+
+def check_known_calls_are_read(make: MakeCalls) -> None:
+    """Every text that the grammar of known calls allows is read as these calls."""
+    for arguments in ARGUMENTS:
+        for text in _drawn(make, make_rule(arguments)):
+            content, calls = read_calls(make, [text], make_rule(arguments).functions)
+            assert not content.strip(), f"{text!r} is allowed by the grammar, and {content!r} of it is read as content"
+            assert read_values(calls) == [("f", arguments)], f"{text!r} is allowed, and is read as {calls}"
+    for text in _several(make):
+        content, calls = read_calls(make, [text])
+        wanted = [("f", {"city": CITY})] * text.count(CITY)
+        assert not content.strip(), f"{text!r} is allowed by the grammar, and {content!r} of it is read as content"
+        assert read_values(calls) == wanted, f"{text!r} has {len(wanted)} calls, and is read as {calls}"
+
+
+def check_text_around_calls_is_content(make: MakeCalls) -> None:
+    """Text before and after a call, where the grammar allows it."""
+    rule = CallRule(make_rule({"city": CITY}).functions)
+    parser = make()
+    parser.begin(rule.functions)
+    form = parser.grammar(rule)
+    if form is None or form.get("type") != "triggered_tags":
+        raise SkipCheck("the grammar does not say which text begins a call within other text")
+    for call in _several(make):
+        for before, after in (("Let me see.\n", ""), ("", "\nDone."), ("Let me see.\n", "\nDone.")):
+            text = before + call + after
+            if accepts(form, text):
+                content, calls = read_calls(make, [text])
+                assert len(calls) == call.count(CITY), f"{text!r} has {call.count(CITY)} calls, and is read as {calls}"
+                assert "".join(content.split()) == "".join((before + after).split()), f"the text of {text!r} is read as {content!r}"
+
+
+def check_splits_change_nothing(make: MakeCalls) -> None:
+    known = [text for arguments in ARGUMENTS[1:5] for text in find_calls(make, make_rule(arguments))]
+    compare_splits(lambda pieces: read_calls(make, pieces), [*noise(), *PLAIN, *known, *(f"Hm. {text} So." for text in known)])
+
+
+def check_cut_calls_leave_no_content(make: MakeCalls) -> None:
+    """An answer that ends within a call has the calls before it, and no marks as content."""
+    for text in _several(make):
+        whole = read_calls(make, [text])[1]
+        for size in range(0, len(text), 3):
+            content, calls = read_calls(make, [text[:size]], is_cut=True)
+            assert not content.strip(), f"{text[:size]!r}, cut within a call, leaves {content!r} as content"
+            for (name, arguments), (known, complete) in zip(calls, whole, strict=False):
+                is_prefix = complete.startswith(arguments) or _json(arguments) == _json(complete)
+                assert name == known and is_prefix, f"{text[:size]!r}, cut within a call, is read as {calls}"
+            assert len(calls) <= len(whole), f"{text[:size]!r}, cut within a call, is read as {calls}"
+
+
+def check_responses_stand_alone(make: MakeCalls) -> None:
+    """Parsers of two responses, fed in turn, share nothing."""
+    texts = [*noise()[:10], *find_calls(make, make_rule(ARGUMENTS[1]))]
+    compare_interleaved(lambda: _started(make()), lambda pieces: read_calls(make, pieces), texts)
+
+
+def check_odd_texts_do_not_raise(make: MakeCalls) -> None:
+    calls = find_calls(make, make_rule(ARGUMENTS[1]))[:1]
+    for odd in ODD:
+        within = [call[:at] + odd + call[at:] for call in calls for at in range(0, len(call), 4)]
+        for text in (odd, *(f"{mark}{odd}{mark}" for mark in MARKS), *within):
+            for is_cut in (False, True):
+                require_no_error(lambda text=text, is_cut=is_cut: read_calls(make, [text], is_cut=is_cut), text)  # type: ignore[misc]
+
+
+def check_odd_schemas_do_not_raise(make: MakeCalls) -> None:
+    """Clients send any JSON as the schema of a function."""
+    texts = find_calls(make, make_rule(ARGUMENTS[1]))[:1] or [MARKS[14]]
+    for schema in ODD_SCHEMAS:
+        functions = (Function("f", {"type": "object", "properties": {"city": schema}}), Function("g", {"properties": schema}))
+        require_no_error(lambda functions=functions: read_calls(make, texts, functions), f"the schema {schema!r}")  # type: ignore[misc]
+    require_no_error(lambda: _started(make(), ()).feed(texts[0]), "no functions")
+
+
+def check_time_is_linear(make: MakeCalls) -> None:
+    heads = ["", "<tool_call>", "[TOOL_CALLS]", '{"name": "f", "arguments": "']
+    heads += [text[: text.index("abc") + 3] for text in find_calls(make, make_rule(ARGUMENTS[6]))[:1]]
+    require_linear_time(lambda pieces: read_calls(make, pieces, make_rule(ARGUMENTS[6]).functions), heads)
+
+
+def check_special_tokens_are_kept(make: MakeCalls) -> None:
+    """Marks such as `<|x|>` are special tokens, which only `keeps_special_tokens` leaves in the
+    text."""
+    for text in _drawn(make, make_rule(ARGUMENTS[1])):
+        found = re.search(r"<[|｜][^>]*[|｜]>", text)
+        assert found is None or make().keeps_special_tokens, f"{found and found[0]} is a special token, and `keeps_special_tokens` is False"
+
+
+def _started(parser: ToolCallParser, functions: Sequence[Function] | None = None) -> ToolCallParser:
+    parser.begin(make_rule(ARGUMENTS[1]).functions if functions is None else functions)
+    return parser
+
+
+def make_rule(arguments: dict[str, Any], is_parallel: bool = False) -> CallRule:
+    """One function, `f`, that takes these arguments alone."""
+    values = {name: {"type": TYPES[type(value)], "const": value} for name, value in arguments.items()}
+    schema = {"type": "object", "properties": values, "required": list(values), "additionalProperties": False}
+    return CallRule((Function("f", schema, is_strict=True),), is_required=True, is_parallel=is_parallel)
+
+
+def _drawn(make: MakeCalls, rule: CallRule) -> list[str]:
+    """Texts that the parser's grammar of required calls allows. Raises SkipCheck without."""
+    parser = make()
+    parser.begin(rule.functions)
+    form = parser.grammar(rule)
+    if form is None:
+        raise SkipCheck("the parser has no grammar, so no text is known to hold a call")
+    found = draw(form, 2)
+    assert found, f"no text of {STEPS} bytes that the grammar of one call allows ends"
+    return found
+
+
+def find_calls(make: MakeCalls, rule: CallRule) -> list[str]:
+    try:
+        return _drawn(make, rule)
+    except SkipCheck:
+        return []
+
+
+def _several(make: MakeCalls) -> list[str]:
+    """Texts of one or more calls."""
+    return _drawn(make, make_rule({"city": CITY})) + _drawn(make, make_rule({"city": CITY}, is_parallel=True))
+
+
+def _json(text: str) -> Any:
+    """The value of a JSON text; the text itself where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def read_values(calls: Calls) -> list[tuple[str, Any]]:
+    """The calls with their arguments as values. Formats without quotes may have whitespace around a
+    string."""
+    found = [(name, _json(arguments)) for name, arguments in calls]
+    for _, arguments in found:
+        if isinstance(arguments, dict):
+            arguments.update({name: value.strip() for name, value in arguments.items() if isinstance(value, str)})
+    return found
