@@ -98,10 +98,10 @@ def checks(kind: str, subject: Subject) -> list[Check]:
     module, _, name = SUITES[kind].partition(":")
     function: SuiteFunction = getattr(importlib.import_module(module), name)
     with blaming("in the conformance suite"):
-        found = list(function(subject))
-    if not found:
+        checks_of_kind = list(function(subject))
+    if not checks_of_kind:
         raise PluginError(f"No conformance check of {kind!r} fits {subject.record.name!r} on {subject.setting.device}.")
-    return found
+    return checks_of_kind
 
 
 class Outcome(NamedTuple):
@@ -114,16 +114,16 @@ class Outcome(NamedTuple):
 
 def run_suite(subject: Subject, first_failure: bool = False, only: str = "") -> list[Outcome]:
     """All checks of the plugin's kind, those up to the first that fails, or the one of a name."""
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     try:
         for check in checks(subject.record.kind, subject):
             if only in ("", check.name):
-                found.append(_run(check))
-            if first_failure and found and found[-1].result == "failed":
+                outcomes.append(_run(check))
+            if first_failure and outcomes and outcomes[-1].result == "failed":
                 break
     except Exception as error:  # noqa: BLE001 - the plugin may raise where the suite asks it for its cases
-        found.append(Outcome("suite", "failed", f"{type(error).__name__}: {error}"))
-    return found
+        outcomes.append(Outcome("suite", "failed", f"{type(error).__name__}: {error}"))
+    return outcomes
 
 
 def _run(check: Check) -> Outcome:

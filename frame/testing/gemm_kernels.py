@@ -29,9 +29,9 @@ def make_gemm_kernels(context: RankContext, named: str | None = None) -> tuple[G
     registry = load_own_plugins()
     dtype = str(context.dtype).removeprefix("torch.")
     requirements = GemmRequirements(context.device.type, context.platform.compute_capability, dtype)
-    found = []
+    choices = []
     for record in registry.records("gemm_kernel"):
         capabilities = record.capabilities
         if isinstance(capabilities, GemmCapabilities) and not capabilities.unsupported(requirements):
-            found.append(GemmChoice(record.name, registry.load(record)(context, None), capabilities.speeds, record.name == named))
-    return tuple(found)
+            choices.append(GemmChoice(record.name, registry.load(record)(context, None), capabilities.speeds, record.name == named))
+    return tuple(choices)

@@ -68,10 +68,10 @@ class ConformanceRun:
         from frame.testing import conformance
 
         try:
-            found = conformance.checks(selector.partition(":")[0], self._subject(selector))
+            checks = conformance.checks(selector.partition(":")[0], self._subject(selector))
         except PluginError as error:
             raise pytest.UsageError(str(error)) from error
-        for check in found:
+        for check in checks:
             yield ConformanceItem.from_parent(session, name=f"{selector}[{check.name}]", check=check)
 
     def _subject(self, selector: str) -> Subject:
@@ -160,8 +160,8 @@ def _machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
     }
-    found = open_platform(device)
-    if found.compute_capability is not None:
-        model_config["gpu"] = found.device_name
-        model_config["compute_capability"] = list(found.compute_capability)
+    device_platform = open_platform(device)
+    if device_platform.compute_capability is not None:
+        model_config["gpu"] = device_platform.device_name
+        model_config["compute_capability"] = list(device_platform.compute_capability)
     return model_config

@@ -50,9 +50,9 @@ def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str,
     for index, (name, case) in enumerate(candidates):
         one = np.random.default_rng(index).integers(len(names)) if thorough else index % len(names)
         for dtype in names if thorough and name in EACH_DTYPE else [names[one]]:
-            found = replace(with_pages_for(case, capabilities), dtype=DTYPES[dtype], device=device, seed=index)
-            if not capabilities.unsupported(requirements(found)):
-                yield f"{name}-{dtype}", found
+            placed = replace(with_pages_for(case, capabilities), dtype=DTYPES[dtype], device=device, seed=index)
+            if not capabilities.unsupported(requirements(placed)):
+                yield f"{name}-{dtype}", placed
 
 
 def with_pages_for(case: Case, capabilities: Any) -> Case:
@@ -112,8 +112,8 @@ def select_positions(case: Case, position: int) -> np.ndarray:
     """The keys that the token at a position attends to in a case of sparse attention: its own, and
     random ones before it."""
     before = np.random.default_rng((case.seed, position)).permutation(position)
-    found: np.ndarray = np.concatenate(([position], before[: case.selected - 1]))
-    return found
+    positions: np.ndarray = np.concatenate(([position], before[: case.selected - 1]))
+    return positions
 
 
 def _latent_cases() -> Iterator[tuple[str, Case]]:

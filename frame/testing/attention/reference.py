@@ -69,8 +69,8 @@ def make_inputs(case: Case) -> Inputs:
         numbers = torch.randn(*shape, generator=generator) * scale
         if dtype != torch.int8:
             return numbers.to(dtype).double()
-        codes, scales = quantize_rows(numbers)
-        return codes * scales.double().unsqueeze(-1)
+        quantized, scales = quantize_rows(numbers)
+        return quantized * scales.double().unsqueeze(-1)
 
     if case.rank:
         shapes: tuple[tuple[int, ...], ...] = ((case.rank + case.rope,),)
@@ -111,22 +111,22 @@ def make_inputs(case: Case) -> Inputs:
 def make_words(case: Case) -> dict[int, list[int]]:
     """The words of `TreeMask.bits` of each row after a prefix: an extend is a random tree, a decode
     a token of one, whose other tokens are in the cache."""
-    found, numbers = {}, np.random.default_rng(case.seed)
+    words, numbers = {}, np.random.default_rng(case.seed)
     for row, (queries, prefix) in enumerate(zip(case.rows.queries, case.rows.prefixes, strict=True)):
         if prefix and row < case.rows.num_decodes:
-            found[row] = [-1 - 2 * int(numbers.integers(1 << min(prefix, 20)))]
+            words[row] = [-1 - 2 * int(numbers.integers(1 << min(prefix, 20)))]
         elif prefix:
             sees = np.eye(queries, dtype=bool)
             for node in range(1, queries):
                 sees[node] |= sees[numbers.integers(node)]
-            found[row] = [-1 - sum(1 << (node - other) for other in range(node) if not sees[node, other]) for node in range(queries)]
-    return found
+            words[row] = [-1 - sum(1 << (node - other) for other in range(node) if not sees[node, other]) for node in range(queries)]
+    return words
 
 
 def make_tree_mask(case: Case) -> TreeMask:
-    found = make_words(case)
-    words = [word for row, queries in enumerate(case.rows.queries) for word in found.get(row, [-1] * queries)]
-    return TreeMask(np.array(list(found)), torch.tensor(words, dtype=torch.int32, device=case.device))
+    row_words = make_words(case)
+    words = [word for row, queries in enumerate(case.rows.queries) for word in row_words.get(row, [-1] * queries)]
+    return TreeMask(np.array(list(row_words)), torch.tensor(words, dtype=torch.int32, device=case.device))
 
 
 def reference(case: Case, inputs: Inputs) -> torch.Tensor:
@@ -178,39 +178,39 @@ class Placed:
     """A case on its device: what `run` is called with."""
 
     q: torch.Tensor
-    own: list[torch.Tensor]  # this step's keys and values, or its latents
+    step_kv: list[torch.Tensor]  # this step's keys and values, or its latents
     batch: ForwardBatch
     layer: RandomProjections | None
 
     @classmethod
-    def of(cls, case: Case, inputs: Inputs, q: torch.Tensor, own: list[torch.Tensor], batch: ForwardBatch) -> Placed:
+    def of(cls, case: Case, inputs: Inputs, q: torch.Tensor, step_kv: list[torch.Tensor], batch: ForwardBatch) -> Placed:
         """With the projections of a case of latent attention."""
         layer = None
         if inputs.weight is not None:
             weight = inputs.weight.to(device=case.device, dtype=case.dtype)
             layer = RandomProjections(inputs.spec, case.rank, case.head_dim - case.rope, case.rope, weight)
-        return cls(q, own, batch, layer)
+        return cls(q, step_kv, batch, layer)
 
     def spread(self) -> Placed:
         """The same with keys and values as layers pass them: heads of a wider tensor, whose other
         heads are NaN here. On a CPU queries too, which a fused kernel makes dense on a GPU."""
         q = _in_wider(self.q) if self.q.device.type == "cpu" else self.q
-        return replace(self, q=q, own=[_in_wider(part) for part in self.own] if self.layer is None else self.own)
+        return replace(self, q=q, step_kv=[_in_wider(part) for part in self.step_kv] if self.layer is None else self.step_kv)
 
-    def given(self) -> dict[str, torch.Tensor | np.ndarray]:
+    def read_only(self) -> dict[str, torch.Tensor | np.ndarray]:
         """All that `run` may only read, apart from the cache."""
         batch, host = self.batch, self.batch.host
         weight = {"the projections": self.layer.weight} if self.layer is not None else {}
         device = {name: value for name, value in fields_of(batch).items() if isinstance(value, torch.Tensor)}
         arrays = {f"host.{name}": value for name, value in fields_of(host).items() if value is not None}
-        own = {"the latents" if self.layer else ("k", "v")[index]: part for index, part in enumerate(self.own)}
-        return {"q": self.q, **own, **weight, **device, **arrays}
+        step_kv = {"the latents" if self.layer else ("k", "v")[index]: part for index, part in enumerate(self.step_kv)}
+        return {"q": self.q, **step_kv, **weight, **device, **arrays}
 
     def run(self, backend: AttentionBackend, spec: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         if self.layer is None:
-            return backend.run(spec, self.q, self.own[0], self.own[1], batch)
+            return backend.run(spec, self.q, self.step_kv[0], self.step_kv[1], batch)
         nope = self.layer.qk_nope_head_dim
-        return backend.run_mla(self.layer, self.q[..., :nope], self.q[..., nope:], self.own[0], batch)
+        return backend.run_mla(self.layer, self.q[..., :nope], self.q[..., nope:], self.step_kv[0], batch)
 
 
 def _in_wider(tensor: torch.Tensor) -> torch.Tensor:

@@ -187,17 +187,17 @@ def layers_of(case: Case, subject: Subject) -> list[Inputs]:
     """The facts of each layer: scales differ, and where the backend has them, one layer has a
     window and one a soft cap."""
     capabilities = subject.record.capabilities
-    found = []
+    layers = []
     for layer in range(LAYERS):
-        own = replace(case, rows=Rows.of([1]), seed=case.seed + layer)
+        changed = replace(case, rows=Rows.of([1]), seed=case.seed + layer)
         if layer == 1 and getattr(capabilities, "sliding_window", False):
-            own = replace(own, window=19)
+            changed = replace(changed, window=19)
         if layer == 2 and getattr(capabilities, "soft_cap", False):
-            own = replace(own, soft_cap=2.5)
-        inputs = make_inputs(own)
+            changed = replace(changed, soft_cap=2.5)
+        inputs = make_inputs(changed)
         inputs.spec = replace(inputs.spec, layer=layer, scale=inputs.spec.scale * (1 + 0.4 * layer))
-        found.append(inputs)
-    return found
+        layers.append(inputs)
+    return layers
 
 
 class Player:
@@ -249,8 +249,8 @@ class Player:
             host = replace(host, seq_lens=(-(-host.seq_lens // size) * size).astype(np.int32), min_lens=minimum)
             batch = replace(batch, host=host)
         host = batch.host
-        given = {"host.slots": host.slots, "host.query_lens": host.query_lens, "host.seq_lens": host.seq_lens}
-        with unchanged({**given, "host.page_table": host.page_table}, "plan"), no_waiting(self.case.device):
+        read_only = {"host.slots": host.slots, "host.query_lens": host.query_lens, "host.seq_lens": host.seq_lens}
+        with unchanged({**read_only, "host.page_table": host.page_table}, "plan"), no_waiting(self.case.device):
             return self.backend.plan(batch)
 
     def run(self, number: int, step: Step, batch: ForwardBatch) -> None:
@@ -260,27 +260,27 @@ class Player:
         for layer, inputs in enumerate(self.script.specs):
             queries = [self.script.draw(row.new, self.case.heads, self.case.head_dim) for row in step.rows]
             cached = [tuple(part[: row.stop] for part in row.sequence.layers[layer]) for row in step.rows]
-            own = replace(inputs, queries=queries, cached=cached)
-            placed = self.place(own, step, batch)
+            inputs_of_step = replace(inputs, queries=queries, cached=cached)
+            placed = self.place(inputs_of_step, step, batch)
             if not self.backend.capabilities.stores_kv or phase not in self.backend.capabilities.phases:
-                batch.store_kv(inputs.spec, *placed.own)
+                batch.store_kv(inputs.spec, *placed.step_kv)
             if phase in self.backend.capabilities.phases:
-                self.check(number, layer, placed, own, self.rows(step))
+                self.check(number, layer, placed, inputs_of_step, self.rows(step))
 
     def place(self, inputs: Inputs, step: Step, batch: ForwardBatch) -> Placed:
         case = self.case
         new = [tuple(part[row.before :] for part in parts) for parts, row in zip(inputs.cached, step.rows, strict=True)]
         tensors = [torch.cat(inputs.queries), *(torch.cat(parts) for parts in zip(*new, strict=True))]
-        q, *own = (tensor.to(device=case.device, dtype=case.dtype) for tensor in tensors)
-        return Placed.of(case, inputs, q, own, batch).spread()
+        q, *step_kv = (tensor.to(device=case.device, dtype=case.dtype) for tensor in tensors)
+        return Placed.of(case, inputs, q, step_kv, batch).spread()
 
     def check(self, number: int, layer: int, placed: Placed, inputs: Inputs, rows: Rows) -> None:
         case = replace(self.case, rows=rows, window=inputs.spec.sliding_window, soft_cap=inputs.spec.soft_cap)
         expected_cache = [part.clone() for part in self.kv.layers[layer].parts]
         if self.backend.capabilities.stores_kv:
-            PlainKVCache(case.page_size, expected_cache).store(inputs.spec, placed.batch.kv_slots, *placed.own)
+            PlainKVCache(case.page_size, expected_cache).store(inputs.spec, placed.batch.kv_slots, *placed.step_kv)
         others = {f"the cache of layer {other}": part for other in range(LAYERS) if other != layer for part in self.kv.layers[other].parts}
-        with unchanged({**placed.given(), **others}, "run"), poisoned_memory(), no_waiting(case.device):
+        with unchanged({**placed.read_only(), **others}, "run"), poisoned_memory(), no_waiting(case.device):
             out = placed.run(self.backend, inputs.spec, placed.batch)
         where = f"step {number}, layer {layer}"
         for now, then in zip(self.kv.layers[layer].parts, expected_cache, strict=True):
@@ -312,7 +312,7 @@ def step_checks(make: MakeBackend, subject: Subject) -> Iterator[Check]:
     for alternatives in candidates:  # the first that fits
         for name, case in alternatives.items():
             dtype = next(iter(getattr(capabilities, "dtypes", DTYPES)))
-            found = replace(case if name.endswith("-1") else with_pages_for(case, capabilities), dtype=DTYPES[dtype], device=device)
-            if not capabilities.unsupported(replace(requirements(found), phases=())):
-                yield Check(f"{name}-{dtype}", partial(check_steps, make, subject, found))
+            placed = replace(case if name.endswith("-1") else with_pages_for(case, capabilities), dtype=DTYPES[dtype], device=device)
+            if not capabilities.unsupported(replace(requirements(placed), phases=())):
+                yield Check(f"{name}-{dtype}", partial(check_steps, make, subject, placed))
                 break

@@ -65,7 +65,7 @@ def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | Non
         parts.append(part.to(dtype=case.kv_dtype or case.dtype).to(device))
     new = [tuple(poison(row, part[prefix:]) for part in inputs.cached[row]) for row, prefix in enumerate(rows.prefixes)]
     q = torch.cat([poison(row, query) for row, query in enumerate(inputs.queries)]).to(device=device, dtype=case.dtype)
-    own = [torch.cat(row_parts).to(device=device, dtype=case.dtype) for row_parts in zip(*new, strict=True)]
+    step_kv = [torch.cat(row_parts).to(device=device, dtype=case.dtype) for row_parts in zip(*new, strict=True)]
     kv = PlainKVCache(case.page_size, parts, factors)
     batch = forward_batch(rows, pages, kv, device)
     if case.selected:
@@ -75,7 +75,7 @@ def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | Non
     if backend.capabilities.stores_kv:  # the backend has to write this step's part itself
         for part in parts:
             part.view(-1, *part.shape[2:])[batch.kv_slots] = torch.nan
-    return Placed.of(case, inputs, q, own, batch)
+    return Placed.of(case, inputs, q, step_kv, batch)
 
 
 def _select_slots(case: Case, inputs: Inputs) -> torch.Tensor:
@@ -84,8 +84,8 @@ def _select_slots(case: Case, inputs: Inputs) -> torch.Tensor:
     at = [(row, position) for row, prefix in enumerate(rows.prefixes) for position in range(prefix, prefix + int(rows.queries[row]))]
     slots = torch.full((len(at), case.selected), -1)
     for token, (row, position) in enumerate(at):
-        found = places[row][select_positions(case, position)]
-        slots[token, : len(found)] = torch.from_numpy(found)
+        seen = places[row][select_positions(case, position)]
+        slots[token, : len(seen)] = torch.from_numpy(seen)
     return slots
 
 
@@ -95,7 +95,7 @@ def compute(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | N
     placed = place(backend, case, inputs, only).spread()
     parts = () if backend.capabilities.stores_kv else placed.batch.kv.layer(0)
     cache = {f"part {index} of the cache": part for index, part in enumerate(parts)}
-    with unchanged({**placed.given(), **cache}, "the backend"), poisoned_memory(), no_waiting(case.device):
+    with unchanged({**placed.read_only(), **cache}, "the backend"), poisoned_memory(), no_waiting(case.device):
         batch = planned(backend, placed.batch)
         out = placed.run(backend, inputs.spec, batch)
     expected = (placed.q.shape[0], case.heads, case.v_head_dim)
@@ -108,13 +108,13 @@ def check_replays(make: Callable[[Case], AttentionBackend], case: Case, changes:
     """Captures the case's decodes in a CUDA graph, then replays it for other lengths, pages, slots
     and groups of as many rows."""
     cases = [case, *(replace(case, rows=rows, groups=groups, seed=case.seed + 1 + i) for i, (rows, groups) in enumerate(changes))]
-    found = [make_inputs(each) for each in cases]
-    num_pages = max(inputs.pages.num_pages for inputs in found)
-    columns = max(inputs.pages.table.shape[1] for inputs in found)
-    for inputs in found:
+    all_inputs = [make_inputs(each) for each in cases]
+    num_pages = max(inputs.pages.num_pages for inputs in all_inputs)
+    columns = max(inputs.pages.table.shape[1] for inputs in all_inputs)
+    for inputs in all_inputs:
         inputs.pages = widened(inputs.pages, num_pages, columns)
-    spec, backend = found[0].spec, make(case)
-    placed = [replace_layer(place(backend, each, inputs), spec) for each, inputs in zip(cases, found, strict=True)]
+    spec, backend = all_inputs[0].spec, make(case)
+    placed = [replace_layer(place(backend, each, inputs), spec) for each, inputs in zip(cases, all_inputs, strict=True)]
     first = placed[0]
     with poisoned_memory():
         first.run(backend, spec, planned(backend, first.batch))  # what is made once is made outside of the capture
@@ -123,7 +123,7 @@ def check_replays(make: Callable[[Case], AttentionBackend], case: Case, changes:
         outputs: list[torch.Tensor] = []
         graph = capture_graph(open_platform(case.device), lambda: outputs.append(first.run(backend, spec, captured)))
         out = outputs[0]
-    for each, inputs, source in zip(cases, found, placed, strict=True):
+    for each, inputs, source in zip(cases, all_inputs, placed, strict=True):
         for target, tensor in zip(_tensors(first), _tensors(source), strict=True):
             target.view(torch.uint8).copy_(tensor.view(torch.uint8))
         with no_waiting(case.device):
@@ -144,7 +144,7 @@ def _tensors(placed: Placed) -> list[torch.Tensor]:
     """Everything of a placed case that a captured graph reads."""
     batch, weight = placed.batch, [placed.layer.weight] if placed.layer else []
     tensors = [value for value in fields_of(batch).values() if isinstance(value, torch.Tensor)]
-    return [placed.q, *placed.own, *weight, *tensors, *batch.kv.layer(0), *batch.kv.scales(0)]
+    return [placed.q, *placed.step_kv, *weight, *tensors, *batch.kv.layer(0), *batch.kv.scales(0)]
 
 
 def check_case(make: Callable[[Case], AttentionBackend], case: Case) -> None:
@@ -170,8 +170,8 @@ def _compare(got: torch.Tensor, expected: torch.Tensor, case: Case, what: str) -
 def suite(subject: Subject) -> Iterator[Check]:
     """`attention/2`: every case that the stated capabilities cover."""
     capabilities, device = subject.record.capabilities, subject.setting.device
-    found = list(cases(device, subject.setting.thorough, capabilities))
-    if not found:
+    named_cases = list(cases(device, subject.setting.thorough, capabilities))
+    if not named_cases:
         return  # the plugin does not run here: nothing can be said
 
     def make(case: Case) -> AttentionBackend:
@@ -180,7 +180,7 @@ def suite(subject: Subject) -> Iterator[Check]:
         return backend
 
     yield Check("record_states_the_capabilities_of_the_class", partial(_same_capabilities, subject))
-    for name, case in found:
+    for name, case in named_cases:
         yield Check(name, partial(check_case, make, case))
     yield from step_checks(make, subject)
     if device.startswith("cuda"):

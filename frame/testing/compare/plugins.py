@@ -115,14 +115,14 @@ def compare(
         except ResolveError as error:
             yield Verdict(name, skipped=str(error).splitlines()[0])
             continue
-        own, other = runs
-        speeds = (1000 * own.seconds / own.steps, 1000 * other.seconds / other.steps)
+        ours, other = runs
+        speeds = (1000 * ours.seconds / ours.steps, 1000 * other.seconds / other.steps)
         problem = ""
-        if own.tokens != other.tokens and record.kind in RANKED:
-            problem = _part(own, other)
-        elif own.tokens != other.tokens:
+        if ours.tokens != other.tokens and record.kind in RANKED:
+            problem = _describe_token(ours, other)
+        elif ours.tokens != other.tokens:
             recorded = [_serve(each, folder, settings, num_tokens, is_recorded=True) for each in (record, reference)]
-            problem = _describe(recorded[0], recorded[1]) if recorded[0].tokens != recorded[1].tokens else _part(own, other)
+            problem = _describe(recorded[0], recorded[1]) if recorded[0].tokens != recorded[1].tokens else _describe_token(ours, other)
         yield Verdict(name, speeds, problem)
 
 
@@ -137,17 +137,17 @@ def make_models(record: PluginRecord, folder: Path) -> dict[str, Path]:
     architectures, with different weights; for plugins of experts, models with experts. Two for a
     kind that starts processes."""
     disable_progress_bar()
-    wanted: Sequence[tuple[str, Mapping[str, Any]]] = PLAIN
+    models: Sequence[tuple[str, Mapping[str, Any]]] = PLAIN
     if record.kind in RANKED:
-        wanted = (PLAIN[0], PLAIN[3])
+        models = (PLAIN[0], PLAIN[3])
     if record.kind.startswith("moe_"):
-        wanted = [(name, {}) for name in EXPERTS]
+        models = [(name, {}) for name in EXPERTS]
     if isinstance(record.capabilities, ModelCapabilities) and record.capabilities.architectures is not None:
-        own = [name for name in record.capabilities.architectures if name in TINY]
-        if not own:
+        known = [name for name in record.capabilities.architectures if name in TINY]
+        if not known:
             raise PluginError(f"no tiny checkpoint of {' or '.join(record.capabilities.architectures)} can be made; use --conformance")
-        wanted = [(own[seed % len(own)], {"seed": seed}) for seed in range(5)]
-    return {_name(*each): make_checkpoint(each[0], folder / str(number), **each[1]) for number, each in enumerate(wanted)}
+        models = [(known[seed % len(known)], {"seed": seed}) for seed in range(5)]
+    return {_name(*each): make_checkpoint(each[0], folder / str(number), **each[1]) for number, each in enumerate(models)}
 
 
 def _name(architecture: str, changes: Mapping[str, Any]) -> str:
@@ -254,12 +254,12 @@ def _hidden(output: Any) -> torch.Tensor:
     return total
 
 
-def _describe(own: _Run, other: _Run) -> str:
+def _describe(ours: _Run, other: _Run) -> str:
     """Where two runs part: the first token, and the first step and layer whose hidden states are
     further apart than rounding explains."""
-    problem = _part(own, other)
-    tolerance = _TOLERANCE[own.dtype]
-    for step, (mine, theirs) in enumerate(zip(own.states, other.states, strict=False)):
+    problem = _describe_token(ours, other)
+    tolerance = _TOLERANCE[ours.dtype]
+    for step, (mine, theirs) in enumerate(zip(ours.states, other.states, strict=False)):
         for layer, right in theirs.items():
             left = mine.get(layer)
             if left is None or left.shape != right.shape:
@@ -271,16 +271,16 @@ def _describe(own: _Run, other: _Run) -> str:
     return f"{problem}; no hidden states differ by more than rounding before that"
 
 
-def _part(own: _Run, other: _Run) -> str:
+def _describe_token(ours: _Run, other: _Run) -> str:
     """The first token, by position, that differs between two runs."""
     places = [
         (place, number)
-        for number, (mine, theirs) in enumerate(zip(own.tokens, other.tokens, strict=True))
+        for number, (mine, theirs) in enumerate(zip(ours.tokens, other.tokens, strict=True))
         for place, pair in enumerate(zip(mine, theirs, strict=True))
         if pair[0] != pair[1]
     ]
     place, number = min(places)
-    return f"differs: token {place} of request {number} is {own.tokens[number][place]} instead of {other.tokens[number][place]}"
+    return f"differs: token {place} of request {number} is {ours.tokens[number][place]} instead of {other.tokens[number][place]}"
 
 
 def main(kind: str, name: str, reference: str, *paths: str) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarContext
 from frame.testing.conformance import SkipCheck
 from frame.testing.contexts import PARSER
-from frame.testing.parsing.reasoning_parser import find_answers, read_reasoning
+from frame.testing.parsing.reasoning_parser import find_replies, read_reasoning
 from frame.testing.parsing.texts import noise
 from frame.testing.parsing.tool_call_parser import ARGUMENTS, PLAIN, find_calls, make_rule, read_calls, read_values
 from frame.testing.sampling.grammar_backend import WALKS, Run, takes_text, write_text
@@ -43,8 +43,8 @@ class Verdict:
     def __str__(self) -> str:
         if self.skipped:
             return f"{self.subject}: skipped: {self.skipped}"
-        own, other = self.milliseconds
-        return f"{self.subject}: {self.problem or 'equal'}; {own:.2f} ms {self.unit}, the reference {other:.2f} ms"
+        ours, other = self.milliseconds
+        return f"{self.subject}: {self.problem or 'equal'}; {ours:.2f} ms {self.unit}, the reference {other:.2f} ms"
 
 
 def compare_parsers(record: PluginRecord, reference: PluginRecord, registry: Registry) -> Iterator[Verdict]:
@@ -68,13 +68,13 @@ def compare_parsers(record: PluginRecord, reference: PluginRecord, registry: Reg
             continue
         seconds, problem = [0.0, 0.0], ""
         for text, reader in texts:
-            found = []
+            results = []
             for i, each in enumerate((make, other)):
                 began = time.perf_counter()
-                found.append(_try(reader(each), text))
+                results.append(_try(reader(each), text))
                 seconds[i] += time.perf_counter() - began
-            if found[0] != found[1] and not problem:
-                problem = f"differs: {text!r} is read as {found[0]}, by the reference as {found[1]}"
+            if results[0] != results[1] and not problem:
+                problem = f"differs: {text!r} is read as {results[0]}, by the reference as {results[1]}"
         yield Verdict(name, (1000 * seconds[0] / len(texts), 1000 * seconds[1] / len(texts)), problem, unit="a text")
 
 
@@ -112,7 +112,7 @@ def _write_replies(make: Any) -> list[Text]:
         return lambda pieces: read_reasoning(make, pieces, prompt_end, may_think)
 
     try:
-        return [(text, partial(read, prompt_end, may_think)) for text, prompt_end, may_think in find_answers(make)]
+        return [(text, partial(read, prompt_end, may_think)) for text, prompt_end, may_think in find_replies(make)]
     except SkipCheck:
         return []
 
@@ -123,14 +123,14 @@ def compare_grammars(record: PluginRecord, reference: PluginRecord, registry: Re
     whitespace is."""
     vocabulary = Vocabulary.load()
     context = GrammarContext(vocabulary.tokenizer, vocabulary.size)
-    own, other = (_make_run(each, registry, context, vocabulary) for each in (record, reference))
+    ours, other = (_make_run(each, registry, context, vocabulary) for each in (record, reference))
     for case in (*FINITE, *OPEN, *JSON_CASES):
-        missing = [each.name for each, run in ((record, own), (reference, other)) if case.kind not in run.kinds]
+        missing = [each.name for each, run in ((record, ours), (reference, other)) if case.kind not in run.kinds]
         if missing:
             yield Verdict(case.name, skipped=f"{' and '.join(missing)} has no grammars of the kind {case.kind}")
             continue
         try:
-            yield _compare_case(own, other, case)
+            yield _compare_case(ours, other, case)
         except AssertionError as error:
             yield Verdict(case.name, problem=f"differs: {error}", unit="a text")
 
@@ -140,16 +140,16 @@ def _make_run(record: PluginRecord, registry: Registry, context: GrammarContext,
     return Run(lambda: target(context, options), getattr(record.capabilities, "kinds", GRAMMAR_KINDS), vocabulary)
 
 
-def _compare_case(own: Run, other: Run, case: Language) -> Verdict:
+def _compare_case(ours: Run, other: Run, case: Language) -> Verdict:
     texts = {text: None for ways in case.valid for text in ways} | dict.fromkeys(case.invalid)
     texts |= dict.fromkeys(text.decode() for text in sorted(case.texts))
-    for run in (own, other):
+    for run in (ours, other):
         drawn = (write_text(run, case, random.Random(seed)) for seed in range(WALKS))
         texts |= dict.fromkeys(text for text in drawn if text is not None)
     seconds, problem = [0.0, 0.0], ""
     for text in texts:
         judged = []
-        for i, run in enumerate((own, other)):
+        for i, run in enumerate((ours, other)):
             began = time.perf_counter()
             judged.append(any(takes_text(run, case, way) for way in _ways_to_write(case, text)))
             seconds[i] += time.perf_counter() - began

@@ -35,7 +35,7 @@ NUMBERS = random.Random(11)
 PROMPTS = [[NUMBERS.randrange(6, 384) for _ in range(length)] for length in (37, 3, 20)]
 PARAMS = [SamplingParams(temperature=0.8 * (row == 1), seed=row, max_tokens=LENGTH, ignore_eos=True) for row in range(3)]
 
-Found = dict[tuple[int, ...], list[int]]  # by the tokens that a draft follows
+DraftsByPrefix = dict[tuple[int, ...], list[int]]  # by the tokens that a draft follows
 
 
 def device_checks(subject: Subject) -> Iterator[Check]:
@@ -48,9 +48,9 @@ def check_drafts_of_the_device(subject: Subject) -> None:
     drafter: DeviceDrafter = subject.target(DrafterContext(vocab_size=37, max_slots=6, max_context=64, num_steps=STEPS), subject.options)
 
     def propose(slots: list[int], maximum: int = STEPS) -> list[list[int]]:
-        found = drafter.propose_tokens(np.array(slots, np.int64), np.full(len(slots), maximum, np.int32))
-        ends = np.cumsum(found.counts)
-        return [found.token_ids[end - count : end].tolist() for end, count in zip(ends, found.counts, strict=True)]
+        drafts = drafter.propose_tokens(np.array(slots, np.int64), np.full(len(slots), maximum, np.int32))
+        ends = np.cumsum(drafts.counts)
+        return [drafts.token_ids[end - count : end].tolist() for end, count in zip(ends, drafts.counts, strict=True)]
 
     for slot in (0, 2, 5):
         drafter.add_slot(SlotSetup(slot, SamplingParams(), 0, 2, np.array([3, 4], np.int32)))
@@ -69,10 +69,10 @@ def check_drafts_of_the_device(subject: Subject) -> None:
 
 def check_output_is_that_without_drafts(subject: Subject) -> None:
     loop = _make_loop(subject)
-    found = _watch(loop)
+    drafts = _watch(loop)
     outputs = loop.generate(PROMPTS, PARAMS)
     assert outputs == _make_loop(None).generate(PROMPTS, PARAMS), "the output differs from that without drafts"
-    assert bool(found), "it drafted nothing"
+    assert bool(drafts), "it drafted nothing"
     loop.scheduler.check_integrity()
     loop.scheduler.flush_cache()
     assert loop.scheduler.get_load()["used_pages"] == 0, "pages are not freed"
@@ -85,7 +85,7 @@ def check_drafts_do_not_depend_on_chunks(subject: Subject) -> None:
 
 def check_drafts_do_not_depend_on_other_rows(subject: Subject) -> None:
     together = _list_drafts(subject)
-    alone: Found = {}
+    alone: DraftsByPrefix = {}
     for row in range(len(PROMPTS)):
         alone |= _list_drafts(subject, rows=slice(row, row + 1))
     _compare(together, alone, "of a row alone differs from that beside other rows")
@@ -97,7 +97,7 @@ def check_drafts_do_not_depend_on_their_length(subject: Subject) -> None:
     _compare(shorter, longer, "of one token is not the first token of a longer draft")
 
 
-def _compare(one: Found, other: Found, problem: str) -> None:
+def _compare(one: DraftsByPrefix, other: DraftsByPrefix, problem: str) -> None:
     common = one.keys() & other.keys()
     assert len(common) >= len(PROMPTS), "too few drafts follow the same tokens"
     for tokens in common:
@@ -105,16 +105,16 @@ def _compare(one: Found, other: Found, problem: str) -> None:
         assert one[tokens][:left] == other[tokens][:left], f"the draft {problem}"  # the rest cannot be output
 
 
-def _list_drafts(subject: Subject, chunk: int = 512, rows: slice = slice(0, None), steps: int = STEPS) -> Found:
+def _list_drafts(subject: Subject, chunk: int = 512, rows: slice = slice(0, None), steps: int = STEPS) -> DraftsByPrefix:
     loop = _make_loop(subject, chunk, steps)
-    found = _watch(loop)
+    drafts = _watch(loop)
     loop.generate(PROMPTS[rows], PARAMS[rows])
-    return found
+    return drafts
 
 
-def _watch(loop: LocalLoop) -> Found:
+def _watch(loop: LocalLoop) -> DraftsByPrefix:
     """The drafts from now on."""
-    found: Found = {}
+    seen: DraftsByPrefix = {}
     scheduler: Any = loop.scheduler
     speculation, table = scheduler.speculation, scheduler._running.table  # noqa: SLF001
     store: Callable[[np.ndarray, np.ndarray], None] = speculation.store
@@ -122,11 +122,11 @@ def _watch(loop: LocalLoop) -> Found:
     def stored(slots: np.ndarray, drafts: np.ndarray) -> None:
         for slot, draft in zip(slots.tolist(), drafts.tolist(), strict=True):
             table.flush_tokens(slot)
-            found[tuple(table.get_request(slot).all_tokens().tolist())] = draft
+            seen[tuple(table.get_request(slot).all_tokens().tolist())] = draft
         store(slots, drafts)
 
     speculation.store = stored  # type: ignore[method-assign]
-    return found
+    return seen
 
 
 def _make_loop(subject: Subject | None, chunk: int = 512, steps: int = STEPS) -> LocalLoop:

@@ -67,15 +67,15 @@ def _observe(drafter: Drafter, runs: dict[int, Sequence[int]]) -> None:
 def _propose(drafter: Drafter, slots: Sequence[int], maximum: Sequence[int] | int = STEPS) -> list[list[int]]:
     """The drafts as lists; checks their form."""
     limits = np.array([maximum] * len(slots) if isinstance(maximum, int) else maximum, np.int32)
-    found = drafter.propose_tokens(np.array(slots, np.int64), limits)
-    assert isinstance(found, Drafts), f"propose_tokens returns {type(found).__name__}, not Drafts"
-    assert found.counts.dtype == found.token_ids.dtype == np.int32, "token ids and counts must be int32"
-    assert found.counts.shape == (len(slots),), f"there are {found.counts.shape} counts for {len(slots)} slots"
-    assert bool(((found.counts >= 0) & (found.counts <= limits)).all()), f"drafts of {found.counts} tokens, where {limits} may be"
-    assert found.token_ids.shape == (int(found.counts.sum()),), "the number of token ids is not the sum of the counts"
-    assert bool(((found.token_ids >= 0) & (found.token_ids < VOCAB)).all()), "a drafted token is outside of the vocabulary"
-    ends = np.cumsum(found.counts)
-    return [found.token_ids[end - count : end].tolist() for end, count in zip(ends, found.counts, strict=True)]
+    drafts = drafter.propose_tokens(np.array(slots, np.int64), limits)
+    assert isinstance(drafts, Drafts), f"propose_tokens returns {type(drafts).__name__}, not Drafts"
+    assert drafts.counts.dtype == drafts.token_ids.dtype == np.int32, "token ids and counts must be int32"
+    assert drafts.counts.shape == (len(slots),), f"there are {drafts.counts.shape} counts for {len(slots)} slots"
+    assert bool(((drafts.counts >= 0) & (drafts.counts <= limits)).all()), f"drafts of {drafts.counts} tokens, where {limits} may be"
+    assert drafts.token_ids.shape == (int(drafts.counts.sum()),), "the number of token ids is not the sum of the counts"
+    assert bool(((drafts.token_ids >= 0) & (drafts.token_ids < VOCAB)).all()), "a drafted token is outside of the vocabulary"
+    ends = np.cumsum(drafts.counts)
+    return [drafts.token_ids[end - count : end].tolist() for end, count in zip(ends, drafts.counts, strict=True)]
 
 
 def _follow(make: Make, slot: int, tokens: Sequence[int], start: int, step: int = 1) -> list[list[int]]:

@@ -58,8 +58,8 @@ class Checkpoint:
         if self.folder is None:
             return None
         out = _reference(self.folder)(torch.tensor([list(tokens)]))
-        found: torch.Tensor = out.last_hidden_state if self.model_config.encoder else out.logits
-        return found[0]
+        result: torch.Tensor = out.last_hidden_state if self.model_config.encoder else out.logits
+        return result[0]
 
 
 _reference = lru_cache(maxsize=2)(load_reference)
@@ -99,13 +99,13 @@ def find_checkpoints(subject: Subject) -> Iterator[Checkpoint]:
             yield make_tiny(architecture, is_encoder)
 
 
-def make_part(kind: str, name: str, context: Any) -> Any:
+def make_plugin(kind: str, name: str, context: Any) -> Any:
     """One of frame's own plugins."""
     registry = load_own_plugins()
     return registry.load(registry.get(kind, name))(context)
 
 
-def build_parts(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelContext:
+def build_model_context(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelContext:
     """The context of a model with PyTorch's attention, unquantized weights and one rank."""
     config = checkpoint.model_config
     bare: BuildContext = build_context(subject.setting.device, dtype, 16)
@@ -113,11 +113,11 @@ def build_parts(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) ->
     context = replace(
         bare,
         task=task,
-        attention=make_part("attention_backend", "torch_native", bare),
-        weight_format=make_part("weight_format", "none", FormatContext(dtype)),
+        attention=make_plugin("attention_backend", "torch_native", bare),
+        weight_format=make_plugin("weight_format", "none", FormatContext(dtype)),
         gemm_kernels=make_gemm_kernels(bare),
-        moe_runner=make_part("moe_runner", "torch_native", bare) if config.num_experts else None,
-        moe_dispatcher=make_part("moe_dispatcher", "all_reduce", bare) if config.num_experts else None,
+        moe_runner=make_plugin("moe_runner", "torch_native", bare) if config.num_experts else None,
+        moe_dispatcher=make_plugin("moe_dispatcher", "all_reduce", bare) if config.num_experts else None,
     )
     return ModelContext.from_build(context, config)
 
@@ -125,7 +125,7 @@ def build_parts(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) ->
 def build(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Any:
     """The model with parameters of NaN, except those that a checkpoint need not have."""
     with torch.device("meta"):
-        model = subject.target(build_parts(subject, checkpoint, dtype), subject.options)
+        model = subject.target(build_model_context(subject, checkpoint, dtype), subject.options)
     assert isinstance(model, nn.Module), f"{type(model).__name__} is no torch.nn.Module"
     allocate_parameters(model, torch.device(subject.setting.device))
     with torch.no_grad():
@@ -140,8 +140,8 @@ def read(model: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32)
     registry = load_own_plugins()
     source = registry.load(registry.get("weight_source", "dummy" if checkpoint.folder is None else "safetensors"))
     context = WeightSourceContext(checkpoint.folder or Path(), torch.device("cpu"), dtype, expected_shapes=partial(expected_shapes, model))
-    found: Any = read_weights(source(context))
-    return list(found)
+    tensors: Any = read_weights(source(context))
+    return list(tensors)
 
 
 @torch.no_grad()
@@ -170,7 +170,7 @@ class Session:
         config, context = checkpoint.model_config, getattr(model, "context", None)
         self.subject, self.model, self.page_size = subject, model, page_size
         bare = build_context(subject.setting.device, torch.float32, page_size)
-        self.backend: AttentionBackend = make_part("attention_backend", "torch_native", bare) if context is None else context.attention
+        self.backend: AttentionBackend = make_plugin("attention_backend", "torch_native", bare) if context is None else context.attention
         pages = -(-LENGTH // page_size)
         order = np.random.default_rng(7).permutation(slots * pages).astype(np.int32)
         self.pages = Pages(page_size, slots * pages, order.reshape(slots, pages), np.zeros(0, np.int32), [])
@@ -192,9 +192,9 @@ class Session:
         for (slot, tokens), start in zip(rows, before, strict=True):
             positions = np.arange(start + len(tokens))
             places.append(self.pages.table[slot, positions // size].astype(np.int64) * size + positions % size)
-        own = replace(self.pages, slots=np.array([slot for slot, _ in rows], dtype=np.int32), places=places)
-        found = Rows(before, tuple(len(tokens) for _, tokens in rows), num_decodes)
-        batch = forward_batch(found, own, self.kv, self.subject.setting.device)
+        pages = replace(self.pages, slots=np.array([slot for slot, _ in rows], dtype=np.int32), places=places)
+        layout = Rows(before, tuple(len(tokens) for _, tokens in rows), num_decodes)
+        batch = forward_batch(layout, pages, self.kv, self.subject.setting.device)
         ids = torch.tensor([token for _, tokens in rows for token in tokens], device=batch.token_ids.device)
         batch = replace(batch, token_ids=ids, logits_indices=torch.arange(len(ids), device=ids.device))
         return replace(batch, plan=self.backend.plan(batch))

@@ -31,10 +31,10 @@ Expected = Callable[[list[int]], torch.Tensor]
 def suite(subject: Subject) -> Iterator[Check]:
     """The checks of models, for each tiny checkpoint."""
     capabilities = subject.record.capabilities
-    found = list(find_checkpoints(subject))
-    if not found:
+    checkpoints = list(find_checkpoints(subject))
+    if not checkpoints:
         yield Check("has_a_tiny_checkpoint", partial(_no_checkpoint, subject))
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         name = checkpoint.model_config.architecture
         tools = partial(Tools, subject, checkpoint)
         checks = dict(find_checks(__name__))
@@ -64,17 +64,17 @@ class Tools:
         return Session(self.subject, self.checkpoint, load(self.subject, self.checkpoint, dtype), page_size)
 
     def expected(self, tokens: list[int]) -> torch.Tensor:
-        found = self.checkpoint.reference(tokens)
-        return self.open().step((0, tokens))[0] if found is None else found
+        result = self.checkpoint.reference(tokens)
+        return self.open().step((0, tokens))[0] if result is None else result
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
         vocab = self.checkpoint.model_config.vocab_size
         return torch.randint(6, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
-    def compare(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-        assert found.shape == expected.shape, f"{what}: the result's shape is {tuple(found.shape)}, not {tuple(expected.shape)}"
-        assert torch.isfinite(found).all(), f"{what}: the result is not finite; a weight or a page was read that is not set"
-        error = (found - expected).abs() / (1 + expected.abs())
+    def compare(self, result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        assert result.shape == expected.shape, f"{what}: the result's shape is {tuple(result.shape)}, not {tuple(expected.shape)}"
+        assert torch.isfinite(result).all(), f"{what}: the result is not finite; a weight or a page was read that is not set"
+        error = (result - expected).abs() / (1 + expected.abs())
         worst = int(error.amax(-1).argmax())
         assert float(error.max()) <= TOLERANCE, f"{what}: largest error {float(error.max()):.2e} at token {worst} of {len(error)}"
 
@@ -154,21 +154,21 @@ def check_agrees_with_transformers(tools: Tools) -> None:
 def check_rows_of_a_batch(tools: Tools) -> None:
     """Whole prompts in one batch."""
     prompts = [tools.prompt(length, seed=length) for length in (21, 1, 40, 21)]
-    for tokens, found in zip(prompts, tools.open().step(*enumerate(prompts)), strict=True):
-        tools.compare(found, tools.expected(tokens), f"a prompt of {len(tokens)} tokens among others")
+    for tokens, result in zip(prompts, tools.open().step(*enumerate(prompts)), strict=True):
+        tools.compare(result, tools.expected(tokens), f"a prompt of {len(tokens)} tokens among others")
 
 
 def check_chunks(tools: Tools) -> None:
     tokens, session = tools.prompt(45, seed=1), tools.open()
-    found = [session.step((0, part))[0] for part in (tokens[:17], tokens[17:18], tokens[18:40], tokens[40:])]
-    tools.compare(torch.cat(found), tools.expected(tokens), "a prompt in four chunks")
+    results = [session.step((0, part))[0] for part in (tokens[:17], tokens[17:18], tokens[18:40], tokens[40:])]
+    tools.compare(torch.cat(results), tools.expected(tokens), "a prompt in four chunks")
 
 
 def check_decodes(tools: Tools) -> None:
     """Token by token, from the first on."""
     tokens, session = tools.prompt(24, seed=2), tools.open()
-    found = [session.step((3, [token]))[0] for token in tokens]
-    tools.compare(torch.cat(found), tools.expected(tokens), "a prompt token by token")
+    results = [session.step((3, [token]))[0] for token in tokens]
+    tools.compare(torch.cat(results), tools.expected(tokens), "a prompt token by token")
 
 
 def check_mixed_batches(tools: Tools, page_size: int = 16) -> None:
@@ -183,12 +183,12 @@ def check_mixed_batches(tools: Tools, page_size: int = 16) -> None:
         [(0, a[43:44]), (1, b[38:]), (2, c[2:3])],
         [(2, c[3:]), (0, a[44:])],
     ]
-    found: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    results: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
     for rows in script:
         for (slot, _), part in zip(rows, session.step(*rows), strict=True):
-            found[slot].append(part)
+            results[slot].append(part)
     for slot, tokens in enumerate((a, b, c)):
-        tools.compare(torch.cat(found[slot]), tools.expected(tokens), f"request {slot} of mixed batches with pages of {page_size}")
+        tools.compare(torch.cat(results[slot]), tools.expected(tokens), f"request {slot} of mixed batches with pages of {page_size}")
 
 
 def check_pages_of_1(tools: Tools) -> None:
@@ -213,15 +213,15 @@ def check_slots_are_reused(tools: Tools) -> None:
     session.step((1, [9]))
     session.release(1)
     tokens = tools.prompt(21, seed=6)
-    found = [session.step((1, tokens[:20]))[0], session.step((1, tokens[20:]))[0]]
-    tools.compare(torch.cat(found), tools.expected(tokens), "a request in the slot of an earlier one")
+    results = [session.step((1, tokens[:20]))[0], session.step((1, tokens[20:]))[0]]
+    tools.compare(torch.cat(results), tools.expected(tokens), "a request in the slot of an earlier one")
 
 
 def check_long_prompts(tools: Tools) -> None:
     length = min(700, tools.checkpoint.model_config.max_context)
     tokens, session = tools.prompt(length, seed=4), tools.open()
-    found = torch.cat([session.step((0, tokens[: length - 1]))[0], session.step((0, tokens[length - 1 :]))[0]])
-    tools.compare(found[-20:], tools.expected(tokens)[-20:], f"the end of a prompt of {length} tokens")
+    result = torch.cat([session.step((0, tokens[: length - 1]))[0], session.step((0, tokens[length - 1 :]))[0]])
+    tools.compare(result[-20:], tools.expected(tokens)[-20:], f"the end of a prompt of {length} tokens")
 
 
 def check_selected_tokens(tools: Tools) -> None:
@@ -241,16 +241,16 @@ def check_logits_of_some_rows(tools: Tools) -> None:
     session, tokens = tools.open(), tools.prompt(12, seed=1)
     with torch.inference_mode():
         hidden = session.model.forward(session.batch([(0, tokens)], 0))
-        found = session.model.compute_logits(hidden[[7, 2]]).float().cpu()
+        logits = session.model.compute_logits(hidden[[7, 2]]).float().cpu()
     vocab = tools.checkpoint.model_config.vocab_size
-    assert found.shape[-1] == vocab, f"`compute_logits` returns {found.shape[-1]} logits, the vocabulary has {vocab} tokens"
-    tools.compare(found, tools.expected(tokens)[[7, 2]], "the logits of two rows")
+    assert logits.shape[-1] == vocab, f"`compute_logits` returns {logits.shape[-1]} logits, the vocabulary has {vocab} tokens"
+    tools.compare(logits, tools.expected(tokens)[[7, 2]], "the logits of two rows")
 
 
 def check_bfloat16(tools: Tools) -> None:
     """Hidden states and logits stay bfloat16 or float32, and near those of float32."""
     tokens, session = tools.prompt(40, seed=4), tools.open(dtype=torch.bfloat16)
-    found = torch.cat([session.step((0, tokens[:30]))[0], session.step((0, tokens[30:]))[0]])
+    result = torch.cat([session.step((0, tokens[:30]))[0], session.step((0, tokens[30:]))[0]])
     expected = tools.expected(tokens)
-    distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    distance = (result - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(distance.median()) <= 0.05, f"in bfloat16, the median relative error is {float(distance.median()):.2e}, allowed 5e-02"

@@ -22,7 +22,7 @@ from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 from frame.testing.tensors import require_form, require_near, unchanged
 
 SIZES = ((7, 8, 2, 32, 24), (1, 4, 1, 16, 12), (300, 6, 3, 16, 12))  # tokens, experts, k, hidden, inner
-Parts = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
+LayerInputs = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Place:
         dispatcher: MoEDispatcher = self.subject.target(context, self.subject.options)
         return dispatcher
 
-    def draw(self, numbers: tuple[int, int, int, int, int], seed: int = 0) -> Parts:
+    def draw(self, numbers: tuple[int, int, int, int, int], seed: int = 0) -> LayerInputs:
         if self.is_whole:  # 2 and 3 ranks hold as many experts each
             numbers = (numbers[0], -(-numbers[1] // 6) * 6, *numbers[2:])
         x, ids, weights, gate_up, down = draw(numbers, self.dtype, seed)
@@ -63,54 +63,54 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield from collect(__name__, place, suffix=f"-{name}")
 
 
-def _dispatch(dispatcher: MoEDispatcher, parts: Parts) -> DispatchOutput:
-    x, ids, weights, gate_up, _ = parts
+def _dispatch(dispatcher: MoEDispatcher, inputs: LayerInputs) -> DispatchOutput:
+    x, ids, weights, gate_up, _ = inputs
     placement = dispatcher.place_experts(len(gate_up))
     with unchanged({"x": x, "ids": ids, "weights": weights}, "dispatch"):
         tokens = dispatcher.dispatch(x, ids, weights, placement)
     count, experts = tokens.x.shape[0], placement.per_rank
     assert tokens.x.dtype == x.dtype and tokens.x.shape[1:] == x.shape[1:], f"dispatched tokens are {tokens.x.dtype} {list(tokens.x.shape)}"
-    found = f"dispatched ids are {tokens.ids.dtype} {list(tokens.ids.shape)}"
-    assert tokens.ids.dtype == torch.int64 and tokens.ids.shape[0] == count, f"{found}, not one row for each of {count} tokens"
+    form = f"dispatched ids are {tokens.ids.dtype} {list(tokens.ids.shape)}"
+    assert tokens.ids.dtype == torch.int64 and tokens.ids.shape[0] == count, f"{form}, not one row for each of {count} tokens"
     assert tokens.weights.dtype == torch.float32, f"dispatched weights are {tokens.weights.dtype}, not torch.float32"
     assert tokens.weights.shape == tokens.ids.shape, "dispatched weights and ids have different shapes"
     assert bool(((tokens.ids >= 0) & (tokens.ids < experts)).all()), f"dispatched ids are not indices of the rank's {experts} experts"
     return tokens
 
 
-def _run(dispatcher: MoEDispatcher, tokens: DispatchOutput, parts: Parts, group: ThreadGroup) -> torch.Tensor:
+def _run(dispatcher: MoEDispatcher, tokens: DispatchOutput, inputs: LayerInputs, group: ThreadGroup) -> torch.Tensor:
     """This rank's part of the experts' results."""
-    placement = dispatcher.place_experts(len(parts[3]))
+    placement = dispatcher.place_experts(len(inputs[3]))
     local = list(placement.find_local(group.rank))
-    gate_up, down = parts[3][local], parts[4][local]
+    gate_up, down = inputs[3][local], inputs[4][local]
     if placement.ranks == 1:
         gate_up, down = split(gate_up, down, group.rank, group.size)
     return reference(tokens.x, tokens.ids, tokens.weights, gate_up, down).to(tokens.x.dtype)
 
 
-def _combine(dispatcher: MoEDispatcher, out: torch.Tensor, tokens: DispatchOutput, parts: Parts) -> torch.Tensor:
-    x, ids, weights, *_ = parts
+def _combine(dispatcher: MoEDispatcher, out: torch.Tensor, tokens: DispatchOutput, inputs: LayerInputs) -> torch.Tensor:
+    x, ids, weights, *_ = inputs
     with unchanged({"the layer's input": x, "ids": ids, "weights": weights}, "combine"):
         return dispatcher.combine(out, tokens)
 
 
-def _compare(results: list[torch.Tensor], parts: Parts, what: str) -> None:
-    expected = reference(*parts)
+def _compare(results: list[torch.Tensor], inputs: LayerInputs, what: str) -> None:
+    expected = reference(*inputs)
     for rank, result in enumerate(results):
-        require_form(result, expected, f"{what}, rank {rank}", parts[0].dtype)
+        require_form(result, expected, f"{what}, rank {rank}", inputs[0].dtype)
         require_near(result, expected, f"{what}, rank {rank}", TOLERANCE[result.dtype])
 
 
 def _agrees(place: Place, ranks: int) -> None:
     for numbers in SIZES:
-        parts = place.draw(numbers)
+        inputs = place.draw(numbers)
 
-        def work(group: ThreadGroup, parts: Parts = parts) -> torch.Tensor:
+        def work(group: ThreadGroup, inputs: LayerInputs = inputs) -> torch.Tensor:
             dispatcher = place.make(group)
-            tokens = _dispatch(dispatcher, parts)
-            return _combine(dispatcher, _run(dispatcher, tokens, parts, group), tokens, parts)
+            tokens = _dispatch(dispatcher, inputs)
+            return _combine(dispatcher, _run(dispatcher, tokens, inputs, group), tokens, inputs)
 
-        _compare(list(run_ranks(ranks, work)), parts, f"{ranks} ranks")
+        _compare(list(run_ranks(ranks, work)), inputs, f"{ranks} ranks")
 
 
 def check_two_batches_at_once(place: Place) -> None:
@@ -120,9 +120,9 @@ def check_two_batches_at_once(place: Place) -> None:
 
     def work(group: ThreadGroup) -> list[torch.Tensor]:
         dispatcher = place.make(group)
-        tokens = [_dispatch(dispatcher, parts) for parts in (first, second)]
-        outs = [_run(dispatcher, each, parts, group) for each, parts in zip(tokens, (first, second), strict=True)]
-        return [_combine(dispatcher, out, each, parts) for out, each, parts in zip(outs, tokens, (first, second), strict=True)]
+        tokens = [_dispatch(dispatcher, inputs) for inputs in (first, second)]
+        outs = [_run(dispatcher, each, inputs, group) for each, inputs in zip(tokens, (first, second), strict=True)]
+        return [_combine(dispatcher, out, each, inputs) for out, each, inputs in zip(outs, tokens, (first, second), strict=True)]
 
     for index, results in enumerate(zip(*run_ranks(2, work), strict=True)):
         _compare(list(results), (first, second)[index], f"batch {index} of two at once")
@@ -134,9 +134,9 @@ def check_steps_of_two_layers(place: Place) -> None:
 
     def work(group: ThreadGroup) -> list[torch.Tensor]:
         dispatcher, results = place.make(group), []
-        for parts in (layer for step in steps for layer in step):
-            tokens = _dispatch(dispatcher, parts)
-            results.append(_combine(dispatcher, _run(dispatcher, tokens, parts, group), tokens, parts).clone())
+        for inputs in (layer for step in steps for layer in step):
+            tokens = _dispatch(dispatcher, inputs)
+            results.append(_combine(dispatcher, _run(dispatcher, tokens, inputs, group), tokens, inputs).clone())
         return results
 
     for index, results in enumerate(zip(*run_ranks(2, work), strict=True)):
@@ -154,19 +154,19 @@ def check_a_token_stands_alone(place: Place) -> None:
         tokens = _dispatch(dispatcher, (poisoned, *rest))
         return _combine(dispatcher, _run(dispatcher, tokens, (x, *rest), group), tokens, (poisoned, *rest))
 
-    results = [found[:1] for found in run_ranks(2, work)]
+    results = [result[:1] for result in run_ranks(2, work)]
     _compare(results, (x[:1], *(part[:1] for part in rest[:2]), *rest[2:]), "the first token while all others are NaN")
 
 
 def check_takes_parts_on_one_rank(place: Place) -> None:
     """On one rank a layer may pass the summands of `run_parts`, [tokens, parts, hidden]."""
-    parts = place.draw(SIZES[0])
+    inputs = place.draw(SIZES[0])
 
     def work(group: ThreadGroup) -> torch.Tensor:
         dispatcher = place.make(group)
-        tokens = _dispatch(dispatcher, parts)
-        out = _run(dispatcher, tokens, parts, group)
-        return _combine(dispatcher, torch.stack((out / 4, out * 3 / 4), dim=1), tokens, parts)
+        tokens = _dispatch(dispatcher, inputs)
+        out = _run(dispatcher, tokens, inputs, group)
+        return _combine(dispatcher, torch.stack((out / 4, out * 3 / 4), dim=1), tokens, inputs)
 
-    (found,) = run_ranks(1, work)
-    _compare([found.sum(1) if found.dim() == 3 else found], parts, "summands on one rank")
+    (result,) = run_ranks(1, work)
+    _compare([result.sum(1) if result.dim() == 3 else result], inputs, "summands on one rank")

@@ -63,8 +63,8 @@ def reference(
         first, second = (None, None) if biases is None else (bias[expert].double() for bias in biases)
         gate, up = F.linear(x[token].double(), gate_up[expert].double(), first).chunk(2, dim=-1)
         active = F.silu(gate) * up if biases is None else activate_by_halves(gate, up)
-        found = F.linear(active, down[expert].double(), second)
-        out.index_add_(0, token, found * weights[token, choice, None].double())
+        result = F.linear(active, down[expert].double(), second)
+        out.index_add_(0, token, result * weights[token, choice, None].double())
     return out
 
 

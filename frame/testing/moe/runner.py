@@ -30,7 +30,7 @@ SIZES = (  # tokens, experts, k, hidden, inner
     (1100, 5, 2, 32, 16),
 )
 LARGE = ((1, 64, 8, 512, 256), (300, 64, 8, 512, 256), (2048, 32, 4, 256, 128))
-Parts = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
+LayerInputs = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,16 @@ def _make(subject: Subject, sizes: Sizes) -> MoERunner:
     return runner
 
 
-def _run(runner: MoERunner, sizes: Sizes, parts: Parts, experts: PlainExperts | None = None, poison: slice = slice(0)) -> torch.Tensor:
+def _run(
+    runner: MoERunner, sizes: Sizes, inputs: LayerInputs, experts: PlainExperts | None = None, poison: slice = slice(0)
+) -> torch.Tensor:
     """The runner's result in float64 on the host; tokens of `poison` become NaN."""
-    x, ids, weights, gate_up, down = (part.to(sizes.device) for part in parts)
+    x, ids, weights, gate_up, down = (part.to(sizes.device) for part in inputs)
     x = x.clone()
     x[poison] = torch.nan
     experts = experts or PlainExperts(gate_up, down, hidden_first=False)
-    given = {"x": x, "ids": ids, "weights": weights, "gate_up": experts.gate_up, "down": experts.down}
-    with unchanged(given, "the runner"):
+    read_only = {"x": x, "ids": ids, "weights": weights, "gate_up": experts.gate_up, "down": experts.down}
+    with unchanged(read_only, "the runner"):
         out = runner.run(DispatchOutput(x, ids, weights), experts)
     require_form(out, x, str(sizes), sizes.dtype)
     return out.double().cpu()
@@ -96,17 +98,17 @@ def _close(got: torch.Tensor, expected: torch.Tensor, sizes: Sizes) -> None:
 
 
 def _agrees(subject: Subject, sizes: Sizes) -> None:
-    parts = draw(sizes.numbers, sizes.dtype)
-    expected = reference(*parts)
+    inputs = draw(sizes.numbers, sizes.dtype)
+    expected = reference(*inputs)
     for hidden_first in (False, True):
-        experts = PlainExperts(parts[3].to(sizes.device), parts[4].to(sizes.device), hidden_first)
-        _close(_run(_make(subject, sizes), sizes, parts, experts), expected, sizes)
+        experts = PlainExperts(inputs[3].to(sizes.device), inputs[4].to(sizes.device), hidden_first)
+        _close(_run(_make(subject, sizes), sizes, inputs, experts), expected, sizes)
 
 
 def check_weight_of_zero_adds_nothing(subject: Subject, sizes: Sizes) -> None:
-    parts = draw(sizes.numbers, sizes.dtype)
-    parts[2][::2, 0] = 0  # as for experts of another rank
-    _close(_run(_make(subject, sizes), sizes, parts), reference(*parts), sizes)
+    inputs = draw(sizes.numbers, sizes.dtype)
+    inputs[2][::2, 0] = 0  # as for experts of another rank
+    _close(_run(_make(subject, sizes), sizes, inputs), reference(*inputs), sizes)
 
 
 def check_one_expert_for_all(subject: Subject, sizes: Sizes) -> None:
@@ -116,28 +118,28 @@ def check_one_expert_for_all(subject: Subject, sizes: Sizes) -> None:
 
 
 def check_a_token_stands_alone(subject: Subject, sizes: Sizes) -> None:
-    parts = draw(sizes.numbers, sizes.dtype)
-    got = _run(_make(subject, sizes), sizes, parts, poison=slice(1, None))
-    _close(got[:1], reference(*parts)[:1], sizes)
+    inputs = draw(sizes.numbers, sizes.dtype)
+    got = _run(_make(subject, sizes), sizes, inputs, poison=slice(1, None))
+    _close(got[:1], reference(*inputs)[:1], sizes)
 
 
 def check_parts_add_up(subject: Subject, sizes: Sizes) -> None:
-    parts = draw(sizes.numbers, sizes.dtype)
-    x, ids, weights, gate_up, down = (part.to(sizes.device) for part in parts)
+    inputs = draw(sizes.numbers, sizes.dtype)
+    x, ids, weights, gate_up, down = (part.to(sizes.device) for part in inputs)
     out = _make(subject, sizes).run_parts(DispatchOutput(x, ids, weights), PlainExperts(gate_up, down, hidden_first=False))
     assert out.dim() in (2, 3), f"`run_parts` returns {list(out.shape)}, neither [tokens, hidden] nor [tokens, parts, hidden]"
-    _close((out.double().sum(1) if out.dim() == 3 else out.double()).cpu(), reference(*parts), sizes)
+    _close((out.double().sum(1) if out.dim() == 3 else out.double()).cpu(), reference(*inputs), sizes)
 
 
 def _biased(subject: Subject, sizes: Sizes) -> None:
-    parts = draw(sizes.numbers, sizes.dtype)
+    inputs = draw(sizes.numbers, sizes.dtype)
     _, experts, _, hidden, inner = sizes.numbers
     generator = torch.Generator().manual_seed(5)
     biases = tuple(torch.randn(experts, size, generator=generator).to(sizes.dtype) for size in (2 * inner, hidden))
-    module = PlainExperts(parts[3].to(sizes.device), parts[4].to(sizes.device), hidden_first=False)
+    module = PlainExperts(inputs[3].to(sizes.device), inputs[4].to(sizes.device), hidden_first=False)
     module.gate_up_bias, module.down_bias = (nn.Parameter(bias.to(sizes.device), requires_grad=False) for bias in biases)
     module.activation = activate_by_halves
-    _close(_run(_make(subject, sizes), sizes, parts, module), reference(*parts, biases=(biases[0], biases[1])), sizes)
+    _close(_run(_make(subject, sizes), sizes, inputs, module), reference(*inputs, biases=(biases[0], biases[1])), sizes)
 
 
 def check_steps_of_two_layers(subject: Subject, sizes: Sizes) -> None:
@@ -148,11 +150,11 @@ def check_steps_of_two_layers(subject: Subject, sizes: Sizes) -> None:
     modules = [PlainExperts(gate_up.to(sizes.device), down.to(sizes.device), hidden_first=False) for gate_up, down in layers]
     for step, tokens in enumerate((9, 9, 1, 70, 9)):
         for layer, module in enumerate(modules):
-            parts = (*draw((tokens, experts, k, hidden, inner), sizes.dtype, 10 * step + layer)[:3], *layers[layer])
-            _close(_run(runner, sizes, parts, module), reference(*parts), sizes)
+            inputs = (*draw((tokens, experts, k, hidden, inner), sizes.dtype, 10 * step + layer)[:3], *layers[layer])
+            _close(_run(runner, sizes, inputs, module), reference(*inputs), sizes)
 
 
 def _large_values(subject: Subject, sizes: Sizes) -> None:
     """Products of gates and values above 65504, the maximum of float16."""
-    parts = draw(sizes.numbers, sizes.dtype, scale=300.0)
-    _close(_run(_make(subject, sizes), sizes, parts), reference(*parts), sizes)
+    inputs = draw(sizes.numbers, sizes.dtype, scale=300.0)
+    _close(_run(_make(subject, sizes), sizes, inputs), reference(*inputs), sizes)

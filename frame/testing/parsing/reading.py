@@ -33,8 +33,8 @@ def compare_splits(read: Callable[[Iterable[str]], Any], texts: Sequence[str]) -
         cuts = sorted(dice.randrange(len(text) + 1) for _ in range(5))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         for split in (list(text), pieces, ["", text[: len(text) // 2], "", text[len(text) // 2 :], ""]):
-            found = read(split)
-            assert found == whole, f"{text!r} gives {whole} in one piece, and {found} in the pieces {split}"
+            result = read(split)
+            assert result == whole, f"{text!r} gives {whole} in one piece, and {result} in the pieces {split}"
 
 
 def compare_interleaved(start: Callable[[], Any], read: Callable[[Iterable[str]], Any], texts: Sequence[str]) -> None:
@@ -50,8 +50,8 @@ def compare_interleaved(start: Callable[[], Any], read: Callable[[Iterable[str]]
             deltas += [parser.feed(text[turn])] if turn < len(text) else []
     for parser, text, deltas in fed:
         single = start()
-        wanted = [*map(single.feed, text), single.finish()]
-        assert [*deltas, parser.finish()] == wanted, f"{text!r} is read otherwise when another response is read in turn"
+        expected = [*map(single.feed, text), single.finish()]
+        assert [*deltas, parser.finish()] == expected, f"{text!r} is read otherwise when another response is read in turn"
 
 
 def require_linear_time(read: Callable[[Iterable[str]], Any], heads: Sequence[str]) -> None:

@@ -39,8 +39,8 @@ def check_text_is_kept(make: MakeReasoning) -> None:
     for prompt_end in PROMPT_ENDS:
         for text in ("Hello, world.", "x", " two  words\nand a line ", "日本 🙂", "1 <"):
             for pieces in ([text], list(text)):
-                found = "".join(read_reasoning(make, pieces, prompt_end))
-                assert found.split() == text.split(), f"{text!r} after the prompt {prompt_end!r} is read as {found!r}"
+                result = "".join(read_reasoning(make, pieces, prompt_end))
+                assert result.split() == text.split(), f"{text!r} after the prompt {prompt_end!r} is read as {result!r}"
 
 
 def check_reasoning_is_not_held_back(make: MakeReasoning) -> None:
@@ -54,8 +54,8 @@ def check_reasoning_is_not_held_back(make: MakeReasoning) -> None:
 
 
 def check_reasoning_that_is_off_is_content(make: MakeReasoning) -> None:
-    found = read_reasoning(make, [REPLY], may_think=False)
-    assert found == ("", REPLY), f"{REPLY!r} is read as {found} where the client switched reasoning off"
+    result = read_reasoning(make, [REPLY], may_think=False)
+    assert result == ("", REPLY), f"{REPLY!r} is read as {result} where the client switched reasoning off"
 
 
 def check_grammar_keeps_the_reply(make: MakeReasoning) -> None:
@@ -68,24 +68,24 @@ def check_grammar_keeps_the_reply(make: MakeReasoning) -> None:
 
 
 def check_known_replies_are_read(make: MakeReasoning) -> None:
-    for text, prompt_end, may_think in find_answers(make):
+    for text, prompt_end, may_think in find_replies(make):
         reasoning, content = read_reasoning(make, [text], prompt_end, may_think)
-        wanted = THOUGHT if THOUGHT in text else ""
+        thought = THOUGHT if THOUGHT in text else ""
         where = f"{text!r} after the prompt {prompt_end!r} is allowed by the grammar"
         assert content.strip() == REPLY, f"{where}, and {content!r} of it is read as content"
-        assert reasoning.strip() == wanted, f"{where}, and {reasoning!r} of it is read as reasoning"
+        assert reasoning.strip() == thought, f"{where}, and {reasoning!r} of it is read as reasoning"
 
 
 def check_reasoning_splits_change_nothing(make: MakeReasoning) -> None:
     for prompt_end in PROMPT_ENDS:
-        known = [text for text, end, may_think in find_answers(make) if end == prompt_end and may_think]
+        known = [text for text, end, may_think in find_replies(make) if end == prompt_end and may_think]
         compare_splits(lambda pieces, prompt_end=prompt_end: read_reasoning(make, pieces, prompt_end), [*noise(), *known])  # type: ignore[misc]
 
 
 def check_cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
     """A response that ends within the reasoning has all of it that was written."""
     checked = 0
-    for text, prompt_end, may_think in find_answers(make):
+    for text, prompt_end, may_think in find_replies(make):
         at = text.find(THOUGHT)
         for size in range(1, len(THOUGHT) + 1) if at >= 0 else ():
             reasoning, content = read_reasoning(make, [text[:at], *text[at : at + size]], prompt_end, may_think)
@@ -104,7 +104,7 @@ def check_replies_stand_alone(make: MakeReasoning) -> None:
         parser.begin("")
         return parser
 
-    texts = [*noise()[:10], *(text for text, end, _ in find_answers(make) if not end)]
+    texts = [*noise()[:10], *(text for text, end, _ in find_replies(make) if not end)]
     compare_interleaved(started, lambda pieces: read_reasoning(make, pieces), texts)
 
 
@@ -120,10 +120,10 @@ def check_reasoning_time_is_linear(make: MakeReasoning) -> None:
     require_linear_time(lambda pieces: read_reasoning(make, pieces), heads)
 
 
-def find_answers(make: MakeReasoning) -> list[tuple[str, str, bool]]:
+def find_replies(make: MakeReasoning) -> list[tuple[str, str, bool]]:
     """Texts that the grammar allows around the answer, each with the end of its prompt and whether
     reasoning is on."""
-    found = []
+    replies = []
     reply: Format = {"type": "const_string", "value": REPLY}
     for prompt_end in PROMPT_ENDS:
         for may_think in (True, False):
@@ -131,7 +131,7 @@ def find_answers(make: MakeReasoning) -> list[tuple[str, str, bool]]:
             parser.begin(prompt_end, may_think)
             form = parser.grammar(reply, is_calls=False)
             texts = {write(form, random.Random(seed)) for seed in range(4)}
-            found += [(text, prompt_end, may_think) for text in sorted(texts) if accepts(form, text)]
-    if not found:
+            replies += [(text, prompt_end, may_think) for text in sorted(texts) if accepts(form, text)]
+    if not replies:
         raise SkipCheck("no text that the grammar allows could be written")
-    return found
+    return replies

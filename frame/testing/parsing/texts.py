@@ -32,7 +32,7 @@ def draw(form: Format, count: int) -> list[str]:
     """Texts that the format allows, byte by byte at random; those that do not end in time are left
     out. Raises SkipCheck without xgrammar."""
     compiled = _compiled(json.dumps(form))
-    found = []
+    texts = []
     for seed in range(count):
         dice, matcher, data = random.Random(seed), _matcher(compiled), bytearray()
         mask = np.zeros((1, 8), np.int32)
@@ -40,11 +40,11 @@ def draw(form: Format, count: int) -> list[str]:
             matcher.fill_next_token_bitmask(mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             if matcher.is_completed() and (not len(allowed) or dice.random() < 0.5):
-                found.append(data.decode())
+                texts.append(data.decode())
                 break
             data.append(int(dice.choice(allowed)))
             matcher.accept_token(data[-1])
-    return found
+    return texts
 
 
 @lru_cache(maxsize=64)

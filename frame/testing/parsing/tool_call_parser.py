@@ -60,8 +60,8 @@ def read_calls(make: MakeCalls, pieces: Iterable[str], functions: Sequence[Funct
 def check_plain_text_is_content(make: MakeCalls) -> None:
     for text in PLAIN:
         for pieces in ([text], list(text)):
-            found = read_calls(make, pieces)
-            assert found == (text, []), f"{text!r} is no call, and is read as {found}"
+            result = read_calls(make, pieces)
+            assert result == (text, []), f"{text!r} is no call, and is read as {result}"
 
 
 def check_content_is_not_held_back(make: MakeCalls) -> None:
@@ -80,9 +80,9 @@ def check_known_calls_are_read(make: MakeCalls) -> None:
             assert read_values(calls) == [("f", arguments)], f"{text!r} is allowed, and is read as {calls}"
     for text in _several(make):
         content, calls = read_calls(make, [text])
-        wanted = [("f", {"city": CITY})] * text.count(CITY)
+        expected = [("f", {"city": CITY})] * text.count(CITY)
         assert not content.strip(), f"{text!r} is allowed by the grammar, and {content!r} of it is read as content"
-        assert read_values(calls) == wanted, f"{text!r} has {len(wanted)} calls, and is read as {calls}"
+        assert read_values(calls) == expected, f"{text!r} has {len(expected)} calls, and is read as {calls}"
 
 
 def check_text_around_calls_is_content(make: MakeCalls) -> None:
@@ -154,8 +154,8 @@ def check_special_tokens_are_kept(make: MakeCalls) -> None:
     """Marks such as `<|x|>` are special tokens, which only `keeps_special_tokens` leaves in the
     text."""
     for text in _drawn(make, make_rule(ARGUMENTS[1])):
-        found = re.search(r"<[|｜][^>]*[|｜]>", text)
-        assert found is None or make().keeps_special_tokens, f"{found and found[0]} is a special token, and `keeps_special_tokens` is False"
+        match = re.search(r"<[|｜][^>]*[|｜]>", text)
+        assert match is None or make().keeps_special_tokens, f"{match and match[0]} is a special token, and `keeps_special_tokens` is False"
 
 
 def _started(parser: ToolCallParser, functions: Sequence[Function] | None = None) -> ToolCallParser:
@@ -177,9 +177,9 @@ def _drawn(make: MakeCalls, rule: CallRule) -> list[str]:
     form = parser.grammar(rule)
     if form is None:
         raise SkipCheck("the parser has no grammar, so no text is known to hold a call")
-    found = draw(form, 2)
-    assert found, f"no text of {STEPS} bytes that the grammar of one call allows ends"
-    return found
+    texts = draw(form, 2)
+    assert texts, f"no text of {STEPS} bytes that the grammar of one call allows ends"
+    return texts
 
 
 def find_calls(make: MakeCalls, rule: CallRule) -> list[str]:
@@ -205,8 +205,8 @@ def _json(text: str) -> Any:
 def read_values(calls: Calls) -> list[tuple[str, Any]]:
     """The calls with their arguments as values. Formats without quotes may have whitespace around a
     string."""
-    found = [(name, _json(arguments)) for name, arguments in calls]
-    for _, arguments in found:
+    values = [(name, _json(arguments)) for name, arguments in calls]
+    for _, arguments in values:
         if isinstance(arguments, dict):
             arguments.update({name: value.strip() for name, value in arguments.items() if isinstance(value, str)})
-    return found
+    return values

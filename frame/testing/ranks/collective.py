@@ -24,6 +24,7 @@ from frame.entrypoints.configuration.hardware_probe import probe
 from frame.plugins.devices import capture_graph, open_platform
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.tensors import require_form
 
 _RANKS = 3
 _PATIENCE = 60.0  # seconds for all ranks of a check
@@ -95,12 +96,12 @@ def _several(subject: Subject) -> int:
     return size
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert found.dtype == expected.dtype and found.shape == expected.shape, f"{what} has shape {tuple(found.shape)} and dtype {found.dtype}"
-    assert torch.equal(found.cpu(), expected), f"{what} is wrong"
+def _same(result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    require_form(result, expected, what, expected.dtype)
+    assert torch.equal(result.cpu(), expected), f"{what} is wrong"
 
 
-def _part(rank: int, dtype: torch.dtype = torch.float32, rows: int = 6) -> torch.Tensor:
+def _tensor_of(rank: int, dtype: torch.dtype = torch.float32, rows: int = 6) -> torch.Tensor:
     return torch.arange(rows * 4).view(rows, 4).to(dtype) % 7 + 10 * (rank + 1)
 
 
@@ -114,13 +115,13 @@ def check_sums(subject: Subject) -> None:
     size = _size(subject)
 
     def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
-        plain = [group.all_reduce(_part(group.rank, dtype).to(device)).cpu() for dtype in _TYPES]
-        return [*plain, group.all_reduce(_part(group.rank).to(device).t()).cpu()]
+        plain = [group.all_reduce(_tensor_of(group.rank, dtype).to(device)).cpu() for dtype in _TYPES]
+        return [*plain, group.all_reduce(_tensor_of(group.rank).to(device).t()).cpu()]
 
-    for found in run_ranks(subject, act):
-        for dtype, each in zip(_TYPES, found, strict=False):
-            _same(each, sum((_part(rank, dtype) for rank in range(size)), torch.zeros(6, 4, dtype=dtype)), f"a sum of {dtype}")
-        _same(found[-1], sum((_part(rank) for rank in range(size)), torch.zeros(6, 4)).t(), "the sum of transposed tensors")
+    for results in run_ranks(subject, act):
+        for dtype, each in zip(_TYPES, results, strict=False):
+            _same(each, sum((_tensor_of(rank, dtype) for rank in range(size)), torch.zeros(6, 4, dtype=dtype)), f"a sum of {dtype}")
+        _same(results[-1], sum((_tensor_of(rank) for rank in range(size)), torch.zeros(6, 4)).t(), "the sum of transposed tensors")
 
 
 def check_sums_have_the_same_bits(subject: Subject) -> None:
@@ -136,21 +137,25 @@ def check_sums_have_the_same_bits(subject: Subject) -> None:
 
 def check_gathers(subject: Subject) -> None:
     size = _size(subject)
-    found = run_ranks(subject, lambda group, device: [group.all_gather(_part(group.rank).to(device), dim).cpu() for dim in (-1, 0, 1)])
+
+    def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
+        return [group.all_gather(_tensor_of(group.rank).to(device), dim).cpu() for dim in (-1, 0, 1)]
+
+    results = run_ranks(subject, act)
     for rank in range(size):
-        for dim, each in zip((-1, 0, 1), found[rank], strict=True):
-            _same(each, torch.cat([_part(other) for other in range(size)], dim), f"what is gathered along {dim}")
+        for dim, each in zip((-1, 0, 1), results[rank], strict=True):
+            _same(each, torch.cat([_tensor_of(other) for other in range(size)], dim), f"what is gathered along {dim}")
 
 
 def check_broadcasts(subject: Subject) -> None:
     size = _size(subject)
 
     def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
-        return [group.broadcast(_part(group.rank).to(device), source).cpu() for source in range(size)]
+        return [group.broadcast(_tensor_of(group.rank).to(device), source).cpu() for source in range(size)]
 
-    for found in run_ranks(subject, act):
-        for source, each in enumerate(found):
-            _same(each, _part(source), f"the tensor of source {source}")
+    for results in run_ranks(subject, act):
+        for source, each in enumerate(results):
+            _same(each, _tensor_of(source), f"the tensor of source {source}")
 
 
 def check_scatters_sums(subject: Subject) -> None:
@@ -158,10 +163,10 @@ def check_scatters_sums(subject: Subject) -> None:
     rows = 2 * size
 
     def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
-        mine = _part(group.rank, rows=rows).to(device)
+        mine = _tensor_of(group.rank, rows=rows).to(device)
         return [group.reduce_scatter(mine.clone()).cpu(), group.reduce_scatter(mine.t().contiguous(), 1).cpu()]
 
-    total = sum((_part(rank, rows=rows) for rank in range(size)), torch.zeros(rows, 4))
+    total = sum((_tensor_of(rank, rows=rows) for rank in range(size)), torch.zeros(rows, 4))
     for rank, (first, second) in enumerate(run_ranks(subject, act)):
         _same(first, total[2 * rank : 2 * rank + 2], "a part of the sum")
         _same(second, total.t()[:, 2 * rank : 2 * rank + 2], "a part of the sum along 1")
@@ -172,12 +177,12 @@ def check_exchanges_rows(subject: Subject) -> None:
     counts = [[(source + target + 1) % 3 if size > 1 else 4 for target in range(size)] for source in range(size)]
 
     def act(group: Collective, device: torch.device) -> torch.Tensor:
-        mine = _part(group.rank, rows=sum(counts[group.rank])).to(device)
+        mine = _tensor_of(group.rank, rows=sum(counts[group.rank])).to(device)
         return group.all_to_all(mine, counts[group.rank], [counts[source][group.rank] for source in range(size)]).cpu()
 
-    sent = [_part(rank, rows=sum(counts[rank])).split(counts[rank]) for rank in range(size)]
-    for rank, found in enumerate(run_ranks(subject, act)):
-        _same(found, torch.cat([sent[source][rank] for source in range(size)]), "what is received")
+    sent = [_tensor_of(rank, rows=sum(counts[rank])).split(counts[rank]) for rank in range(size)]
+    for rank, result in enumerate(run_ranks(subject, act)):
+        _same(result, torch.cat([sent[source][rank] for source in range(size)]), "what is received")
 
 
 def check_sends_in_order(subject: Subject) -> None:
@@ -185,19 +190,19 @@ def check_sends_in_order(subject: Subject) -> None:
 
     def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
         before, after = (group.rank - 1) % size, (group.rank + 1) % size
-        found = []
+        results = []
         for turn in range(size):
             if turn == group.rank:
                 for number in range(3):
-                    group.send(_part(group.rank + 10 * number).to(device), after)
+                    group.send(_tensor_of(group.rank + 10 * number).to(device), after)
             elif turn == before:
-                found = [group.recv(torch.empty(6, 4, device=device), before).cpu() for _ in range(3)]
-        return found
+                results = [group.recv(torch.empty(6, 4, device=device), before).cpu() for _ in range(3)]
+        return results
 
-    for rank, found in enumerate(run_ranks(subject, act)):
-        for number, each in enumerate(found):
-            _same(each, _part((rank - 1) % size + 10 * number), f"message {number}")
-        assert len(found) == 3
+    for rank, results in enumerate(run_ranks(subject, act)):
+        for number, each in enumerate(results):
+            _same(each, _tensor_of((rank - 1) % size + 10 * number), f"message {number}")
+        assert len(results) == 3
 
 
 def check_starts_sends(subject: Subject) -> None:
@@ -208,23 +213,23 @@ def check_starts_sends(subject: Subject) -> None:
         raise SkipCheck("this collective sends by `send` alone")
 
     def act(group: Any, device: torch.device) -> list[torch.Tensor]:
-        found = []
+        results = []
         for number in range(3):  # pairs take turns, so that collectives whose sends wait pass too
-            sends = [group.start_send(_part(group.rank + number).to(device), (group.rank + 1) % size)] if group.rank % 2 == 0 else []
-            found.append(group.recv(torch.empty(6, 4, device=device), (group.rank - 1) % size).cpu())
-            sends += [group.start_send(_part(group.rank + number).to(device), (group.rank + 1) % size)] if group.rank % 2 else []
+            sends = [group.start_send(_tensor_of(group.rank + number).to(device), (group.rank + 1) % size)] if group.rank % 2 == 0 else []
+            results.append(group.recv(torch.empty(6, 4, device=device), (group.rank - 1) % size).cpu())
+            sends += [group.start_send(_tensor_of(group.rank + number).to(device), (group.rank + 1) % size)] if group.rank % 2 else []
             for send in filter(None, sends):
                 send.wait()
-        return found
+        return results
 
-    for rank, found in enumerate(run_ranks(subject, act, 2)):
-        for number, each in enumerate(found):
-            _same(each, _part((rank - 1) % 2 + number), f"tensor {number} of a started send")
+    for rank, results in enumerate(run_ranks(subject, act, 2)):
+        for number, each in enumerate(results):
+            _same(each, _tensor_of((rank - 1) % 2 + number), f"tensor {number} of a started send")
 
 
 def check_arguments_stay(subject: Subject) -> None:
     def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
-        mine = [_part(group.rank, rows=group.size).to(device) for _ in range(3)]
+        mine = [_tensor_of(group.rank, rows=group.size).to(device) for _ in range(3)]
         group.all_gather(mine[0], 0)
         group.all_to_all(mine[1], [1] * group.size, [1] * group.size)
         if group.rank == 0:
@@ -233,36 +238,36 @@ def check_arguments_stay(subject: Subject) -> None:
             group.broadcast(torch.zeros_like(mine[2]))
         return [each.cpu() for each in mine]
 
-    for rank, found in enumerate(run_ranks(subject, act)):
-        for each in found:
-            _same(each, _part(rank, rows=_size(subject)), "an argument of an operation that must not change it")
+    for rank, results in enumerate(run_ranks(subject, act)):
+        for each in results:
+            _same(each, _tensor_of(rank, rows=_size(subject)), "an argument of an operation that must not change it")
 
 
 def check_large_tensors(subject: Subject) -> None:
     size = _size(subject)
-    found = run_ranks(subject, lambda group, device: group.all_reduce(torch.full((1 << 18,), group.rank + 1.0, device=device)).cpu())
-    assert all(bool((each == size * (size + 1) / 2).all()) for each in found), "a large sum is wrong"
+    results = run_ranks(subject, lambda group, device: group.all_reduce(torch.full((1 << 18,), group.rank + 1.0, device=device)).cpu())
+    assert all(bool((each == size * (size + 1) / 2).all()) for each in results), "a large sum is wrong"
 
 
 def check_operations_in_a_row(subject: Subject) -> None:
     size = _size(subject)
 
     def act(group: Collective, device: torch.device) -> list[float]:
-        found = []
+        results = []
         for number in range(1, 9):
             x = torch.full((number,), float(group.rank + number), device=device)
-            found += [
+            results += [
                 float(group.all_reduce(x.clone()).sum()),
                 float(group.all_gather(x, 0).sum()),
                 float(group.broadcast(x, size - 1).sum()),
             ]
-        return found
+        return results
 
     expected = []
     for number in range(1, 9):
         total = number * sum(rank + number for rank in range(size))
         expected += [float(total), float(total), float(number * (size - 1 + number))]
-    assert all(found == expected for found in run_ranks(subject, act)), "operations of different sizes in a row mix"
+    assert all(results == expected for results in run_ranks(subject, act)), "operations of different sizes in a row mix"
 
 
 def check_groups_do_not_mix(subject: Subject) -> None:
@@ -270,12 +275,12 @@ def check_groups_do_not_mix(subject: Subject) -> None:
         return float(group.all_reduce(torch.ones(2, device=device)).sum())
 
     _several(subject)
-    found: list[Any] = []
-    other = threading.Thread(target=lambda: found.extend(run_ranks(subject, both)))
+    results: list[Any] = []
+    other = threading.Thread(target=lambda: results.extend(run_ranks(subject, both)))
     other.start()
-    found += run_ranks(subject, both)
+    results += run_ranks(subject, both)
     other.join(_PATIENCE)
-    assert found == [2.0 * _size(subject)] * 2 * _size(subject), "two groups of one process mix"
+    assert results == [2.0 * _size(subject)] * 2 * _size(subject), "two groups of one process mix"
 
 
 def check_absent_ranks_end_the_wait(subject: Subject) -> None:
@@ -328,10 +333,10 @@ def check_meets_by_tcp(subject: Subject) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    found = run_ranks(
+    results = run_ranks(
         subject, lambda group, device: float(group.all_reduce(torch.ones(1, device=device))), address=f"tcp://127.0.0.1:{port}"
     )
-    assert found == [float(_size(subject))] * _size(subject)
+    assert results == [float(_size(subject))] * _size(subject)
 
 
 def check_is_captured(subject: Subject) -> None:

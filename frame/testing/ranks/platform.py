@@ -48,14 +48,14 @@ def _record_finds_devices(subject: Subject, platform: Platform) -> None:
     if can.find_devices is None:
         return
     module, _, name = can.find_devices.partition(":")
-    found = getattr(importlib.import_module(module), name)()
-    assert isinstance(found, UsableDevices), f"{can.find_devices} must return UsableDevices"
-    assert found.accelerators, f"{can.find_devices} finds no device here: {found.note}"
-    wrong = {each.kind for each in found.accelerators} - {subject.record.name}
+    devices = getattr(importlib.import_module(module), name)()
+    assert isinstance(devices, UsableDevices), f"{can.find_devices} must return UsableDevices"
+    assert devices.accelerators, f"{can.find_devices} finds no device here: {devices.note}"
+    wrong = {each.kind for each in devices.accelerators} - {subject.record.name}
     assert not wrong or subject.record.target.startswith("mutants:"), f"the kind of a device must be {subject.record.name}, not {wrong}"
-    own = found.accelerators[platform.context.local_index]
-    assert own.memory_bytes > 0 and own.name == platform.device_name, "the platform and its record name different devices"
-    assert own.compute_capability == platform.compute_capability, "the platform and its record have different compute capabilities"
+    device = devices.accelerators[platform.context.local_index]
+    assert device.memory_bytes > 0 and device.name == platform.device_name, "the platform and its record name different devices"
+    assert device.compute_capability == platform.compute_capability, "the platform and its record have different compute capabilities"
 
 
 def check_device_computes(platform: Platform) -> None:

@@ -60,12 +60,12 @@ class ThreadGroup(Collective):
         exchange.calls[self.rank] = (f"{call} of {tensor.dtype} {list(tensor.shape)}", tensor.clone())
         try:
             exchange.barrier.wait()
-            found = list(exchange.calls)
+            calls = list(exchange.calls)
             exchange.barrier.wait()
         except threading.BrokenBarrierError:
             raise AssertionError(f"rank {self.rank} waits in {exchange.calls[self.rank][0]}, and another rank makes no such call") from None
-        assert len({name for name, _ in found}) == 1, f"the ranks make different calls: {', '.join(name for name, _ in found)}"
-        return [tensor for _, tensor in found]
+        assert len({name for name, _ in calls}) == 1, f"the ranks make different calls: {', '.join(name for name, _ in calls)}"
+        return [tensor for _, tensor in calls]
 
     def abort(self) -> None:
         """Let ranks that wait fail at once."""

@@ -35,10 +35,10 @@ class Run:
 
     def of(self, cases: Iterable[Language]) -> list[Language]:
         """The cases of the kinds that the backend declares. Raises SkipCheck without one."""
-        found = [case for case in cases if case.kind in self.kinds]
-        if not found:
+        known = [case for case in cases if case.kind in self.kinds]
+        if not known:
             raise SkipCheck(f"no case of the kinds {', '.join(self.kinds)}")
-        return found
+        return known
 
     def compile(self, case: Language) -> CompiledGrammar:
         try:
@@ -129,15 +129,15 @@ def _compare(run: Run, case: Language, dice: random.Random, is_split: bool) -> N
     vocabulary, grammar, done = run.vocabulary, run.start(case), b""
     for _ in range(MAX_TOKENS):
         rest = case.rest(done)
-        wanted, found = vocabulary.allowed(rest), run.allowed(grammar)
+        expected, mask = vocabulary.allowed(rest), run.allowed(grammar)
         where = f"{case.name} after {done.decode(errors='replace')!r}"
         is_forced = len({text[:1] for text in rest}) == 1
-        for token in np.flatnonzero(found & ~wanted if is_forced else found != wanted)[:1].tolist():
-            is_wrong = "allows" if found[token] else "does not allow"
+        for token in np.flatnonzero(mask & ~expected if is_forced else mask != expected)[:1].tolist():
+            is_wrong = "allows" if mask[token] else "does not allow"
             raise AssertionError(f"{where}: the mask {is_wrong} token {token} ({vocabulary.show(token)})")
-        assert found.any(), f"{where}: the mask is empty"
+        assert mask.any(), f"{where}: the mask is empty"
         assert grammar.is_finished() == (rest == {b""}), f"{where}: is_finished() is {grammar.is_finished()}"
-        continues = run.continuations(found)
+        continues = run.continuations(mask)
         if b"" in rest and (not continues or dice.random() < 0.3):
             end = dice.choice(vocabulary.ends)
             assert grammar.accept_token(end), f"{where}: accept_token() refuses the end token {end}"
@@ -286,9 +286,9 @@ def check_grammars_stand_alone(run: Run) -> None:
     compiled = [run.compile(case) for case in cases]
     others = [run.make(), run.make()]  # of which each compiles half of the grammars, in another order
     for number, (case, each) in enumerate(zip(reversed(cases), reversed(compiled), strict=True)):
-        found = run.allowed(each.start())
+        among = run.allowed(each.start())
         alone = run.allowed(others[number % 2].compile(case.kind, case.source).start())
-        assert np.array_equal(found, alone), f"{case.name}: its mask is another when other grammars are compiled"
+        assert np.array_equal(among, alone), f"{case.name}: its mask is another when other grammars are compiled"
 
 
 def check_loaded_grammars_are_equal(run: Run) -> None:
@@ -322,9 +322,9 @@ def check_masks_are_filled_in_threads(run: Run) -> None:
         return [run.allowed(each.start()) for each in compiled[first:] + compiled[:first]]
 
     with ThreadPoolExecutor(THREADS) as pool:
-        for first, found in enumerate(pool.map(fill, range(THREADS))):
-            for mask, wanted in zip(found, alone[first:] + alone[:first], strict=True):
-                assert np.array_equal(mask, wanted), "a mask differs when threads fill several at once"
+        for first, masks in enumerate(pool.map(fill, range(THREADS))):
+            for mask, expected in zip(masks, alone[first:] + alone[:first], strict=True):
+                assert np.array_equal(mask, expected), "a mask differs when threads fill several at once"
 
 
 def check_masks_are_filled_in_time(run: Run) -> None:

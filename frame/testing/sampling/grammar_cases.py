@@ -47,10 +47,10 @@ class Vocabulary:
         """bool [size]: the tokens that begin one of the texts `rest`; the end tokens if one is
         empty."""
         prefixes = {text[:size] for text in rest for size in range(1, len(text) + 1)}
-        found = np.zeros(self.size, np.bool_)
-        found[[token for token, text in self.tokens.items() if text in prefixes]] = True
-        found[list(self.ends)] = b"" in rest
-        return found
+        mask = np.zeros(self.size, np.bool_)
+        mask[[token for token, text in self.tokens.items() if text in prefixes]] = True
+        mask[list(self.ends)] = b"" in rest
+        return mask
 
     def show(self, token: int) -> str:
         text = self.tokens.get(token)

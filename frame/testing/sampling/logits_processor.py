@@ -68,31 +68,31 @@ WAITS = frozenset((
 def suite(subject: Subject) -> Iterable[Check]:
     """The suite of the kind `logits_processor`, with those parameter sets of `EXAMPLES` (or of the
     class's `conformance_params`) that the processor applies to."""
-    given = getattr(subject.target, "conformance_params", None) or EXAMPLES
+    candidates = getattr(subject.target, "conformance_params", None) or EXAMPLES
 
     def make(vocab_size: int, max_slots: int) -> LogitsProcessor:
         processor: LogitsProcessor = subject.target(ProcessorContext(vocab_size, max_slots, torch.device("cpu")), subject.options)
         return processor
 
     def applies_to_something() -> None:
-        assert any(make(VOCAB, SLOTS).applies_to(params) for params in given), (
+        assert any(make(VOCAB, SLOTS).applies_to(params) for params in candidates), (
             "applies_to() is false for every example; give the class a tuple `conformance_params` of SamplingParams that it applies to"
         )
 
     yield Check("applies_to_something", applies_to_something)
-    wanted = [params for params in given if make(VOCAB, SLOTS).applies_to(params)]
-    if wanted:
-        yield from checks_of(make, wanted)
-        yield Check("record_names_its_parameters", partial(record_names_its_parameters, subject.record.capabilities, make, wanted))
+    examples = [params for params in candidates if make(VOCAB, SLOTS).applies_to(params)]
+    if examples:
+        yield from checks_of(make, examples)
+        yield Check("record_names_its_parameters", partial(record_names_its_parameters, subject.record.capabilities, make, examples))
 
 
-def checks_of(make: Make, wanted: Sequence[SamplingParams]) -> Iterator[Check]:
+def checks_of(make: Make, examples: Sequence[SamplingParams]) -> Iterator[Check]:
     """All checks. `wanted`: at least one parameter set that the processor applies to; two different
     ones find more."""
-    yield from collect(__name__, make, wanted)
+    yield from collect(__name__, make, examples)
 
 
-def record_names_its_parameters(can: object, make: Make, wanted: Sequence[SamplingParams]) -> None:
+def record_names_its_parameters(can: object, make: Make, examples: Sequence[SamplingParams]) -> None:
     """The processor applies to a request with a parameter that its record names, and to none with
     others alone: the server refuses a parameter that no record names."""
     if not isinstance(can, ProcessorCapabilities):
@@ -102,34 +102,34 @@ def record_names_its_parameters(can: object, make: Make, wanted: Sequence[Sampli
         assert processor.applies_to(params) == (name in can.params), (
             f"applies_to() is {name not in can.params} for a request with {name} alone, but ProcessorCapabilities.params is {can.params}"
         )
-    for key in {key for params in wanted for key in params.custom}:
+    for key in {key for params in examples for key in params.custom}:
         assert can.custom is None or key in can.custom, f"the processor reads custom[{key!r}], which ProcessorCapabilities.custom lacks"
 
 
 # rows and slots -----------------------------------------------------------------------------------
 
 
-def check_applies_to_is_pure(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_applies_to_is_pure(make: Make, examples: Sequence[SamplingParams]) -> None:
     """A request without special parameters pays nothing."""
     processor = make(VOCAB, SLOTS)
     for _ in range(3):
         assert not processor.applies_to(SamplingParams()), "applies_to() is true for default parameters: every request would pay"
-        for params in wanted:
+        for params in examples:
             assert processor.applies_to(params), f"applies_to() is not always true for {params}"
 
 
-def check_bad_parameters_are_refused(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_bad_parameters_are_refused(make: Make, examples: Sequence[SamplingParams]) -> None:
     """`validate_params` takes the wanted parameters. It refuses what the processor cannot use, with
     ValueError and one sentence that names the field; what it takes does not fail later."""
     processor = make(VOCAB, SLOTS)
-    for params in wanted:
+    for params in examples:
         processor.validate_params(params)
         for name, value in product(params.custom, BAD_VALUES):
             bad = replace(params, custom={**params.custom, name: value})
             what = f"custom[{name!r}] = {value[:20]!r}"
             if not processor.applies_to(bad) or _is_refused(processor, bad, name, what):
                 continue
-            setup = replace(_setups(wanted, 1)[0], params=bad)
+            setup = replace(_setups(examples, 1)[0], params=bad)
             try:
                 used = _filled(make, [setup])
                 _observe(used, [setup], 3)
@@ -150,9 +150,9 @@ def _is_refused(processor: LogitsProcessor, params: SamplingParams, name: str, w
     return False
 
 
-def check_apply_changes_named_rows(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_apply_changes_named_rows(make: Make, examples: Sequence[SamplingParams]) -> None:
     """`apply` works in place, on the rows that it is given alone, and returns nothing else."""
-    setups = _setups(wanted, SLOTS // 2)
+    setups = _setups(examples, SLOTS // 2)
     logits = _logits(2 * len(setups))
     processor = _filled(make, setups)
     rows = list(range(1, 2 * len(setups), 2))
@@ -165,18 +165,18 @@ def check_apply_changes_named_rows(make: Make, wanted: Sequence[SamplingParams])
     assert not torch.equal(changed[rows], logits[rows]), "apply() has no effect on any row: does it work in place?"
 
 
-def check_apply_repeats(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_apply_repeats(make: Make, examples: Sequence[SamplingParams]) -> None:
     """The state changes with tokens, not with calls of `apply`: steps are also run to warm up."""
-    setups, logits, processor = _half(make, wanted)
+    setups, logits, processor = _half(make, examples)
     rows = range(len(setups))
     first = _apply(processor, logits, rows, setups)
     assert torch.equal(first, _apply(processor, logits, rows, setups)), "a second apply() of one step gives other logits"
 
 
-def check_rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_rows_stand_alone(make: Make, examples: Sequence[SamplingParams]) -> None:
     """A row's logits do not depend on the rows beside it, their number, their order or their
     slots."""
-    setups = _setups(wanted, SLOTS // 2)
+    setups = _setups(examples, SLOTS // 2)
     logits, processor = _logits(2 * len(setups)), _filled(make, setups)
     rows = list(range(1, 2 * len(setups), 2))
     together = _apply(processor, logits, rows, setups)
@@ -189,9 +189,9 @@ def check_rows_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None
         assert torch.allclose(alone[0], together[row]), f"row {row} differs when its request is the only one, in another slot"
 
 
-def check_instances_stand_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_instances_stand_alone(make: Make, examples: Sequence[SamplingParams]) -> None:
     """Two processors of one class, of two engines, share no state."""
-    setups = _setups(wanted, SLOTS + 1)
+    setups = _setups(examples, SLOTS + 1)
     ours, others = setups[: SLOTS // 2], [_moved(setup, i) for i, setup in enumerate(setups[SLOTS // 2 + 1 :])]
     logits, rows = _logits(len(ours)), range(len(ours))
     processor = _filled(make, ours)
@@ -201,19 +201,19 @@ def check_instances_stand_alone(make: Make, wanted: Sequence[SamplingParams]) ->
     assert torch.equal(before, _apply(processor, logits, rows, ours)), "a second processor of the class changes the state of the first"
 
 
-def check_tensors_are_left_alone(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_tensors_are_left_alone(make: Make, examples: Sequence[SamplingParams]) -> None:
     """`apply` and `observe_tokens` change no index tensor and keep none: the engine uses their
     memory again in the next step."""
-    setups = _setups(wanted, SLOTS // 2)
+    setups = _setups(examples, SLOTS // 2)
     clean, reused = _filled(make, setups), _filled(make, setups)
     logits, rows = _logits(len(setups)), torch.arange(len(setups))
     for step in range(3):
-        given = [torch.tensor([setup.slot for setup in setups]), torch.arange(len(setups)) + step]
-        clean.observe_tokens(*(tensor.clone() for tensor in given))
-        kept = [tensor.clone() for tensor in given]
+        arguments = [torch.tensor([setup.slot for setup in setups]), torch.arange(len(setups)) + step]
+        clean.observe_tokens(*(tensor.clone() for tensor in arguments))
+        kept = [tensor.clone() for tensor in arguments]
         reused.observe_tokens(*kept)
-        assert all(map(torch.equal, kept, given)), "observe_tokens() changed the slots or token ids that it was given"
-        slots, positions = given[0].clone(), torch.tensor([len(setup.token_ids) + step + 1 for setup in setups])
+        assert all(map(torch.equal, kept, arguments)), "observe_tokens() changed the slots or token ids that it was given"
+        slots, positions = arguments[0].clone(), torch.tensor([len(setup.token_ids) + step + 1 for setup in setups])
         inputs = [rows.clone(), slots.clone(), positions.clone()]
         ours, theirs = logits.clone(), logits.clone()
         clean.apply(ours, rows.clone(), slots.clone(), positions.clone())
@@ -224,10 +224,10 @@ def check_tensors_are_left_alone(make: Make, wanted: Sequence[SamplingParams]) -
             tensor.fill_(0)
 
 
-def check_recovery_keeps_the_state(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_recovery_keeps_the_state(make: Make, examples: Sequence[SamplingParams]) -> None:
     """A request that comes back with its output so far, in another slot, has the state of one that
     stayed. All requests of a step observe their tokens in one call, in any order of slots."""
-    setups = [_moved(setup, (3 * i + 2) % SLOTS) for i, setup in enumerate(_setups(wanted, max(4, len(wanted)), same_tokens=False))]
+    setups = [_moved(setup, (3 * i + 2) % SLOTS) for i, setup in enumerate(_setups(examples, max(4, len(examples)), same_tokens=False))]
     setups = setups[:SLOTS]
     stayed = _filled(make, [_cut(setup, PROMPT) for setup in setups])
     for step in range(OUTPUT):
@@ -242,10 +242,10 @@ def check_recovery_keeps_the_state(make: Make, wanted: Sequence[SamplingParams])
         assert torch.allclose(here[row], there[row]), f"a recovered request has other logits than one that stayed ({setup.params})"
 
 
-def check_slots_are_reused(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_slots_are_reused(make: Make, examples: Sequence[SamplingParams]) -> None:
     """The next request of a slot has nothing of the last one, however often slots change hands, and
     the others keep what they have."""
-    used, setups = make(VOCAB, SLOTS), _setups(wanted, 4 * SLOTS)
+    used, setups = make(VOCAB, SLOTS), _setups(examples, 4 * SLOTS)
     stays = _moved(setups[1], SLOTS - 1)
     used.add_slot(stays)
     logits = _logits(1)
@@ -258,7 +258,7 @@ def check_slots_are_reused(make: Make, wanted: Sequence[SamplingParams]) -> None
         for setup in group[:: 1 if turn % 3 else -1]:
             used.remove_slot(setup.slot)
     assert torch.equal(before, _apply(used, logits, [0], [stays])), "a request changed when others came and went"
-    for setup in (*setups[: len(wanted)], _moved(setups[0], SLOTS - 1)):
+    for setup in (*setups[: len(examples)], _moved(setups[0], SLOTS - 1)):
         if setup.slot == stays.slot:
             used.remove_slot(setup.slot)
         used.add_slot(setup)
@@ -267,49 +267,49 @@ def check_slots_are_reused(make: Make, wanted: Sequence[SamplingParams]) -> None
         assert torch.equal(*results), "the earlier request of a slot left something behind"
 
 
-def check_all_slots_and_tokens_exist(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_all_slots_and_tokens_exist(make: Make, examples: Sequence[SamplingParams]) -> None:
     """The last slot and the last token id are as good as others, in any vocabulary."""
     for vocab in (VOCAB, 640):
-        setups = [_moved(setup, SLOTS - 1 - i) for i, setup in enumerate(_setups(wanted, 4, vocab))]
+        setups = [_moved(setup, SLOTS - 1 - i) for i, setup in enumerate(_setups(examples, 4, vocab))]
         processor = make(vocab, SLOTS)
         for setup in setups:
             setup.token_ids[-2:] = vocab - 1
             processor.add_slot(setup)
         _observe(processor, setups, vocab - len(setups))
-        found = _apply(processor, _logits(4, vocab), range(4), setups)
-        assert found.shape == (4, vocab), "apply() changed the shape of the logits"
+        result = _apply(processor, _logits(4, vocab), range(4), setups)
+        assert result.shape == (4, vocab), "apply() changed the shape of the logits"
 
 
 # values -------------------------------------------------------------------------------------------
 
 
-def check_banned_tokens_stay_banned(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_banned_tokens_stay_banned(make: Make, examples: Sequence[SamplingParams]) -> None:
     """Logits of minus infinity, from a grammar or another processor, stay so, and make no NaN."""
-    setups, logits, processor = _half(make, wanted)
+    setups, logits, processor = _half(make, examples)
     banned = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.5
     logits[banned] = -torch.inf
-    found = _apply(processor, logits, range(len(setups)), setups)
-    assert not found.isnan().any(), "apply() makes NaN of logits of minus infinity"
-    assert found[banned].isneginf().all(), "apply() allows a token again that was banned with minus infinity"
-    assert not found.isposinf().any(), "apply() makes a logit plus infinity"
+    result = _apply(processor, logits, range(len(setups)), setups)
+    assert not result.isnan().any(), "apply() makes NaN of logits of minus infinity"
+    assert result[banned].isneginf().all(), "apply() allows a token again that was banned with minus infinity"
+    assert not result.isposinf().any(), "apply() makes a logit plus infinity"
 
 
-def check_large_logits_stay_finite(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_large_logits_stay_finite(make: Make, examples: Sequence[SamplingParams]) -> None:
     """Large logits make no NaN and no infinity, as an exponential without its maximum would."""
-    setups = _setups(wanted, SLOTS // 2)
+    setups = _setups(examples, SLOTS // 2)
     processor = _filled(make, setups)
     for scale in (1e3, 1e30):
-        found = _apply(processor, _logits(len(setups)) * scale, range(len(setups)), setups)
-        assert not found.isnan().any() and not found.isposinf().any(), f"apply() makes NaN or infinity of logits around {scale:g}"
-        assert not found.isneginf().all(dim=1).any(), f"apply() bans every token of a row with logits around {scale:g}"
+        result = _apply(processor, _logits(len(setups)) * scale, range(len(setups)), setups)
+        assert not result.isnan().any() and not result.isposinf().any(), f"apply() makes NaN or infinity of logits around {scale:g}"
+        assert not result.isneginf().all(dim=1).any(), f"apply() bans every token of a row with logits around {scale:g}"
 
 
-def check_precision_is_kept(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_precision_is_kept(make: Make, examples: Sequence[SamplingParams]) -> None:
     """Logits that differ in float32 alone stay different: the row is not rounded to 16 bits."""
-    setups = _setups(wanted, SLOTS // 2)
+    setups = _setups(examples, SLOTS // 2)
     logits = (1 + torch.arange(VOCAB) * 2.0**-20).repeat(len(setups), 1)
-    found = _apply(_filled(make, setups), logits, range(len(setups)), setups)
-    for row in found:
+    result = _apply(_filled(make, setups), logits, range(len(setups)), setups)
+    for row in result:
         finite = row[row.isfinite()]
         assert len(finite.unique()) > 0.8 * len(finite), "apply() rounds logits: many that differed are now equal"
 
@@ -344,12 +344,12 @@ def _waiting_indices(args: Sequence[Any]) -> Iterator[str]:
                 yield "an index of one number in a tensor"
 
 
-def check_work_is_done_in_batches(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_work_is_done_in_batches(make: Make, examples: Sequence[SamplingParams]) -> None:
     """`apply` and `observe_tokens` make as many calls for 12 requests as for 3, and none that waits
     for the device."""
     counts = []
     for size in (3, 12):
-        setups = _setups(wanted[:1], size, same_slots=False)
+        setups = _setups(examples[:1], size, same_slots=False)
         processor, logits = _filled(make, setups), _logits(size)
         slots, tokens = torch.tensor([setup.slot for setup in setups]), torch.arange(size) + 3
         positions = torch.tensor([len(setup.token_ids) for setup in setups])
@@ -361,13 +361,13 @@ def check_work_is_done_in_batches(make: Make, wanted: Sequence[SamplingParams]) 
     assert counts[1] <= counts[0] + 2, f"{counts[0]} calls of torch for 3 requests and {counts[1]} for 12: there is a loop over requests"
 
 
-def check_memory_comes_with_requests(make: Make, wanted: Sequence[SamplingParams]) -> None:
+def check_memory_comes_with_requests(make: Make, examples: Sequence[SamplingParams]) -> None:
     """State is allocated on first use, and does not grow with the requests that are gone."""
     idle = _count_bytes(make(LARGE_VOCAB, MANY_SLOTS))
     assert idle <= MAX_IDLE_BYTES, f"a processor that no request uses holds {idle >> 20} MiB: allocate with the first request"
     processor, sizes = make(VOCAB, SLOTS), []
     for turn in range(60):
-        setups = _setups(wanted, 8, seed=turn)
+        setups = _setups(examples, 8, seed=turn)
         for setup in setups:
             processor.add_slot(setup)
         _observe(processor, setups, turn)
@@ -399,7 +399,7 @@ def _count_bytes(processor: object) -> int:
 
 
 def _setups(
-    wanted: Sequence[SamplingParams],
+    examples: Sequence[SamplingParams],
     count: int,
     vocab: int = VOCAB,
     *,
@@ -411,7 +411,7 @@ def _setups(
     return [
         SlotSetup(
             slot=i % (SLOTS // 2 if same_slots else SLOTS),
-            params=wanted[i % len(wanted)],
+            params=examples[i % len(examples)],
             seed=i,
             prompt_len=PROMPT,
             token_ids=numbers.integers(0, vocab if same_tokens else vocab // 3, PROMPT + OUTPUT).astype(np.int32),
@@ -435,9 +435,9 @@ def _filled(make: Make, setups: Sequence[SlotSetup]) -> LogitsProcessor:
     return processor
 
 
-def _half(make: Make, wanted: Sequence[SamplingParams]) -> tuple[list[SlotSetup], torch.Tensor, LogitsProcessor]:
+def _half(make: Make, examples: Sequence[SamplingParams]) -> tuple[list[SlotSetup], torch.Tensor, LogitsProcessor]:
     """Requests in half of the slots, a row of logits for each, and a processor that has them."""
-    setups = _setups(wanted, SLOTS // 2)
+    setups = _setups(examples, SLOTS // 2)
     return setups, _logits(len(setups)), _filled(make, setups)
 
 

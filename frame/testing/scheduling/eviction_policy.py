@@ -48,11 +48,11 @@ def example_nodes(count: int = 50) -> list[ExampleNode]:
     """Nodes as they occur (created before the last access), new ones and ones of negative priority
     among them."""
     rng = random.Random(0)
-    found = [ExampleNode(a, b, c, d) for a, b, c, d in product((0, 1), (0,), (0, 1), (-1, 0, 1))]
-    while len(found) < count:
+    nodes = [ExampleNode(a, b, c, d) for a, b, c, d in product((0, 1), (0,), (0, 1), (-1, 0, 1))]
+    while len(nodes) < count:
         created = rng.randint(0, 40)
-        found.append(ExampleNode(created + rng.randint(0, 40), created, rng.randint(0, 9), rng.randint(-3, 9)))
-    return found
+        nodes.append(ExampleNode(created + rng.randint(0, 40), created, rng.randint(0, 9), rng.randint(-3, 9)))
+    return nodes
 
 
 def check_key_is_an_ordered_tuple(policy: Make) -> None:
@@ -130,8 +130,8 @@ def check_cache_keeps_its_contract(policy: Make) -> None:
             locked.append(handle)
         if locked and rng.random() < 0.3:
             cache.unlock(locked.pop(rng.randrange(len(locked))))
-        wanted = min(rng.randint(0, 4), cache.num_evictable)
-        assert len(cache.evict(wanted)) == wanted, "evict freed another number of pages than it was asked for"
+        count = min(rng.randint(0, 4), cache.num_evictable)
+        assert len(cache.evict(count)) == count, "evict freed another number of pages than it was asked for"
         check_integrity(cache)
     for handle in locked:
         cache.unlock(handle)

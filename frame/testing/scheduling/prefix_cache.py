@@ -185,8 +185,8 @@ def check_keeps_namespaces_apart(maker: Maker) -> None:
         assert on.find(range(8), space) == [], f"namespace {space!r} finds the prefixes of another one"
         _, inserted = on.insert(range(8), space)
         assert inserted.num_cached == 0, f"insert into namespace {space!r} finds the prefixes of another one"
-    found = [page for space in spaces for page in on.find(range(8), space)]
-    assert found == list(range(1, 41)), "a namespace has the pages of another one"
+    pages = [page for space in spaces for page in on.find(range(8), space)]
+    assert pages == list(range(1, 41)), "a namespace has the pages of another one"
 
 
 def check_keeps_whole_pages_only(maker: Maker) -> None:
@@ -366,8 +366,8 @@ def _owned(cache: PrefixCache) -> list[int]:
 
 def _check_counts(cache: PrefixCache, owned: Iterable[int], locked: int) -> None:
     check_integrity(cache)
-    expected, found = sorted(owned), sorted(_owned(cache))
-    assert found == expected, f"audit yields {len(found)} pages, the cache owns {len(expected)}, or others"
+    expected, pages = sorted(owned), sorted(_owned(cache))
+    assert pages == expected, f"audit yields {len(pages)} pages, the cache owns {len(expected)}, or others"
     assert cache.num_locked == locked, f"num_locked is {cache.num_locked}, {locked} pages are locked"
     evictable = len(expected) - locked
     assert cache.num_evictable == evictable, f"num_evictable is {cache.num_evictable}, {evictable} pages are unlocked"

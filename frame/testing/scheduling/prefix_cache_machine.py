@@ -43,12 +43,12 @@ class CacheMachine(RuleBasedStateMachine):
         return [(namespace, tuple(tokens[:end])) for end in range(self.page_size, len(tokens) + 1, self.page_size)]
 
     def cached(self, prefixes: list[Prefix]) -> list[Prefix]:
-        found = []
+        known = []
         for prefix in prefixes:
             if prefix not in self.model:
                 break
-            found.append(prefix)
-        return found
+            known.append(prefix)
+        return known
 
     @rule(tokens=TOKENS, namespace=NAMESPACES, lock=st.booleans())
     def match(self, tokens: list[int], namespace: str, lock: bool) -> None:
@@ -101,9 +101,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.forget(evict_all(self.cache), self.cache.num_evictable)
         assert self.cache.num_evictable == 0, "evict left unlocked pages"
 
-    def forget(self, pages: np.ndarray, at_least: int) -> None:
+    def forget(self, pages: np.ndarray, min_count: int) -> None:
         freed = set(pages.tolist())
-        assert len(freed) == len(pages) >= at_least, f"{len(pages)} pages were evicted, at least {at_least} could be"
+        assert len(freed) == len(pages) >= min_count, f"{len(pages)} pages were evicted, at least {min_count} could be"
         gone = [prefix for prefix, page in self.model.items() if page in freed]
         assert len(gone) == len(freed), "pages were evicted that the cache did not own"
         assert not any(self.locks[prefix] for prefix in gone), "a locked page was evicted"

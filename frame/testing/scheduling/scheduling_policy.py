@@ -53,7 +53,7 @@ def suite(subject: Subject) -> Iterator[Check]:
 def example_requests(count: int, seed: int = 0) -> list[Request]:
     """Requests with mixed lengths, priorities, outputs and matches, oldest first."""
     rng = random.Random(seed)
-    found = []
+    requests = []
     for index in range(count):
         prompt = np.array([rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))], np.int32)
         params = SamplingParams(max_tokens=rng.randint(1, 60))
@@ -64,8 +64,8 @@ def example_requests(count: int, seed: int = 0) -> list[Request]:
         request.output.extend(rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 5))))
         pages = np.arange(rng.randint(0, len(prompt) // 4), dtype=np.int32) + 1 + 20 * rng.randint(0, 2)
         request.match = rng.choice((None, Match(4 * len(pages), pages, None)))
-        found.append(request)
-    return found
+        requests.append(request)
+    return requests
 
 
 # single calls -------------------------------------------------------------------------------------
@@ -75,10 +75,10 @@ def check_order_is_a_permutation(policy: Make) -> None:
     one = policy()
     for turn, count in enumerate((50, 50, 1, WINDOW)):  # one policy orders window after window
         waiting = example_requests(count, seed=turn)
-        given = list(waiting)
+        before = list(waiting)
         ordered = list(one.sort_waiting(waiting, VIEW))
-        assert len(ordered) == len(given), f"sort_waiting() returned {len(ordered)} of {len(given)} requests"
-        assert {id(r) for r in ordered} == {id(r) for r in given}, "sort_waiting() returned other requests than it was given"
+        assert len(ordered) == len(before), f"sort_waiting() returned {len(ordered)} of {len(before)} requests"
+        assert {id(r) for r in ordered} == {id(r) for r in before}, "sort_waiting() returned other requests than it was given"
 
 
 def check_order_changes_nothing(policy: Make) -> None:
@@ -271,6 +271,6 @@ def _value(value: Any) -> Any:
 
 
 def _renamed(request: Request, rid: str, index: int) -> Request:
-    found = copy(request)
-    found.rid, found.index = rid, index
-    return found
+    renamed = copy(request)
+    renamed.rid, renamed.index = rid, index
+    return renamed

@@ -141,10 +141,10 @@ def _walk(command: click.Command, path: str = "the command") -> Iterator[tuple[s
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):
-            found = command.get_command(context, name)
-            assert found is not None, f"{path} lists {name} and has no such command"
-            assert found is not None
-            yield from _walk(found, f"{path} {name}")
+            subcommand = command.get_command(context, name)
+            assert subcommand is not None, f"{path} lists {name} and has no such command"
+            assert subcommand is not None
+            yield from _walk(subcommand, f"{path} {name}")
 
 
 def _invoke(command: click.Command, *arguments: str) -> Result:

@@ -46,13 +46,13 @@ def example_requests(target: type) -> list[HttpRequest]:
     """The suite's requests, then those of the class."""
     chat = "/v1/chat/completions"
     paths = (("POST", chat, chat), ("GET", "/v1/models/a/b ü", "/v1/models/{name:path}"), ("PUT", "/", "none"))
-    found = [
+    requests = [
         HttpRequest(method, path, route, MappingProxyType(headers), f"id-{number}", tenant, client)
         for number, headers in enumerate(HEADERS)
         for method, path, route in paths
         for tenant, client in (("", ""), ("tenant", "127.0.0.1"))
     ]
-    return [*found, *getattr(target, "conformance_requests", ())]
+    return [*requests, *getattr(target, "conformance_requests", ())]
 
 
 async def decide(extension: HttpExtension, request: HttpRequest) -> Decision:
@@ -93,8 +93,8 @@ def suite(subject: Subject) -> Iterable[Check]:
         (("make_middleware",), (check_middleware,)),
     )
     yield Check("constructor", lambda: make() and None)
-    for names, found in by_method:
-        for check in found if has(*names) else ():
+    for names, checks in by_method:
+        for check in checks if has(*names) else ():
             yield Check(check.__name__.removeprefix("check_"), partial(_run, check, make, target))
 
 
@@ -140,8 +140,8 @@ def check_routes_are_repeatable(make: Callable[[], HttpExtension], target: type[
     first = [(route.path, sorted(route.methods or ())) for route in _routes(make())]
     extension = make()
     for _ in range(2):
-        found = [(route.path, sorted(route.methods or ())) for route in _routes(extension)]
-        assert found == first, f"make_routers returned {len(first)} routes, later {len(found)}"
+        routes = [(route.path, sorted(route.methods or ())) for route in _routes(extension)]
+        assert routes == first, f"make_routers returned {len(first)} routes, later {len(routes)}"
 
 
 def check_own_routes_respond(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
@@ -195,10 +195,10 @@ async def check_requests_stand_alone(make: Callable[[], HttpExtension], target: 
     alone = [await decide(make(), request) for request in requests]
     extension = make()
     for order in (requests, requests[::-1]):
-        found = await asyncio.gather(*(decide(extension, request) for request in order))
+        decisions = await asyncio.gather(*(decide(extension, request) for request in order))
         expected = alone if order is requests else alone[::-1]
-        wrong = next((i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), None)
-        assert wrong is None, f"alone the decision is {expected[wrong or 0]}, among other requests {found[wrong or 0]}"
+        wrong = next((i for i, pair in enumerate(zip(decisions, expected, strict=True)) if pair[0] != pair[1]), None)
+        assert wrong is None, f"alone the decision is {expected[wrong or 0]}, among other requests {decisions[wrong or 0]}"
 
 
 async def check_objects_are_independent(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
@@ -278,11 +278,11 @@ async def check_memory(make: Callable[[], HttpExtension], target: type[HttpExten
 
 def check_middleware(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """Middleware hands on the request and each part of the response as they come."""
-    found: Sequence[Any] = list(make().make_middleware())
-    for pair in found:
+    middleware: Sequence[Any] = list(make().make_middleware())
+    for pair in middleware:
         is_pair = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)
         assert is_pair, "make_middleware returns no (class, arguments) pairs"
-    for kind, arguments in found:
+    for kind, arguments in middleware:
         asyncio.run(_check_stream(kind, dict(arguments)))
         asyncio.run(_check_failure(kind, dict(arguments)))
 
@@ -292,8 +292,8 @@ async def _check_stream(kind: type, arguments: dict[str, Any]) -> None:
     seen: list[Any] = []
     scope = _scope("/v1/completions") | {"headers": [(b"authorization", b"Bearer key"), (b"x-one", b"1")]}
     pieces = [{"type": "http.request", "body": b"bo", "more_body": True}, {"type": "http.request", "body": b"d", "more_body": False}]
-    given = [*pieces, {"type": "http.disconnect"}]
-    inbox = given[::-1]
+    messages = [*pieces, {"type": "http.disconnect"}]
+    inbox = messages[::-1]
 
     async def inner(scope: Any, receive: Any, send: Any) -> None:
         seen.append((scope["type"], scope["method"], scope["path"], dict(scope["headers"]).get(b"authorization")))
@@ -316,7 +316,7 @@ async def _check_stream(kind: type, arguments: dict[str, Any]) -> None:
         raise AssertionError("middleware does not return") from None
     assert seen, "middleware does not call the application"
     assert seen[0] == ("http", "POST", "/v1/completions", b"Bearer key"), f"middleware changes the request: {seen[0]}"
-    assert seen[1] == given, "middleware changes the body, or hides that the client left"
+    assert seen[1] == messages, "middleware changes the body, or hides that the client left"
     assert sent[0]["status"] == 201, f"middleware changes the status to {sent[0]['status']}"
     headers = {tuple(pair) for pair in sent[0]["headers"]}
     assert {(b"content-type", b"text/event-stream"), (b"x-a", b"b")} <= headers, "middleware drops headers"

@@ -98,12 +98,12 @@ def _renders_metrics(make: Any) -> None:
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
-        found = logger.render_metrics()
+        metrics = logger.render_metrics()
         seconds.append(time.perf_counter() - start)
-    assert isinstance(found, RenderedMetrics), "render_metrics() returns no RenderedMetrics"
-    assert isinstance(found.body, bytes) and "/" in found.content_type, "the rendered metrics have no bytes, or no content type"
-    found.content_type.encode("ascii")
-    found.body.decode()
+    assert isinstance(metrics, RenderedMetrics), "render_metrics() returns no RenderedMetrics"
+    assert isinstance(metrics.body, bytes) and "/" in metrics.content_type, "the rendered metrics have no bytes, or no content type"
+    metrics.content_type.encode("ascii")
+    metrics.body.decode()
     assert min(seconds) <= MAX_RENDER_SECONDS, f"render_metrics() takes {min(seconds):.2f} s, which every request waits for"
     logger.close()
     assert logger.render_metrics() is not None, "the logger has no metrics after close(), while the server still answers"
@@ -121,8 +121,8 @@ def _renders_without_effect(make: Any) -> None:
     assert texts[0] != texts[2], "60 records do not change the metrics"
 
 
-def _read_samples(found: RenderedMetrics) -> list[bytes]:
-    return [line for line in found.body.splitlines() if not line.startswith((b"process_", b"python_", b"#"))]
+def _read_samples(metrics: RenderedMetrics) -> list[bytes]:
+    return [line for line in metrics.body.splitlines() if not line.startswith((b"process_", b"python_", b"#"))]
 
 
 def check_prints_nothing(make: Any) -> None:

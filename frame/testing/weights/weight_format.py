@@ -42,10 +42,10 @@ MakeTensor = Callable[[str, Sequence[int], torch.dtype], torch.Tensor | None]
 
 
 def _describe(subject: Subject, kind: str) -> LayerFormat:
-    given = getattr(subject.target, "conformance_config", None)  # a checkpoint's `quantization_config`, where a format needs one
-    found: WeightFormat = subject.target(FormatContext(DTYPE, given), subject.options)
+    config = getattr(subject.target, "conformance_config", None)  # a checkpoint's `quantization_config`, where a format needs one
+    weight_format: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
     name = {"linear": NAME, "experts": "model.layers.0.mlp.experts.0.gate_proj", "head": "lm_head"}[kind]
-    return found.describe_layer(name, kind)  # type: ignore[arg-type]
+    return weight_format.describe_layer(name, kind)  # type: ignore[arg-type]
 
 
 class Weight:
@@ -76,9 +76,9 @@ class Weight:
 
     def _random(self, key: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sum(ord(letter) * (index + 1) for index, letter in enumerate(key)))
-        made = self.make(name.rsplit(".", 1)[1], shape, dtype) if self.make is not None else None
-        if made is not None:
-            return made
+        tensor = self.make(name.rsplit(".", 1)[1], shape, dtype) if self.make is not None else None
+        if tensor is not None:
+            return tensor
         if not dtype.is_floating_point:
             limits = torch.iinfo(dtype)
             return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=torch.int64).to(dtype)
@@ -104,8 +104,8 @@ def _check_described(subject: Subject) -> None:
 
 
 def _check_ignored(subject: Subject) -> None:
-    given = getattr(subject.target, "conformance_config", None)
-    for pattern in subject.target(FormatContext(DTYPE, given), subject.options).ignored_weights:
+    config = getattr(subject.target, "conformance_config", None)
+    for pattern in subject.target(FormatContext(DTYPE, config), subject.options).ignored_weights:
         assert not re.match(pattern, f"{NAME}.weight"), f"{pattern!r} ignores weights"
 
 
@@ -131,9 +131,9 @@ def check_canonical_form(subject: Subject, layout: LayerFormat) -> None:
 
 
 def check_decode_changes_nothing(subject: Subject, layout: LayerFormat) -> None:
-    made = Weight(subject, layout)
-    first = _dense(made.load()).clone()
-    _compare(_dense(made.stored.decode()), first, "decoded a second time")
+    weight = Weight(subject, layout)
+    first = _dense(weight.load()).clone()
+    _compare(_dense(weight.stored.decode()), first, "decoded a second time")
 
 
 def check_merged_parts_follow_one_another(subject: Subject, layout: LayerFormat) -> None:
@@ -154,12 +154,12 @@ def check_merged_parts_follow_one_another(subject: Subject, layout: LayerFormat)
 def _check_split(subject: Subject, layout: LayerFormat, split: str) -> None:
     whole = _dense(Weight(subject, layout).load())
     for rank in range(2):
-        part = _dense(Weight(subject, layout, rank, split, 2).load())
+        shard = _dense(Weight(subject, layout, rank, split, 2).load())
         expected = whole.chunk(2, 1)[rank] if split == "input" else torch.cat([rows.chunk(2)[rank] for rows in whole.split(OUTPUTS)])
         if layout.rounds:
-            assert part.shape == expected.shape, f"a rank has other {split}s"
+            assert shard.shape == expected.shape, f"a rank has other {split}s"
         else:
-            _compare(part, expected, f"{split}s of rank {rank}")
+            _compare(shard, expected, f"{split}s of rank {rank}")
 
 
 def check_experts_are_apart(subject: Subject, layout: LayerFormat) -> None:
@@ -171,10 +171,10 @@ def check_experts_are_apart(subject: Subject, layout: LayerFormat) -> None:
 
 
 def check_a_second_load_replaces_the_first(subject: Subject, layout: LayerFormat) -> None:
-    made, other = Weight(subject, layout), Weight(subject, layout)
-    made.load()
-    made.stored.release()
-    _compare(_dense(made.load(seed=1)), _dense(other.load(seed=1)), "after a second load")
+    weight, other = Weight(subject, layout), Weight(subject, layout)
+    weight.load()
+    weight.stored.release()
+    _compare(_dense(weight.load(seed=1)), _dense(other.load(seed=1)), "after a second load")
 
 
 def check_rounding_is_close(subject: Subject, layout: LayerFormat) -> None:

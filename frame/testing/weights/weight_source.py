@@ -150,8 +150,8 @@ def check_reads_ahead(maker: Maker) -> None:
 def check_takes_many_tensors(maker: Maker) -> None:
     tensors = {f"model.layers.{number}.weight": torch.full((2, 2), float(number)) for number in range(1500)}
     with maker.folder(tensors) as folder, maker.open(folder) as source:
-        found = {name: float(tensor[...].sum()) / 4 for name, tensor in read_weights(source)}
-    wrong = [name for name, tensor in tensors.items() if found.get(name) != float(tensor[0, 0])]
+        values = {name: float(tensor[...].sum()) / 4 for name, tensor in read_weights(source)}
+    wrong = [name for name, tensor in tensors.items() if values.get(name) != float(tensor[0, 0])]
     assert not wrong, f"{len(wrong)} of {len(tensors)} tensors are missing or wrong, such as {wrong[:1]}"
 
 
@@ -197,8 +197,8 @@ INTEGERS: Mapping[str, torch.dtype] = {"quantized": torch.int32, "bytes": torch.
 
 def _has_expected_shapes(maker: Maker) -> None:
     with maker.folder() as folder, maker.open(folder, shapes=SHAPES) as source:
-        found = {name: tuple(source.open_tensor(name).shape) for name in source.list_names()}
-        assert found == dict(SHAPES), "the names or shapes differ from those that the model expects"
+        shapes = {name: tuple(source.open_tensor(name).shape) for name in source.list_names()}
+        assert shapes == dict(SHAPES), "the names or shapes differ from those that the model expects"
         for name, shape in SHAPES.items():
             assert tuple(source.open_tensor(name)[...].shape) == shape, f"the values of {name} have another shape than it says"
 
@@ -255,8 +255,8 @@ def _require_refused(maker: Maker, folder: Path, what: str) -> None:
     raise AssertionError(f"{what} is not refused")
 
 
-def _require_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert found.dtype == expected.dtype, f"{what} have the dtype {found.dtype}, not {expected.dtype}"
-    assert found.shape == expected.shape, f"{what} have the shape {tuple(found.shape)}, not {tuple(expected.shape)}"
-    same = torch.equal(found.contiguous().reshape(-1).view(torch.uint8), expected.contiguous().reshape(-1).view(torch.uint8))
+def _require_equal(result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert result.dtype == expected.dtype, f"{what} have the dtype {result.dtype}, not {expected.dtype}"
+    assert result.shape == expected.shape, f"{what} have the shape {tuple(result.shape)}, not {tuple(expected.shape)}"
+    same = torch.equal(result.contiguous().reshape(-1).view(torch.uint8), expected.contiguous().reshape(-1).view(torch.uint8))
     assert same, f"{what} differ from what was written"
