@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -94,6 +94,8 @@ class FakeGraph(TorchDispatchMode):
 class FakePlatform(HostPlatform, SupportsStreams, SupportsGraphs):
     """The host under another name, with streams and graphs."""
 
+    graph_class: ClassVar[type[FakeGraph]] = FakeGraph
+
     def __init__(self, context: PlatformContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self._memory = options.memory if isinstance(options, FakeOptions) else MEMORY
@@ -126,7 +128,7 @@ class FakePlatform(HostPlatform, SupportsStreams, SupportsGraphs):
         return object()
 
     def begin_capture(self, pool: object) -> FakeGraph:
-        self._own.graph = FakeGraph()
+        self._own.graph = self.graph_class()
         self._own.graph.__enter__()
         return self._own.graph
 

@@ -64,6 +64,11 @@ class MutantList:
         )
         return target
 
+    def each(self, base: type, attribute: str, *bugs: tuple[str, str, Any]) -> None:
+        """Adds a class for each (name, what is wrong, value of the attribute)."""
+        for name, sentence, value in bugs:
+            self(type(name, (base,), {"__module__": base.__module__, "__doc__": sentence, attribute: value}))
+
     def survives(self, reason: str) -> Callable[[type], type]:
         """Adds a class whose bug no check finds, and why."""
         return lambda target: self(target, survives=reason)

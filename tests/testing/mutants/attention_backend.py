@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -82,37 +83,35 @@ class SelectsForTheRow(PlainAttention):
         return chosen[:1] | own
 
 
-@mutant
-class IgnoresWindow(PlainAttention):
-    """Computes full attention in layers with a sliding window."""
-
-    def hidden(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return super().hidden(replace(spec, sliding_window=None), row, q, k)
+def with_spec(change: Callable[[AttentionSpec, Row], AttentionSpec]) -> Any:
+    """The method `hidden` for a layer that is changed first."""
+    return lambda self, spec, row, q, k: PlainAttention.hidden(self, change(spec, row), row, q, k)
 
 
-@mutant
-class WindowOffByOne(PlainAttention):
-    """Does not count the query's own position in the window."""
-
-    def hidden(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        window = None if spec.sliding_window is None else spec.sliding_window + 1
-        return super().hidden(replace(spec, sliding_window=window), row, q, k)
+def widen_window(spec: AttentionSpec, row: Row) -> AttentionSpec:
+    return spec if spec.sliding_window is None else replace(spec, sliding_window=spec.sliding_window + 1)
 
 
-@mutant
-class WindowInDecodesOnly(PlainAttention):
-    """Applies the sliding window to decodes alone."""
-
-    def hidden(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return super().hidden(spec if row.is_decode else replace(spec, sliding_window=None), row, q, k)
-
-
-@mutant
-class WindowForChunks(PlainAttention):
-    """Computes a sliding window in layers that attend in chunks."""
-
-    def hidden(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return super().hidden(replace(spec, chunked=False), row, q, k)
+mutant.each(
+    PlainAttention,
+    "hidden",
+    (
+        "IgnoresWindow",
+        "Computes full attention in layers with a sliding window.",
+        with_spec(lambda spec, row: replace(spec, sliding_window=None)),
+    ),
+    ("WindowOffByOne", "Does not count the query's own position in the window.", with_spec(widen_window)),
+    (
+        "WindowInDecodesOnly",
+        "Applies the sliding window to decodes alone.",
+        with_spec(lambda spec, row: spec if row.is_decode else replace(spec, sliding_window=None)),
+    ),
+    (
+        "WindowForChunks",
+        "Computes a sliding window in layers that attend in chunks.",
+        with_spec(lambda spec, row: replace(spec, chunked=False)),
+    ),
+)
 
 
 @mutant

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,36 +76,23 @@ class ForgetsTheBias(Dequantized):
         return F.linear(x, dense)
 
 
-@mutant
-class IgnoresZeroPoints(Dequantized):
-    """Multiplies as if there were no zero points."""
-
-    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-        return replace(weight, zeros=None).dequantize(dtype)
+def with_weight(change: Callable[[PackedWeight], dict[str, Any]]) -> Any:
+    """The method `dense` of a weight that is changed first."""
+    return lambda self, weight, dtype: replace(weight, **change(weight)).dequantize(dtype)
 
 
-@mutant
-class IgnoresTheOrder(Dequantized):
-    """Multiplies the inputs in their own order in act-order."""
-
-    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-        return replace(weight, order=None).dequantize(dtype)
-
-
-@mutant
-class IgnoresTheOuterScale(Dequantized):
-    """Leaves out the second scale."""
-
-    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-        return replace(weight, outer=None).dequantize(dtype)
-
-
-@mutant
-class InvertsTheOuterScale(Dequantized):
-    """Divides by the second scale where it multiplies, and the reverse."""
-
-    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-        return replace(weight, divides=not weight.divides).dequantize(dtype)
+mutant.each(
+    Dequantized,
+    "dense",
+    ("IgnoresZeroPoints", "Multiplies as if there were no zero points.", with_weight(lambda weight: {"zeros": None})),
+    ("IgnoresTheOrder", "Multiplies the inputs in their own order in act-order.", with_weight(lambda weight: {"order": None})),
+    ("IgnoresTheOuterScale", "Leaves out the second scale.", with_weight(lambda weight: {"outer": None})),
+    (
+        "InvertsTheOuterScale",
+        "Divides by the second scale where it multiplies, and the reverse.",
+        with_weight(lambda weight: {"divides": not weight.divides}),
+    ),
+)
 
 
 @mutant

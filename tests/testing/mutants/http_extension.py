@@ -284,13 +284,6 @@ class Buffers(AddHeader):
             await send(message)
 
 
-@mutant
-class BuffersResponses(Reference):
-    """Its middleware holds a stream until it is complete."""
-
-    middleware = Buffers
-
-
 class DropsEmpty(AddHeader):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def decoded(message: Any) -> None:
@@ -301,24 +294,10 @@ class DropsEmpty(AddHeader):
         await self.app(scope, receive, decoded)
 
 
-@mutant
-class DecodesBodies(Reference):
-    """Its middleware decodes parts of a response as text and loses bytes that are not valid."""
-
-    middleware = DropsEmpty
-
-
 class ReadsBody(AddHeader):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await self.app(scope, receive, send)
-
-
-@mutant
-class ReadsTheBody(Reference):
-    """Its middleware reads the first part of the body and does not hand it on."""
-
-    middleware = ReadsBody
 
 
 class Swallows(AddHeader):
@@ -327,13 +306,6 @@ class Swallows(AddHeader):
             await super().__call__(scope, receive, send)
         except BaseException:
             return
-
-
-@mutant
-class HidesCancellation(Reference):
-    """Its middleware catches the cancellation of a request."""
-
-    middleware = Swallows
 
 
 class ReplacesHeaders(AddHeader):
@@ -346,8 +318,12 @@ class ReplacesHeaders(AddHeader):
         await self.app(scope, receive, replaced)
 
 
-@mutant
-class DropsHeaders(Reference):
-    """Its middleware replaces the headers of responses."""
-
-    middleware = ReplacesHeaders
+mutant.each(
+    Reference,
+    "middleware",
+    ("BuffersResponses", "Its middleware holds a stream until it is complete.", Buffers),
+    ("DecodesBodies", "Its middleware decodes parts of a response as text and loses bytes that are not valid.", DropsEmpty),
+    ("ReadsTheBody", "Its middleware reads the first part of the body and does not hand it on.", ReadsBody),
+    ("HidesCancellation", "Its middleware catches the cancellation of a request.", Swallows),
+    ("DropsHeaders", "Its middleware replaces the headers of responses.", ReplacesHeaders),
+)

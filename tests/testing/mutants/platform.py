@@ -162,10 +162,7 @@ class _Graph(FakeGraph):
 class ReplaysNothing(FakePlatform):
     """A replay leaves the results of the capture as they are."""
 
-    def begin_capture(self, pool: object) -> FakeGraph:
-        self._own.graph = _Graph()
-        self._own.graph.__enter__()
-        return self._own.graph
+    graph_class = _Graph
 
 
 class _FreshGraph(FakeGraph):
@@ -178,10 +175,7 @@ class _FreshGraph(FakeGraph):
 class ReplaysElsewhere(FakePlatform):
     """A replay writes its results to new memory, and those of the capture become stale."""
 
-    def begin_capture(self, pool: object) -> FakeGraph:
-        self._own.graph = _FreshGraph()
-        self._own.graph.__enter__()
-        return self._own.graph
+    graph_class = _FreshGraph
 
 
 @mutant
