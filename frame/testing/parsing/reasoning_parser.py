@@ -108,7 +108,7 @@ def check_replies_stand_alone(make: MakeReasoning) -> None:
     compare_interleaved(started, lambda pieces: read_reasoning(make, pieces), texts)
 
 
-def check_odd_reasoningrequire_no_error(make: MakeReasoning) -> None:
+def check_odd_reasoning_does_not_raise(make: MakeReasoning) -> None:
     for prompt_end in (*PROMPT_ENDS, *ODD, "<think>" * 99):
         for odd in ODD:
             for text in (odd, f"<think>{odd}</think>{odd}", f"[THINK]{odd}[/THINK]", f"<|channel|>{odd}<|message|>{odd}<|end|>"):
