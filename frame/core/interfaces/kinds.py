@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 _INTERFACES = "frame.core.interfaces"
-_SUITES = "frame.testing"
+_SUITES = "frame"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One plugin kind. `interface`, `context` and `suite` are "module:attribute" below
-    `frame.core.interfaces` and `frame.testing`."""
+    """One plugin kind. `interface` and `context` are "module:attribute" below
+    `frame.core.interfaces`, `suite` is one below `frame`."""
 
     name: str
     version: int  # of the interface that this core supports
@@ -65,7 +65,7 @@ _ALL = (
         interface="platform:Platform",
         context="platform:PlatformContext",
         key="execution.device",
-        suite="ranks.platform:suite",
+        suite="testing.ranks.platform:suite",
     ),
     Kind(
         name="collective",
@@ -74,7 +74,7 @@ _ALL = (
         interface="collective:Collective",
         context="collective:CollectiveContext",
         key="parallel.collective",
-        suite="ranks.collective:suite",
+        suite="testing.ranks.collective:suite",
     ),
     Kind(
         name="launcher",
@@ -83,7 +83,7 @@ _ALL = (
         interface="launcher:Launcher",
         context="launcher:LauncherContext",
         key="parallel.launcher",
-        suite="ranks.launcher:suite",
+        suite="testing.ranks.launcher:suite",
     ),
     Kind(
         name="model",
@@ -92,7 +92,7 @@ _ALL = (
         interface="model:Model",
         context="model:ModelContext",
         key="model.implementation",
-        suite="model.suite:suite",
+        suite="testing.model.suite:suite",
     ),
     Kind(
         name="attention_backend",
@@ -101,7 +101,7 @@ _ALL = (
         interface="attention:AttentionBackend",
         context="rank_context:RankContext",
         key="attention.backend",
-        suite="attention.suite:suite",
+        suite="testing.attention.suite:suite",
     ),
     Kind(
         name="weight_format",
@@ -110,7 +110,7 @@ _ALL = (
         interface="weight_format:WeightFormat",
         context="weight_format:FormatContext",
         key="model.quantization",
-        suite="weights.weight_format:suite",
+        suite="testing.weights.weight_format:suite",
     ),
     Kind(
         name="gemm_kernel",
@@ -119,7 +119,7 @@ _ALL = (
         interface="gemm_kernel:GemmKernel",
         context="rank_context:RankContext",
         key="model.gemm_kernel",
-        suite="weights.gemm_kernel:suite",
+        suite="testing.weights.gemm_kernel:suite",
     ),
     Kind(
         name="moe_runner",
@@ -128,7 +128,7 @@ _ALL = (
         interface="moe:MoERunner",
         context="rank_context:RankContext",
         key="moe.runner",
-        suite="moe.runner:suite",
+        suite="testing.moe.runner:suite",
     ),
     Kind(
         name="moe_dispatcher",
@@ -137,7 +137,7 @@ _ALL = (
         interface="moe:MoEDispatcher",
         context="rank_context:RankContext",
         key="moe.dispatcher",
-        suite="moe.dispatcher:suite",
+        suite="testing.moe.dispatcher:suite",
     ),
     Kind(
         name="weight_source",
@@ -146,7 +146,7 @@ _ALL = (
         interface="weights:WeightSource",
         context="weights:WeightSourceContext",
         key="model.load_format",
-        suite="weights.weight_source:suite",
+        suite="testing.weights.weight_source:suite",
     ),
     Kind(
         name="scheduling_policy",
@@ -155,7 +155,7 @@ _ALL = (
         interface="scheduling:SchedulingPolicy",
         context="scheduling:SchedulingContext",
         key="scheduler.policy",
-        suite="scheduling.scheduling_policy:suite",
+        suite="testing.scheduling.scheduling_policy:suite",
     ),
     Kind(
         name="prefix_cache",
@@ -164,7 +164,7 @@ _ALL = (
         interface="cache:PrefixCache",
         context="cache:PrefixCacheContext",
         key="cache.prefix",
-        suite="scheduling.prefix_cache:suite",
+        suite="testing.scheduling.prefix_cache:suite",
     ),
     Kind(
         name="eviction_policy",
@@ -173,7 +173,7 @@ _ALL = (
         interface="cache:EvictionPolicy",
         context="cache:EvictionContext",
         key="cache.eviction",
-        suite="scheduling.eviction_policy:suite",
+        suite="testing.scheduling.eviction_policy:suite",
     ),
     Kind(
         name="logits_processor",
@@ -182,7 +182,7 @@ _ALL = (
         interface="sampling:LogitsProcessor",
         context="sampling:ProcessorContext",
         key="sampling.processors",
-        suite="sampling.logits_processor:suite",
+        suite="testing.sampling.logits_processor:suite",
         is_list=True,
     ),
     Kind(
@@ -192,7 +192,7 @@ _ALL = (
         interface="sampling:GrammarBackend",
         context="sampling:GrammarContext",
         key="sampling.grammar",
-        suite="sampling.grammar_backend:suite",
+        suite="testing.sampling.grammar_backend:suite",
     ),
     Kind(
         name="drafter",
@@ -201,7 +201,7 @@ _ALL = (
         interface="drafter:Drafter",
         context="drafter:DrafterContext",
         key="speculative.algorithm",
-        suite="drafter.suite:suite",
+        suite="testing.drafter.suite:suite",
     ),
     Kind(
         name="http_extension",
@@ -210,7 +210,7 @@ _ALL = (
         interface="http:HttpExtension",
         context="http:HttpContext",
         key="server.extensions",
-        suite="serving.http_extension:suite",
+        suite="testing.serving.http_extension:suite",
         is_list=True,
     ),
     Kind(
@@ -220,7 +220,7 @@ _ALL = (
         interface="parsing:ReasoningParser",
         context="parsing:ParserContext",
         key="text.reasoning_parser",
-        suite="parsing.reasoning_parser:suite",
+        suite="testing.parsing.reasoning_parser:suite",
     ),
     Kind(
         name="tool_call_parser",
@@ -229,7 +229,7 @@ _ALL = (
         interface="parsing:ToolCallParser",
         context="parsing:ParserContext",
         key="text.tool_call_parser",
-        suite="parsing.tool_call_parser:suite",
+        suite="testing.parsing.tool_call_parser:suite",
     ),
     Kind(
         name="stat_logger",
@@ -238,7 +238,7 @@ _ALL = (
         interface="stats:StatLogger",
         context="stats:StatLoggerContext",
         key="log.stat_loggers",
-        suite="serving.stat_logger:suite",
+        suite="testing.serving.stat_logger:suite",
         is_list=True,
     ),
     Kind(
@@ -248,7 +248,7 @@ _ALL = (
         interface="cli:CliCommand",
         context="cli:CommandContext",
         key="",  # its name on the command line
-        suite="serving.cli_command:suite",
+        suite="testing.serving.cli_command:suite",
     ),
 )
 
