@@ -16,8 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from frame.entrypoints.grpc import calls, health, reading
 from frame.entrypoints.grpc.reading import check_fields
 from frame.entrypoints.grpc.schema import SERVICE
-from frame.entrypoints.grpc.server import GrpcServer
-from frame.entrypoints.grpc.wire import check_parts
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.protocol.bodies import MAX_NODES, MAX_VALUES, MIN_BODY
 from tests.entrypoints.grpc.raw_calls import (
