@@ -15,7 +15,8 @@ from tests.architecture.source import ROOT, Module, module, package
 ORDER: dict[str, tuple[str, ...]] = {
     "frame": (
         "core", "fair_queue", "host", "kernels", "checkpoint", "config", "text", "parallel", "speculation", "structured_output",
-        "pooling", "registration", "models", "attention_backends", "quantization", "plugins", "entrypoints", "testing", "lang", "__main__",
+        "pooling", "diagnostics", "registration", "models", "attention_backends", "quantization",
+        "plugins", "entrypoints", "testing", "lang", "__main__",
     ),
     "frame.core": (
         "errors", "garbage_collection", "interfaces", "messages", "blame", "ipc", "kv_cache", "sampling", "scheduling",

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from frame.core.errors import PluginError
-from frame.core.execution.finite_check import check_finite
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.messages import Fatal
+from frame.diagnostics.finite_check import check_finite
 from frame.entrypoints.processes import worker
 from frame.plugins.loader import load_registry
 from tests.plugins.faulty import BASES, MODULE, OWNER, Faulty, boom, make_faulty, remedy

@@ -35,9 +35,7 @@ from frame.entrypoints.processes.grammar_process import GrammarProcess, load_bac
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
-from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
 from frame.parallel.rank_channels import BatchSender, ResultReceiver, Traced
-from frame.parallel.tp_follower import LeadingRunner
 from frame.plugins.loader import observers as find_observers
 from frame.plugins.registry import Registry
 from frame.structured_output.grammar_compiler import GrammarCompiler, GrammarSettings
@@ -149,7 +147,7 @@ def add_profiling(resolved: Resolved, runner: TorchModelRunner, place: Place | N
     folder = resolved.user.execution.profile_dir
     if folder is None:
         return runner
-    from frame.core.execution.profiling import ProfiledRunner
+    from frame.diagnostics.profiling import ProfiledRunner
 
     activities = runner.context.platform.profiler_activities
     return ProfiledRunner(runner, Path(folder), 0 if place is None else place.rank, activities)
@@ -160,6 +158,7 @@ def add_group(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, n
     plan = resolved.plan
     if plan.num_groups == 1:
         return runner
+    from frame.parallel.attention_groups import GroupRunner
 
     return GroupRunner(runner, plan.find_group(number), rank.inputs.table.padding_slot, resolved.max_context)
 
@@ -242,6 +241,8 @@ def build_engine(
 
 def _lead(runner: ModelRunner, followers: BatchSender, results: Sequence[ResultReceiver], place: Place) -> ModelRunner:
     """The runner of rank 0, which sends each batch to the other ranks too."""
+    from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
+    from frame.parallel.tp_follower import LeadingRunner
 
     if isinstance(runner, GroupRunner):
         return LeadingGroupRunner(runner, followers, results, place.watch)

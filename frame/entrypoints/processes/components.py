@@ -22,7 +22,6 @@ from frame.checkpoint.model_config import find_model
 from frame.checkpoint.remote_code import load_class
 from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError
-from frame.core.execution.finite_check import check_finite
 from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.execution.torch_compile import Forward, keep_out
@@ -38,6 +37,7 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
+from frame.diagnostics.finite_check import check_finite
 from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
 from frame.kernels.compile_ahead import compile_ahead

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frame.core.execution.profiling import ProfiledRunner
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.runner import ModelRunner, ProfileError, ProfileRequest
+from frame.diagnostics.profiling import ProfiledRunner
 from frame.entrypoints.offline.engine import Engine, EngineError
 from frame.testing.checkpoints import make_checkpoint
 

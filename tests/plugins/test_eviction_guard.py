@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from frame.core.interfaces.cache import EvictionContext, EvictionPolicy, PrefixCacheContext, check_integrity
-from frame.core.kv_cache.eviction_guard import GuardedEvictionPolicy
+from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.prefix_caches.radix import RadixCache
 
 
