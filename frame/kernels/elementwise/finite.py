@@ -33,7 +33,7 @@ def replace_non_finite_rows(x: torch.Tensor, maximum: float) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _prepared(size: int, stride: int, dtype: torch.dtype, device: torch.device, maximum: float) -> PreparedLaunch:
-    constants = {"SIZE": size, "STRIDE": stride, "MOST": maximum, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+    constants = {"SIZE": size, "STRIDE": stride, "MAXIMUM": maximum, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
     return PreparedLaunch(_replace_non_finite_kernel, (dtype, dtype, 0), constants, device, 4)
 
 
