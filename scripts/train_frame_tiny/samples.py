@@ -58,7 +58,7 @@ def _short_turns(rng: random.Random) -> list[tuple[str, str]]:
     if rng.random() < LOOSE_SHARE:
         return [wording.loose_turn(task, rng)]
     turn = tasks.make_turn(task, rng, "train")
-    return [(turn.question, turn.reply)]
+    return [(turn.question, turn.answer)]
 
 
 def short_conversation(rng: random.Random) -> list[Piece]:
@@ -87,7 +87,7 @@ def recall_conversation(rng: random.Random, list_tokens: int, questions: int) ->
         before, first = _opening(rng), listing + "\n"
     if rng.random() < 0.1:
         turn = tasks.make_turn("sum", rng, "train")
-        _ask(pieces, before, turn.question, turn.reply)
+        _ask(pieces, before, turn.question, turn.answer)
         before = ""
     for key in asked:
         _ask(pieces, before, first + tasks.recall_question(rng, key), pairs[key])

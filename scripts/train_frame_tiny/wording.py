@@ -73,8 +73,8 @@ def loose_turn(task: str, rng: random.Random) -> tuple[str, str]:
         a, b = turn.identity.split("+")
         if rng.random() < 0.5:
             a, b = b, a
-        return rng.choice(_SUMS).format(a=a, b=b), turn.reply
-    content, reply = turn.question.split("\n", 1)[1], turn.reply
+        return rng.choice(_SUMS).format(a=a, b=b), turn.answer
+    content, reply = turn.question.split("\n", 1)[1], turn.answer
     if task != "copy" and rng.random() < 0.5:
         content, reply = content.replace(",", ", "), reply.replace(",", ", ")
     return f"{rng.choice(_REQUESTS[task])}{rng.choice((' ', chr(10)))}{content}", reply

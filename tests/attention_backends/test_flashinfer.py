@@ -67,7 +67,7 @@ def test_long_extends_use_ragged_keys(rows: Rows, monkeypatch: pytest.MonkeyPatc
     backend, inputs = make(case), suite.make_inputs(case)
     got = suite.compute(backend, case, inputs)
     assert float((got - suite.reference(case, inputs)).abs().max()) < suite.TOLERANCE[case.dtype]
-    ((role, *_),) = [key for key in backend._wrappers._made if key[0] != "decode"]
+    ((role, *_),) = [key for key in backend._wrappers._wrappers if key[0] != "decode"]
     assert role == "ragged"
 
 

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from frame import kernels
 from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.schema import FrameConfig
-from frame.core.execution.staging import SharedMemory
+from frame.core.execution.staging import SharedMemory, map_arrays
 from frame.core.execution.warmup import idle_decodes, idle_mixed, idle_prompts
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.configuration.prepare import prepare
@@ -233,7 +233,7 @@ def test_steps_without_launches(architecture: str, compiler: FakeCompiler, tmp_p
     monkeypatch.setattr(components, "_build_attention", lambda _, context, __: backend.TritonBackend(context))
     monkeypatch.setattr(components.TorchModelRunner, "warm_up", lambda _: None)
     monkeypatch.setattr(components, "check_finite", lambda _: None)
-    monkeypatch.setattr(SharedMemory, "move", lambda _, arrays: {name: torch.tensor(arrays[name]) for name in arrays})  # aligned
+    monkeypatch.setattr(SharedMemory, "move", lambda _, arrays: map_arrays(arrays, torch.tensor))  # aligned
     path = find_model(EMBEDDED) if architecture == EMBEDDED else make_checkpoint(architecture, tmp_path, max_position_embeddings=4096)
     prepared = prepare(make_config(path))
     runner = build_rank(prepared.resolved, prepared.registry)

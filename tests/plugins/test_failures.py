@@ -90,7 +90,7 @@ def test_products_that_a_gemm_kernel_makes_not_a_number_are_its_own(faulty: Faul
     base = faulty.registry.load(faulty.registry.get("gemm_kernel", "plain"))
 
     def prepare(self: Any, weight: Any) -> Any:
-        weight.codes.mul_(float("nan"))
+        weight.quantized.mul_(float("nan"))
         return base.prepare(self, weight)
 
     faulty.add("gemm_kernel", prepare=prepare)

@@ -114,7 +114,7 @@ async def test_no_route_takes_tensors() -> None:
 
 FETCHING = ("requests", "urllib.request", "http.client", "aiohttp", "httpx", "ftplib", "huggingface_hub")
 # programs and libraries that connect to a server
-TALKERS = ("cli", "tools.eval", "tools.bench", "offline.remote_client", "router")
+TALKERS = ("cli", "tools.server_calls", "tools.eval", "tools.bench", "offline.remote_client", "router")
 CLIENTS = ("frame.testing", "frame.lang", "frame_ray.replicas", *(f"frame.entrypoints.{name}" for name in TALKERS))
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 # or an order, or an argument without a default, breaks plugins: raise the version of the kind
 # `model`, write the new name to `frame.plugins.renames`, and record the arguments here. New
 # arguments with defaults need nothing.
-VERSION = 3
+VERSION = 4
 ARGUMENTS = {
     "Attention": "context model_config layer prefix rotary options",
     "Attention.attend": "self q k v batch",
