@@ -303,21 +303,23 @@ class State:
             key = f"{runtime.seed}/{self.branch}/{self._num_generations}".encode()
             params.setdefault("seed", int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
         tell = runtime.on_event
-        found = await runtime.backend.generate(self._prompt(), params, tell and (lambda text: tell(Event(node.name, text, self.branch))))
-        values = found.texts if runtime.is_trace else [_parsed(node, text, found.finish_reason) for text in found.texts]
-        return found, values if params.get("n", 1) > 1 else values[0], found.texts[0]
+        generated = await runtime.backend.generate(
+            self._prompt(), params, tell and (lambda text: tell(Event(node.name, text, self.branch)))
+        )
+        values = generated.texts if runtime.is_trace else [_parsed(node, text, generated.finish_reason) for text in generated.texts]
+        return generated, values if params.get("n", 1) > 1 else values[0], generated.texts[0]
 
     async def _select(self, node: Select) -> tuple[Generated, Any, str]:
         if node.method == "constrained":
-            found = await self.runtime.backend.generate(self._prompt(), {"choice": node.choices, "temperature": 0.0}, None)
-            chosen = found.texts[0]
+            generated = await self.runtime.backend.generate(self._prompt(), {"choice": node.choices, "temperature": 0.0}, None)
+            chosen = generated.texts[0]
         else:
-            tokens, found = await self.runtime.backend.score(self._prompt(), node.choices)
-            found.scores = [sum(values) / (len(values) if node.normalization == "token" else 1) for values in tokens]
-            chosen = node.choices[found.scores.index(max(found.scores))]
+            tokens, generated = await self.runtime.backend.score(self._prompt(), node.choices)
+            generated.scores = [sum(values) / (len(values) if node.normalization == "token" else 1) for values in tokens]
+            chosen = node.choices[generated.scores.index(max(generated.scores))]
         if self.runtime.on_event is not None:
             self.runtime.on_event(Event(node.name, chosen, self.branch))
-        return found, chosen, chosen
+        return generated, chosen, chosen
 
     def _prompt(self) -> Conversation:
         messages = self.prompt_messages

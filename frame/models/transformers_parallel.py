@@ -51,16 +51,16 @@ def split_model(model: Any, tp: Collective, done: Container[str] = ()) -> None:
     the exchanges. Raises ConfigurationError if a size is not a multiple of the number of ranks."""
     plan = read_plan(model)
     for pattern, style in plan.items():
-        for name, found in _find(model, pattern):
-            if isinstance(found, nn.Parameter):
-                _split_experts(model, name, found, style, tp)
+        for name, target in _find(model, pattern):
+            if isinstance(target, nn.Parameter):
+                _split_experts(model, name, target, style, tp)
             elif style == "moe_tp_experts":
-                found.register_forward_hook(_sum_output(tp))
+                target.register_forward_hook(_sum_output(tp))
             elif style in COLUMNS + ROWS:
-                outputs = getattr(found, "out_features", 0)  # of linear layers, on all ranks
+                outputs = getattr(target, "out_features", 0)  # of linear layers, on all ranks
                 if name not in done:
-                    _cut_linear(name, found, style, tp)
-                _add_exchanges(found, style, tp, outputs)
+                    _cut_linear(name, target, style, tp)
+                _add_exchanges(target, style, tp, outputs)
 
 
 def _find(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:

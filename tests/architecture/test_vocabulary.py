@@ -60,6 +60,15 @@ IDENTIFIERS = {
     "needs": "requirements",
     "num_recent": "token_buffer_len",
     "mistakes": "validation_errors",
+    "taps": "hidden_outputs",
+    "unsettled": "pending",
+    "settle": "resolve",
+    "given": "explicit, or a name for the value",
+    "wanted": "a name for the value",
+    "found": "a name for the value",
+    "most": "maximum",
+    "longest": "max_length",
+    "least": "minimum",
 }
 # Class names, anywhere in the package.
 CLASSES = {

@@ -83,8 +83,8 @@ class KVPool:
         scales_of_layer = self._scales[spec.layer]
         if scales_of_layer:
             for rows, scales, tensor in zip(rows_of_layer, scales_of_layer, tensors, strict=True):
-                codes, factors = quantize_rows(tensor)
-                rows.index_copy_(0, slots, codes)
+                quantized, factors = quantize_rows(tensor)
+                rows.index_copy_(0, slots, quantized)
                 scales.flatten(0, 1).index_copy_(0, slots, factors)
             return
         for rows, tensor, scale in zip(rows_of_layer, tensors, (spec.k_scale, spec.v_scale)[: len(rows_of_layer)], strict=True):
@@ -223,8 +223,8 @@ def quantize_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     row becomes 127."""
     numbers = tensor.float()
     scales = (numbers.abs().amax(-1) / _INT8_MAX).clamp_(_SMALLEST, torch.finfo(SCALE).max).to(SCALE)
-    codes = (numbers / scales.float().unsqueeze(-1)).round_().clamp_(-_INT8_MAX, _INT8_MAX)
-    return codes.to(torch.int8), scales
+    quantized = (numbers / scales.float().unsqueeze(-1)).round_().clamp_(-_INT8_MAX, _INT8_MAX)
+    return quantized.to(torch.int8), scales
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

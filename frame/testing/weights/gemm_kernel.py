@@ -195,7 +195,7 @@ class Case:
 
 def _check_bytes(cases: Sequence[Case]) -> None:
     """The memory plan counts what products keep, by weights on the meta device."""
-    found = 0
+    num_checked = 0
     for case in cases:
         for experts in (0, 2):
             try:
@@ -206,18 +206,18 @@ def _check_bytes(cases: Sequence[Case]) -> None:
             planned = replace(weight, **meta)
             assert find_kernel_obstacle(case.kernel, planned) is None, f"{case.scheme}: it refuses the weight on the meta device"
             counted = case.kernel.count_bytes(planned)
-            product = case.kernel.prepare_experts(weight) if experts else case.kernel.prepare(weight)
-            kept = sum(tensor.numel() * tensor.element_size() for tensor in {id(each): each for each in product.tensors}.values())
-            what = f"{case.scheme}, {experts or 'no'} experts: count_bytes says {counted}, the product keeps {kept}"
+            gemm = case.kernel.prepare_experts(weight) if experts else case.kernel.prepare(weight)
+            kept = sum(tensor.numel() * tensor.element_size() for tensor in {id(each): each for each in gemm.tensors}.values())
+            what = f"{case.scheme}, {experts or 'no'} experts: count_bytes says {counted}, the GEMM keeps {kept}"
             assert abs(counted - kept) <= COUNTED * kept, what
-            found += 1
-    if not found:
+            num_checked += 1
+    if not num_checked:
         raise SkipCheck("the kernel takes no such sizes")
 
 
 def _check_sizes(subject: Subject) -> None:
     """Sizes that no tile divides."""
-    found = 0
+    num_checked = 0
     for name in _dtypes(subject)[:1]:
         for scheme, outer in SCHEMES:
             if scheme.quant_type not in _quantized(subject):
@@ -229,8 +229,8 @@ def _check_sizes(subject: Subject) -> None:
                     weight = case.make(outputs, inputs)
                 except SkipCheck:
                     continue
-                found += 1
-                product, x = case.kernel.prepare(weight), case.input(19, inputs)
-                case.compare(product(x), case.reference(x, case.make(outputs, inputs)), f"{scheme}, {outputs} x {inputs}")
-    if not found:
+                num_checked += 1
+                gemm, x = case.kernel.prepare(weight), case.input(19, inputs)
+                case.compare(gemm(x), case.reference(x, case.make(outputs, inputs)), f"{scheme}, {outputs} x {inputs}")
+    if not num_checked:
         raise SkipCheck("the kernel takes no such sizes")
