@@ -160,6 +160,7 @@ class StepPlans:
     drafting: DraftingPlan | None = None  # None: there is no device drafter
     pending: PendingPlan | None = None  # None: the host has all ids and lengths
 
+
 class StepPlanner:
     """Plans the steps of one runner, in launch order.
 
