@@ -164,8 +164,7 @@ class StepPlans:
 class StepPlanner:
     """Plans the steps of one runner, in launch order.
 
-    choose_accepted: of benchmarks; None: drafts are compared with what is drawn. The builder sets
-    it.
+    choose_accepted: of benchmarks, set by the builder; None: drafts are compared with draws.
     """
 
     def __init__(self, sampling: SamplingTable, processors: Processors, table: DeviceTable, windows: Sequence[PageTable]) -> None:
