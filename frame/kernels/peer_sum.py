@@ -27,7 +27,7 @@ CHANNELS = 256  # programs of a launch: all of them must run at the same time
 REGION = 16 << 10  # bytes that a channel receives from a rank
 LARGEST = CHANNELS * REGION  # bytes of one launch
 MULTIPLE = 16  # a message has a multiple of so many elements
-_MINIMUM = 2 << 10  # bytes of a program, so that small messages use few
+_MIN_PIECE = 2 << 10  # bytes of a program, so that small messages use few
 _EMPTY = -0x8000  # int16: negative zero of 16-bit types; a float32 of two such halves, 0x80008000, is about -4.6e-41
 
 
@@ -66,7 +66,7 @@ def sum_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     flat, results, maximum = x.view(-1), out.view(-1), LARGEST // x.itemsize
     for start in range(0, len(flat), maximum):
         chunk = flat[start : start + maximum]
-        piece = min(max(next_power_of_2(ceil_div(len(chunk), CHANNELS)), _MINIMUM // x.itemsize), REGION // x.itemsize)
+        piece = min(max(next_power_of_2(ceil_div(len(chunk), CHANNELS)), _MIN_PIECE // x.itemsize), REGION // x.itemsize)
         launch = _prepared(peers.rank, peers.size, piece, "", (x.dtype, x.dtype), x.device)
         target = results[start : start + maximum]
         launch(
@@ -90,7 +90,7 @@ def gather_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     maximum = max(1, LARGEST // (columns * x.itemsize))
     for chunk, target in zip(x.split(maximum), out.split(maximum), strict=True):
         count = chunk.numel()
-        piece = min(max(next_power_of_2(ceil_div(count, CHANNELS)), _MINIMUM // x.itemsize), REGION // x.itemsize)
+        piece = min(max(next_power_of_2(ceil_div(count, CHANNELS)), _MIN_PIECE // x.itemsize), REGION // x.itemsize)
         launch = _prepared(peers.rank, peers.size, piece, "gather", (x.dtype, x.dtype), x.device)
         launch((ceil_div(count, piece), 1, 1), (chunk, chunk, chunk, target, peers.turns, peers.addresses), (count, columns, 0.0))
     return out

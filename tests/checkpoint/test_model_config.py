@@ -12,6 +12,7 @@ import pytest
 from frame.checkpoint.model_config import EMBEDDED, find_model, read_model_config
 from frame.core.errors import CheckpointError
 from frame.host.installation import install_command
+from frame.testing.checkpoints import make_checkpoint
 from tests.model_configs import SMALL as BASE
 
 
@@ -212,3 +213,25 @@ def test_the_embedded_model_is_found_by_name() -> None:
 def test_the_setting_of_a_draft_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^speculative.draft_model_path '.*' is no folder"):
         read_model_config(tmp_path / "missing", "speculative.draft_model_path")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"quantization": {"quant_algo": "FP8"}}', r"hf_quant_config.json: producer is None; a JSON object"),
+        ('{"quantization": []}', r"hf_quant_config.json: quantization is \[\]; a JSON object"),
+        ("{", "hf_quant_config.json is not valid JSON"),
+    ],
+)
+def test_broken_descriptions_of_modelopt_are_named(content: str, sentence: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    (folder / "hf_quant_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=sentence):
+        read_model_config(folder)
+
+
+def test_a_modelopt_checkpoint_with_scales_of_the_cache_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(described))
+    assert read_model_config(folder).quantization is None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from frame.entrypoints.offline.engine import Engine
 
 Messages = list[dict[str, Any]]
-ReplyText = Callable[[Messages], Generator[str]]
+StreamReply = Callable[[Messages], Generator[str]]
 
 COMMANDS = "/clear clears the conversation, /exit or Ctrl-D exits, Ctrl-C stops an answer."
 _COMMAND = re.compile("/[a-z]+")  # a line of one word; paths and sentences are messages
@@ -50,7 +50,7 @@ def command(
         talk(_engine(engine, parameters), system, message)
 
 
-def talk(reply: ReplyText, system: str | None, only: str | None) -> None:
+def talk(reply: StreamReply, system: str | None, only: str | None) -> None:
     """Converse until the user exits. `only`: a single message to send instead."""
     start: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -99,7 +99,7 @@ def _say(pieces: Generator[str]) -> str:
     return "".join(printed)
 
 
-def _engine(engine: Engine, parameters: dict[str, Any]) -> ReplyText:
+def _engine(engine: Engine, parameters: dict[str, Any]) -> StreamReply:
     def reply(messages: Messages) -> Generator[str]:
         try:
             for delta in engine.stream(messages, parameters):
@@ -110,7 +110,7 @@ def _engine(engine: Engine, parameters: dict[str, Any]) -> ReplyText:
     return reply
 
 
-def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> ReplyText:
+def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> StreamReply:
     import httpx
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

@@ -20,7 +20,7 @@ from frame.kernels.linear_attention import CHUNK, Gates, MixLayout, StatePages
 from frame.kernels.linear_attention.gates import activate
 
 _SUB = 16  # tokens of a block of the triangular system, and of one reference of the decays of key entries
-_MINIMUM = 16  # sizes of a tensor-core product
+_MIN_TILE = 16  # sizes of a tensor-core product
 _SPILLED = 128  # sizes from which IEEE products of float32 spill registers, and compile for minutes
 _PROGRAMS = 128  # programs that keep a GPU busy
 
@@ -43,7 +43,7 @@ def extend_rows(
     total, strength = (mixed.new_empty((tokens, *width), dtype=torch.float32) for width in (widths, (heads,)))
     attention = mixed.new_empty((tokens, heads, CHUNK))
     solved, read = (mixed.new_empty((tokens, heads, size) if delta else (1,)) for size in (layout.value, layout.key))
-    block_k, block_v = (max(_MINIMUM, next_power_of_2(size)) for size in (layout.key, layout.value))
+    block_k, block_v = (max(_MIN_TILE, next_power_of_2(size)) for size in (layout.key, layout.value))
     is_wide = mixed.dtype is torch.float32
     constants = {**layout.constants, "TOKENS": CHUNK, "BLOCK_K": block_k}
     exact = "ieee" if max(block_k, block_v) < _SPILLED else "tf32x3"  # of float32
@@ -58,7 +58,7 @@ def extend_rows(
         num_warps=8 if layout.by_key else 4, num_stages=1,
     )  # fmt: skip
     block_v = min(block_v, 64)
-    while block_v > _MINIMUM and len(pages.sources) * heads * ceil_div(layout.value, block_v) < _PROGRAMS:
+    while block_v > _MIN_TILE and len(pages.sources) * heads * ceil_div(layout.value, block_v) < _PROGRAMS:
         block_v //= 2
     _extend[(len(pages.sources), heads, ceil_div(layout.value, block_v))](
         mixed, total, strength, attention, solved, read, gates.log_decay if gates.skip is None else gates.skip,

@@ -109,7 +109,7 @@ CompletionChunk = declare(
 # log-probabilities --------------------------------------------------------------------------------
 
 
-MINIMUM = -9999.0  # written for minus infinity, which JSON does not have; vLLM's value
+MIN_LOGPROB = -9999.0  # written for minus infinity, which JSON does not have; vLLM's value
 
 
 class TextOffsets:
@@ -170,7 +170,7 @@ def chat_entries(pieces: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Na
     """The entries of `chat_logprobs`."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
-        value = MINIMUM if logprob is None else max(logprob, MINIMUM)
+        value = MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB)
         return {"token": name(token_id), "logprob": value, "bytes": list(tokenizer.get_token_bytes(token_id))}
 
     for token_id, logprob, top in _tokens_of(pieces):
@@ -218,13 +218,13 @@ def completion_logprobs(
         rows = [(name(i), logprob, top, text_offsets.next_offset(i)) for i, logprob, top in _tokens_of(pieces)]
         return {
             "tokens": [text for text, _, _, _ in rows],
-            "token_logprobs": [None if logprob is None else max(logprob, MINIMUM) for _, logprob, _, _ in rows],
+            "token_logprobs": [None if logprob is None else max(logprob, MIN_LOGPROB) for _, logprob, _, _ in rows],
             "top_logprobs": [None if logprob is None else _alternatives(text, logprob, top, name) for text, logprob, top, _ in rows],
             "text_offset": [offset for _, _, _, offset in rows],
         }
     return {
         "tokens": array(name(token_id) for token_id, _, _ in _tokens_of(pieces)),
-        "token_logprobs": array(None if logprob is None else max(logprob, MINIMUM) for _, logprob, _ in _tokens_of(pieces)),
+        "token_logprobs": array(None if logprob is None else max(logprob, MIN_LOGPROB) for _, logprob, _ in _tokens_of(pieces)),
         "top_logprobs": array(
             None if logprob is None else _alternatives(name(token_id), logprob, top, name) for token_id, logprob, top in _tokens_of(pieces)
         ),
@@ -257,15 +257,15 @@ def _prompt_entries(logprobs: TokenLogprobs, name: Name) -> Iterator[dict[str, d
         ranked: list[tuple[int, float, int | None]] = [(other, value, rank) for rank, (other, value) in enumerate(top, 1)]
         if all(other != token_id for other, _ in top):
             ranked.append((token_id, logprob, rank_of_token))
-        yield {str(i): {"logprob": max(p, MINIMUM), "rank": r, "decoded_token": name(i)} for i, p, r in ranked}
+        yield {str(i): {"logprob": max(p, MIN_LOGPROB), "rank": r, "decoded_token": name(i)} for i, p, r in ranked}
 
 
 def _alternatives(text: str, logprob: float, top: list[tuple[int, float]], name: Name) -> dict[str, float]:
     """OpenAI's `top_logprobs` of one token, which is always among them."""
     alternatives: dict[str, float] = {}
     for other, value in top:
-        alternatives.setdefault(name(other), max(value, MINIMUM))
-    alternatives.setdefault(text, max(logprob, MINIMUM))
+        alternatives.setdefault(name(other), max(value, MIN_LOGPROB))
+    alternatives.setdefault(text, max(logprob, MIN_LOGPROB))
     return alternatives
 
 

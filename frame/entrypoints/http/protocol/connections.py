@@ -150,8 +150,8 @@ class GuardedProtocol(PacedProtocol):
         except ApiError as error:
             self._refuse(error)
             return
-        is_replied = self.cycle is None or self.cycle.response_complete
-        if is_replied and self._reading is None:  # part of a head, or the rest of a body that was not read
+        is_complete = self.cycle is None or self.cycle.response_complete
+        if is_complete and self._reading is None:  # part of a head, or the rest of a body that was not read
             self._await_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]

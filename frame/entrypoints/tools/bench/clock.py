@@ -23,7 +23,7 @@ Call = Callable[[], Any]
 How = Literal["graph", "events", "host"]
 
 LARGER_THAN_CACHES = 256 << 20  # bytes of data that the calls in turn should cover on a GPU
-_MINIMUM, _MAXIMUM = 5, 200  # minimum and maximum number of rounds
+_MIN_ROUNDS, _MAX_ROUNDS = 5, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Clock:
 
     def _median(self, round_seconds: Callable[[], float], calls: int) -> float:
         once = max(round_seconds() * calls, 1e-6)
-        return statistics.median(round_seconds() for _ in range(int(min(_MAXIMUM, max(_MINIMUM, self._budget / once)))))
+        return statistics.median(round_seconds() for _ in range(int(min(_MAX_ROUNDS, max(_MIN_ROUNDS, self._budget / once)))))
 
 
 def measured_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

@@ -21,7 +21,7 @@ from frame.entrypoints.tools.bench.summary import Timing
 from frame.entrypoints.tools.bench.workload import Job
 
 DONE = b"[DONE]"
-MAX_LENGTH = 600.0  # timeout of a response in seconds
+TIMEOUT = 600.0  # timeout of a response in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ async def run(target: Target, jobs: Sequence[Job], max_concurrency: int | None =
         await asyncio.sleep(max(0.0, timing.due - time.perf_counter()))
         async with gate:
             try:
-                async with asyncio.timeout(MAX_LENGTH):
+                async with asyncio.timeout(TIMEOUT):
                     await _send(target, timing, request)
             except TimeoutError:
-                timing.error = f"no response within {MAX_LENGTH:g} s"
+                timing.error = f"no response within {TIMEOUT:g} s"
             except OSError as error:
                 timing.error = f"cannot connect: {error.strerror or error}"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from frame.entrypoints.tools.bench.trace import Span, Step, Trace
 
-MAXIMUM = 40  # lines of a table; the rest is one sum
+MAX_LINES = 40  # lines of a table; the rest is one sum
 _MAX_NAME_LENGTH = 90
 _ARGUMENTS = re.compile(r"\(.*|<.*", re.DOTALL)
 
@@ -102,9 +102,9 @@ def _kernels(steps: Sequence[Step], has_gpu: bool) -> list[dict[str, Any]]:
             "with_waiting_us": round(whole[name] / counts[name], 2),
             "us_per_step": round(exclusive[name] / len(steps), 2),
         }
-        for name in ordered[:MAXIMUM]
+        for name in ordered[:MAX_LINES]
     ]
-    if rest := ordered[MAXIMUM:]:
+    if rest := ordered[MAX_LINES:]:
         left = sum(exclusive[name] for name in rest)
         rows.append({"name": f"{len(rest)} others", "share": round(left / total, 4), "us_per_step": round(left / len(steps), 2)})
     return rows
@@ -120,7 +120,7 @@ def _host(steps: Sequence[Step]) -> list[dict[str, Any]]:
             counts[span.name] += 1
     launching = sum(step.end - step.start for step in steps)
     exclusive["Python and untraced code"] = launching - sum(exclusive.values())
-    ordered = sorted(exclusive, key=exclusive.__getitem__, reverse=True)[:MAXIMUM]
+    ordered = sorted(exclusive, key=exclusive.__getitem__, reverse=True)[:MAX_LINES]
     return [
         {
             "name": name,
