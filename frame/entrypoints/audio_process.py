@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from frame.core.ipc.interpreter import child_environment, python_command
+from frame.host.interpreter import child_environment, python_command
 
 HEAD = struct.Struct("<qii")  # frames by the file's head (0: unknown), samples a second, channels
 BLOCK = 16 * 1024  # frames that are decoded at a time

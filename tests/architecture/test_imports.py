@@ -84,7 +84,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((room, ("frame.core", KERNELS, *SMALL_ROOMS)) for room in ROOMS),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
-    ("frame.plugins.launchers", (*DATA, "frame.core.ipc.child_process", "frame.host.socket_directory", MARKER)),
+    ("frame.plugins.launchers", (*DATA, "frame.host.child_process", "frame.host.socket_directory", MARKER)),
     ("frame.plugins.platforms", (*DATA, "frame.host.host_memory", MARKER)),
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
@@ -98,7 +98,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame_x86", (*DATA, MARKER)),
     ("frame_bitsandbytes", (*DATA, MARKER)),
     ("frame_gguf", (*DATA, MARKER)),
-    ("frame_ray", (*DATA, MARKER, "frame.core.ipc.child_process", "frame.core.ipc.interpreter", "frame.entrypoints.router", *RENDEZVOUS)),
+    ("frame_ray", (*DATA, MARKER, "frame.host.child_process", "frame.host.interpreter", "frame.entrypoints.router", *RENDEZVOUS)),
     ("frame_automata", (*DATA, MARKER, "frame.plugins.loader", *SHARED)),
 )
 

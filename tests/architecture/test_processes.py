@@ -10,7 +10,7 @@ import pytest
 
 from tests.architecture.source import Module, module, package
 
-SEAM = "frame/core/ipc/interpreter.py"
+SEAM = "frame/host/interpreter.py"
 STARTS = {"subprocess.Popen", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 STARTS |= {"asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "os.posix_spawn", "os.posix_spawnp"}
 GROWING = {"sys.path.append", "sys.path.insert", "sys.path.extend", "site.addsitedir"}

@@ -15,7 +15,7 @@ from tests.architecture.source import ROOT, Module, module, package
 ORDER: dict[str, tuple[str, ...]] = {
     "frame": (
         "core", "fair_queue", "host", "kernels", "checkpoint", "config", "text", "parallel", "speculation", "structured_output",
-        "pooling", "diagnostics", "registration", "models", "attention_backends", "quantization",
+        "pooling", "adapters", "diagnostics", "registration", "models", "attention_backends", "quantization",
         "plugins", "entrypoints", "testing", "lang", "__main__",
     ),
     "frame.core": (

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from frame.checkpoint.model_config import EMBEDDED
-from frame.core.ipc.child_process import EXIT_ORPHANED
 from frame.entrypoints.cli.entry import WORKER, start_early
+from frame.host.child_process import EXIT_ORPHANED
 from tests.entrypoints.serving import RunningServer, wait_until
 
 SMALL = ("--max-model-len", "256", "--max-total-tokens", "1024", "--threads", "1")

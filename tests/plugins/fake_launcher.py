@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from frame import hookimpl
 from frame.core.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankPlace, RankProcess
-from frame.core.ipc.child_process import start_process
+from frame.host.child_process import start_process
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

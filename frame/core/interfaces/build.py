@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frame.core.interfaces.adapter import AdapterLayers
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.collective import Collective
 from frame.core.interfaces.gemm_kernel import GemmChoice
@@ -28,6 +29,7 @@ class BuildContext(RankContext):
     gemm_kernels: tuple[GemmChoice, ...] = ()
     moe_runner: MoERunner | None = None  # None: the model has no experts
     moe_dispatcher: MoEDispatcher | None = None
+    adapters: AdapterLayers | None = None  # None: adapters are off
 
     @property
     def row_operations(self) -> RowOperations | None:

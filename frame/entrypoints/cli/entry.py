@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from frame.core.ipc.interpreter import leave_working_folder, python_command
+from frame.host.interpreter import leave_working_folder, python_command
 
 if TYPE_CHECKING:
     from frame.entrypoints.processes.early_process import EarlyProcess

@@ -20,11 +20,11 @@ from frame.config.schema import PluginsSection
 from frame.core.errors import PluginError
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.ipc.interpreter import child_environment, python_command
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.explain import as_data
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.host.installation import install_command
+from frame.host.interpreter import child_environment, python_command
 from frame.plugins.loader import load_configured, observed_events
 
 CHECK_SECONDS = 300

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import click
 
 from frame.core.errors import ConfigurationError
-from frame.core.ipc.interpreter import child_environment, python_command
 from frame.entrypoints.cli.entry import WORKER
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.host.interpreter import child_environment, python_command
 
 if TYPE_CHECKING:
     from frame.entrypoints.configuration.prepare import Prepared

@@ -22,14 +22,14 @@ from frame.config.resolved import Resolved
 from frame.config.schema import LogSection
 from frame.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
-from frame.core.ipc.child_process import is_stopped, start_process
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
-from frame.core.ipc.interpreter import python_command
 from frame.core.ipc.transport import ZmqSender, ZmqTransport
 from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, StartDetokenize
 from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.processes.early_process import EarlyProcess
 from frame.entrypoints.processes.hang_dump import DUMP_SIGNAL
+from frame.host.child_process import is_stopped, start_process
+from frame.host.interpreter import python_command
 from frame.host.socket_directory import SocketDirectory
 from frame.plugins.registry import Registry
 

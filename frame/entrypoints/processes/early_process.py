@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from frame.core.ipc.child_process import start_process
+from frame.host.child_process import start_process
 
 SETTABLE = frozenset({"OMP_NUM_THREADS"})  # variables that take effect after the imports: the platform sets torch's threads
 

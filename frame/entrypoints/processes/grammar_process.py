@@ -27,9 +27,9 @@ import msgspec
 from frame.config.resolved import Resolved
 from frame.core.blame import describe
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
-from frame.core.ipc.child_process import PARENTS_SIGNALS, die_with_parent
-from frame.core.ipc.interpreter import child_environment, python_command
 from frame.entrypoints.processes.resource_monitor import read_usage
+from frame.host.child_process import PARENTS_SIGNALS, die_with_parent
+from frame.host.interpreter import child_environment, python_command
 from frame.plugins.registry import Registry
 from frame.structured_output.grammar_compiler import CompileTimeoutError
 

@@ -29,13 +29,13 @@ from frame.core.blame import explain
 from frame.core.errors import EXIT_CONFIGURATION, ConfigurationError, PluginError
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.collective import LOOPBACK
-from frame.core.ipc.child_process import EXIT_ORPHANED, PARENTS_SIGNALS, die_with_parent
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
 from frame.core.ipc.transport import ZmqTransport
 from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
 from frame.entrypoints.processes.hang_dump import enable_stack_dumps
 from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, add_tokenizer_span, open_tracing
+from frame.host.child_process import EXIT_ORPHANED, PARENTS_SIGNALS, die_with_parent
 from frame.host.socket_directory import SocketDirectory
 from frame.parallel.rank_channels import BatchReceiver, BatchSender, ResultReceiver, ResultSender
 from frame.plugins.loader import load_configured

@@ -46,6 +46,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weights = LayerWeight(self, context, names, inputs, [span.size for span in outputs], kind)
         self.gemm: Gemm | None = None
+        self.delta = None if context.adapters is None else context.adapters.add_layer(names, inputs, outputs)
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = ShardedParameter(torch.empty(sum(span.size for span in outputs), dtype=context.dtype), ShardRule(output=0))
@@ -62,11 +63,20 @@ class Linear(nn.Module):
         self.gemm = self.weights.finish()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gemm(x, self.bias)  # type: ignore[misc]
+        return self._multiply(x, self.bias)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The product, with the deltas of the rows' adapters."""
+        if self.delta is None or not self.delta.is_active:
+            return self.gemm(x, bias)  # type: ignore[misc]
+        shrunk = self.delta.shrink(x)
+        return self.delta.expand(self.gemm(x, bias), shrunk, bias)  # type: ignore[misc]
 
     def apply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """SiLU(first half of the outputs) * second half, fused; None where the GEMM has no fused
-        form for these rows."""
+        form for these rows, or a row has an adapter."""
+        if self.delta is not None and self.delta.is_active:
+            return None
         gated = getattr(self.gemm, "multiply_gated", None)
         return None if gated is None else gated(x, self.bias)  # type: ignore[no-any-return]
 
@@ -164,18 +174,18 @@ class RowLinear(Linear):
         self._defers = self.tp.size > 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:  # type: ignore[override]
-        if self._reduce_matmul is not None and self.sends_pieces and x.dim() == 2 and not torch.compiler.is_compiling():
-            total = self._reduce_matmul(self._multiply, x, self.columns)
+        is_plain = self.delta is None or not self.delta.is_active  # pieces are other rows than those of the step
+        if self._reduce_matmul is not None and is_plain and self.sends_pieces and x.dim() == 2 and not torch.compiler.is_compiling():
+            total = self._reduce_matmul(self._compute_summand, x, self.columns)
             if total is not None:
                 return total
-        out = self._multiply(x)
+        out = self._compute_summand(x)
         if self._defers and not torch.compiler.is_compiling():
             return RankSum(out, self.tp)
         return self.tp.all_reduce(out) if self.tp.size > 1 else out
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand."""
-        return self.gemm(x, self.bias if self.tp.rank == 0 else None)  # type: ignore[misc]
+    def _compute_summand(self, x: torch.Tensor) -> torch.Tensor:
+        return self._multiply(x, self.bias if self.tp.rank == 0 else None)
 
 
 class HeadLinear(Linear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from frame.core.interfaces.launcher import Launcher, Placement, RankPlace, RankProcess
-from frame.core.ipc.child_process import start_process
+from frame.host.child_process import start_process
 
 LOOPBACK = "127.0.0.1"
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.launcher import RANK_SOCKETS, SHARED_SOCKETS, Launcher, LauncherContext, Placement, RankPlace, RankProcess
-from frame.core.ipc.child_process import start_process
+from frame.host.child_process import start_process
 from frame.plugins.launchers import authenticated_link as frames
 from frame.plugins.launchers.authenticated_link import Link, LinkError, Places, SocketTunnel, authenticate, read_key
 

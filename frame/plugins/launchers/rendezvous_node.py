@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from frame.core.interfaces.launcher import SHARED_SOCKETS
-from frame.core.ipc.child_process import is_stopped, start_process
+from frame.host.child_process import is_stopped, start_process
 from frame.host.socket_directory import SocketDirectory
 from frame.plugins.launchers import authenticated_link as frames
 from frame.plugins.launchers.authenticated_link import Link, LinkError, SocketTunnel, authenticate

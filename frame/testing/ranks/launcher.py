@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from frame.core.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankProcess
-from frame.core.ipc.interpreter import python_command
+from frame.host.interpreter import python_command
 from frame.testing.conformance import Check, Subject, find_checks
 
 _RANKS = 4

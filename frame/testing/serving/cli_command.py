@@ -19,7 +19,7 @@ import click
 from click.testing import CliRunner, Result
 
 from frame.core.interfaces.cli import CliCommand, CommandContext
-from frame.core.ipc.interpreter import child_environment, python_command
+from frame.host.interpreter import child_environment, python_command
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, unchanged_process
 
 MAX_SECONDS = 1.0  # of CPU, for the module, the constructor, `make_command` and the help

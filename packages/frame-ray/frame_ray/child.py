@@ -6,7 +6,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from frame.core.ipc.child_process import die_with_parent
+from frame.host.child_process import die_with_parent
 
 if __name__ == "__main__":
     parent, *arguments = sys.argv[1:]

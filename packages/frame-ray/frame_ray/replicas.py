@@ -17,10 +17,10 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
-from frame.core.ipc.interpreter import child_environment, python_command
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
+from frame.host.interpreter import child_environment, python_command
 
 _STEP = 0.2  # seconds between two questions whether a server is ready
 

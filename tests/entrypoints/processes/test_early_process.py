@@ -85,6 +85,6 @@ def test_where_no_process_can_be_started_none_is_taken(command: list[str], monke
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("frame.core.ipc.child_process.subprocess.Popen", refuse)
+    monkeypatch.setattr("frame.host.child_process.subprocess.Popen", refuse)
     with EarlyProcess(command) as early:
         assert early.take(command, {}, not os.isatty(2)) is None

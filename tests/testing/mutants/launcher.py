@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from frame.core.interfaces.launcher import LauncherCapabilities, Placement, RankPlace, RankProcess
-from frame.core.ipc.child_process import start_process
+from frame.host.child_process import start_process
 from tests.plugins.fake_launcher import ReversedLauncher
 from tests.testing.mutants import MutantList
 

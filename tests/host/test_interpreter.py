@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from frame.core.ipc import interpreter
-from frame.core.ipc.interpreter import child_environment, python_command
+from frame.host.interpreter import child_environment, python_command
 
 LEAVE = f"import runpy; runpy.run_path({interpreter.__file__!r})['leave_working_folder']()\n"
 SHOW = "import os, sys; print([sys.path[:2], os.environ['PYTHONPATH'], os.environ['PYTHONSAFEPATH']])"

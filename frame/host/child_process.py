@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frame.core.ipc.interpreter import child_environment
+from frame.host.interpreter import child_environment
 
 EXIT_ORPHANED = 3
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # handled by the parent only

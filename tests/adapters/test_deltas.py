@@ -1,0 +1,52 @@
+"""`TorchDeltas` against a direct computation."""
+
+import torch
+
+from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
+from frame.core.interfaces.adapter import PAGE_RANKS
+
+
+def _layer(pages: int, stacks: int, inputs: int, splits: tuple[int, ...], places: int, experts: int = 0) -> LayerPages:
+    outputs = sum(splits)
+    return LayerPages(
+        torch.randn(pages, stacks, PAGE_RANKS, inputs), torch.randn(pages, max(1, experts), outputs, PAGE_RANKS), splits,
+        torch.zeros(places, dtype=torch.int32), torch.rand(places, outputs) + 0.5, torch.zeros(places, dtype=torch.int32), experts,
+    )  # fmt: skip
+
+
+def test_rows_get_the_deltas_of_their_adapter() -> None:
+    layer = _layer(pages=5, stacks=2, inputs=24, splits=(8, 4), places=3)
+    layer.counts[:] = torch.tensor([2, 0, 1])
+    layer.has_scale[2] = 1
+    place_pages = torch.tensor([[4, 1], [0, 0], [2, 0]], dtype=torch.int32)
+    plan = RowPlan(torch.tensor([0, -1, 2, 1, 0], dtype=torch.int32))
+    x, out, bias = torch.randn(5, 24), torch.randn(5, 12), torch.randn(12)
+    before, operations = out.clone(), TorchDeltas()
+    plan = operations.plan_rows(plan, 3)
+    operations.expand(out, operations.shrink(x, layer, plan, place_pages), layer, plan, place_pages, bias)
+
+    for row, place in enumerate(plan.places.tolist()):
+        expected = before[row].clone()
+        pages = place_pages[place, : layer.counts[place]].tolist() if place >= 0 else []
+        for page in pages:
+            expected[:8] += layer.b[page, 0, :8] @ (layer.a[page, 0] @ x[row])
+            expected[8:] += layer.b[page, 0, 8:] @ (layer.a[page, 1] @ x[row])
+        if place == 2:
+            expected = (expected - bias) * layer.scales[2] + bias
+        if not pages:
+            assert torch.equal(out[row], before[row])
+        torch.testing.assert_close(out[row], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_pairs_get_the_deltas_of_their_expert() -> None:
+    layer = _layer(pages=3, stacks=3, inputs=16, splits=(6,), places=2, experts=3)
+    layer.counts[:] = 1
+    place_pages = torch.tensor([[2], [0]], dtype=torch.int32)
+    plan = RowPlan(torch.tensor([1, 0, 0, -1], dtype=torch.int32), torch.tensor([2, 0, 1, 1]), torch.tensor([0, 1, 1, 0]))
+    x, out = torch.randn(2, 16), torch.zeros(4, 6)
+    operations = TorchDeltas()
+    plan = operations.plan_rows(plan, 2, 3)
+    operations.expand(out, operations.shrink(x, layer, plan, place_pages), layer, plan, place_pages)
+    torch.testing.assert_close(out[0], layer.b[0, 2] @ (layer.a[0, 2] @ x[0]))
+    torch.testing.assert_close(out[2], layer.b[2, 1] @ (layer.a[2, 1] @ x[1]))
+    assert not out[3].any()
