@@ -242,6 +242,31 @@ class SpeculativeSection(Section):
     )
 
 
+class AdaptersSection(Section):
+    """LoRA adapters that requests select by name."""
+
+    enabled: bool = setting(False, "Serve LoRA adapters.", flag="enable-lora")
+    modules: tuple[str, ...] = setting((), "Adapters that are loaded at start, as NAME=FOLDER.", flag="lora-modules")
+    folders: tuple[str, ...] = setting(
+        (),
+        "Folders below which the load routes may read adapters. Default: none; the load routes read no folder.",
+        flag="lora-folders",
+    )
+    uploads: bool = setting(False, "Let the load routes take an adapter as a safetensors body.", flag="lora-uploads")
+    format: Annotated[str | None, Auto] = setting(None, "Adapter format, by plugin name. auto: by adapter_config.json.", flag="lora-format")
+    max_active: int = setting(8, "Maximum number of adapters in a step, each with a place on the device.", flag="max-loras", ge=1, le=1024)
+    max_rank: int = setting(64, "Maximum rank of an adapter.", flag="max-lora-rank", ge=1, le=1024)
+    max_loaded: int = setting(
+        32, "Maximum number of adapters in host memory; the least recently used one gives way.", flag="max-cpu-loras", ge=1, le=65536
+    )
+    pages: Annotated[int | None, Auto] = setting(
+        None,
+        "Size of the device's adapter pool in pages of 16 ranks. auto: adapters.max_active of the largest rank.",
+        flag="lora-pages",
+        ge=1,
+    )
+
+
 class TextSection(Section):
     """Tokenizer and detokenizer processes, templates, and parsers of the output."""
 
@@ -414,7 +439,8 @@ class LogSection(Section):
     format: Literal["text", "json"] = setting("text", "Format of log messages: text, or json (one object per line).", flag="log-format")
     access: bool = setting(False, "Log each HTTP request: method, path, status, seconds.", flag="access-log")
     stat_loggers: tuple[str, ...] = setting(
-        ("builtin",), "Stat loggers that get the records of steps and requests, by plugin name; builtin: prometheus, which has /metrics.",
+        ("builtin",),
+        "Stat loggers that get the records of steps and requests, by plugin name; builtin: prometheus, which has /metrics.",
         flag="stat-loggers",
     )
 
@@ -432,6 +458,7 @@ class FrameConfig(Section):
     execution: ExecutionSection = Field(default_factory=ExecutionSection, description="Device and steps.")
     sampling: SamplingSection = Field(default_factory=SamplingSection, description="Logits processors, grammars.")
     speculative: SpeculativeSection = Field(default_factory=SpeculativeSection, description="Speculative decoding.")
+    adapters: AdaptersSection = Field(default_factory=AdaptersSection, description="LoRA adapters.")
     text: TextSection = Field(default_factory=TextSection, description="Tokenizer, detokenizer, parsers.")
     server: ServerSection = Field(default_factory=ServerSection, description="HTTP server.")
     batches: BatchesSection = Field(default_factory=BatchesSection, description="Batch API.")

@@ -48,6 +48,7 @@ class Generate(Message, frozen=True):
     namespace: str = ""  # of the prefix cache: requests share prefixes within one namespace only
     deadline: float | None = None  # seconds from arrival; None: the engine's request timeout
     second_text_start: int = 0  # index of the first token of a pair's second text; 0: one text
+    adapter: str = ""  # digest of a loaded adapter; "": none
     encoder_input: bytes = b""  # of an encoder-decoder model: float32 of the shape `ModelConfig.encoder_input`
     trace: str = ""
 
@@ -72,7 +73,7 @@ class Control(Message, frozen=True):
     id: str
     action: Literal[
         "flush_cache", "outline_cache", "server_info", "pause", "resume", "check_integrity", "start_profile", "stop_profile", "shutdown",
-        "ping",
+        "ping", "load_adapter", "unload_adapter",
     ]  # fmt: skip
     arguments: dict[str, Any] = {}
 

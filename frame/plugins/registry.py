@@ -167,8 +167,7 @@ class Registry:
         except PluginError as error:
             owner = f"{choice.distribution} {choice.version}"
             raise PluginError(
-                f"{choice.kind} {choice.name!r} ({owner}) is missing in this process: {error} Start every process in the same "
-                "environment."
+                f"{choice.kind} {choice.name!r} ({owner}) is missing in this process: {error} Start every process in the same environment."
             ) from None
         here = (record.target, record.distribution, record.version)
         if here != (choice.target, choice.distribution, choice.version):

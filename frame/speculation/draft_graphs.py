@@ -174,6 +174,7 @@ class DraftGraphs:
 
     def _make_rows(self, size: int, states: torch.Tensor) -> DraftRows:
         """Inputs of the passes, as rows of padding."""
+
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=states.device)
 

@@ -190,9 +190,7 @@ def _leave_out(tokens: StepTokens, texts: list[str], ended: dict[int, Finish], s
     kept = [index for index in range(len(texts)) if index not in gone]
     place = {index: new for new, index in enumerate(kept)}
     entries: dict[str, dict[int, Any]] = {name: getattr(tokens, name) for name in SHARED} | {"finishes": ended}
-    by_index: dict[str, Any] = {
-        name: {place[i]: value for i, value in values.items() if i in place} for name, values in entries.items()
-    }
+    by_index: dict[str, Any] = {name: {place[i]: value for i, value in values.items() if i in place} for name, values in entries.items()}
     return StepText(
         rids=[tokens.rids[i] for i in kept],
         texts=[texts[i] for i in kept],

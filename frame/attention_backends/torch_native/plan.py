@@ -76,9 +76,7 @@ class Grouping:
     """Makes the groups of one step for one window. `token_bytes`: size of one cached token of one
     layer."""
 
-    def __init__(
-        self, batch: ForwardBatch, window: int | None, dtype: torch.dtype, token_bytes: int, is_chunked: bool = False
-    ) -> None:
+    def __init__(self, batch: ForwardBatch, window: int | None, dtype: torch.dtype, token_bytes: int, is_chunked: bool = False) -> None:
         host: HostView = batch.host
         self.is_chunked = is_chunked and window is not None
         self.device, self.dtype, self.window = batch.token_ids.device, dtype, window

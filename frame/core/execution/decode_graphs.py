@@ -251,9 +251,7 @@ class DecodeGraphs:
         step.captured.replay()
         return _first_rows(step.outputs, tokens.num_sampling) if is_masked else self._draw_filtered(step, tokens, draws)
 
-    def draw_masked(
-        self, tokens: TokenRows, draws: Mapping[str, np.ndarray], grammar: GrammarArrays[torch.Tensor] | None
-    ) -> DecodeOutputs:
+    def draw_masked(self, tokens: TokenRows, draws: Mapping[str, np.ndarray], grammar: GrammarArrays[torch.Tensor] | None) -> DecodeOutputs:
         """Draw the tokens of the last replay, whose arguments these are, under a grammar mask.
         grammar: None: no row is limited. -> the outputs of the sampling rows."""
         step = self.steps[self._smallest[len(tokens.slots)]]
@@ -327,9 +325,7 @@ class DecodeGraphs:
             target.copy_(source)
         return outputs
 
-    def _planned(
-        self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]
-    ) -> ForwardBatch:
+    def _planned(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]) -> ForwardBatch:
         """The batch with its plan, and with the views of its cache groups."""
         groups = self._input_batch.groups
         if groups is not None:

@@ -41,7 +41,12 @@ class AdapterContext:
 class AdapterCapabilities:
     """What an adapter format reads."""
 
-    peft_types: tuple[str, ...] = ()  # values of `peft_type` in adapter_config.json
+    # (key, value) pairs that adapter_config.json must have; a key that is absent has the value None
+    selects: tuple[tuple[str, str | bool | None], ...]
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        """Whether adapters with this configuration are of the format."""
+        return all(config.get(key) == value or (value is None and not config.get(key)) for key, value in self.selects)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from frame.core.interfaces.adapter import AdapterLoad
 from frame.core.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     rid: str = ""  # request id, set for traced requests
     tenant: str = ""  # the owner of the request's cache namespace
     encoder_input: np.ndarray | None = None  # float32; of an encoder-decoder model, whose encoder runs in this step
+    adapter: int = -1  # place of the request's adapter; -1: none
+    adapter_start: int = 0  # first position at which the adapter is active
 
 
 class DraftOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -70,6 +73,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     new_pages: np.ndarray  # int32 [n, 3]; page-table writes: (slot, index in the row, page)
     setups: list[SlotSetup] = []
     released: list[int] = []  # slots whose request left since the last step
+    adapter_loads: list[AdapterLoad] = []  # in order, before the step
     prompt_logprobs: np.ndarray | None = None  # bool [rows]; whether the row's own tokens need log-probabilities
     skip_kv_store: np.ndarray | None = None  # bool [rows]; K and V are cached in shared pages: compute logits, store nothing
     # Of each cache group besides `tokens`: writes to its own page table, as `new_pages`. Of a

@@ -62,9 +62,7 @@ class EncoderBlocks:
         slots = np.repeat(batch.host.slots, batch.host.query_lens)
         ones = np.ones(count, np.int32)
         host = HostView(slots, ones, ones * self.length, self.table.host_pages)
-        return replace(
-            batch, num_decodes=count, request_slots=queries, page_table=self.table.pages, host=host, group=self._group, **rows
-        )
+        return replace(batch, num_decodes=count, request_slots=queries, page_table=self.table.pages, host=host, group=self._group, **rows)
 
     def _make_rows(self, count: int) -> dict[str, torch.Tensor]:
         """The tensors of so many rows that are the same in all steps."""

@@ -26,14 +26,17 @@ _EXPLAINED: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] =
     (re.compile(r"Unimplemented keys: (\[.*?\])", re.DOTALL), _explain_keys),
     (
         re.compile(r"oneOf constraints are not supported"),
-        lambda match: "llguidance does not enforce a oneOf whose branches overlap; "
-        "use anyOf, or give each branch a property with its own const",
+        lambda match: (
+            "llguidance does not enforce a oneOf whose branches overlap; use anyOf, or give each branch a property with its own const"
+        ),
     ),
     (re.compile(r"Unknown format: (.*)"), lambda match: f"the format {match[1][:50]!r} is unknown; leave it out, or use pattern"),
     (
         re.compile(r"min/maxProperties only supported"),
-        lambda match: "llguidance does not count optional properties for minProperties and maxProperties; list all properties in required, "
-        f"or {_WITH_XGRAMMAR}",
+        lambda match: (
+            "llguidance does not count optional properties for minProperties and maxProperties; list all properties in required, "
+            f"or {_WITH_XGRAMMAR}"
+        ),
     ),
     (
         re.compile(r"Failed to generate regex for (integer|float) range"),

@@ -261,7 +261,6 @@ class LLGuidanceBackend(GrammarBackend):
                 return str(grammar_from("ebnf", source))  # the library supports more syntax, or says what is wrong
         raise ValueError(f"grammar kind {kind!r} is unknown")
 
-
     def _whitespace(self, limit: int | None = None) -> dict[str, Any]:
         """The library's settings for whitespace between the parts of JSON; `limit` characters in
         one place, by default those of the options."""
