@@ -393,6 +393,9 @@ class _Solver:
         self._collect(self._select, "scheduling_policy", requirements, config.scheduler.policy, "")
         for kind, names in (("http_extension", config.server.extensions), ("stat_logger", config.log.stat_loggers)):
             self._collect(choose_list, self.chosen, self.records, kind, names, requirements)
+        if config.adapters.enabled:
+            formats = [config.adapters.format] if config.adapters.format else [each.name for each in self.records.get("adapter", ())]
+            self._collect(choose_list, self.chosen, self.records, "adapter", formats, requirements)
         self._collect(self._drafter, task)
         if task != "generate":  # nothing is sampled
             return

@@ -98,6 +98,14 @@ class GrammarQueue(Protocol):
     def close(self) -> None: ...
 
 
+class AdapterCommands(Protocol):
+    """Loads and unloads of adapters. `frame.adapters.orders` documents the methods."""
+
+    def __len__(self) -> int: ...
+    def begin(self, control: Control) -> ControlReply | None: ...
+    def take_replies(self) -> list[ControlReply]: ...
+
+
 class FailedStep:
     """A step whose launch raised. It fails when it is committed, so that steps are committed in
     order."""
@@ -128,6 +136,7 @@ class Engine:
         options: EngineOptions | None = None,
         observers: Observers | None = None,
         grammars: GrammarQueue | None = None,
+        adapters: AdapterCommands | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -135,6 +144,7 @@ class Engine:
         self.options = options or EngineOptions()
         self.observers = observers or Observers()
         self.grammars = grammars
+        self.adapters = adapters
         self._stopping = False
         self._paused = False
         self._is_checked = False  # no step has run since the last self-check
@@ -181,7 +191,7 @@ class Engine:
 
     def _receive_timeout(self) -> float | None:
         """Seconds to wait for a message while no step is in flight and none could be launched."""
-        if not self.scheduler.is_idle or (self.grammars is not None and len(self.grammars)):
+        if not self.scheduler.is_idle or self.grammars or self.adapters:
             return STALLED_WAIT
         if not self._is_checked and self.options.check_integrity != "off":
             return SELF_CHECK_DELAY if self._audit is None else 0.0
@@ -203,6 +213,9 @@ class Engine:
         if self.grammars is not None:
             for request, grammar, arrival in self.grammars.take_ready():
                 self._add(request, grammar, arrival)
+        if self.adapters:
+            for reply in self.adapters.take_replies():
+                self.transport.send(reply)
         if not messages and (timeout != 0.0 or self._audit is not None) and not self._is_checked and self.scheduler.is_idle:
             self._run_self_check()
 
@@ -221,7 +234,8 @@ class Engine:
                 self._send(self.grammars.abort_all(message.reason))
             self.scheduler.abort_all(message.reason)
         elif isinstance(message, Control):
-            self.transport.send(self._control(message))
+            if (reply := self._control(message)) is not None:
+                self.transport.send(reply)
         else:
             log.warning("the engine does not take %s", type(message).__name__)
 
@@ -249,7 +263,8 @@ class Engine:
             held = self.options.device_memory()
             self.transport.send(Heartbeat(process="engine", step=self._step, device_memory=held, **self.scheduler.get_load()))
 
-    def _control(self, control: Control) -> ControlReply:
+    def _control(self, control: Control) -> ControlReply | None:
+        """Carry out a command. -> the reply; None: it comes later."""
         data: dict[str, Any] = {}
         try:
             if control.action == "flush_cache":
@@ -270,8 +285,10 @@ class Engine:
             elif control.action == "shutdown":
                 self._stopping = True
                 self.scheduler.abort_all()
+            elif control.action in ("load_adapter", "unload_adapter") and self.adapters is not None:
+                return self.adapters.begin(control)
             elif control.action != "ping":  # a ping only gets a reply
-                return ControlReply(id=control.id, ok=False, error=f"there is no command {control.action!r}")
+                return ControlReply(id=control.id, ok=False, error=f"this engine has no command {control.action!r}")
         except ProfileError as error:
             return ControlReply(id=control.id, ok=False, error=str(error), code="conflict")
         except Exception as error:  # noqa: BLE001 - a failed command gets a reply and does not end the engine

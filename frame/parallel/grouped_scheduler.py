@@ -39,7 +39,7 @@ class GroupedScheduler:
         home = next((each for each in self._schedulers if each.has_request(message.rid)), None)
         if home is None:
             loads = {number: each.num_requests for number, each in enumerate(self._schedulers)}
-            home = self._schedulers[self._chooser.choose_replica(message.token_ids, message.namespace, loads)]
+            home = self._schedulers[self._chooser.choose_replica(message.token_ids, message.namespace + message.adapter, loads)]
         return home.add_request(message, grammar, arrival)
 
     def abort(self, rids: Sequence[str], reason: FinishReason = "abort") -> None:

@@ -67,7 +67,14 @@ def _take_rows(batch: ScheduledBatch, rows: np.ndarray, samples: np.ndarray, *, 
     changes["token_ids"] = np.concatenate([chunks[row] for row in extends]) if len(extends) else batch.token_ids[:0]
     changes["grammar_mask"] = None if batch.grammar_mask is None else batch.grammar_mask[samples]
     if not is_first:
-        changes |= {"new_pages": batch.new_pages[:0], "setups": [], "released": [], "group_pages": [], "state_loads": None}
+        changes |= {
+            "new_pages": batch.new_pages[:0],
+            "setups": [],
+            "released": [],
+            "adapter_loads": [],
+            "group_pages": [],
+            "state_loads": None,
+        }
     if not is_last:
         changes["state_saves"] = None
     return msgspec.structs.replace(batch, **changes)

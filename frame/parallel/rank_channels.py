@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from frame.core.interfaces.adapter import AdapterOrder
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import ProfileRequest
 from frame.core.ipc.transport import DECODE_ERRORS, open_pull, open_push
@@ -90,7 +91,7 @@ class OrderReply(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-Order = Profile | Traced | SwitchBackend | GrammarMask
+Order = Profile | Traced | SwitchBackend | GrammarMask | AdapterOrder
 BATCH, ORDER = b"batch", b"order"  # the second frame of what rank 0 sends; the first is the data, the third an order's number
 REPLY_TIMEOUT = 30.0  # seconds that a follower may take to reply
 _order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)
@@ -106,6 +107,7 @@ class BatchSender:
         self._sockets = [open_push(self._context, address) for address in addresses]
         self._replies = open_pull(self._context, replies)
         self._number = 0
+        self._waiting: dict[int, tuple[set[int], list[str]]] = {}  # by order: the ranks that have not replied, and problems
 
     def send(self, batch: ScheduledBatch) -> None:
         self._send_all(encode_batch(batch), BATCH)
@@ -119,18 +121,44 @@ class BatchSender:
         """Send an order and wait for every follower's reply, up to `timeout` seconds. -> one
         sentence for each rank that failed."""
         self.send_order(order)
-        silent, problems, until = set(range(1, len(self._sockets) + 1)), [], time.monotonic() + timeout
-        while silent and self._replies.poll(max(0, int(1000 * (until - time.monotonic())))):
-            data = self._replies.recv()
-            try:
-                reply = _reply_decoder.decode(data)
-            except DECODE_ERRORS as error:
-                log.warning("dropped %d received bytes that are no reply: %s", len(data), error)
-                continue
-            if reply.number == self._number and reply.rank in silent:
-                silent.remove(reply.rank)
-                problems += [f"rank {reply.rank}: {reply.error}"] if reply.error else []
+        number, until = self.await_replies(), time.monotonic() + timeout
+        silent, problems = self._waiting[number]
+        while silent and self._receive_reply(max(0, int(1000 * (until - time.monotonic())))):
+            pass
+        del self._waiting[number]
         return problems + [f"rank {rank} did not answer within {timeout:g} s" for rank in sorted(silent)]
+
+    def await_replies(self) -> int:
+        """Note that every follower replies to the last order. -> its number, for `poll_replies`."""
+        self._waiting[self._number] = set(range(1, len(self._sockets) + 1)), []
+        return self._number
+
+    def poll_replies(self, number: int) -> list[str] | None:
+        """One sentence for each rank that failed to carry out an order; None: some have not
+        replied yet."""
+        while self._receive_reply(0):
+            pass
+        silent, problems = self._waiting[number]
+        if silent:
+            return None
+        del self._waiting[number]
+        return problems
+
+    def _receive_reply(self, milliseconds: int) -> bool:
+        """Receive one reply. -> False: none came in time."""
+        if not self._replies.poll(milliseconds):
+            return False
+        data = self._replies.recv()
+        try:
+            reply = _reply_decoder.decode(data)
+        except DECODE_ERRORS as error:
+            log.warning("dropped %d received bytes that are no reply: %s", len(data), error)
+            return True
+        silent, problems = self._waiting.get(reply.number, (set[int](), list[str]()))
+        if reply.rank in silent:
+            silent.remove(reply.rank)
+            problems += [f"rank {reply.rank}: {reply.error}"] if reply.error else []
+        return True
 
     def close(self) -> None:
         """Tell the followers to stop."""
@@ -176,9 +204,19 @@ class BatchReceiver:
                 raise RuntimeError(f"rank 0 sent a batch or order that cannot be decoded, so this rank cannot continue: {error}") from error
             log.warning("dropped %d received bytes that are no batch", len(data))
 
-    def reply(self, error: str = "") -> None:
-        """Answer the last order: carried out, or the error."""
-        self._replies.send(msgspec.msgpack.encode(OrderReply(self._rank, self._number, error)))
+    @property
+    def order_number(self) -> int:
+        """That of the last order."""
+        return self._number
+
+    def wait_message(self, milliseconds: int) -> bool:
+        """Whether a message comes in this time."""
+        return bool(self._socket.poll(milliseconds))
+
+    def reply(self, error: str = "", number: int | None = None) -> None:
+        """Answer an order, by default the last one: carried out, or the error."""
+        number = self._number if number is None else number
+        self._replies.send(msgspec.msgpack.encode(OrderReply(self._rank, number, error)))
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -103,7 +103,7 @@ class StageRunner(TorchModelRunner):
         if isinstance(inputs, ReplayInputs):
             self._sends.start(self._replay(inputs).logits.clone())  # the next replay writes the original
         else:
-            self._sends.start(self.forward(self._with_hidden(inputs).batch))
+            self._sends.start(self._run_model(self._with_hidden(inputs).batch))
             if self.inputs.groups is not None:
                 self.inputs.groups.save_states()
         if stage.is_first and len(micro_batch.sampling_rows):
@@ -126,7 +126,7 @@ class StageRunner(TorchModelRunner):
             batch = _add_hidden(batch, self._received[: batch.num_tokens])
         if self._pipeline.is_last:
             return super()._decode(batch, params, slots)
-        hidden = self.forward(batch)
+        hidden = self._run_model(batch)
         return DecodeOutputs(batch.token_ids, params["temperature"], hidden)
 
     def _replay(self, inputs: ReplayInputs) -> DecodeOutputs:

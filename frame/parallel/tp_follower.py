@@ -15,12 +15,22 @@ from typing import Protocol
 import numpy as np
 
 from frame.core.blame import explain
+from frame.core.interfaces.adapter import AdapterOrder, PendingOrder
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
-from frame.core.interfaces.runner import DeviceLost, ModelRunner, PendingStep, ProfileError, ProfileRequest, UnsampledStep, WrappedRunner
+from frame.core.interfaces.runner import (
+    DeviceLost,
+    ModelRunner,
+    PendingStep,
+    ProfileError,
+    ProfileRequest,
+    UnsampledStep,
+    WrappedRunner,
+)
 from frame.parallel.rank_channels import (
     BatchReceiver,
     BatchSender,
     GrammarMask,
+    Order,
     Profile,
     ResultReceiver,
     ResultSender,
@@ -30,6 +40,8 @@ from frame.parallel.rank_channels import (
 from frame.parallel.rank_watch import RankWatch
 
 log = logging.getLogger(__name__)
+
+ORDER_POLL = 20  # milliseconds between looks at orders that take a while
 
 
 class LeadingRunner(WrappedRunner):
@@ -77,11 +89,33 @@ class LeadingRunner(WrappedRunner):
             raise ProfileError(f"the profile request succeeded on rank 0 but failed on other ranks: {'; '.join(problems)}")
         return path
 
+    def start_order(self, order: AdapterOrder) -> PendingOrder:
+        self._followers.send_order(order)
+        return LedOrder(self._runner.start_order(order), self._followers, self._followers.await_replies())
+
     def close(self) -> None:
         self._followers.close()
         if self._results is not None:
             self._results.close()
         self._runner.close()
+
+
+class LedOrder:
+    """An order that all ranks carry out."""
+
+    def __init__(self, order: PendingOrder, followers: BatchSender, number: int) -> None:
+        self._order = order
+        self._followers = followers
+        self._number = number
+        self._problems: list[str] | None = None
+
+    def poll(self) -> str | None:
+        if self._problems is None:
+            self._problems = self._followers.poll_replies(self._number)
+        error = self._order.poll()
+        if error is None or self._problems is None:
+            return None
+        return error or "; ".join(self._problems)
 
 
 def watch_wait(watch: RankWatch | None, what: str) -> contextlib.AbstractContextManager[None]:
@@ -204,10 +238,14 @@ def follow(
     """
     in_flight: PendingStep | None = None
     thread = None if results is None else ResultThread(results)
+    orders: dict[int, PendingOrder] = {}  # by number; those that take a while
     with contextlib.closing(batches):
-        while (batch := batches.receive()) is not None:
+        while (batch := _receive(batches, orders)) is not None:
             if isinstance(batch, Profile):
                 batches.reply(_profile(runner, batch))
+                continue
+            if isinstance(batch, AdapterOrder):
+                orders[batches.order_number] = runner.start_order(batch)
                 continue
             if isinstance(batch, SwitchBackend):
                 if in_flight is not None:
@@ -240,6 +278,17 @@ def follow(
         if thread is not None:
             thread.close()
         runner.close()
+
+
+def _receive(batches: BatchReceiver, orders: dict[int, PendingOrder]) -> ScheduledBatch | Order | None:
+    """The next batch or order. Replies to the orders that have ended meanwhile."""
+    while True:
+        for number, order in list(orders.items()):
+            if (error := order.poll()) is not None:
+                batches.reply(error, number)
+                del orders[number]
+        if not orders or batches.wait_message(ORDER_POLL):
+            return batches.receive()
 
 
 def _profile(runner: ModelRunner, order: Profile) -> str:

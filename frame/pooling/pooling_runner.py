@@ -77,10 +77,12 @@ class PoolingRunner(TorchModelRunner):
         forward_batch, tensors = self.inputs.build_forward_batch(batch, layout, arrays)
         if tensors.token_types is not None:
             forward_batch = replace(forward_batch, extensions={TokenTypes: TokenTypes(tensors.token_types)})
-        hidden = self.forward(forward_batch)
+        hidden = self._run_model(forward_batch)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
-        return fetch(PooledOutput(batch.step, self._pooler(hidden, forward_batch)), self.streams)
+        with self._select_rows(forward_batch.logits_indices):
+            pooled = self._pooler(hidden, forward_batch)
+        return fetch(PooledOutput(batch.step, pooled), self.streams)
 
     def _list_token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> np.ndarray | None:
         """The token types of a step with text pairs, int64 [tokens]; None for others."""

@@ -25,6 +25,7 @@ from frame.core.interfaces.platform import Platform, SupportsGraphs, SupportsStr
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
+    from frame.core.interfaces.adapter import StepAdapters
     from frame.core.interfaces.platform import Platform
     from frame.core.sampling.sampling_metadata import GrammarArrays
 
@@ -127,6 +128,7 @@ class CapturedSize:
     captured: Captured
     masked: Captured | None
     filtered: tuple[DecodeOutputs, Captured] | None
+    adapted: Captured | None  # the same step with adapters, into the same outputs; None without `adapters`
     views: tuple[ForwardBatch, ...]  # of the cache groups with a page table of their own, one each
 
 
@@ -147,6 +149,7 @@ class DecodeGraphs:
         """`redraw` draws tokens with top-k, top-p and min-p; None: steps with filters are sampled
         outside the graph. `vocab_size`: of grammar masks; 0: so are steps with these."""
         self._body = body
+        self.adapters: StepAdapters | None = None  # the runner sets it
         self._redraw = redraw
         self._input_batch = input_batch
         self._backend = input_batch.backend
@@ -200,7 +203,7 @@ class DecodeGraphs:
                 step = self._captured(self._batch(size, counted, token_ids), pool)
                 if is_dry:  # without the pool of graphs, all logits together take gigabytes
                     outputs = step.outputs._replace(logits=step.outputs.best)
-                    step = replace(step, outputs=outputs, captured=_Recomputed(lambda: (), ()), masked=None, filtered=None)
+                    step = replace(step, outputs=outputs, captured=_Recomputed(lambda: (), ()), masked=None, filtered=None, adapted=None)
                 self.steps.insert(0, step)
 
     def replay(
@@ -248,7 +251,8 @@ class DecodeGraphs:
                 viewed = replace(viewed, seq_lens=view.host.seq_lens, min_lens=None)
             self._backend.replay_plan(view.plan, replace(view, host=viewed))
         self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
-        step.captured.replay()
+        is_adapted = step.adapted is not None and self.adapters is not None and self.adapters.is_active
+        (step.adapted if is_adapted and step.adapted is not None else step.captured).replay()
         return _first_rows(step.outputs, tokens.num_sampling) if is_masked else self._draw_filtered(step, tokens, draws)
 
     def draw_masked(self, tokens: TokenRows, draws: Mapping[str, np.ndarray], grammar: GrammarArrays[torch.Tensor] | None) -> DecodeOutputs:
@@ -314,7 +318,12 @@ class DecodeGraphs:
             filters = {name: inputs[name] for name in (*_DRAW, *_FILTERS)}
             again = partial(self._redraw, outputs, filters, inputs["drawn_slots"])
             filtered = capture_step(self.platform, pool, again, again)
-        return CapturedSize(planned, outputs, captured, masked, filtered, views)
+        adapted = None
+        if self.adapters is not None:
+            self.adapters.is_active = True
+            _, adapted = capture_step(self.platform, pool, lambda: _copy(run(plain), outputs), lambda: _copy(run(planned), outputs))
+            self.adapters.end_step()
+        return CapturedSize(planned, outputs, captured, masked, filtered, adapted, views)
 
     def _draw_again(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """Draw the tokens again under `_masks`, into the outputs."""
@@ -331,6 +340,13 @@ class DecodeGraphs:
         if groups is not None:
             batch = groups.make_views(batch, inputs, plan)
         return replace(batch, plan=plan(batch))
+
+
+def _copy(sources: DecodeOutputs, targets: DecodeOutputs) -> DecodeOutputs:
+    for target, source in zip(targets, sources, strict=True):
+        if target is not None and source is not None:
+            target.copy_(source)
+    return targets
 
 
 def _first_rows(outputs: DecodeOutputs, rows: int) -> DecodeOutputs:

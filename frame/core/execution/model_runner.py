@@ -7,6 +7,7 @@ the scheduler or a plugin by name: slots, tokens and pages only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from frame.core.execution.drafting import DeviceDrafts
     from frame.core.execution.input_batch import StepInputs
+    from frame.core.interfaces.adapter import AdapterOrder, PendingOrder, StepAdapters
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import Model, ModelConfig
@@ -75,6 +77,7 @@ class TorchModelRunner(ModelRunner):
         self.piecewise_graphs: PiecewiseGraphs | None = None
         self.drafts: DeviceDrafts | None = None  # of a device drafter
         self.before_step: Callable[[], None] | None = None  # moves experts; the builder sets it
+        self.adapters: StepAdapters | None = None  # the builder sets it
         if self.streams is not None and self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
             self._stream.wait_stream(self.streams.get_current_stream())
 
@@ -86,7 +89,13 @@ class TorchModelRunner(ModelRunner):
                 self._enter_stream()
                 if self.before_step is not None:
                     self.before_step()
-                return self._execute(batch)
+                if self.adapters is None:
+                    return self._execute(batch)
+                self.adapters.begin_step(batch)
+                try:
+                    return self._execute(batch)
+                finally:
+                    self.adapters.end_step()
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
 
@@ -169,6 +178,7 @@ class TorchModelRunner(ModelRunner):
         is_last = self.context.pipeline is None or self.context.pipeline.is_last
         vocab_size = self.vocab_size if is_last and self._tp.rank == 0 else 0  # the other ranks get rank 0's tokens
         graphs = DecodeGraphs(self._decode, self.inputs, sizes, platform, self._graph_redraw, vocab_size)
+        graphs.adapters = self.adapters
         problem = "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
         self._capture(partial(graphs.capture, is_dry=is_dry), problem)
         if not is_dry:
@@ -188,6 +198,7 @@ class TorchModelRunner(ModelRunner):
         `max_tokens` tokens. Later steps that no decode graph runs replay them. is_dry, errors: as
         of `capture_decode_graphs`."""
         graphs = PiecewiseGraphs(self.model.forward, self.inputs, self.inputs.backend, piece_sizes(max_tokens), self.context.platform)
+        graphs.adapters = self.adapters
         problem = "steps with prompts cannot be captured in CUDA graphs ({}); set --prompt-graph-max-tokens 0"
         self._capture(partial(graphs.capture, is_dry=is_dry), problem)
         if not is_dry:
@@ -200,6 +211,9 @@ class TorchModelRunner(ModelRunner):
                 capture()
             except RuntimeError as error:
                 raise ConfigurationError(problem.format(str(error).strip().split("\n", 1)[0])) from error
+
+    def start_order(self, order: AdapterOrder) -> PendingOrder:
+        return super().start_order(order) if self.adapters is None else self.adapters.start_order(order)
 
     def close(self) -> None:
         """Wait until the device has finished."""
@@ -245,7 +259,7 @@ class TorchModelRunner(ModelRunner):
         plans, placed = inputs.plans, self.piecewise_graphs if inputs.is_placed else None
         if plans.drafting is not None and self.drafts is not None:
             self.drafts.add_hidden_outputs(inputs.batch)
-        hidden = self.forward(inputs.batch) if placed is None else placed.run(inputs.batch)
+        hidden = self._run_model(inputs.batch) if placed is None else placed.run(inputs.batch)
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
         if plans.drafting is not None and self.drafts is not None:
@@ -254,16 +268,34 @@ class TorchModelRunner(ModelRunner):
             hidden = hidden.index_select(0, inputs.logits_indices)
         rows, prompts = plans.sampling.num_rows, None
         targets = inputs.tensors.prompt_targets
+        indices = inputs.batch.logits_indices if inputs.logits_indices is None else inputs.logits_indices
         if plans.prompts is not None and targets is not None:
-            head = self.model.compute_logits
+            head = partial(self._compute_logits, indices[rows:])
             prompts = PromptScores(plans.prompts, hidden[rows:], targets, head, self.vocab_size, self.sampler.operations)
-        return self.model.compute_logits(hidden[:rows]) if rows else None, prompts
+        return self._compute_logits(indices, hidden[:rows]) if rows else None, prompts
+
+    def _run_model(self, batch: ForwardBatch) -> torch.Tensor:
+        """The forward pass; steps with adapters are neither recorded nor compiled."""
+        if self.adapters is None or not self.adapters.is_active:
+            return self.forward(batch)
+        self.adapters.set_rows(batch)
+        return self.model.forward(batch)
+
+    def _compute_logits(self, indices: torch.Tensor, hidden: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """The logits of hidden states. indices: int64, from `start` on the tokens that they are
+        of."""
+        with self._select_rows(indices[start : start + len(hidden)]):
+            return self.model.compute_logits(hidden)
+
+    def _select_rows(self, indices: torch.Tensor | None) -> contextlib.AbstractContextManager[object]:
+        """See `AdapterLayers.select_rows`."""
+        return contextlib.nullcontext() if self.adapters is None else self.adapters.select_rows(indices)
 
     def _decode(self, batch: ForwardBatch, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """The body of a decode graph."""
         if self.drafts is not None:
             self.drafts.add_hidden_outputs(batch)
-        hidden = self.forward(batch)
+        hidden = self._run_model(batch)
         logits, states = self.model.compute_logits(hidden), None if self.drafts is None else self.drafts.read_states(batch, hidden)
         last_tokens = (self.inputs.table.last_token, slots)
         drawn = self.sampler.operations.draw_plain(logits, params["temperature"], params["key"], last_tokens)
@@ -320,7 +352,8 @@ class TorchModelRunner(ModelRunner):
             if self.drafts is not None:
                 self.inputs.pending.store_counts(compared.slots, counts)
         if plans.drafting is not None and drafting is not None and self.drafts is not None:
-            drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, drafting, order)
+            with self._select_rows(None):  # drafters draft with the base's weights
+                drafts = self.drafts.draft(sampled.token_ids, counts, plans.drafting, drafting, order)
             if drafts is not None:
                 self.inputs.table.store_drafts(drafting.slots, drafts)
         faults = self.processors.find_faults(plans.sampling.slots)

@@ -30,6 +30,7 @@ from frame.core.interfaces.platform import Platform, SupportsGraphs
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch
+    from frame.core.interfaces.adapter import StepAdapters
     from frame.core.interfaces.attention import AttentionBackend, AttentionSpec, LatentProjections
     from frame.core.interfaces.batch import StateLayer
     from frame.core.interfaces.platform import CapturedGraph
@@ -101,7 +102,8 @@ class PiecewiseGraphs:
         sizes: tuple[int, ...],
         platform: Platform,
     ) -> None:
-        self._forward = forward
+        self._model_forward = forward
+        self.adapters: StepAdapters | None = None  # the runner sets it
         self._input_batch = input_batch
         self._backend = backend
         self._platform = platform
@@ -112,6 +114,7 @@ class PiecewiseGraphs:
         self._batches = [self._batch(size) for size in sizes]
         self._outs: dict[tuple[Any, ...], torch.Tensor] = {}
         self._pieces: list[_Pieces] = []
+        self._adapted: list[_Pieces] = []  # of steps with adapters
 
     @property
     def maximum(self) -> int:
@@ -127,8 +130,14 @@ class PiecewiseGraphs:
         with paused_collection(collects_first=True):
             for batch in reversed(self._batches):
                 self._forward(replace(batch, plan=self._backend.plan(batch)))  # compiles and initialises kernels before the capture
-                if platform is not None:
-                    self._pieces.insert(0, self._captured(batch, platform, pool))
+                if platform is None:
+                    continue
+                self._pieces.insert(0, self._captured(batch, platform, pool))
+                if self.adapters is not None:
+                    self.adapters.is_active = True
+                    self._forward(replace(batch, plan=self._backend.plan(batch)))
+                    self._adapted.insert(0, self._captured(batch, platform, pool))
+                    self.adapters.end_step()
         if not is_dry:
             _log.info(
                 "graphs of steps with prompts: %d sizes up to %d tokens, %.1f s, %d MiB",
@@ -153,8 +162,12 @@ class PiecewiseGraphs:
         graph."""
         tokens = batch.num_tokens
         index = self._smallest[tokens]
-        if self._pieces:
-            return self._pieces[index].replay(batch, tokens)[:tokens]
+        pieces = self._pieces
+        if self.adapters is not None and self.adapters.is_active:
+            self.adapters.place_tokens(batch, self._sizes[index])
+            pieces = self._adapted
+        if pieces:
+            return pieces[index].replay(batch, tokens)[:tokens]
 
         def intercept(call: Callable[..., torch.Tensor], layer: Any, *rest: Any) -> torch.Tensor:
             attention = _Attention(call, layer, rest[:-1], self._out(layer, rest[0]))
@@ -163,6 +176,11 @@ class PiecewiseGraphs:
 
         with _intercepted(self._backend, intercept):
             return self._forward(self._batches[index])[:tokens]
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        if self.adapters is not None and self.adapters.is_active:
+            self.adapters.plan_tokens(batch.num_tokens)
+        return self._model_forward(batch)
 
     def _captured(self, batch: ForwardBatch, platform: SupportsGraphs, pool: object) -> _Pieces:
         graphs: list[CapturedGraph] = []

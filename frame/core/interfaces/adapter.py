@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
+    from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.model import LazyTensor
 
 PAGE_RANKS = 16  # ranks of an adapter in one page of the adapter pool
@@ -102,7 +103,7 @@ class AdapterFormat(ABC):
         one sentence, which names the tensor."""
 
 
-class AdapterOrder(msgspec.Struct, frozen=True, array_like=True):
+class AdapterOrder(msgspec.Struct, frozen=True, tag=True):
     """Order to every rank: read an adapter into host memory, or (folder empty) forget it."""
 
     digest: str  # SHA-256 of its files, hexadecimal
@@ -130,7 +131,10 @@ class Span(Protocol):
 
 class LayerDelta(Protocol):
     """The deltas of one layer, of every adapter on the device. A layer calls `shrink` with its
-    input, computes its product, and calls `expand` with both."""
+    input, computes its product, and calls `expand` with both. It sets `gemm` once its weights are
+    loaded."""
+
+    gemm: Any  # x [rows, inputs] -> the product without bias and deltas
 
     @property
     def is_active(self) -> bool:
@@ -167,4 +171,45 @@ class AdapterLayers(Protocol):
     def select_pairs(self, tokens: torch.Tensor, experts: torch.Tensor) -> AbstractContextManager[object]:
         """In the block, row i of a layer with experts is token `tokens[i]` with the rank's expert
         `experts[i]`; both int64 [pairs]."""
+        ...
+
+
+class StepAdapters(AdapterLayers, Protocol):
+    """A rank's adapters, as its runner uses them. In each step `begin_step`, then before each
+    forward pass `set_rows`, and `end_step` after the last layer."""
+
+    is_active: bool  # whether a row of the step has an adapter; set also to capture graphs of such steps
+
+    def begin_step(self, batch: ScheduledBatch) -> None:
+        """Copy adapters to the device, and set up and release slots."""
+        ...
+
+    def set_rows(self, batch: ForwardBatch) -> None:
+        """The rows of a forward pass: `place_tokens`, then `plan_tokens`."""
+        ...
+
+    def place_tokens(self, batch: ForwardBatch, size: int) -> None:
+        """Write the adapter of each token to a fixed address, and none for further ones up to
+        `size`."""
+        ...
+
+    def plan_tokens(self, size: int) -> None:
+        """Layers compute the first `size` tokens of that address."""
+        ...
+
+    def end_step(self) -> None:
+        """No row has an adapter."""
+        ...
+
+    def start_order(self, order: AdapterOrder) -> PendingOrder:
+        """See `ModelRunner.start_order`."""
+        ...
+
+
+class PendingOrder(Protocol):
+    """An order that the ranks carry out while steps run."""
+
+    def poll(self) -> str | None:
+        """The error of an order that has ended, one sentence, empty where every rank has carried it
+        out; None: it has not ended."""
         ...

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from frame.core.interfaces.adapter import AdapterOrder, PendingOrder
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class ModelRunner(ABC):
         """Start a profile, or stop it (None). -> path of the trace. Raises ProfileError."""
         raise ProfileError("profiling is off; serve with --profile-dir FOLDER")
 
+    def start_order(self, order: AdapterOrder) -> PendingOrder:
+        """Begin to load or unload an adapter, on all ranks."""
+        raise RuntimeError("this runner has no adapters")
+
     @abstractmethod
     def close(self) -> None:
         """Release the device and stop other ranks."""
@@ -108,6 +113,9 @@ class WrappedRunner(ModelRunner):
 
     def profile(self, request: ProfileRequest | None) -> str:
         return self._runner.profile(request)
+
+    def start_order(self, order: AdapterOrder) -> PendingOrder:
+        return self._runner.start_order(order)
 
     def close(self) -> None:
         self._runner.close()

@@ -75,16 +75,16 @@ class PromptScores:
         plan: PromptPlan,
         hidden: torch.Tensor,
         targets: torch.Tensor,
-        head: Callable[[torch.Tensor], torch.Tensor],
+        head: Callable[[torch.Tensor, int], torch.Tensor],
         vocab: int,
         operations: DeviceOperations,
     ) -> None:
-        """hidden: [tokens, hidden_size], of the plan's rows. head: hidden states -> logits [n,
-        vocab]."""
+        """hidden: [tokens, hidden_size], of the plan's rows. head: hidden states, and
+        the index of the first of them -> logits [n, vocab]."""
         self._plan = plan
         block = max(1, (_CUDA_BLOCK_CELLS if hidden.is_cuda else _BLOCK_CELLS) // vocab)
         pieces = [
-            _scores(operations, head(hidden[start : start + block]), targets[start : start + block], plan.num_top)
+            _scores(operations, head(hidden[start : start + block], start), targets[start : start + block], plan.num_top)
             for start in range(0, len(hidden), block)
         ]
         self._tensors = [torch.cat(column) for column in zip(*pieces, strict=True)]

@@ -127,6 +127,7 @@ class Admission:
             trace=message.trace,
             grammar=grammar,
             second_text_start=message.second_text_start,
+            adapter=message.adapter,
             encoder_input=np.frombuffer(message.encoder_input, np.float32).reshape(config.encoder_input) if config.encoder_input else None,
             wants_prompt_logprobs=params.prompt_logprobs is not None,
             is_reported=message.output_len > 0,

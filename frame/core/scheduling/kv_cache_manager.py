@@ -73,7 +73,7 @@ class KVCacheManager:
         # nothing to match.
         if request.wants_prompt_logprobs or len(request.tokens) == 1:
             return _NO_PAGES
-        match = self.cache.match(request.tokens, request.namespace)
+        match = self.cache.match(request.cache_keys(request.tokens), request.namespace)
         self.cache.lock(match.handle)
         request.handle = match.handle
         if self.groups is not None:
@@ -160,7 +160,7 @@ class KVCacheManager:
             match = groups.cache.read(inserted.handle)
             groups.share_rows(slot, match)
         elif cached > shared:
-            match = self.cache.match(request.tokens[: whole * self.page_size], request.namespace)
+            match = self.cache.match(request.cache_keys(request.tokens[: whole * self.page_size]), request.namespace)
         else:
             return _NO_PAGES
         duplicates = row[shared:cached].copy()
@@ -199,7 +199,7 @@ class KVCacheManager:
     def _insert_pages(self, request: Request, tokens: np.ndarray, row: np.ndarray, whole: int, num_computed: int) -> Inserted:
         """Insert the first `whole` pages of a row into the prefix cache, with those of its cache
         groups."""
-        groups, kept = self._cached_groups, tokens[: whole * self.page_size]
+        groups, kept = self._cached_groups, request.cache_keys(tokens[: whole * self.page_size])
         if groups is None:
             return self.cache.insert(kept, row[:whole], request.namespace, request.priority)
         offers = groups.offer(request.slot, whole, num_computed)

@@ -21,7 +21,7 @@ from frame.core.scheduling.policy_guard import GuardedPolicy
 from frame.core.scheduling.prefix_dedup import InBatchPrefixSharing
 from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.running import RunningSet
-from frame.core.scheduling.step_features import Speculation
+from frame.core.scheduling.step_features import StepFeatures
 from frame.core.scheduling.waiting_queue import WaitingQueue
 
 POLICY_WINDOW = 128  # waiting requests that a policy sees
@@ -57,7 +57,7 @@ class StepPlanner:
     """
 
     def __init__(
-        self, config: SchedulerConfig, running: RunningSet, queue: WaitingQueue, policy: SchedulingPolicy, speculation: Speculation
+        self, config: SchedulerConfig, running: RunningSet, queue: WaitingQueue, policy: SchedulingPolicy, features: StepFeatures
     ) -> None:
         self.num_preempted = 0
         self.num_cached_tokens = 0
@@ -65,7 +65,7 @@ class StepPlanner:
         self._running = running
         self._kv_manager = running.kv_manager
         self._queue = queue
-        self.speculation = speculation
+        self.speculation, self._adapters = features.speculation, features.adapters
         self._policy = GuardedPolicy(policy)
         self._usage = queue.usage
         self._growth_reserve = config.growth_reserve
@@ -132,7 +132,9 @@ class StepPlanner:
             request = self._suspects[0]
             if request.state == RequestStatus.WAITING:
                 has_slot = self._running.table.num_free > 0
-                if not has_slot or self._admit_request(request, self._count_reserved_pages(), now) is None:
+                if not has_slot or not self._acquire_adapter(request, plan):
+                    break
+                if self._admit_request(request, self._count_reserved_pages(), now) is None:
                     break
             if request.slot in self._running.extending:
                 self._schedule_chunk(plan, request)
@@ -297,6 +299,8 @@ class StepPlanner:
                 lookups -= 1
                 if lookups < 0 or self._count_uncached(request) > plan.budget - floor:
                     continue
+            if not self._acquire_adapter(request, plan):
+                continue
             need = self._admit_request(request, reserved, now)
             if need is None:
                 return
@@ -306,17 +310,24 @@ class StepPlanner:
             self._schedule_chunk(plan, request)
             reserved += need - (int(self._running.table.arrays.num_pages[request.slot]) - held)
 
+    def _acquire_adapter(self, request: Request, plan: StepPlan) -> bool:
+        """Whether the request's adapter, if it has one, lets it start."""
+        if not request.adapter or self._adapters is None:
+            return True
+        return self._adapters.acquire(request, is_idle=not plan and not self._running.in_flight)
+
     def _min_served_tokens(self) -> float:
         """The lowest token counter of the tenants whose prompts are running."""
         return min(self._usage.get_tokens(request.tenant) for request in self._running.extending.values())
 
     def _order_waiting(self, now: float) -> Generator[Request]:
         """Yield the head of the queue in the policy's order, lazily."""
-        window = self._queue.head(POLICY_MATCH_WINDOW if self._policy.needs_matches else POLICY_WINDOW)
+        count = POLICY_MATCH_WINDOW if self._policy.needs_matches else POLICY_WINDOW
+        window = self._queue.head(count) if self._adapters is None else self._adapters.begin_pass(self._queue, count, now)
         try:
             if self._policy.needs_matches:
                 for request in window:
-                    request.match = self._kv_manager.cache.match(request.all_tokens(), request.namespace)
+                    request.match = self._kv_manager.cache.match(request.cache_keys(request.all_tokens()), request.namespace)
             ordered = self._policy.sort_waiting(window, self._make_view(now))
             yield from self._interleave_tenants(ordered) if self._usage.is_shared else ordered
         finally:
@@ -354,7 +365,7 @@ class StepPlanner:
     def _count_uncached(self, request: Request) -> int:
         """Tokens of a waiting request that are not in the prefix cache, at least 1."""
         tokens = request.all_tokens()
-        return max(1, len(tokens) - self._kv_manager.cache.match(tokens, request.namespace).num_tokens)
+        return max(1, len(tokens) - self._kv_manager.cache.match(request.cache_keys(tokens), request.namespace).num_tokens)
 
     def _admit_request(self, request: Request, reserved: int, now: float) -> int | None:
         """Put a request on the device if its prompt and the growth reserve of all requests fit.
@@ -369,6 +380,8 @@ class StepPlanner:
         is_full = len(self._running) and reserved + need > self._kv_manager.num_available
         if is_full or (groups is not None and not groups.has_room(request.num_tokens, self._growth_reserve, len(cached))):
             self._kv_manager.unlock_prefix(request)
+            if self._adapters is not None:
+                self._adapters.release(request)
             return None
         self._queue.remove(request)
         self._running.add_request(request, cached)
@@ -424,7 +437,7 @@ class StepPlanner:
         candidates = self._order_waiting(now)
         first = next(candidates, None)
         candidates.close()
-        if first is None:
+        if first is None or (first.adapter and self._adapters is not None and not self._adapters.is_on_device(first)):
             return
         first.tokens = first.all_tokens()
         cached = self._kv_manager.lock_prefix(first)

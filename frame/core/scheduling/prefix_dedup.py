@@ -18,8 +18,8 @@ MAX_COMPARED = 4  # most prefills with the same first tokens that a waiting requ
 
 
 class InBatchPrefixSharing:
-    """The prefills of running requests, by their first `min_shared` tokens. Built for each step
-    that admits requests."""
+    """The prefills of running requests, by the cache keys of their first `min_shared` tokens. Built
+    for each step that admits requests."""
 
     def __init__(self, prefilling: Iterable[Request], min_shared: int = MIN_SHARED_TOKENS) -> None:
         self._min_shared = min_shared
@@ -30,18 +30,18 @@ class InBatchPrefixSharing:
     def add(self, request: Request) -> None:
         """Add a request whose prefill a step computes."""
         if len(request.tokens) > self._min_shared:
-            self._by_start.setdefault(self._start(request, request.tokens), []).append(request)
+            self._by_start.setdefault(self._start(request, request.cache_keys(request.tokens)), []).append(request)
 
     def find(self, request: Request) -> tuple[Request | None, int]:
         """The request whose prefill has the longest common prefix with `request`, and that prefix's
         length in tokens; (None, 0) if there is none."""
         if not self._by_start or request.num_tokens <= self._min_shared or request.wants_prompt_logprobs:
             return None, 0
-        tokens = request.all_tokens()
+        tokens = request.cache_keys(request.all_tokens())
         candidates = self._by_start.get(self._start(request, tokens), ())
         best, max_length = None, 0
         for other in candidates[-MAX_COMPARED:]:
-            common = _common(tokens, other.tokens)
+            common = _common(tokens, other.cache_keys(other.tokens))
             if common > max_length:
                 best, max_length = other, common
         return best, max_length

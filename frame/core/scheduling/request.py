@@ -79,6 +79,10 @@ class Request:
     first_token_at: float = 0.0  # seconds, monotonic; 0: not yet
     admitted_at: float = 0.0  # seconds, monotonic; the first admission; 0: not yet
     second_text_start: int = 0  # index of the first token of a pair's second text; 0: one text
+    adapter: str = ""  # digest; "": none
+    adapter_start: int = 0  # first token for which the adapter is active
+    adapter_key: int = 0  # takes the place of that token's id in the prefix cache; 0: no adapter
+    adapter_place: int = -1  # while running
     encoder_input: np.ndarray | None = None  # float32; kept, because a preempted request is encoded again
     wants_prompt_logprobs: bool = False  # they are still to be sent
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # one entry for each computed chunk of the prompt
@@ -99,6 +103,15 @@ class Request:
     def max_new_tokens(self) -> int:
         """Most output tokens of the request."""
         return self.max_num_tokens - len(self.prompt)
+
+    def cache_keys(self, tokens: np.ndarray) -> np.ndarray:
+        """What the prefix cache knows the first tokens of the request by: `tokens`, int32, with the
+        adapter in place of the first token that it changes."""
+        if not self.adapter_key or len(tokens) <= self.adapter_start:
+            return tokens
+        keys = tokens.copy()
+        keys[self.adapter_start] = self.adapter_key
+        return keys
 
     def all_tokens(self) -> np.ndarray:
         """Prompt and output so far, int32; the prompt itself, not a copy, when there is no

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -47,6 +48,7 @@ class RunningSet:
 
     def __init__(self, table: RequestTable, kv_manager: KVCacheManager) -> None:
         self.table = table
+        self.on_remove: Callable[[Request], object] | None = None  # a request leaves the device; the scheduler sets it
         self.kv_manager = kv_manager
         self.requests: list[Request] = []  # oldest first
         self.extending: dict[int, Request] = {}  # by slot; their prompt is not scheduled to its end
@@ -103,6 +105,8 @@ class RunningSet:
         self.table.flush_tokens(slot)
         pages = self.kv_manager.release_row(request, request.all_tokens(), num_computed_tokens)
         self.table.remove_request(request)
+        if self.on_remove is not None:
+            self.on_remove(request)
         request.state = state
         self.requests.remove(request)
         self.num_of_tenant[request.tenant] -= 1
@@ -200,5 +204,5 @@ class RunningSet:
 
 def _setup(request: Request, encoder_input: np.ndarray | None = None) -> SlotSetup:
     rid = request.rid if request.trace else ""
-    identity = (request.second_text_start, rid, request.tenant, encoder_input)
+    identity = (request.second_text_start, rid, request.tenant, encoder_input, request.adapter_place, request.adapter_start)
     return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, *identity)

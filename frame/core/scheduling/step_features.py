@@ -7,12 +7,13 @@ Used by the scheduler's parts, which get the implementations of `frame.structure
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from frame.core.interfaces.adapter import AdapterLoad
 from frame.core.interfaces.batch import DraftOrder, SlotSetup
 from frame.core.interfaces.drafter import Drafter, Drafts, TreeShape
 from frame.core.messages import Finish
@@ -155,9 +156,43 @@ class Speculation(Protocol):
         """Counters since the start, named as in `Heartbeat`."""
 
 
+class RequestAdapters(Protocol):
+    """Adapters on the device. A running request holds the place of its adapter."""
+
+    def start_request(self, request: Request) -> Finish | None:
+        """A request with an adapter arrives. Sets `adapter_start` and `adapter_key`. Returns how
+        the request ends if its adapter is not loaded. None: it continues."""
+
+    def end_request(self, request: Request) -> None:
+        """The request is forgotten."""
+
+    def begin_pass(self, queue: Iterable[Request], count: int, now: float) -> list[Request]:
+        """Return the first `count` waiting requests that a step may start, in order."""
+
+    def acquire(self, request: Request, *, is_idle: bool) -> bool:
+        """Give a request its adapter's place (`adapter_place`), and copy the adapter there if it is
+        not on the device. Returns False if it waits. is_idle: no request runs."""
+
+    def release(self, request: Request) -> None:
+        """Take the request's place back, if it has one."""
+
+    def take_loads(self) -> list[AdapterLoad]:
+        """Remove and return the copies that the next step begins with."""
+
+    def repeat_loads(self, loads: Sequence[AdapterLoad]) -> None:
+        """A step failed, so that the device may lack these copies: make them again."""
+
+    def is_on_device(self, request: Request) -> bool:
+        """Whether the request could start now as far as its adapter is concerned."""
+
+    def describe_load(self) -> dict[str, Any]:
+        """Gauges and counters, named as in `Heartbeat`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
     """What a scheduler is given of the rooms above it."""
 
     grammars: StepGrammars
     speculation: Speculation
+    adapters: RequestAdapters | None = None  # None: no request has one

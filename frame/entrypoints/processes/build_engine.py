@@ -15,11 +15,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from frame.adapters.builder import attach_loader, build_orders, plan_sizes
+from frame.adapters.host_adapters import ChosenFormat
+from frame.adapters.places import AdapterPlaces, AdapterVersions
 from frame.config.resolve import PLAIN_WEIGHTS
 from frame.config.resolved import Resolved
 from frame.core.blame import blaming
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.model_runner import TorchModelRunner
+from frame.core.interfaces.adapter import AdapterCapabilities, AdapterContext
 from frame.core.interfaces.drafter import DrafterCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
 from frame.core.interfaces.platform import Platform, PlatformContext, SupportsStreams
@@ -112,7 +116,9 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
         return build_runner(RunnerPlan(resolved, parts, platform, groups, is_cold))
 
     if not isinstance(platform, SupportsStreams):
-        return build(load_parts(resolved, registry), is_cold=False), None
+        runner = build(load_parts(resolved, registry), is_cold=False)
+        attach_loader(runner, load_formats(resolved, registry, AdapterContext(runner.context.dtype)))
+        return runner, None
     clock = time.perf_counter()
     kernels = kernel_cache(resolved, platform.device_name)
     was_warm = kernels.is_warm
@@ -122,6 +128,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
         plugins = time.perf_counter() - clock
         runner = build(parts, is_cold=not was_warm)
     runner.capacity.phases["plugins"] = plugins
+    attach_loader(runner, load_formats(resolved, registry, AdapterContext(runner.context.dtype)))
     kernels.mark_complete(counts)
     return runner, {"cache": "warm" if was_warm else "cold", **asdict(counts)}
 
@@ -226,17 +233,38 @@ def build_engine(
         device_memory=rank.context.platform.count_reserved,
         check_params=rank.processors.check_params,
     )
+    versions, places = AdapterVersions(), list[AdapterPlaces]()
     engine = Engine(
-        build_schedulers(resolved, registry, capacity.pools, _join_callbacks(callbacks)),
+        build_schedulers(resolved, registry, capacity.pools, _join_callbacks(callbacks), partial(_add_places, resolved, versions, places)),
         runner,
         transport,
         options,
         Observers(on_step=hooks.on_step, on_stop=hooks.on_stop),
         build_grammars(resolved, registry),
+        build_orders(runner, rank, versions, places),
     )
     if hooks.on_start is not None:
         hooks.on_start(resolved=resolved)
     return engine, info
+
+
+def _add_places(resolved: Resolved, versions: AdapterVersions, places: list[AdapterPlaces]) -> AdapterPlaces | None:
+    """The places of one scheduler's adapters; None: adapters are off."""
+    if not resolved.user.adapters.enabled:
+        return None
+    sizes = plan_sizes(resolved)
+    places.append(AdapterPlaces(versions, sizes.places, sizes.pages))
+    return places[-1]
+
+
+def load_formats(resolved: Resolved, registry: Registry, context: AdapterContext) -> list[ChosenFormat]:
+    """The adapter formats of the configuration."""
+    formats = []
+    for choice in resolved.plugins.get("adapter", ()):
+        capabilities = registry.get("adapter", choice.name).capabilities
+        if isinstance(capabilities, AdapterCapabilities):
+            formats.append(ChosenFormat(choice.name, capabilities.reads, registry.create(choice, context)))
+    return formats
 
 
 def _lead(runner: ModelRunner, followers: BatchSender, results: Sequence[ResultReceiver], place: Place) -> ModelRunner:

@@ -21,7 +21,7 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import RunningSet
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
-from frame.core.scheduling.step_features import StepFeatures
+from frame.core.scheduling.step_features import RequestAdapters, StepFeatures
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.registry import Registry
 from frame.speculation.draft_scheduler import DraftScheduler
@@ -35,18 +35,26 @@ ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H
 
 
 def build_schedulers(
-    resolved: Resolved, registry: Registry, pools: int | Sequence[PagePool], on_finish: Callable[[Request, Finish], None] | None = None
+    resolved: Resolved,
+    registry: Registry,
+    pools: int | Sequence[PagePool],
+    on_finish: Callable[[Request, Finish], None] | None = None,
+    make_adapters: Callable[[], RequestAdapters | None] = lambda: None,
 ) -> Scheduler | GroupedScheduler:
     """The scheduler of the engine; with attention groups, one of each behind one."""
     if resolved.plan.num_groups == 1:
-        return build_scheduler(resolved, registry, pools, on_finish)
+        return build_scheduler(resolved, registry, pools, on_finish, make_adapters)
     from frame.parallel.grouped_scheduler import GroupedScheduler
 
-    return GroupedScheduler([build_scheduler(resolved, registry, pools, on_finish) for _ in range(resolved.plan.num_groups)])
+    return GroupedScheduler([build_scheduler(resolved, registry, pools, on_finish, make_adapters) for _ in range(resolved.plan.num_groups)])
 
 
 def build_scheduler(
-    resolved: Resolved, registry: Registry, pools: int | Sequence[PagePool], on_finish: Callable[[Request, Finish], None] | None = None
+    resolved: Resolved,
+    registry: Registry,
+    pools: int | Sequence[PagePool],
+    on_finish: Callable[[Request, Finish], None] | None = None,
+    make_adapters: Callable[[], RequestAdapters | None] = lambda: None,
 ) -> Scheduler:
     """The scheduler over the KV pages of these pools, that of the tokens first. A number is that of
     the pages of a model with one cache group, the reserved page included."""
@@ -98,7 +106,7 @@ def build_scheduler(
         jump_tokens=resolved.cuda_graph_max_bs,
     )
     allocator = PagedAllocator(num_pages) if len(pools) == 1 else GroupedAllocator(pools)
-    scheduler = assemble_scheduler(config, cache, allocator, policy, on_finish=on_finish)
+    scheduler = assemble_scheduler(config, cache, allocator, policy, on_finish=on_finish, adapters=make_adapters())
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
         scheduler.speculation.enable(drafter, resolved.max_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
@@ -112,6 +120,7 @@ def assemble_scheduler(
     policy: SchedulingPolicy,
     clock: Callable[[], float] = time.monotonic,
     on_finish: Callable[[Request, Finish], None] | None = None,
+    adapters: RequestAdapters | None = None,
 ) -> Scheduler:
     """A scheduler with its grammar calls and speculation, which has no drafter yet."""
     table = RequestTable(config.max_running, config.max_pages)
@@ -119,7 +128,7 @@ def assemble_scheduler(
     jumps = JumpForward(running, config.jump_forward, config.jump_rows, config.jump_tokens) if config.jump_forward else None
     grammars = GrammarCalls(config.vocab_size, jumps=jumps)
     speculation = DraftScheduler(table, config.vocab_size, grammars, may_overlap=config.overlaps_drafts)
-    return Scheduler(config, running, policy, StepFeatures(grammars, speculation), clock, on_finish)
+    return Scheduler(config, running, policy, StepFeatures(grammars, speculation, adapters), clock, on_finish)
 
 
 def _overlaps_drafts(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> bool:

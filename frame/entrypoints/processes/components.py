@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from frame import kernels
+from frame.adapters.builder import make_device_adapters
+from frame.adapters.device_adapters import DeviceAdapters
 from frame.checkpoint.config_fields import ConfigFields
 from frame.checkpoint.model_config import find_model
 from frame.checkpoint.remote_code import load_class
@@ -161,6 +163,7 @@ def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: 
     if parts.weight_format is not None:
         stored = resolved.model.config.get("quantization_config")
         built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, stored, Path(resolved.model_path)))
+    built["adapters"] = make_device_adapters(resolved, platform, base.dtype, groups.tp)
     built["gemm_kernels"] = tuple(plugin.build(base) for plugin in parts.gemm_kernels)
     for name, plugin in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
         if plugin is not None:
@@ -215,6 +218,9 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     model, report = load_model(make, context, checkpoint, check_memory)
     phases.update(report.seconds)
     clock = time.perf_counter()
+    adapters = context.adapters if isinstance(context.adapters, DeviceAdapters) else None
+    if adapters is not None:
+        adapters.allocate(context.limits)
     drafter = _build_drafter(resolved, parts, model, context)
     uniform = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
     geometry = model_geometry(model, uniform, drafter.model if drafter else None)
@@ -251,6 +257,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         from frame.pooling.pooling_runner import PoolingRunner
 
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
+    runner.adapters = adapters
     clock = time.perf_counter()
     runner.resolve_backend()
     phases["attention"] = time.perf_counter() - clock
@@ -393,6 +400,7 @@ def prepare_drafter(
     is the target's, and its checkpoint; None where no drafter runs on the device."""
     if parts.drafter is None:
         return None
+    build = replace(build, adapters=None)  # drafters draft with the base's weights
     drafter, source, attention, make = parts.drafter.build(resolved.drafter_context), parts.weight_source, None, None
     config = drafter.read_config(resolved.model)
     if parts.draft is not None and resolved.draft is not None:

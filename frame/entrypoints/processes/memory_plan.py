@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from frame.adapters.device_adapters import DeviceAdapters
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import PagePool
 from frame.core.kv_cache.capacity import GIB, RESERVED_PAGES, WORKSPACES, CapacityError, Memory, activation_bytes, plan_pages, plan_pools
@@ -110,14 +111,14 @@ def plan_memory(
 
 
 def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, total: int) -> int:
-    """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: experts
-    that move, and keys of prompts in another form than the cache's."""
-    transit = 0
+    """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: the
+    adapter pool, experts that move, and keys of prompts in another form than the cache's."""
+    transit = context.adapters.num_bytes if isinstance(context.adapters, DeviceAdapters) else 0
     if resolved.plan.balances_experts:
         from frame.parallel.expert_moves import count_transit_bytes, list_movable
 
         if moving := list_movable(model):
-            transit = count_transit_bytes(moving, resolved.user.parallel.eplb_stage_bytes)
+            transit += count_transit_bytes(moving, resolved.user.parallel.eplb_stage_bytes)
     if context.attention is None:
         return transit
     is_quantized = resolved.kv_dtype != resolved.dtype

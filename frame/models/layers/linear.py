@@ -61,6 +61,8 @@ class Linear(nn.Module):
     def finish(self) -> None:
         """Decode the loaded weights and select their GEMM."""
         self.gemm = self.weights.finish()
+        if self.delta is not None:
+            self.delta.gemm = self.gemm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, self.bias)
