@@ -179,6 +179,7 @@ class AdapterPlaces:
         place.ready_at = self._now + version.copy_seconds
         place.used_at = place.ready_at + RESERVED_SECONDS
         self._by_digest[digest] = number
+        self._closed.discard(number)
         self._loads.append(AdapterLoad(number, digest, place.pages))
         self.num_loads += 1
         return number
