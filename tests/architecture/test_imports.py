@@ -246,7 +246,7 @@ def test_no_cycles_but_those_that_remain() -> None:
         ("frame.core.engine", "import frame.plugins.loader"),
         ("frame.core.engine", "def f():\n    from frame.attention_backends.example import Example"),
         ("frame.models.llama", "from frame.quantization.plain import Plain"),
-        ("frame.models.llama", "from frame.core.loading.loader import load"),
+        ("frame.models.llama", "from frame.loading.loader import load"),
         ("frame.models.layers.linear", "from frame.models.llama import Llama"),
         ("frame.quantization.example", "from frame.models.llama import Llama"),
         ("frame.entrypoints.processes.launch", "from frame.models.layers.linear import Linear"),

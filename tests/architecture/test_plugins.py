@@ -66,8 +66,26 @@ NAMED_ELSEWHERE = {
     **{
         f"frame/checkpoint/config_defaults.py: {name}": "a model_type of config.json, after which model plugins are named too"
         for name in (
-            "bert", "cohere", "deepseek_v2", "deepseek_v3", "deepseek_v32", "falcon_h1", "glm4_moe", "gpt_oss", "kimi_linear",
-            "minimax_m2", "mistral", "mixtral", "nemotron_h", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next",
+            "bert",
+            "cohere",
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "falcon_h1",
+            "glm4_moe",
+            "gpt_oss",
+            "kimi_linear",
+            "minimax_m2",
+            "mistral",
+            "mixtral",
+            "nemotron_h",
+            "olmo2",
+            "phi3",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "qwen3_next",
             "roberta",
         )
     },
@@ -125,9 +143,7 @@ def stray_names(modules: Iterable[Module], names: dict[str, str]) -> list[str]:
                 found += [
                     f"{each.at(node)}: names the plugin {name!r}"
                     for name, folder in names.items()
-                    if not each.path.startswith(folder)
-                    and _mentions(node.value, name)
-                    and f"{each.path}: {name}" not in NAMED_ELSEWHERE
+                    if not each.path.startswith(folder) and _mentions(node.value, name) and f"{each.path}: {name}" not in NAMED_ELSEWHERE
                 ]
     return found
 

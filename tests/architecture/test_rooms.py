@@ -15,12 +15,12 @@ from tests.architecture.source import ROOT, Module, module, package
 ORDER: dict[str, tuple[str, ...]] = {
     "frame": (
         "core", "fair_queue", "host", "kernels", "checkpoint", "config", "text", "parallel", "speculation", "structured_output",
-        "pooling", "adapters", "diagnostics", "registration", "models", "attention_backends", "quantization",
+        "pooling", "adapters", "loading", "diagnostics", "registration", "models", "attention_backends", "quantization",
         "plugins", "entrypoints", "testing", "lang", "__main__",
     ),
     "frame.core": (
         "errors", "garbage_collection", "interfaces", "messages", "blame", "ipc", "kv_cache", "sampling", "scheduling",
-        "loading", "execution", "engine",
+        "execution", "engine",
     ),
     "frame.entrypoints": (
         "version", "keys", "logs", "tls", "origin", "moderation", "relevance", "audio_process", "engine_client", "tracing",

@@ -25,8 +25,7 @@ FAMILIES = (
 KERNEL = 160  # lines of a device kernel, which cannot call out freely: intermediate values live in registers
 
 # "what path[:name]" -> why it may be larger.
-EXCEPTIONS: dict[str, str] = {
-}
+EXCEPTIONS: dict[str, str] = {}
 
 Breach = tuple[str, str]  # key into EXCEPTIONS, sentence
 

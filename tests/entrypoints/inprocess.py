@@ -59,9 +59,7 @@ class InProcess:
     services: Services
     engine: Engine
 
-    async def request(
-        self, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = (JSON_TYPE,)
-    ) -> Response:
+    async def request(self, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = (JSON_TYPE,)) -> Response:
         target, _, query = path.partition("?")
         scope = {
             "type": "http", "http_version": "1.1", "method": method, "path": unquote(target), "raw_path": target.encode("utf-8", "replace"),

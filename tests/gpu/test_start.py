@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from frame.core.loading import weight_stream
-from frame.core.loading.weight_reader import ReadAhead
 from frame.entrypoints.tools.bench.clock import Clock
+from frame.loading import weight_stream
+from frame.loading.weight_reader import ReadAhead
 from frame.plugins.devices import open_platform
 from tests.models.harness import weights_of
 

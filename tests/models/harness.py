@@ -27,8 +27,8 @@ from frame.core.interfaces.model import CausalLM, LazyTensor, ModelConfig, Model
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
-from frame.core.loading.loader import Checkpoint, load_model
-from frame.core.loading.weight_reader import ReadAhead, read_weights
+from frame.loading.loader import Checkpoint, load_model
+from frame.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 
 

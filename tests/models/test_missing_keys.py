@@ -43,7 +43,7 @@ def find_native() -> dict[str, Any]:
 def read_source() -> str:
     """The code that reads configurations."""
     folder = Path(frame.__file__).parent
-    return "".join(file.read_text() for part in ("models", "core/loading", "core/interfaces") for file in (folder / part).rglob("*.py"))
+    return "".join(file.read_text() for part in ("models", "loading", "core/interfaces") for file in (folder / part).rglob("*.py"))
 
 
 def describe(value: Any) -> Any:

@@ -19,7 +19,7 @@ from frame.core.interfaces.batch import StageInput
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.rank_context import Pipeline
-from frame.core.loading.loader import count_bytes, load_model
+from frame.loading.loader import count_bytes, load_model
 from frame.models.llama import LlamaForCausalLM
 from frame.testing.checkpoints import load_reference
 from tests.models.harness import Session, build_context, checkpoint_of, open_session

@@ -317,7 +317,9 @@ def test_two_stages_verify_drafts(models: dict[str, Model], tmp_path: Path) -> N
         ("Qwen3MoeForCausalLM", {"tp": 2, "eplb": True}, None, r"parallel.eplb is true, but parallel.ep is 1"),
         ("Qwen3MoeForCausalLM", {"tp": 2, "ep": 2, "redundant_experts": 9}, None, "more than the model's 8 experts"),
         (
-            "Qwen3MoeForCausalLM", {"tp": 2, "ep": 2, "redundant_experts": 1}, None,
+            "Qwen3MoeForCausalLM",
+            {"tp": 2, "ep": 2, "redundant_experts": 1},
+            None,
             r"does not divide 8 experts and 1 redundant ones: 9 = 2 x 4 \+ 1.\n.*redundant_experts: 0",
         ),
         ("Qwen3MoeForCausalLM", {"tp": 2, "ep": 4}, None, "experts are divided among all tensor-parallel ranks or none"),

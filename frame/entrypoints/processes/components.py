@@ -36,13 +36,13 @@ from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.core.loading.loader import Checkpoint, load_model
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
 from frame.diagnostics.finite_check import check_finite
 from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
 from frame.kernels.compile_ahead import compile_ahead
+from frame.loading.loader import Checkpoint, load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

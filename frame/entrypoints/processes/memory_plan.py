@@ -15,7 +15,7 @@ from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import PagePool
 from frame.core.kv_cache.capacity import GIB, RESERVED_PAGES, WORKSPACES, CapacityError, Memory, activation_bytes, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
-from frame.core.loading.loader import plan_bytes
+from frame.loading.loader import plan_bytes
 
 if TYPE_CHECKING:
     import torch

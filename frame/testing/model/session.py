@@ -30,9 +30,9 @@ from frame.core.interfaces.rank_context import Task
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
-from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
-from frame.core.loading.weight_reader import read_weights
 from frame.entrypoints.tools.bench.paged_batches import Pages, PlainKVCache, Rows, build_context, forward_batch
+from frame.loading.loader import allocate_parameters, expected_shapes, finish_modules
+from frame.loading.weight_reader import read_weights
 from frame.testing.attention.steps import LayeredKVCache
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
 from frame.testing.conformance import SkipCheck, Subject

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.loading.loader import finish_modules
+from frame.loading.loader import finish_modules
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
 from frame.testing.model.session import Checkpoint, Session, build, find_checkpoints, load, read
 

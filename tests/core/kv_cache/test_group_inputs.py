@@ -47,7 +47,13 @@ def make_loop(page_size: int, chunk: int, overlap: bool, tokens: int, states: in
     if overlap:
         runner.capture_decode_graphs(SLOTS)  # on a CPU, a step is computed again from the graph's inputs
     config = SchedulerConfig(
-        page_size=page_size, num_pages=pages, max_running=SLOTS, token_budget=chunk, max_context=CONTEXT, vocab_size=VOCAB, overlap=overlap,
+        page_size=page_size,
+        num_pages=pages,
+        max_running=SLOTS,
+        token_budget=chunk,
+        max_context=CONTEXT,
+        vocab_size=VOCAB,
+        overlap=overlap,
         growth_reserve=0,
     )
     cache = RadixCache(PrefixCacheContext(page_size, pages, OldestFirst(), pools))

@@ -63,9 +63,7 @@ def test_long_factors_are_warned_of(length: int | None, is_warned: bool, tmp_pat
     found = [record.getMessage() for record in caplog.records if "LongRoPE" in record.getMessage()]
     assert len(found) == is_warned
     assert all("--max-model-len 64 selects the short ones" in sentence for sentence in found)
-    context = BuildContext(
-        device=torch.device("cpu"), dtype=torch.float32, tp=LocalGroup(), limits=Limits(1, 8, resolved.max_context, 4)
-    )
+    context = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=LocalGroup(), limits=Limits(1, 8, resolved.max_context, 4))
     rotary = Rotary(context, 8, read_rope_parameters(resolved.model))
     assert rotary.scheme["exceeds_original"] is is_warned
 

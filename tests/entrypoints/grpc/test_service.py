@@ -193,6 +193,7 @@ async def test_errors_have_a_status_and_a_sentence(request_: dict[str, Any], cod
 
 async def test_a_command_of_neither_kind_ends_the_call() -> None:
     async with connected() as (server, client):
+
         async def commands() -> AsyncIterator[Any]:
             yield S["GenerateCommand"](generate={"id": "a", "token_ids": IDS, "sampling_params": params(max_tokens=400)})
             yield S["GenerateCommand"]()

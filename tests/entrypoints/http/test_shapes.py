@@ -208,7 +208,9 @@ async def test_half_a_body_is_waited_for_a_while() -> None:
     "fields",
     [
         *({"logit_bias": {key: 1}} for key in ("x", " 5", "5_0", "05", "٥", "", "1e3", "9" * 5000)),
-        {"top_logprobs": 1}, {"response_format": {"type": "x"}}, {"response_format": {"type": "json_schema"}},
+        {"top_logprobs": 1},
+        {"response_format": {"type": "x"}},
+        {"response_format": {"type": "json_schema"}},
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any]) -> None:

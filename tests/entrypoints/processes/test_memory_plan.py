@@ -11,12 +11,12 @@ import pytest
 
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.platform import DeviceMemory
-from frame.core.loading import loader
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes import components, memory_plan
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.memory_plan import TOLERANCE, MemoryPlan
 from frame.entrypoints.tools.plan.planner import plan_deployment
+from frame.loading import loader
 from frame.plugins.platforms.cpu import CpuPlatform
 from frame.testing.checkpoints import make_checkpoint
 

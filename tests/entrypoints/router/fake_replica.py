@@ -107,7 +107,7 @@ class FakeReplica:
         content_type = b"text/event-stream" if stream else b"application/json"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]})
         for number in range(3):
-            await send({"type": "http.response.body", "body": b"data: {\"token\": %d}\n\n" % number, "more_body": True})
+            await send({"type": "http.response.body", "body": b'data: {"token": %d}\n\n' % number, "more_body": True})
             await asyncio.sleep(0.002)
         if kind == "break":
             await send({"type": "http.response.body", "body": self.half_event, "more_body": True})

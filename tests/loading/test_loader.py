@@ -15,10 +15,10 @@ from torch import nn
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.platform import HOST
-from frame.core.loading import weight_stream
-from frame.core.loading.loader import allocate_parameters, expected_shapes, finish_modules
-from frame.core.loading.weight_reader import ReadAhead
-from frame.core.loading.weight_stream import WeightStream
+from frame.loading import weight_stream
+from frame.loading.loader import allocate_parameters, expected_shapes, finish_modules
+from frame.loading.weight_reader import ReadAhead
+from frame.loading.weight_stream import WeightStream
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.plugins.loader import load_registry
 from frame.plugins.weight_sources.dummy import PERIOD, RandomNumbers, RandomTensor
@@ -237,7 +237,7 @@ def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
 
 def test_second_load_updates_the_model(folder: Path) -> None:
     """`finish_modules` may be called again: DeepSeek's derived weights follow the new weights."""
-    from frame.core.loading.loader import load_weights
+    from frame.loading.loader import load_weights
 
     first = make_checkpoint("DeepseekV3ForCausalLM", folder / "a", seed=1)
     second = make_checkpoint("DeepseekV3ForCausalLM", folder / "b", seed=2)

@@ -17,7 +17,7 @@ import torch
 from frame.core.interfaces.model import LazyTensor
 from frame.core.interfaces.platform import Platform
 from frame.core.interfaces.weights import FileRange, WeightSource
-from frame.core.loading.weight_stream import WeightStream, cut_rows
+from frame.loading.weight_stream import WeightStream, cut_rows
 
 
 @dataclass(frozen=True, slots=True)
