@@ -1,7 +1,8 @@
 """Builds what serves adapters: a rank's `DeviceAdapters` before its model, its loader after it, and
-rank 0's places and orders.
+rank 0's commands.
 
-Used by the builders of `frame.entrypoints.processes`. Must not know a format by name."""
+Used by the builders of `frame.entrypoints.processes`. Must not know a format by name.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from frame.adapters.adapter_pool import AdapterPool, AdapterSizes
+from frame.adapters.adapter_reader import AdapterReader, ChosenFormat
+from frame.adapters.commands import AdapterCommands, AdapterLoader
 from frame.adapters.deltas import TorchDeltas
-from frame.adapters.device_adapters import AdapterSizes, DeviceAdapters
-from frame.adapters.host_adapters import AdapterReader, ChosenFormat
-from frame.adapters.orders import AdapterLoader, AdapterOrders
+from frame.adapters.device_adapters import DeviceAdapters
 from frame.adapters.places import AdapterPlaces, AdapterVersions
 from frame.core.interfaces.adapter import PAGE_RANKS
 
 if TYPE_CHECKING:
     import torch
 
-    from frame.config.resolved import Resolved
     from frame.core.execution.model_runner import TorchModelRunner
+    from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.collective import Collective
     from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.runner import ModelRunner
@@ -30,42 +32,52 @@ if TYPE_CHECKING:
 _SWITCH_INTERVAL = 0.0005
 
 
-def plan_sizes(resolved: Resolved) -> AdapterSizes:
-    """The sizes of the pool."""
-    settings = resolved.user.adapters
-    max_pages = -(-settings.max_rank // PAGE_RANKS)
-    return AdapterSizes(settings.max_active, settings.pages or settings.max_active * max_pages, max_pages)
+def plan_sizes(max_active: int, max_rank: int, pages: int | None) -> AdapterSizes:
+    """The sizes of the pool, from the settings of these names."""
+    max_pages = -(-max_rank // PAGE_RANKS)
+    return AdapterSizes(max_active, pages or max_active * max_pages, max_pages)
 
 
-def make_device_adapters(resolved: Resolved, platform: Platform, dtype: torch.dtype, tp: Collective) -> DeviceAdapters | None:
-    """What the layers of a model register with; None: adapters are off."""
-    if not resolved.user.adapters.enabled:
+def make_device_adapters(sizes: AdapterSizes, platform: Platform, dtype: torch.dtype, tp: Collective) -> DeviceAdapters:
+    """What the layers of a model register with."""
+    return DeviceAdapters(AdapterPool(sizes, platform, dtype, tp), TorchDeltas())
+
+
+def allocate_adapters(context: BuildContext) -> DeviceAdapters | None:
+    """Allocate the pool of a rank whose model is built; None: adapters are off."""
+    if not isinstance(context.adapters, DeviceAdapters):
         return None
-    return DeviceAdapters(TorchDeltas(), plan_sizes(resolved), platform, dtype, tp)
+    context.adapters.allocate(context.limits)
+    return context.adapters
+
+
+def count_bytes(context: BuildContext) -> int:
+    """Bytes of the pool, once the model is built."""
+    return context.adapters.pool.num_bytes if isinstance(context.adapters, DeviceAdapters) else 0
 
 
 def attach_loader(runner: TorchModelRunner, formats: Sequence[ChosenFormat]) -> None:
-    """Let a rank load adapters of these formats, where adapters are on."""
+    """Let a rank load adapters of these formats."""
     adapters = runner.adapters
     if isinstance(adapters, DeviceAdapters):
         sys.setswitchinterval(_SWITCH_INTERVAL)
-        make_reader = partial(_make_reader, formats, adapters, runner.model)
-        adapters.loader = AdapterLoader(make_reader, adapters.host, adapters.platform.activate)
+        make_reader = partial(_make_reader, formats, adapters.pool, runner.model)
+        adapters.start_order = AdapterLoader(make_reader, adapters.host, adapters.pool.platform.activate).start_order
 
 
-def build_orders(
+def build_commands(
     runner: ModelRunner, rank: TorchModelRunner, versions: AdapterVersions, places: Sequence[AdapterPlaces]
-) -> AdapterOrders | None:
+) -> AdapterCommands | None:
     """What carries out the commands for adapters; None: they are off."""
     adapters = rank.adapters
     if not isinstance(adapters, DeviceAdapters):
         return None
-    return AdapterOrders(runner, adapters.host, versions, places, adapters.page_elements * adapters.dtype.itemsize)
+    return AdapterCommands(runner, adapters.host, versions, places)
 
 
-def _make_reader(formats: Sequence[ChosenFormat], adapters: DeviceAdapters, model: Any) -> AdapterReader:
+def _make_reader(formats: Sequence[ChosenFormat], pool: AdapterPool, model: Any) -> AdapterReader:
     foreign = [pattern for module in model.modules() for pattern in getattr(module, "foreign_weights", ())]
-    return AdapterReader(formats, adapters, partial(_rename, model), foreign)
+    return AdapterReader(formats, pool, partial(_rename, model), foreign)
 
 
 def _rename(model: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.adapter import LowRankDelta, Span
+from frame.core.interfaces.adapter import LowRankDelta
+from frame.core.interfaces.adapter_layers import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from frame.adapters.device_adapters import PooledLayer
+    from frame.adapters.pooled_layers import PooledLayer
     from frame.core.interfaces.collective import Collective
 
 _COLUMNS = 512  # of the weight that are computed at a time

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.adapter import AdapterLoad
+from frame.core.interfaces.batch import AdapterLoad
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 

@@ -49,6 +49,7 @@ class EngineOptions:
     heartbeat: float | None = None  # seconds between heartbeats; None: none are sent
     info: dict[str, Any] = field(default_factory=dict)  # added to the reply to `server_info`
     device_memory: Callable[[], int] = int  # -> bytes of device memory that this process holds
+    adapters: AdapterCommands | None = None  # None: they are off
     check_params: Callable[[SamplingParams], Finish | None] | None = None  # -> how a request ends whose parameters a plugin refuses
 
 
@@ -99,7 +100,7 @@ class GrammarQueue(Protocol):
 
 
 class AdapterCommands(Protocol):
-    """Loads and unloads of adapters. `frame.adapters.orders` documents the methods."""
+    """Loads and unloads of adapters. `frame.adapters.commands` documents the methods."""
 
     def __len__(self) -> int: ...
     def begin(self, control: Control) -> ControlReply | None: ...
@@ -136,7 +137,6 @@ class Engine:
         options: EngineOptions | None = None,
         observers: Observers | None = None,
         grammars: GrammarQueue | None = None,
-        adapters: AdapterCommands | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -144,7 +144,7 @@ class Engine:
         self.options = options or EngineOptions()
         self.observers = observers or Observers()
         self.grammars = grammars
-        self.adapters = adapters
+        self.adapters = self.options.adapters
         self._stopping = False
         self._paused = False
         self._is_checked = False  # no step has run since the last self-check

@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from frame.core.interfaces.adapter import AdapterOrder
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
-from frame.core.interfaces.runner import ProfileRequest
+from frame.core.interfaces.runner import AdapterOrder, ProfileRequest
 from frame.core.ipc.transport import DECODE_ERRORS, open_pull, open_push
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,12 @@ from typing import Protocol
 import numpy as np
 
 from frame.core.blame import explain
-from frame.core.interfaces.adapter import AdapterOrder, PendingOrder
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import (
+    AdapterOrder,
     DeviceLost,
     ModelRunner,
+    PendingOrder,
     PendingStep,
     ProfileError,
     ProfileRequest,

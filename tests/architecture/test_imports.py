@@ -70,7 +70,7 @@ RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.ren
 # What a server is made of beside the core. Each may use the core and the small rooms alone.
 SMALL_ROOMS = ("frame.checkpoint", "frame.fair_queue", "frame.host")
 ROOMS = (
-    *("frame.config", "frame.diagnostics", "frame.parallel", "frame.pooling", "frame.speculation"),
+    *("frame.adapters", "frame.config", "frame.diagnostics", "frame.loading", "frame.parallel", "frame.pooling", "frame.speculation"),
     *("frame.structured_output", "frame.text"),
     *SMALL_ROOMS,
 )

@@ -25,7 +25,7 @@ from frame.core.interfaces.platform import Platform, SupportsGraphs, SupportsStr
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
-    from frame.core.interfaces.adapter import StepAdapters
+    from frame.core.interfaces.adapter_layers import StepAdapters
     from frame.core.interfaces.platform import Platform
     from frame.core.sampling.sampling_metadata import GrammarArrays
 

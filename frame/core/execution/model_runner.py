@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
     from frame.core.execution.drafting import DeviceDrafts
     from frame.core.execution.input_batch import StepInputs
-    from frame.core.interfaces.adapter import AdapterOrder, PendingOrder, StepAdapters
+    from frame.core.interfaces.adapter_layers import StepAdapters
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import Model, ModelConfig
-    from frame.core.interfaces.runner import PendingStep
+    from frame.core.interfaces.runner import AdapterOrder, PendingOrder, PendingStep
     from frame.core.kv_cache.capacity import Capacity
     from frame.core.sampling.sampler import Sampler
     from frame.core.sampling.step_plan import StepArrays, StepPlans
@@ -278,7 +278,8 @@ class TorchModelRunner(ModelRunner):
         """The forward pass; steps with adapters are neither recorded nor compiled."""
         if self.adapters is None or not self.adapters.is_active:
             return self.forward(batch)
-        self.adapters.set_rows(batch)
+        self.adapters.place_tokens(batch, batch.num_tokens)
+        self.adapters.plan_tokens(batch.num_tokens)
         return self.model.forward(batch)
 
     def _compute_logits(self, indices: torch.Tensor, hidden: torch.Tensor, start: int = 0) -> torch.Tensor:

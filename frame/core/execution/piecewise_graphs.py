@@ -30,7 +30,7 @@ from frame.core.interfaces.platform import Platform, SupportsGraphs
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch
-    from frame.core.interfaces.adapter import StepAdapters
+    from frame.core.interfaces.adapter_layers import StepAdapters
     from frame.core.interfaces.attention import AttentionBackend, AttentionSpec, LatentProjections
     from frame.core.interfaces.batch import StateLayer
     from frame.core.interfaces.platform import CapturedGraph

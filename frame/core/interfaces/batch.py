@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from frame.core.interfaces.adapter import AdapterLoad
 from frame.core.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,6 +52,14 @@ class DraftOrder(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int  # to draft for each sampling row; 0: only the drafter's cache is filled
     limits: np.ndarray  # int32 [rows]; tokens that the pages of the row hold
     next_tokens: np.ndarray  # int32 [rows]; the prompt token after the row's last one; of sampling rows unused
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Before a step: copy an adapter from host memory to a place on the device."""
+
+    place: int
+    digest: str
+    pages: list[int]  # of the adapter pool, `PAGE_RANKS` ranks each; in the order of its ranks
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):

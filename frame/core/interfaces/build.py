@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frame.core.interfaces.adapter import AdapterLayers
+from frame.core.interfaces.adapter_layers import AdapterLayers
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.collective import Collective
 from frame.core.interfaces.gemm_kernel import GemmChoice

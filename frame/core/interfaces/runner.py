@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from frame.core.interfaces.adapter import AdapterOrder, PendingOrder
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 
 if TYPE_CHECKING:
@@ -28,6 +27,22 @@ class PendingStep(Protocol):
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
+        ...
+
+
+class AdapterOrder(msgspec.Struct, frozen=True, tag=True):
+    """Order to every rank: read an adapter into host memory, or (folder empty) forget it."""
+
+    digest: str  # SHA-256 of its files, hexadecimal
+    folder: str = ""  # with adapter_config.json and adapter_model.safetensors
+
+
+class PendingOrder(Protocol):
+    """An order that the ranks carry out while steps run."""
+
+    def poll(self) -> str | None:
+        """The error of an order that has ended, one sentence, empty where every rank has carried it
+        out; None: it has not ended."""
         ...
 
 

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from frame.core.interfaces.adapter import AdapterLoad
-from frame.core.interfaces.batch import DraftOrder, SlotSetup
+from frame.core.interfaces.batch import AdapterLoad, DraftOrder, SlotSetup
 from frame.core.interfaces.drafter import Drafter, Drafts, TreeShape
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request

@@ -13,11 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from frame.adapters.builder import attach_loader, build_orders, plan_sizes
-from frame.adapters.host_adapters import ChosenFormat
-from frame.adapters.places import AdapterPlaces, AdapterVersions
 from frame.config.resolve import PLAIN_WEIGHTS
 from frame.config.resolved import Resolved
 from frame.core.blame import blaming
@@ -43,6 +40,11 @@ from frame.parallel.rank_channels import BatchSender, ResultReceiver, Traced
 from frame.plugins.loader import observers as find_observers
 from frame.plugins.registry import Registry
 from frame.structured_output.grammar_compiler import GrammarCompiler, GrammarSettings
+
+if TYPE_CHECKING:
+    from frame.adapters.adapter_reader import ChosenFormat
+    from frame.adapters.commands import AdapterCommands
+    from frame.adapters.places import AdapterPlaces
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:
@@ -117,7 +119,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
 
     if not isinstance(platform, SupportsStreams):
         runner = build(load_parts(resolved, registry), is_cold=False)
-        attach_loader(runner, load_formats(resolved, registry, AdapterContext(runner.context.dtype)))
+        _attach_loader(resolved, registry, runner)
         return runner, None
     clock = time.perf_counter()
     kernels = kernel_cache(resolved, platform.device_name)
@@ -128,7 +130,7 @@ def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[T
         plugins = time.perf_counter() - clock
         runner = build(parts, is_cold=not was_warm)
     runner.capacity.phases["plugins"] = plugins
-    attach_loader(runner, load_formats(resolved, registry, AdapterContext(runner.context.dtype)))
+    _attach_loader(resolved, registry, runner)
     kernels.mark_complete(counts)
     return runner, {"cache": "warm" if was_warm else "cold", **asdict(counts)}
 
@@ -225,46 +227,65 @@ def build_engine(
     info = {**describe_engine(resolved, capacity), "memory": memory, "start_seconds": round(time.perf_counter() - clock, 3)}
     if kernels is not None:
         info["kernels"] = kernels
+    adapters, make_adapters = _build_adapters(resolved, runner, rank)
     options = EngineOptions(
         overlap=resolved.overlap,
         check_integrity=resolved.user.execution.check_integrity,
         heartbeat=heartbeat,
         info=info,
         device_memory=rank.context.platform.count_reserved,
+        adapters=adapters,
         check_params=rank.processors.check_params,
     )
-    versions, places = AdapterVersions(), list[AdapterPlaces]()
     engine = Engine(
-        build_schedulers(resolved, registry, capacity.pools, _join_callbacks(callbacks), partial(_add_places, resolved, versions, places)),
+        build_schedulers(resolved, registry, capacity.pools, _join_callbacks(callbacks), make_adapters),
         runner,
         transport,
         options,
         Observers(on_step=hooks.on_step, on_stop=hooks.on_stop),
         build_grammars(resolved, registry),
-        build_orders(runner, rank, versions, places),
     )
     if hooks.on_start is not None:
         hooks.on_start(resolved=resolved)
     return engine, info
 
 
-def _add_places(resolved: Resolved, versions: AdapterVersions, places: list[AdapterPlaces]) -> AdapterPlaces | None:
-    """The places of one scheduler's adapters; None: adapters are off."""
-    if not resolved.user.adapters.enabled:
-        return None
-    sizes = plan_sizes(resolved)
-    places.append(AdapterPlaces(versions, sizes.places, sizes.pages))
-    return places[-1]
-
-
 def load_formats(resolved: Resolved, registry: Registry, context: AdapterContext) -> list[ChosenFormat]:
     """The adapter formats of the configuration."""
+    from frame.adapters.adapter_reader import ChosenFormat
+
     formats = []
     for choice in resolved.plugins.get("adapter", ()):
         capabilities = registry.get("adapter", choice.name).capabilities
         if isinstance(capabilities, AdapterCapabilities):
             formats.append(ChosenFormat(choice.name, capabilities.reads, registry.create(choice, context)))
     return formats
+
+
+def _attach_loader(resolved: Resolved, registry: Registry, runner: TorchModelRunner) -> None:
+    if runner.adapters is not None:
+        from frame.adapters.builder import attach_loader
+
+        attach_loader(runner, load_formats(resolved, registry, AdapterContext(runner.context.dtype)))
+
+
+def _build_adapters(
+    resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner
+) -> tuple[AdapterCommands | None, Callable[[], AdapterPlaces | None]]:
+    """What carries out the commands for adapters, and what makes the places of each scheduler."""
+    if rank.adapters is None:
+        return None, lambda: None
+    from frame.adapters.builder import build_commands, plan_sizes
+    from frame.adapters.places import AdapterPlaces, AdapterVersions
+
+    versions, places, settings = AdapterVersions(), list[AdapterPlaces](), resolved.user.adapters
+    sizes = plan_sizes(settings.max_active, settings.max_rank, settings.pages)
+
+    def make() -> AdapterPlaces:
+        places.append(AdapterPlaces(versions, sizes.places, sizes.pages))
+        return places[-1]
+
+    return build_commands(runner, rank, versions, places), make
 
 
 def _lead(runner: ModelRunner, followers: BatchSender, results: Sequence[ResultReceiver], place: Place) -> ModelRunner:

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from frame import kernels
-from frame.adapters.builder import make_device_adapters
-from frame.adapters.device_adapters import DeviceAdapters
 from frame.checkpoint.config_fields import ConfigFields
 from frame.checkpoint.model_config import find_model
 from frame.checkpoint.remote_code import load_class
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
+    from frame.adapters.device_adapters import DeviceAdapters
     from frame.config.resolved import Resolved
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.device_drafter import DeviceDrafter, DraftModel
@@ -163,7 +162,11 @@ def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: 
     if parts.weight_format is not None:
         stored = resolved.model.config.get("quantization_config")
         built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, stored, Path(resolved.model_path)))
-    built["adapters"] = make_device_adapters(resolved, platform, base.dtype, groups.tp)
+    if (settings := resolved.user.adapters).enabled:
+        from frame.adapters.builder import make_device_adapters, plan_sizes
+
+        sizes = plan_sizes(settings.max_active, settings.max_rank, settings.pages)
+        built["adapters"] = make_device_adapters(sizes, platform, base.dtype, groups.tp)
     built["gemm_kernels"] = tuple(plugin.build(base) for plugin in parts.gemm_kernels)
     for name, plugin in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
         if plugin is not None:
@@ -218,19 +221,12 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     model, report = load_model(make, context, checkpoint, check_memory)
     phases.update(report.seconds)
     clock = time.perf_counter()
-    adapters = context.adapters if isinstance(context.adapters, DeviceAdapters) else None
-    if adapters is not None:
-        adapters.allocate(context.limits)
     drafter = _build_drafter(resolved, parts, model, context)
     uniform = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
     geometry = model_geometry(model, uniform, drafter.model if drafter else None)
     if pipeline is not None:
         geometry = add_groups(geometry, _list_groups(geometry, pipeline.hidden, device))
-        if user.speculative.algorithm is not None and any(group.kind == "snapshot" for group in geometry.groups):
-            raise ConfigurationError(
-                "speculative.algorithm cannot be used with the recurrent layers of this model in pipeline stages, of which the "
-                "last one alone has the accepted tokens: remove it, or set parallel.pp to 1"
-            )
+        _check_stages(resolved, geometry)
     _check_tree(resolved, geometry)
     further = count_further_bytes(resolved, model, context, before.total)
     activations = activation_bytes(model_config, context.limits, context.dtype) + further
@@ -257,7 +253,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         from frame.pooling.pooling_runner import PoolingRunner
 
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
-    runner.adapters = adapters
+    runner.adapters = _allocate_adapters(context)
     clock = time.perf_counter()
     runner.resolve_backend()
     phases["attention"] = time.perf_counter() - clock
@@ -320,6 +316,24 @@ def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
         if len(tokens) != 1:
             raise ConfigurationError(f"model.label_tokens holds {label!r}, which is {len(tokens)} tokens of this model; each must be one")
     return [tokens[0] for tokens in ids]
+
+
+def _allocate_adapters(context: BuildContext) -> DeviceAdapters | None:
+    """Allocate the pool of adapters, for which the plan of the KV cache has left room."""
+    if context.adapters is None:
+        return None
+    from frame.adapters.builder import allocate_adapters
+
+    return allocate_adapters(context)
+
+
+def _check_stages(resolved: Resolved, geometry: KVGeometry) -> None:
+    """Raise ConfigurationError if the stages of a pipeline cannot verify drafts."""
+    if resolved.user.speculative.algorithm is not None and any(group.kind == "snapshot" for group in geometry.groups):
+        raise ConfigurationError(
+            "speculative.algorithm cannot be used with the recurrent layers of this model in pipeline stages, of which the "
+            "last one alone has the accepted tokens: remove it, or set parallel.pp to 1"
+        )
 
 
 def _check_tree(resolved: Resolved, geometry: KVGeometry) -> None:

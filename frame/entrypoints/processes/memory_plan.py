@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from frame.adapters.device_adapters import DeviceAdapters
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import PagePool
 from frame.core.kv_cache.capacity import GIB, RESERVED_PAGES, WORKSPACES, CapacityError, Memory, activation_bytes, plan_pages, plan_pools
@@ -113,7 +112,11 @@ def plan_memory(
 def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, total: int) -> int:
     """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: the
     adapter pool, experts that move, and keys of prompts in another form than the cache's."""
-    transit = context.adapters.num_bytes if isinstance(context.adapters, DeviceAdapters) else 0
+    transit = 0
+    if context.adapters is not None:
+        from frame.adapters.builder import count_bytes
+
+        transit = count_bytes(context)
     if resolved.plan.balances_experts:
         from frame.parallel.expert_moves import count_transit_bytes, list_movable
 

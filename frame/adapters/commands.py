@@ -1,4 +1,4 @@
-"""`AdapterOrders`: loads and unloads adapters on all ranks while steps run.
+"""`AdapterCommands`: loads and unloads adapters on all ranks while steps run.
 
 Used by the engine's loop for the commands `load_adapter` and `unload_adapter`; `AdapterLoader` is a
 rank's side, which reads files in a thread. Must not know names of adapters or requests.
@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frame.core.blame import explain
-from frame.core.interfaces.adapter import AdapterError, AdapterOrder, PendingOrder
+from frame.core.interfaces.adapter import AdapterError
+from frame.core.interfaces.runner import AdapterOrder, PendingOrder
 from frame.core.messages import Control, ControlReply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from frame.adapters.host_adapters import AdapterReader, HostAdapter
+    from frame.adapters.adapter_reader import AdapterReader
+    from frame.adapters.host_adapters import HostAdapter
     from frame.adapters.places import AdapterPlaces, AdapterVersions
     from frame.core.interfaces.runner import ModelRunner
 
@@ -75,7 +77,7 @@ class _Pending:
     order: PendingOrder
 
 
-class AdapterOrders:
+class AdapterCommands:
     """Rank 0's side. A reply is sent when every rank has carried out the order."""
 
     def __init__(
@@ -84,13 +86,11 @@ class AdapterOrders:
         loaded: dict[str, HostAdapter],
         versions: AdapterVersions,
         places: Sequence[AdapterPlaces],
-        page_bytes: int,
     ) -> None:
         self._runner = runner
         self._loaded = loaded
         self._versions = versions
         self._places = places
-        self._page_bytes = page_bytes
         self._pending: list[_Pending] = []
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ class AdapterOrders:
     def _describe(self, control: Control, digest: str) -> ControlReply:
         adapter = self._loaded[digest]
         data: dict[str, Any] = {
-            "rank": adapter.config.rank, "pages": len(adapter.pages), "bytes": len(adapter.pages) * self._page_bytes,
+            "rank": adapter.config.rank, "pages": len(adapter.pages), "bytes": adapter.pages.nbytes,
             "base_model": adapter.config.base_model, "invocation": list(adapter.config.invocation),
         }  # fmt: skip
         return ControlReply(id=control.id, ok=True, data=data)

@@ -1,0 +1,110 @@
+"""`PooledLayer`: one layer's deltas of all adapters on the device; `StepRows`: the rows that layers
+compute now.
+
+Layers call a `PooledLayer` as their `LayerDelta`. Must not know slots, requests or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from frame.adapters.deltas import DeltaOperations, LayerPages, RowPlan
+from frame.core.interfaces.adapter import PAGE_RANKS
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.adapter_layers import Span
+    from frame.core.interfaces.platform import SupportsStreams
+
+_ALIGNMENT = 64  # elements at which a layer's part of a page begins
+_BESIDE_ROWS = 256  # up to so many rows, neither `shrink` nor the layer's product fills a GPU, so they overlap
+
+
+@dataclass(slots=True)
+class StepRows:
+    """`plan`: of the rows that layers compute now; `pairs`: of layers with experts. None: no row
+    has an adapter. place_pages: see `DeltaOperations`. streams: of a device where `shrink` may run
+    beside the layer's product."""
+
+    operations: DeltaOperations
+    streams: SupportsStreams | None = None
+    is_active: bool = False
+    plan: RowPlan | None = None
+    pairs: RowPlan | None = None
+    place_pages: torch.Tensor | None = None  # None before the pool is allocated
+
+    def select_plan(self, num_experts: int) -> tuple[RowPlan, torch.Tensor]:
+        """The rows that a layer computes now, and the pages of places."""
+        plan = self.pairs if num_experts else self.plan
+        assert plan is not None and self.place_pages is not None, "the rows of a step are set before its layers run"
+        return plan, self.place_pages
+
+
+@dataclass(slots=True)
+class PooledLayer:
+    """`names`: checkpoint layers, of each expert in turn. first: element of a page at which the
+    layer's part begins. gemm: x -> the product without deltas; the layer's `finish` sets it."""
+
+    names: Sequence[str]
+    inputs: Span
+    outputs: Sequence[Span]
+    num_experts: int
+    rows: StepRows
+    first: int
+    pages: LayerPages | None = None  # None before the pool is allocated
+    gemm: Any = None
+    _is_beside: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        return self.rows.is_active
+
+    @property
+    def num_stacks(self) -> int:
+        """Matrices `a` of one page."""
+        return max(1, self.num_experts) * len(self.outputs)
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(span.size for span in self.outputs)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Elements of `a` and of `b` in one page, aligned."""
+        sizes = self.num_stacks * PAGE_RANKS * self.inputs.size, max(1, self.num_experts) * self.num_outputs * PAGE_RANKS
+        return -(-sizes[0] // _ALIGNMENT) * _ALIGNMENT, -(-sizes[1] // _ALIGNMENT) * _ALIGNMENT
+
+    def shrink(self, x: torch.Tensor) -> torch.Tensor:
+        plan, place_pages = self.rows.select_plan(self.num_experts)
+        operations, streams = self.rows.operations, self.rows.streams
+        self._is_beside = streams is not None and len(plan.places) <= _BESIDE_ROWS
+        if streams is None or not self._is_beside:
+            return operations.shrink(x, self._allocated, plan, place_pages)
+        side = streams.get_side_stream()
+        side.wait_stream(streams.get_current_stream())
+        with streams.use_stream(side):
+            return operations.shrink(x, self._allocated, plan, place_pages)
+
+    def expand(self, out: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        plan, place_pages = self.rows.select_plan(self.num_experts)
+        if self._is_beside and (streams := self.rows.streams) is not None:
+            streams.get_current_stream().wait_stream(streams.get_side_stream())
+        self.rows.operations.expand(out, shrunk, self._allocated, plan, place_pages, bias)
+        return out
+
+    @property
+    def _allocated(self) -> LayerPages:
+        assert self.pages is not None, "the pool is allocated before the first step"
+        return self.pages
+
+    def view_page(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's part of pages [..., elements]: `a` [..., stacks, PAGE_RANKS, inputs] and `b`
+        [..., max(1, experts), outputs, PAGE_RANKS]."""
+        shape_a = self.num_stacks, PAGE_RANKS, self.inputs.size
+        shape_b = max(1, self.num_experts), self.num_outputs, PAGE_RANKS
+        second = self.first + self.sizes[0]
+        a = page[..., self.first : self.first + shape_a[0] * shape_a[1] * shape_a[2]].unflatten(-1, shape_a)
+        return a, page[..., second : second + shape_b[0] * shape_b[1] * shape_b[2]].unflatten(-1, shape_b)
