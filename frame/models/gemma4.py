@@ -26,6 +26,7 @@ from frame.models.layers.weights.expert_activation import gelu_mul
 from frame.models.layers.weights.fused_tensors import split_stacked_experts
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.adapter import AdapterLayers
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 
@@ -155,6 +156,8 @@ class Gemma4Layer(nn.Module):
     """Attention and feed-forward with norms before and after, experts that read the same stream as
     the feed-forward part, the layer's embedding, and one factor of the result."""
 
+    adapters: AdapterLayers | None = None  # see `Layer`
+
     def __init__(self, model: Gemma4ForCausalLM, index: int, prefix: str) -> None:
         super().__init__()
         context, hidden, config = model.context, model.model_config.hidden_size, model.model_config.config
@@ -192,6 +195,14 @@ class Gemma4Layer(nn.Module):
             layer_input = None if layer_input is None else layer_input.index_select(0, selected)
             if not len(selected):
                 return x, None
+            if self.adapters is not None:
+                with self.adapters.select_rows(selected):
+                    return self._feed_forward(x, stream, layer_input), None
+        return self._feed_forward(x, stream, layer_input), None
+
+    def _feed_forward(self, x: torch.Tensor, stream: torch.Tensor, layer_input: torch.Tensor | None) -> torch.Tensor:
+        """`x`: the result of attention; `stream`: the residual stream before it. -> the stream
+        after the layer."""
         x, stream = self.inner_norm.add_residual(self.attention_norm(x), stream)
         x = self.mlp(x)
         if self.experts is not None:
@@ -200,7 +211,7 @@ class Gemma4Layer(nn.Module):
         if layer_input is not None:
             inner = F.gelu(self.input_gate(stream), approximate="tanh") * layer_input
             stream = stream + self.projection_norm(self.input_projection(inner))
-        return stream * self.factor, None
+        return stream * self.factor
 
 
 class Gemma4Experts(nn.Module):

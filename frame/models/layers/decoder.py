@@ -9,7 +9,7 @@ and `ParallelLayer` are the other forms.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ from frame.models.layers.weights.tied_head import load_tied
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from frame.core.interfaces.adapter import AdapterLayers
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 
@@ -50,6 +51,7 @@ class Layer(nn.Module):
 
     attention: Any  # a module, or None
     mlp: Any
+    adapters: AdapterLayers | None = None  # of the last layer, to which the selection is told
 
     def __init__(self, input_norm: Norm | None, attention: nn.Module | None, mlp: nn.Module | None) -> None:
         super().__init__()
@@ -73,6 +75,9 @@ class Layer(nn.Module):
             x, residual = x.index_select(0, selected), residual.index_select(0, selected)
             if not len(selected):
                 return x, residual
+            if self.adapters is not None:
+                with self.adapters.select_rows(selected):
+                    return self.feed_forward(x, residual)
         return self.feed_forward(x, residual)
 
     def mix_tokens(self, x: torch.Tensor, rows: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor | RankSum:
@@ -121,6 +126,8 @@ class NormedOutputLayer(Layer):
 class ParallelLayer(nn.Module):
     """A layer whose attention and feed-forward have the same input (Cohere)."""
 
+    adapters: AdapterLayers | None = None  # see `Layer`
+
     def __init__(self, input_norm: Norm, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.input_norm = input_norm
@@ -142,6 +149,9 @@ class ParallelLayer(nn.Module):
             attended, x, residual = (part.index_select(0, selected) for part in (attended, x, residual))
             if not len(selected):
                 return attended, residual
+            if self.adapters is not None:
+                with self.adapters.select_rows(selected):
+                    return attended + self.mlp(x), residual
         return attended + self.mlp(x), residual
 
 
@@ -192,6 +202,9 @@ class Decoder(CausalLM, nn.Module):
         self.rotaries = tuple(self.get_rotary(index) for index in layer_indices)
         self.norm = self.build_norm("model.norm") if self.is_last else None
         self.head = self._head() if self.is_last else None
+        if context.adapters is not None:
+            self.layers[-1].adapters = context.adapters  # type: ignore[assignment]
+            self.context = replace(context, adapters=None)  # of layers that a drafter builds
         self.foreign_weights = tuple(self._find_foreign_weights(layer_indices))
 
     def get_attention_options(self, layer: int) -> AttentionOptions:

@@ -17,6 +17,7 @@ from frame.models.layers.weights.plain_gemm import PlainGemm
 from frame.models.layers.weights.stored_weight import ROWS_ON_CPU, StoredWeight, WeightSizes
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.adapter import LayerDelta
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.gemm_kernel import Gemm
     from frame.core.interfaces.model import LazyTensor
@@ -43,6 +44,9 @@ class VocabEmbedding(nn.Module):
         rows, self.range = split_vocabulary(context, vocab_size)
         self.weight = ShardedParameter(torch.empty(rows, hidden_size, dtype=context.dtype), ShardRule(output=0))
         self.weight.bind(f"{name}.weight", self.range)
+        self.delta: LayerDelta | None = None
+        if context.adapters is not None:
+            self.delta = context.adapters.add_layer((name,), self.range, (Range.whole(hidden_size),), lookup=True)
 
     def is_equal(self, stored: LazyTensor) -> bool:
         """Whether this rank's rows of a checkpoint's tensor equal the loaded ones, in their
@@ -60,11 +64,17 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return self._add_delta(F.embedding(ids, self.weight), ids)
         local = ids - self.range.start
         foreign = (local < 0) | (local >= self.range.size)
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self.tp.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
+        rows = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill_(foreign.unsqueeze(-1), 0)
+        return self.tp.all_reduce(self._add_delta(rows, local))
+
+    def _add_delta(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank's `ids`, with the deltas of the tokens' adapters."""
+        if self.delta is None or not self.delta.is_active:
+            return rows
+        return self.delta.expand(rows, self.delta.look_up(ids))
 
 
 class Head(nn.Module):
@@ -77,6 +87,10 @@ class Head(nn.Module):
         self.name = name
         self.vocab_size = vocab_size
         self._context = context
+        self.delta: LayerDelta | None = None
+        if context.adapters is not None:
+            self.range = split_vocabulary(context, vocab_size)[1]
+            self.delta = context.adapters.add_layer((name,), Range.whole(hidden_size), (self.range,))
         self.weights: LayerWeight | None = None
         self.gemm: Gemm | None = None
         if tied is not None:
@@ -137,7 +151,12 @@ class Head(nn.Module):
         return layout.decode({name: torch.cat([piece[name] for piece in encoded]) for name in layout.list_tensors(inputs, (rows,))}, inputs)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.gemm(hidden)  # type: ignore[misc]
+        if self.delta is None or not self.delta.is_active:
+            logits = self.gemm(hidden)  # type: ignore[misc]
+        else:
+            shrunk = self.delta.shrink(hidden)
+            logits = self.gemm(hidden)  # type: ignore[misc]
+            self.delta.expand(logits[..., : self.range.size], shrunk)  # without the rows that pad the vocabulary
         if self.tp.size == 1:
             return logits
         return self.tp.all_gather(logits)[..., : self.vocab_size]

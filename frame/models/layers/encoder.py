@@ -147,13 +147,14 @@ class Encoder(Model, nn.Module):
         return scores
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        return load_parameters(self, self._renamed(weights), self.ignored_weights)
+        return load_parameters(self, self.map_weights(weights), self.ignored_weights)
 
     def _types(self, batch: ForwardBatch) -> torch.Tensor:
         pairs = batch.get(TokenTypes) if self.num_types > 1 else None
         return self.types.weight[0] if pairs is None else self.types(pairs.types)
 
-    def _renamed(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        """The checkpoint's tensors under the names that the layers bind."""
         for name, tensor in weights:
             name = name.removeprefix(self.prefix)
             for old, new in OLD_NAMES:

@@ -20,6 +20,7 @@ from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.weights.layer_weight import LayerWeight
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.adapter import LayerDelta
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.collective import Collective
     from frame.core.interfaces.gemm_kernel import Gemm
@@ -46,7 +47,9 @@ class Linear(nn.Module):
         super().__init__()
         self.weights = LayerWeight(self, context, names, inputs, [span.size for span in outputs], kind)
         self.gemm: Gemm | None = None
-        self.delta = None if context.adapters is None else context.adapters.add_layer(names, inputs, outputs)
+        self.delta: LayerDelta | None = None
+        if context.adapters is not None and kind != "head":  # whose rows are sequences, not tokens
+            self.delta = context.adapters.add_layer(names, inputs, outputs)
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = ShardedParameter(torch.empty(sum(span.size for span in outputs), dtype=context.dtype), ShardRule(output=0))
@@ -63,6 +66,11 @@ class Linear(nn.Module):
         self.gemm = self.weights.finish()
         if self.delta is not None:
             self.delta.gemm = self.gemm
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a row of this step may have an adapter."""
+        return self.delta is not None and self.delta.is_active
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, self.bias)
@@ -176,9 +184,9 @@ class RowLinear(Linear):
         self._defers = self.tp.size > 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:  # type: ignore[override]
-        is_plain = self.delta is None or not self.delta.is_active  # pieces are other rows than those of the step
-        if self._reduce_matmul is not None and is_plain and self.sends_pieces and x.dim() == 2 and not torch.compiler.is_compiling():
-            total = self._reduce_matmul(self._compute_summand, x, self.columns)
+        if self._reduce_matmul is not None and self.sends_pieces and x.dim() == 2 and not torch.compiler.is_compiling():
+            # pieces are other rows than those of the step, which have adapters
+            total = None if self.is_adapted else self._reduce_matmul(self._compute_summand, x, self.columns)
             if total is not None:
                 return total
         out = self._compute_summand(x)

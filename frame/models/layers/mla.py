@@ -101,6 +101,8 @@ class LatentAttention(nn.Module):
         """`rows`: the batch's rows of the rotary table; None where kernels read the table by
         position."""
         folded = self.folded if batch.num_tokens <= _FOLDED_TOKENS * batch.num_rows else None
+        if folded is not None and (self.projections.q_proj.is_adapted or self.o_proj.is_adapted):
+            folded = None
         layer: LatentProjections = self if folded is None else folded
         is_stored = False
         if rows is not None:
@@ -269,6 +271,9 @@ class LatentExpansion(nn.Module):
         self.heads = heads
         self.sizes = sizes
         self.dtype = context.dtype
+        # Deltas would have to follow each cached token, whose keys and values are expanded in later
+        # steps: adapters with this layer are refused, as their names find none.
+        context = replace(context, adapters=None)
         self.stored = ColumnLinear(context, (f"{prefix}.kv_b_proj",), sizes.kv_lora_rank, (all_heads * (sizes.nope + sizes.value),))
 
     def count_growth(self) -> int:
