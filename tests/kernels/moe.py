@@ -17,7 +17,7 @@ import torch
 
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.collective import LocalGroup
-from frame.core.interfaces.moe import DispatchOutput, select_local
+from frame.core.interfaces.moe import DispatchOutput, SupportsPairMatmul, select_local
 from frame.core.interfaces.weight_format import FormatContext
 from frame.kernels.elementwise.norm import add_rms_norm
 from frame.kernels.linear.fp8_quantize import quantize_groups
@@ -369,6 +369,33 @@ def test_deep_gemm(is_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     want = reference(x, ids, weights, first, second)
     error = runner.run(DispatchOutput(x, ids, weights), experts).double() - want
     assert error.norm() < (0.08 if is_float8 else 1e-5) * want.norm()
+    check_pairs(runner, experts, x, ids, (first, second))
+
+
+def check_pairs(
+    runner: SupportsPairMatmul, experts: PlainExperts, x: torch.Tensor, ids: torch.Tensor, plain: tuple[torch.Tensor, ...]
+) -> None:
+    """The products of single pairs, close to those of the dequantized weights."""
+    gates = runner.multiply_pairs(x, ids, experts, "gate_up")
+    out = runner.multiply_pairs(gates[:, : plain[1].shape[2]].contiguous(), ids.flatten()[:, None], experts, "down")
+    want = torch.einsum("ti,tkoi->tko", x.double(), plain[0].double()[ids]).flatten(0, 1)
+    assert (gates.double() - want).norm() < 0.08 * want.norm()
+    want = torch.einsum("ti,toi->to", gates[:, : plain[1].shape[2]].double(), plain[1].double()[ids.flatten()])
+    assert (out.double() - want).norm() < 0.08 * want.norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 400])
+@pytest.mark.parametrize("is_float8", [False, True], ids=["plain", "float8"])
+def test_products_of_pairs(tokens: int, is_float8: bool) -> None:
+    x, ids, _, first, second = drawn(tokens, (5, 2, 256, 128), torch.float32)
+    experts = with_form("clamped", first, second)  # whose biases are not added
+    if is_float8:
+        for name, plain in (("gate_up", first), ("down", second)):
+            made, numbers = rounded(plain)
+            setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
+            setattr(experts, f"{name}_fp8_scale", made.scale)
+            plain.copy_(numbers)
+    check_pairs(Triton(CONTEXT), experts, x, ids, (first, second))
 
 
 def test_a_deep_gemm_error_names_the_library_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,19 @@ class MoERunner(ABC):
         return self.run(tokens, experts)
 
 
+@runtime_checkable
+class SupportsPairMatmul(Protocol):
+    """A runner with its own matmul of single (token, expert) pairs, for steps whose rows have
+    adapters: a delta is added before and after the activation. Other runners' weights, unless they
+    are float8, are multiplied by PyTorch."""
+
+    def multiply_pairs(self, x: torch.Tensor, ids: torch.Tensor, experts: nn.Module, name: Literal["gate_up", "down"]) -> torch.Tensor:
+        """x [tokens, inputs], contiguous; ids int64 [tokens, k] -> [tokens * k, outputs]: each
+        token by `gate_up` or `down` of each of its experts, without bias, activation and weight.
+        Where the runner's capabilities say `graphs`, graphs can capture it."""
+        ...
+
+
 class MoEDispatcher(ABC):
     """Moves tokens to the ranks of their experts and the results back.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,17 +17,19 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.model import ModelContext
+from frame.core.interfaces.moe import SupportsPairMatmul
 from frame.core.interfaces.platform import SupportsStreams
 from frame.models.layers.linear import RankSum, RowLinear, add_up, defer_sum, split_range
 from frame.models.layers.mlp import GatedMLP, require_silu
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.router import Router, RoutingRule
+from frame.models.layers.weights.expert_deltas import ExpertDeltas
 from frame.models.layers.weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
-    from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement
+    from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, MoEDispatcher
 
     Run = Callable[[DispatchOutput, nn.Module], torch.Tensor]
     AddShared = Callable[..., torch.Tensor]
@@ -61,6 +63,7 @@ class Experts(nn.Module):
         local = placement.find_local(context.ep_group.rank)
         names = sizes.names if sizes.gated else sizes.names[1:]
         self.weights = ExpertWeights(self, context, prefix, names, (len(local), sizes.hidden, inner))
+        self.deltas = ExpertDeltas.register(context, prefix, names, local, (Range.whole(sizes.hidden), inner))
         for place, expert in enumerate(local):
             self.weights.bind(place, expert, Range.whole(sizes.hidden), inner)
         others = sorted(set(placement.logical).difference(local))
@@ -88,6 +91,12 @@ class Experts(nn.Module):
             return []
         names = ("gate_up", "down", "gate_up_fp8_scale", "down_fp8_scale", "gate_up_bias", "down_bias")
         return [tensor for name in names if (tensor := getattr(self, name, None)) is not None]
+
+    def run_adapted(self, tokens: DispatchOutput, deltas: ExpertDeltas) -> torch.Tensor:
+        """As `MoERunner.run`, with the deltas of the tokens' adapters."""
+        if deltas.runner is not None and not self.weights.grouped:
+            return deltas.run(tokens, self)
+        return self.weights.run_sorted(tokens, deltas)
 
     def finish(self) -> None:
         """Bring the loaded weights into the form that is multiplied."""
@@ -154,6 +163,8 @@ class MoE(nn.Module):
         self.routes: ExpertRoutes | None = None
         if plan.redundant_experts or plan.balances_experts:
             self.routes = ExpertRoutes(self.placement, sizes.num_experts, context.device, plan.balances_experts)
+        if context.adapters is not None and not _can_adapt(context, self.dispatcher):
+            context = replace(context, adapters=None)
         self.experts = Experts(context, f"{prefix}.experts", sizes, self.placement)
         self.shared = shared
         self._add_shared = _find_add_shared(context.device)
@@ -241,7 +252,10 @@ class MoE(nn.Module):
         tokens = self.dispatcher.dispatch(x, ids, weights, self.placement)
         if not len(tokens.x):  # none came to this rank
             return self.dispatcher.combine(tokens.x, tokens)
-        if self.experts.weights.grouped:
+        deltas = self.experts.deltas
+        if deltas is not None and deltas.is_active:
+            out = self.experts.run_adapted(tokens, deltas)
+        elif self.experts.weights.grouped:
             out = self.experts.weights.run(tokens, parts=run is not None)
         else:
             out = (run or self.runner.run)(tokens, self.experts)
@@ -266,6 +280,16 @@ class GatedSharedExpert(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:
         gate, out = torch.sigmoid(F.linear(x, self.weight)), self.expert(x)
         return RankSum(gate * out.summand, out.group) if isinstance(out, RankSum) else gate * out
+
+
+def _can_adapt(context: BuildContext, dispatcher: MoEDispatcher) -> bool:
+    """Whether experts have the deltas of adapters. Adapters with experts are otherwise refused, as
+    their names find no layer: where tokens move to other ranks without their adapters, where
+    experts move, and where only a fused runner reads float8 weights."""
+    keeps_tokens = dispatcher.only_sums or context.ep_group.size == 1
+    moves_experts = context.plan.redundant_experts or context.plan.balances_experts
+    runner = context.moe_runner
+    return keeps_tokens and not moves_experts and (isinstance(runner, SupportsPairMatmul) or not getattr(runner, "takes_fp8", ()))
 
 
 def _find_add_shared(device: torch.device) -> AddShared | None:

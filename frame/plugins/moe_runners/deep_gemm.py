@@ -6,6 +6,8 @@ The library compiles each shape on first use, which needs nvcc. Knows no routing
 
 from __future__ import annotations
 
+from typing import Literal
+
 import deep_gemm
 import torch
 from pydantic import BaseModel
@@ -39,9 +41,15 @@ class DeepGemm(MoERunner):
         x = tuple(operand.index_select(0, source) for operand in _operand(tokens.x, experts, "gate_up"))
         act = silu_mul(_multiply(x, experts, "gate_up", owners, tokens.x.dtype))
         rows = _multiply(_operand(act, experts, "down"), experts, "down", owners, tokens.x.dtype)
-        places = torch.empty(count + 1, dtype=torch.int64, device=act.device)  # the last entry takes padding rows
-        places.index_copy_(0, pairs, torch.arange(len(pairs), device=act.device))
-        return combine_pairs(rows, top, tokens.weights.contiguous(), places[:-1])
+        return combine_pairs(rows, top, tokens.weights.contiguous(), _places(pairs, count))
+
+    def multiply_pairs(self, x: torch.Tensor, ids: torch.Tensor, experts: nn.Module, name: Literal["gate_up", "down"]) -> torch.Tensor:
+        """See `SupportsPairMatmul`."""
+        order = align_tokens(ids.contiguous(), len(experts.gate_up), self._block)  # type: ignore[arg-type]
+        pairs, owners = _rows(order, ids.numel())
+        source = pairs.clamp_max(ids.numel() - 1).div(ids.shape[1], rounding_mode="floor")
+        operand = tuple(part.index_select(0, source) for part in _operand(x, experts, name))
+        return _multiply(operand, experts, name, owners, x.dtype).index_select(0, _places(pairs, ids.numel()))
 
 
 def _rows(order: Alignment, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +58,12 @@ def _rows(order: Alignment, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]
     blocks = torch.arange(len(order.experts), device=order.used.device)
     owners = torch.where(blocks < order.used, order.experts, -1).repeat_interleave(order.block, output_size=len(order.pairs))
     return torch.where(owners >= 0, order.pairs, num_pairs).long(), owners
+
+
+def _places(pairs: torch.Tensor, count: int) -> torch.Tensor:
+    """The row of each of `count` pairs, int64."""
+    places = torch.empty(count + 1, dtype=torch.int64, device=pairs.device)  # the last entry takes padding rows
+    return places.index_copy_(0, pairs, torch.arange(len(pairs), device=pairs.device))[:-1]
 
 
 def _operand(x: torch.Tensor, experts: nn.Module, name: str) -> tuple[torch.Tensor, ...]:

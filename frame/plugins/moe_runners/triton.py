@@ -8,7 +8,8 @@ experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
@@ -37,6 +38,7 @@ from frame.kernels.moe.grouped_gemm import (
 )
 from frame.models.layers.weights.expert_activation import activate, find_activation
 
+_PLAIN = Activation("none")
 _CPU_MEMORY = 1 << 20  # bytes of shared memory assumed for the interpreter, which has no limit
 
 
@@ -69,6 +71,20 @@ class Triton(MoERunner):
             self._compiled.add(sizes)
             self._compile(tokens, layer)
         return self._run(tokens.x, Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), layer)
+
+    def multiply_pairs(self, x: torch.Tensor, ids: torch.Tensor, experts: nn.Module, name: Literal["gate_up", "down"]) -> torch.Tensor:
+        """See `SupportsPairMatmul`."""
+        weights = replace(_weights(experts, name), bias=None)
+        count, num_experts, is_float8 = ids.numel(), len(weights.values), weights.scale is not None
+        tile = choose_tiles(count, num_experts, float8=is_float8).first
+        order = align_tokens(ids.contiguous(), num_experts, tile.bm)
+        rows = Rows(*quantize_groups(x)) if is_float8 else Rows(x)
+        pairs = Pairs(ids, torch.empty(ids.shape, dtype=torch.float32, device=ids.device))  # the first GEMM reads no weights
+        out = compute_gate_up(rows, weights, pairs, order, self._fit_tile(tile, weights, 1), x.dtype, _PLAIN).values
+        numbers = torch.arange(len(out), device=x.device)
+        places = numbers.new_empty(count + 1)  # the last entry takes padding rows
+        places.index_copy_(0, order.pairs.masked_fill(numbers >= order.rows, count).long(), numbers)
+        return out.index_select(0, places[:-1])
 
     def _compile(self, tokens: DispatchOutput, layer: _Layer) -> None:
         """Run every variant of the kernels once, so that no later step waits for a compilation."""

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from frame.core.interfaces.moe import DispatchOutput, MoERunner
+from frame.core.interfaces.moe import DispatchOutput, MoERunner, SupportsPairMatmul
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.testing.conformance import Check, Subject, collect
 from frame.testing.moe.experts import TOLERANCE, activate_by_halves, draw, reference, supports
@@ -129,6 +129,21 @@ def check_parts_add_up(subject: Subject, sizes: Sizes) -> None:
     out = _make(subject, sizes).run_parts(DispatchOutput(x, ids, weights), PlainExperts(gate_up, down, hidden_first=False))
     assert out.dim() in (2, 3), f"`run_parts` returns {list(out.shape)}, neither [tokens, hidden] nor [tokens, parts, hidden]"
     _close((out.double().sum(1) if out.dim() == 3 else out.double()).cpu(), reference(*inputs), sizes)
+
+
+def check_products_of_pairs(subject: Subject, sizes: Sizes) -> None:
+    runner = _make(subject, sizes)
+    if not isinstance(runner, SupportsPairMatmul):
+        return
+    inputs = draw(sizes.numbers, sizes.dtype)
+    x, ids, _, gate_up, down = (part.to(sizes.device) for part in inputs)
+    module = PlainExperts(gate_up, down, hidden_first=False)
+    module.gate_up_bias = nn.Parameter(torch.ones(gate_up.shape[:2]).to(gate_up), requires_grad=False)  # the caller adds it
+    for name, chosen in (("gate_up", ids), ("down", ids[:, :1])):
+        weights: torch.Tensor = getattr(module, name)
+        rows = x if name == "gate_up" else x[:, : weights.shape[2]].contiguous()
+        expected = torch.einsum("ti,tkoi->tko", rows.double().cpu(), weights.double().cpu()[chosen.cpu()]).flatten(0, 1)
+        _close(runner.multiply_pairs(rows, chosen, module, name).double().cpu(), expected, sizes)  # type: ignore[arg-type]
 
 
 def _biased(subject: Subject, sizes: Sizes) -> None:

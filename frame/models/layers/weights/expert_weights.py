@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.moe import DispatchOutput
     from frame.core.interfaces.weight_format import PackedWeight
     from frame.models.layers.parameter import Range
+    from frame.models.layers.weights.expert_deltas import ExpertDeltas
 
 # hidden times inner: below this size, multiplying idle experts costs less than sorting tokens
 # (measured by benchmarks/moe_cpu.py)
@@ -105,21 +107,37 @@ class ExpertWeights:
         routing."""
         mix = getattr(self.grouped["gate_up"], "mix", None)
         mixed: torch.Tensor | None = None if mix is None else mix(self.grouped["down"], tokens, self.module, parts)
-        if mixed is not None:
-            return mixed
+        return self.run_sorted(tokens) if mixed is None else mixed
+
+    def run_sorted(self, tokens: DispatchOutput, deltas: ExpertDeltas | None = None) -> torch.Tensor:
+        """As `run`, for any weights, one product after another: first those of the pairs' experts,
+        in their order, with the deltas of the tokens' adapters."""
         count, top = tokens.ids.shape
         ids = tokens.ids.flatten()
         order = ids.argsort()
         source = order.div(top, rounding_mode="floor")
         ends = ids.new_zeros(self.stored["down"].experts).scatter_add_(0, ids, torch.ones_like(ids)).cumsum(0).to(torch.int32)
         ids = ids[order]
-        gates = self.grouped["gate_up"](tokens.x.index_select(0, source), ends)
-        out = self.grouped["down"](activate(self.module, gates, ids), ends)
+        x = tokens.x.index_select(0, source)
+        if deltas is None:
+            out = self._multiply("down", activate(self.module, self._multiply("gate_up", x, ends), ids), ends)
+        else:
+            out = deltas.run_pairs(x, (source, ids), self.module, lambda name, x: self._multiply(name, x, ends))
         if (bias := getattr(self.module, "down_bias", None)) is not None:
             out = out + bias.index_select(0, ids)
         weighed = out.float() * tokens.weights.flatten()[order].unsqueeze(-1)
         total = weighed.new_zeros(count, tokens.x.shape[1])
         return total.index_add_(0, source, weighed).to(tokens.x.dtype)
+
+    def _multiply(self, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """As `GroupedGemm`, by PyTorch where a runner multiplies."""
+        if self.grouped:
+            return self.grouped[name](x, ends)
+        weights: torch.Tensor = getattr(self.module, name)
+        if x.is_cuda and x.dtype == torch.bfloat16 and not any(size % 8 for size in weights.shape[1:]):
+            return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([F.linear(rows, weight) for rows, weight in zip(x.split(counts), weights, strict=True)])
 
     def _expose(self, weights: dict[str, torch.Tensor]) -> None:
         """Give the runner unquantized weights, and small ones in packed form too."""
