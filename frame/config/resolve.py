@@ -297,7 +297,9 @@ class _Solver:
         """Choose the model plugin and adapt the model configuration to it. -> how vectors are
         pooled; None for the task generate."""
         parallel, compiles = self.config.parallel, self.config.execution.torch_compile
-        requirements = ModelRequirements(self.model_config.architecture, parallel.tp, task, parallel.pp, self.plan.num_groups > 1, compiles)
+        requirements = ModelRequirements(
+            self.model_config.architecture, parallel.tp, task, parallel.pp, self.plan.num_groups > 1, compiles, self.config.adapters.enabled
+        )
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
             return (getattr(record.capabilities, "architectures", ()) is None, *by_rank(record))

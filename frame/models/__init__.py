@@ -104,14 +104,14 @@ def register_models(registry: KindRegistry) -> None:
     registry.add(
         "whisper",
         "frame.models.whisper:WhisperForConditionalGeneration",
-        capabilities=ModelCapabilities(("WhisperForConditionalGeneration",), cross_attention=True),
+        capabilities=ModelCapabilities(("WhisperForConditionalGeneration",), cross_attention=True, adapters=False),
         summary="Whisper: transcription and translation of speech",
         rank=10,
     )
     registry.add(
         "transformers",
         "frame.models.transformers_fallback:TransformersForCausalLM",
-        capabilities=ModelCapabilities(None, tasks=("generate",), graphs=False),
+        capabilities=ModelCapabilities(None, tasks=("generate",), graphs=False, adapters=False),
         summary="Any decoder of the installed transformers whose attention goes through its interface",
         rank=-10,
     )

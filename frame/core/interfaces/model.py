@@ -154,6 +154,7 @@ class ModelCapabilities:
     draft_layers: bool = False  # checkpoints may have a multi-token-prediction module, for a drafter
     biased_experts: bool = False  # its experts have biases or an activation of their own, see `MoERunner`
     graphs: bool = True
+    adapters: bool = True  # its layers apply the low-rank deltas of `BuildContext.adapters`
 
     def unsupported(self, requirements: ModelRequirements) -> list[Reason]:
         """All reasons why these capabilities do not meet `requirements`; empty: they do."""
@@ -170,6 +171,8 @@ class ModelCapabilities:
             reasons.append(Reason("has no attention groups", "parallel.dp_attention: false"))
         if requirements.torch_compile and self.cross_attention:
             reasons.append(Reason("is not compiled by torch.compile", "execution.torch_compile: false"))
+        if requirements.adapters and not self.adapters:
+            reasons.append(Reason("does not apply LoRA adapters", "adapters.enabled: false"))
         if requirements.task not in self.tasks:
             reasons.append(Reason(f"serves {' and '.join(self.tasks)}, not {requirements.task}", f"model.task: {self.tasks[0]}"))
         return reasons
@@ -185,6 +188,7 @@ class ModelRequirements:
     pp: int = 1  # stages
     attention_groups: bool = False
     torch_compile: bool = False
+    adapters: bool = False
 
 
 def find_dense_layers(config: Mapping[str, Any], num_layers: int, first_dense: int = 0) -> frozenset[int]:
