@@ -203,8 +203,9 @@ def build_context(
             FormatContext(dtype, model_config.config.get("quantization_config"), names.get("folder")), names.get("format_options")
         ),
         gemm_kernels=make_gemm_kernels(bare, names.get("gemm_kernel")),
-        moe_runner=part("moe_runner", "torch_native")(bare) if model_config.num_experts else None,
+        moe_runner=names.get("moe_runner", part("moe_runner", "torch_native"))(bare) if model_config.num_experts else None,
         moe_dispatcher=part("moe_dispatcher", "all_reduce")(bare) if model_config.num_experts else None,
+        adapters=names.get("adapters"),
     )
 
 
