@@ -17,7 +17,9 @@ from frame.plugins.weight_sources.dummy import RandomNumbers, RandomTensor
 from frame.quantization.floats import Fp4Layer
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.models.harness import Session, open_session
+from tests.models.layers.random_adapters import RandomAdapters, follow_rows
 from tests.models.ranks import on_ranks
+from tests.models.test_adapters import PLACES, run
 
 TOKENS = list(range(20, 44))
 
@@ -79,3 +81,15 @@ def test_dummy_weights_have_the_deviation_of_unquantized_ones() -> None:
     tensors = {name: RandomTensor(f"layer.{name}", shape, numbers, torch.uint8)[:] for name, shape in shapes.items()}
     weight = Fp4Layer("blocks", "scales", 32).decode(tensors, inputs).dequantize(torch.float32)
     assert 0.7 < float(weight.std()) * inputs**0.5 < 1.4
+
+
+@pytest.mark.parametrize("kernel", ["torch", "unpacked"])
+def test_adapters_beside_packed_experts(kernel: str, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    (stored, plain), adapters = pair, RandomAdapters()
+    got = run(follow_rows(open_session(stored, quantization="mxfp4", gemm_kernel=kernel, adapters=adapters), adapters, PLACES))
+    for slot, place in PLACES.items():
+        with monkeypatch.context() as patch:
+            if place >= 0:
+                adapters.merge_loads(place, patch)
+            want = run(open_session(plain))
+        torch.testing.assert_close(got[slot], want[slot], atol=1e-3, rtol=1e-3)
