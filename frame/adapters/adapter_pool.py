@@ -6,7 +6,6 @@ A page holds `PAGE_RANKS` ranks of all layers, so that an adapter takes its own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from frame.core.interfaces.platform import SupportsStreams
 
 if TYPE_CHECKING:
     from frame.adapters.host_adapters import HostAdapter
-    from frame.core.interfaces.adapter_layers import Span
     from frame.core.interfaces.batch import AdapterLoad
     from frame.core.interfaces.collective import Collective
     from frame.core.interfaces.platform import Platform
@@ -58,9 +56,9 @@ class AdapterPool:
         self._streams = platform if isinstance(platform, SupportsStreams) else None
         self._copy_stream: Any = None
 
-    def add_layer(self, names: Sequence[str], inputs: Span, outputs: Sequence[Span], num_experts: int, rows: StepRows) -> PooledLayer:
-        """See `AdapterLayers.add_layer`."""
-        layer = PooledLayer(tuple(names), inputs, tuple(outputs), num_experts, rows, self.page_elements)
+    def add_layer(self, layer: PooledLayer) -> PooledLayer:
+        """Give a layer its part of each page. -> the layer."""
+        layer.first = self.page_elements
         self.layers.append(layer)
         return layer
 

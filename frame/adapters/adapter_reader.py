@@ -123,12 +123,15 @@ class AdapterReader:
         index, parts = self._indices[id(layer)], len(layer.outputs)
         expert, part = divmod(place, parts)
         output, span = layer.outputs[part], layer.inputs
-        if (len(placed.outputs), len(placed.inputs)) != (output.full, span.full):
+        rows, columns = (span, output) if layer.is_lookup else (output, span)
+        if (len(placed.outputs), len(placed.inputs)) != (rows.full, columns.full):
             raise AdapterError(
                 f"the adapter's delta of {name} is [{len(placed.outputs)}, {len(placed.inputs)}], and the layer "
-                f"[{output.full}, {span.full}]; train the adapter on this model"
+                f"[{rows.full}, {columns.full}]; train the adapter on this model"
             )
-        a, b = placed.cut(delta, output, span)
+        a, b = placed.cut(delta, rows, columns)
+        if layer.is_lookup:
+            a, b = b.t(), a.t()
         ranks, first = a.shape[0], sum(each.size for each in layer.outputs[:part])
         for number in range(-(-ranks // PAGE_RANKS)):
             page_a, page_b = layer.view_page(host.pages[number])
@@ -140,8 +143,8 @@ class AdapterReader:
         for values, table, filler in ((delta.output_scale, host.scales, 1.0), (delta.output_norm, host.norms, float("nan"))):
             if values is None:
                 continue
-            if layer.num_experts:
-                raise AdapterError(f"the adapter scales the outputs of {name}, which experts do not take; train it without DoRA there")
+            if layer.num_experts or layer.is_lookup:
+                raise AdapterError(f"the adapter scales the rows of {name}, which is no linear layer; train it without DoRA there")
             row = table.setdefault(index, torch.full((layer.num_outputs,), filler))
             row[first : first + output.size] = values.float()[placed.outputs[output.start : output.start + output.size]]
 

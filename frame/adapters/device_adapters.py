@@ -38,9 +38,11 @@ class DeviceAdapters:
         self.host: dict[str, HostAdapter] = {}  # by digest; loads read it
         self._rows = StepRows(operations, streams)
 
-    def add_layer(self, names: Sequence[str], inputs: Span, outputs: Sequence[Span], num_experts: int = 0) -> PooledLayer:
+    def add_layer(
+        self, names: Sequence[str], inputs: Span, outputs: Sequence[Span], num_experts: int = 0, lookup: bool = False
+    ) -> PooledLayer:
         """See `AdapterLayers.add_layer`."""
-        return self.pool.add_layer(names, inputs, outputs, num_experts, self._rows)
+        return self.pool.add_layer(PooledLayer(tuple(names), inputs, tuple(outputs), num_experts, lookup, self._rows))
 
     def allocate(self, limits: Limits) -> None:
         """Allocate the pool and the tables."""

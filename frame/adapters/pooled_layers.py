@@ -52,8 +52,9 @@ class PooledLayer:
     inputs: Span
     outputs: Sequence[Span]
     num_experts: int
+    is_lookup: bool
     rows: StepRows
-    first: int
+    first: int = 0
     pages: LayerPages | None = None  # None before the pool is allocated
     gemm: Any = None
     _is_beside: bool = False
@@ -87,6 +88,15 @@ class PooledLayer:
         side.wait_stream(streams.get_current_stream())
         with streams.use_stream(side):
             return operations.shrink(x, self._allocated, plan, place_pages)
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """See `LayerDelta.look_up`."""
+        plan, place_pages = self.rows.select_plan(0)
+        self._is_beside = False
+        is_local = (ids >= 0) & (ids < self.inputs.size)
+        pages = place_pages.index_select(0, plan.places.clamp_min(0)).long()  # [rows, pages]
+        columns = self._allocated.a[pages, 0, :, ids.masked_fill(~is_local, 0).unsqueeze(1)]  # [rows, pages, PAGE_RANKS]
+        return columns.flatten(1).mul_(is_local.unsqueeze(1)).unsqueeze(1)
 
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         plan, place_pages = self.rows.select_plan(self.num_experts)

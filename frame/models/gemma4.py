@@ -26,7 +26,7 @@ from frame.models.layers.weights.expert_activation import gelu_mul
 from frame.models.layers.weights.fused_tensors import split_stacked_experts
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.adapter import AdapterLayers
+    from frame.core.interfaces.adapter_layers import AdapterLayers
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 

@@ -46,6 +46,12 @@ class LayerDelta(Protocol):
         parts * ranks]. May run beside the layer's product."""
         ...
 
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """As `shrink`, of rows that are 1 at the input `ids[row]` and 0 elsewhere, of a layer with
+        `lookup`. ids int64 [rows], counted from the rank's first input; ids that are not the rank's
+        give zeros."""
+        ...
+
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Add the deltas to the layer's product `out` [rows, outputs] in place, and scale its rows.
         Rows without an adapter are not written. bias: what `out` has already got. -> `out`."""
@@ -56,10 +62,15 @@ class AdapterLayers(Protocol):
     """What layers register with when they are built (`BuildContext.adapters`), and what tells them
     the adapter of each row at run time."""
 
-    def add_layer(self, names: Sequence[str], inputs: Span, outputs: Sequence[Span], num_experts: int = 0) -> LayerDelta:
+    def add_layer(
+        self, names: Sequence[str], inputs: Span, outputs: Sequence[Span], num_experts: int = 0, lookup: bool = False
+    ) -> LayerDelta:
         """The deltas of a layer whose outputs are the concatenation of `outputs`, of the checkpoint
         layers `names`. num_experts: experts of this rank; then `names` are those of one expert
-        after another, and rows of the layer are pairs of a token and an expert (`select_pairs`)."""
+        after another, and rows of the layer are pairs of a token and an expert (`select_pairs`).
+        lookup: an embedding. Its inputs are the ids, which are the rows of the checkpoint's tensor,
+        and its outputs are the columns, so a delta is transposed: b.t() stands for `a`, and a.t()
+        for `b`."""
         ...
 
     def select_rows(self, indices: torch.Tensor | None) -> AbstractContextManager[object]:
@@ -68,8 +79,8 @@ class AdapterLayers(Protocol):
         ...
 
     def select_pairs(self, tokens: torch.Tensor, experts: torch.Tensor) -> AbstractContextManager[object]:
-        """In the block, row i of a layer with experts is token `tokens[i]` with the rank's expert
-        `experts[i]`; both int64 [pairs]."""
+        """In the block, row i of a layer with experts is row `tokens[i]` of those that other layers
+        compute, with the rank's expert `experts[i]`; both int64 [pairs]."""
         ...
 
 

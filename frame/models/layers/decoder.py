@@ -30,7 +30,7 @@ from frame.models.layers.weights.tied_head import load_tied
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from frame.core.interfaces.adapter import AdapterLayers
+    from frame.core.interfaces.adapter_layers import AdapterLayers
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 

@@ -17,7 +17,7 @@ from frame.models.layers.weights.plain_gemm import PlainGemm
 from frame.models.layers.weights.stored_weight import ROWS_ON_CPU, StoredWeight, WeightSizes
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.adapter import LayerDelta
+    from frame.core.interfaces.adapter_layers import LayerDelta
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.gemm_kernel import Gemm
     from frame.core.interfaces.model import LazyTensor

@@ -20,7 +20,7 @@ from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.weights.layer_weight import LayerWeight
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.adapter import LayerDelta
+    from frame.core.interfaces.adapter_layers import LayerDelta
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.collective import Collective
     from frame.core.interfaces.gemm_kernel import Gemm

@@ -18,7 +18,7 @@ from frame.core.interfaces.moe import SupportsPairMatmul
 from frame.models.layers.weights.expert_activation import activate
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.adapter import AdapterLayers, LayerDelta
+    from frame.core.interfaces.adapter_layers import AdapterLayers, LayerDelta
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.moe import DispatchOutput
     from frame.models.layers.parameter import Range
