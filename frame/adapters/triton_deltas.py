@@ -1,0 +1,81 @@
+"""`TritonDeltas`: the products of low-rank deltas on GPUs, by the kernels of `frame.kernels.lora`.
+
+Used by `DeviceAdapters` where Triton runs. Must not know files, requests or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from frame.adapters.deltas import LayerPages, RowPlan
+from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes, expand, list_blocks, shrink
+from frame.kernels.lora.row_tiles import choose_block, group_rows, list_thresholds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledPlan(RowPlan):
+    """Rows grouped into tiles of one adapter and expert each."""
+
+    tiles: Tiles
+
+
+class TritonDeltas:
+    """Two launches for each layer, and at most one for each plan of up to 512 rows; see
+    `DeltaOperations`.
+
+    The kernels are compiled, and a table of each layer's shape is copied to the device, at the
+    first use, which therefore must not be captured in a CUDA graph. `choose`: the sizes of a
+    layer's programs, by (rows of a tile, inputs, outputs of each part, bytes of a value).
+    """
+
+    def __init__(self, choose: Callable[[int, int, tuple[int, ...], int], ProductSizes] = choose_sizes) -> None:
+        self._choose = choose
+        self._blocks: dict[tuple[tuple[int, ...], int, torch.device], tuple[torch.Tensor, int]] = {}
+
+    def list_row_counts(self, num_experts: int = 0) -> list[int]:
+        """Numbers of rows that use every variant of the kernels for a layer with so many experts,
+        for a warm-up; with experts, a row is a pair of a token and an expert."""
+        return list_thresholds(num_experts)
+
+    def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> TiledPlan:
+        places, experts, num_rows = plan.places, plan.experts, len(plan.places)
+        block = choose_block(num_rows, num_experts)
+        if block == 1:
+            keys, rows = places, places if experts is None else experts
+        else:
+            keys, rows = group_rows(places, experts, num_places, num_experts, block)
+        tiles = Tiles(keys, rows, block, num_rows, 0 if experts is None else num_experts)
+        return TiledPlan(places, experts, plan.sources, tiles=tiles)
+
+    def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
+        """-> float32 [splits, rows, parts, ranks]; `expand` adds up the splits of the inputs."""
+        tiles = _get_tiles(plan)
+        sizes = self._choose(tiles.block, layer.a.shape[-1], layer.splits, x.element_size())
+        return shrink(x, layer.a, layer.num_parts, tiles, plan.sources, layer.counts, place_pages, sizes)
+
+    def expand(
+        self,
+        out: torch.Tensor,
+        shrunk: torch.Tensor,
+        layer: LayerPages,
+        plan: RowPlan,
+        place_pages: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        tiles = _get_tiles(plan)
+        sizes = self._choose(tiles.block, layer.a.shape[-1], layer.splits, out.element_size())
+        key = layer.splits, sizes.outputs, out.device
+        if key not in self._blocks:
+            blocks, unit = list_blocks(layer.splits, sizes.outputs)
+            self._blocks[key] = torch.tensor(blocks, dtype=torch.int32, device=out.device), unit
+        scales = layer.scales, layer.has_scale
+        expand(out, shrunk, layer.b, tiles, layer.counts, place_pages, scales, bias, self._blocks[key], sizes)
+
+
+def _get_tiles(plan: RowPlan) -> Tiles:
+    if not isinstance(plan, TiledPlan):
+        raise TypeError("the plan does not come from TritonDeltas.plan_rows")
+    return plan.tiles

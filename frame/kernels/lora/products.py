@@ -1,0 +1,224 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
+"""The two products of low-rank deltas for tiles of rows of one adapter and expert: `shrink` (rows
+times `a`) and `expand` (that times `b`, added to a layer's outputs in place).
+
+Tiles of one row use the CUDA cores, larger ones the tensor cores. What a tile reads is found on the
+device, from tables that a CUDA graph reads again at each replay: the pages of the adapter's place
+and how many of them the layer has. `shrink` splits the inputs over programs and `expand` adds the
+sums, so that few rows occupy the device without a launch that clears sums.
+Used by `frame.adapters.triton_deltas`; depends on no layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from frame.kernels import INTERPRETED
+from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSizes:
+    """What one program of each product computes."""
+
+    splits: int  # of the inputs; 1, 2, 4, 8 or 16
+    inputs: int  # at a time
+    columns: int  # ranks of all parts that one program of `shrink` computes
+    outputs: int  # of one program of `expand`
+    warps: int = 4
+    stages: int = 3  # of the loads of `shrink`
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows of one key each. `block` 1: `keys` are the places of the rows, and `rows` their experts
+    (or anything without experts); else both are from `group_rows`."""
+
+    keys: torch.Tensor
+    rows: torch.Tensor
+    block: int
+    num_rows: int
+    num_experts: int  # 0: without experts
+
+    @property
+    def constants(self) -> dict[str, object]:
+        return {"BLOCK": self.block, "HAS_EXPERTS": self.num_experts > 0, "UPCAST": INTERPRETED}
+
+
+def choose_sizes(block: int, inputs: int, splits: tuple[int, ...], bytes_each: int) -> ProductSizes:
+    """Sizes for tiles of `block` rows of a layer whose parts have `splits` outputs. `bytes_each`:
+    of a value."""
+    is_large = sum(splits) > 8192
+    if block == 1:
+        pieces = min(16 if inputs > 8192 else 8, next_power_of_2(ceil_div(inputs, 128)))
+        each = min(1024, next_power_of_2(ceil_div(inputs, pieces)))
+        sizes = ProductSizes(pieces, max(16, each), 16, 256 if is_large else 128, 8 if each > 512 else 4, 1)
+    elif block == 16:
+        pieces = min(8, next_power_of_2(ceil_div(inputs, 256)))
+        sizes = ProductSizes(pieces, 256, 16, 512 if is_large else 128)
+    else:
+        sizes = ProductSizes(2, 128, min(64, next_power_of_2(16 * len(splits))), 128)
+    each = sizes.inputs * 2 // bytes_each if block > 1 else sizes.inputs
+    outputs = min(sizes.outputs, max(16, next_power_of_2(max(splits))))
+    return ProductSizes(sizes.splits, each, sizes.columns, outputs, sizes.warps, sizes.stages)
+
+
+def list_blocks(splits: tuple[int, ...], outputs: int) -> tuple[list[tuple[int, int, int]], int]:
+    """Blocks of at most `outputs` outputs that lie in one part each. -> ([first, end, part], in
+    units of) the largest number, 16 or 1, that divides all."""
+    unit = 1 if any(size % 16 for size in splits) else 16
+    blocks, first = [], 0
+    for part, size in enumerate(splits):
+        end = first + size
+        blocks += [(start // unit, end // unit, part) for start in range(first, end, outputs)]
+        first = end
+    return blocks, unit
+
+
+@triton.jit
+def _find_tile(tile, keys, rows, num_experts, BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr):
+    """-> (place or -1, expert, rows [BLOCK])."""
+    place = tl.load(keys + tile)
+    expert = 0
+    if BLOCK == 1:
+        row = tile + tl.arange(0, 1)
+        if HAS_EXPERTS:
+            expert = tl.load(rows + tile).to(tl.int32)
+    else:
+        row = tl.load(rows + tile * BLOCK + tl.arange(0, BLOCK))
+        if HAS_EXPERTS:
+            expert = place % num_experts
+            place = tl.where(place < 0, -1, place // num_experts)
+    return place, expert, row
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _shrink_kernel(
+    x, a, keys, rows, sources, counts, place_pages, out,
+    num_rows, inputs, columns, num_experts, max_pages, x_stride, a_stride,
+    split,  # inputs of one split, a multiple of INPUTS
+    COLUMNS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, HAS_SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of COLUMNS of each page, tiles, splits)."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    place, expert, row = _find_tile(tl.program_id(1), keys, rows, num_experts, BLOCK, HAS_EXPERTS)
+    if place < 0:
+        return
+    number = tl.program_id(0) % max_pages
+    page = tl.load(place_pages + place * max_pages + number).to(tl.int64)
+    if number >= tl.load(counts + place):
+        return
+    is_row = row < num_rows
+    source = row
+    if HAS_SOURCES:
+        source = tl.load(sources + row, mask=is_row, other=0)
+    column = tl.program_id(0) // max_pages * COLUMNS + tl.arange(0, COLUMNS)
+    lanes = tl.arange(0, INPUTS)
+    x_rows = x + source.to(tl.int64)[:, None] * x_stride + lanes[None, :]
+    a_rows = a + page * a_stride + (tl.cast(expert, tl.int64) * columns + column)[:, None] * inputs + lanes[None, :]
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    start = tl.program_id(2) * split
+    for first in tl.range(start, tl.minimum(start + split, inputs), INPUTS, num_stages=STAGES):
+        inside = (first + lanes < inputs)[None, :]
+        x_tile = tl.load(x_rows + first, mask=is_row[:, None] & inside, other=0.0)
+        a_tile = tl.load(a_rows + first, mask=(column < columns)[:, None] & inside, other=0.0)
+        if BLOCK == 1:
+            total += tl.sum(a_tile.to(tl.float32) * x_tile.to(tl.float32), 1)[None, :]
+        elif UPCAST:  # the interpreter multiplies bfloat16 incorrectly
+            total = tl.dot(x_tile.to(tl.float32), tl.trans(a_tile.to(tl.float32)), total, input_precision="ieee")
+        else:
+            total = tl.dot(x_tile, tl.trans(a_tile), total, input_precision="ieee")
+    out_rows = (tl.cast(tl.program_id(2), tl.int64) * num_rows + row) * columns * max_pages
+    places = column // 16 * max_pages * 16 + number * 16 + column % 16
+    tl.store(out + out_rows[:, None] + places[None, :], total, mask=is_row[:, None] & (column < columns)[None, :])
+
+
+def shrink(
+    x: torch.Tensor, a: torch.Tensor, parts: int, tiles: Tiles, sources: torch.Tensor | None,
+    counts: torch.Tensor, place_pages: torch.Tensor, sizes: ProductSizes,
+) -> torch.Tensor:  # fmt: skip
+    """-> float32 [splits, rows, parts, ranks], whose sum over the splits is the product. Arguments
+    as in `LayerPages`."""
+    inputs, max_pages = x.shape[1], place_pages.shape[1]
+    columns = 16 * parts
+    out = torch.empty((sizes.splits, tiles.num_rows, parts, 16 * max_pages), dtype=torch.float32, device=x.device)
+    split = ceil_div(ceil_div(inputs, sizes.splits), sizes.inputs) * sizes.inputs
+    _shrink_kernel[(max_pages * ceil_div(columns, sizes.columns), len(tiles.keys), sizes.splits)](
+        x, a, tiles.keys, tiles.rows, x if sources is None else sources, counts, place_pages, out,
+        tiles.num_rows, inputs, columns, max(1, tiles.num_experts), max_pages, x.stride(0), a.stride(0), split,
+        COLUMNS=sizes.columns, INPUTS=sizes.inputs, STAGES=sizes.stages, HAS_SOURCES=sources is not None,
+        **tiles.constants, **launch_options(x.device, sizes.warps),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _expand_kernel(
+    out, shrunk, b, keys, rows, counts, place_pages, blocks, scales, has_scale, bias,
+    num_rows, outputs, parts, num_experts, max_pages, out_stride, b_stride,
+    SPLITS: tl.constexpr, OUTPUTS: tl.constexpr, UNIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of OUTPUTS, tiles)."""
+    block = blocks + 3 * tl.program_id(0)
+    first, end, part = tl.load(block) * UNIT, tl.load(block + 1) * UNIT, tl.load(block + 2)
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    place, expert, row = _find_tile(tl.program_id(1), keys, rows, num_experts, BLOCK, HAS_EXPERTS)
+    if place < 0:
+        return
+    count = tl.load(counts + place)
+    is_scaled = tl.load(has_scale + place) != 0
+    if count == 0:
+        return
+    column = first + tl.arange(0, OUTPUTS)
+    rank = tl.arange(0, 16)
+    is_row = (row < num_rows)[:, None]
+    inside = is_row & (column < end)[None, :]
+    out_tile = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    result = tl.load(out_tile, mask=inside, other=0.0)
+    b_rows = b + (tl.cast(expert, tl.int64) * outputs + column)[:, None] * 16 + rank[None, :]
+    total = tl.zeros([BLOCK, OUTPUTS], tl.float32)
+    for number in range(count):
+        page = tl.load(place_pages + place * max_pages + number).to(tl.int64)
+        b_tile = tl.load(b_rows + page * b_stride, mask=(column < end)[:, None], other=0.0)
+        inner = tl.zeros([BLOCK, 16], tl.float32)
+        for split in tl.static_range(SPLITS):
+            at = ((tl.cast(split, tl.int64) * num_rows + row) * parts + part) * max_pages + number
+            inner += tl.load(shrunk + at[:, None] * 16 + rank[None, :], mask=is_row, other=0.0)
+        if BLOCK == 1:
+            total += tl.sum(b_tile.to(tl.float32) * inner, 1)[None, :]
+        elif UPCAST:
+            total = tl.dot(inner, tl.trans(b_tile.to(tl.float32)), total, input_precision="ieee")
+        else:
+            total = tl.dot(inner.to(b_tile.dtype), tl.trans(b_tile), total, input_precision="ieee")
+    total += result.to(tl.float32)
+    if is_scaled:
+        scale = tl.load(scales + tl.cast(place, tl.int64) * outputs + column, mask=column < end, other=0.0)[None, :]
+        if HAS_BIAS:
+            shift = tl.load(bias + column, mask=column < end, other=0.0).to(tl.float32)[None, :]
+            total = (total - shift) * scale + shift
+        else:
+            total = total * scale
+    tl.store(out_tile, total.to(out.dtype.element_ty), mask=inside)
+
+
+def expand(
+    out: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, tiles: Tiles, counts: torch.Tensor, place_pages: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None, blocks: tuple[torch.Tensor, int], sizes: ProductSizes,
+) -> None:  # fmt: skip
+    """Add the product of `shrunk` with `b` to `out` in place, then scale. scales: `scales` and
+    `has_scale`. blocks: of `list_blocks`, the first on the device, int32 [blocks, 3]."""
+    table, unit = blocks
+    _expand_kernel[(len(table), len(tiles.keys))](
+        out, shrunk, b, tiles.keys, tiles.rows, counts, place_pages, table, *scales, out if bias is None else bias,
+        tiles.num_rows, out.shape[1], shrunk.shape[2], max(1, tiles.num_experts), place_pages.shape[1], out.stride(0), b.stride(0),
+        SPLITS=len(shrunk), OUTPUTS=sizes.outputs, UNIT=unit, HAS_BIAS=bias is not None,
+        **tiles.constants, **launch_options(out.device, sizes.warps), num_stages=1,
+    )  # fmt: skip

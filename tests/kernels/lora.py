@@ -1,0 +1,198 @@
+"""Products of low-rank deltas against float64 and `TorchDeltas`, over adapters in the batch, ranks,
+parts, experts, scales, dtypes and strides.
+
+Collected by `tests/gpu/test_lora.py`, and run by `test_interpreted.py` in a process with
+TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
+from frame.adapters.triton_deltas import TritonDeltas
+from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.kernels.lora.row_tiles import choose_block, group_rows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+# relative to the largest value; the interpreter truncates bfloat16
+UNIT = {torch.float32: 2**-16, torch.float16: 2**-10, torch.bfloat16: 2**-7 if ON_GPU else 2**-6}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+each_type = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@dataclass
+class Case:
+    """A layer with adapters whose places have `counts` pages, and rows of them."""
+
+    inputs: int = 40
+    splits: tuple[int, ...] = (24, 8, 20)
+    counts: tuple[int, ...] = (1, 2, 0, 4)
+    places: list[int] = field(default_factory=lambda: [0, -1, 3, 1, 2, 3, 0])
+    experts: int = 0
+    scaled: tuple[int, ...] = ()  # places with an output scale
+    dtype: torch.dtype = torch.float32
+    gap: int = 0  # elements between rows of the output
+    spread: int = 0  # elements between pages
+
+    def __post_init__(self) -> None:
+        pages, width, stacks = sum(self.counts) + 1, max(self.counts), max(1, self.experts)
+        outputs = sum(self.splits)
+        sizes = stacks * len(self.splits) * PAGE_RANKS * self.inputs, stacks * outputs * PAGE_RANKS
+        pool = torch.full((pages, sum(sizes) + self.spread), torch.nan, device=DEVICE, dtype=self.dtype)
+        pool[:, : sizes[0]] = torch.randn(pages, sizes[0]) * self.inputs**-0.5
+        pool[:, sizes[0] : sum(sizes)] = torch.randn(pages, sizes[1]) * PAGE_RANKS**-0.5
+        self.layer = LayerPages(
+            pool[:, : sizes[0]].unflatten(1, (stacks * len(self.splits), PAGE_RANKS, self.inputs)),
+            pool[:, sizes[0] : sum(sizes)].unflatten(1, (stacks, outputs, PAGE_RANKS)),
+            self.splits,
+            self._numbers(self.counts),
+            torch.rand(len(self.counts), outputs, device=DEVICE) + 0.5,
+            self._numbers([place in self.scaled for place in range(len(self.counts))]),
+            self.experts,
+        )
+        pool[0] = torch.nan  # the page of no adapter
+        order = (torch.randperm(pages - 1) + 1).tolist()
+        self.place_pages = self._numbers([[order.pop() for _ in range(count)] + [0] * (width - count) for count in self.counts])
+
+    def _numbers(self, numbers: object) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+    def make_plan(self, tokens: int = 0) -> RowPlan:
+        rows = len(self.places)
+        if not self.experts:
+            return RowPlan(self._numbers(self.places))
+        sources = torch.randint(tokens, (rows,), device=DEVICE)
+        return RowPlan(self._numbers(self.places), torch.randint(self.experts, (rows,), device=DEVICE), sources)
+
+    def make_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, outputs = len(self.places), sum(self.splits)
+        tokens = max(1, rows // 2) if self.experts else rows
+        x = torch.randn(tokens, self.inputs, device=DEVICE).to(self.dtype)
+        return x, torch.randn(rows, outputs + self.gap, device=DEVICE).to(self.dtype)[:, :outputs]
+
+    def compute(self, operations: TritonDeltas, x: torch.Tensor, out: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None) -> None:
+        plan = operations.plan_rows(plan, len(self.counts), self.experts)
+        operations.expand(out, operations.shrink(x, self.layer, plan, self.place_pages), self.layer, plan, self.place_pages, bias)
+
+    def compute_reference(self, x: torch.Tensor, out: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None) -> torch.Tensor:
+        """In float64."""
+        layer = replace(self.layer, a=self.layer.a.double(), b=self.layer.b.double())
+        result = out.double()
+        shrunk = TorchDeltas().shrink(x.double(), layer, plan, self.place_pages)
+        TorchDeltas().expand(result, shrunk, layer, plan, self.place_pages, None if bias is None else bias.double())
+        return result
+
+    def check(self, biased: bool = False) -> None:
+        x, out = self.make_rows()
+        whole = out if not self.gap else out._base
+        plan, before = self.make_plan(len(x)), whole.clone()
+        bias = torch.randn(out.shape[1], device=DEVICE).to(self.dtype) if biased else None
+        expected = self.compute_reference(x, out, plan, bias)
+        self.compute(TritonDeltas(), x, out, plan, bias)
+        error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
+        assert error <= 2 * UNIT[self.dtype], error
+        kept = [row for row, place in enumerate(self.places) if place < 0 or not self.counts[place]]
+        assert torch.equal(whole[kept], before[kept])
+        assert torch.equal(whole[:, out.shape[1] :], before[:, out.shape[1] :])
+
+
+def draw_places(rows: int, num_places: int) -> list[int]:
+    return (torch.randint(num_places + 1, (rows,)) - 1).tolist()
+
+
+ROWS = [1, 7, 20, 70] + [300, 1100, 4096] * ON_GPU
+SIZES = [(40, (24, 8, 20)), (33, (7,)), (272, (48, 48))] + [(4096, (4096, 1024, 1024)), (14336, (4096,)), (4096, (14336, 14336))] * ON_GPU
+
+
+@each_type
+@pytest.mark.parametrize(("inputs", "splits"), SIZES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_get_the_deltas_of_their_adapters(rows: int, inputs: int, splits: tuple[int, ...], dtype: torch.dtype) -> None:
+    Case(inputs, splits, places=draw_places(rows, 4), dtype=dtype).check()
+
+
+@pytest.mark.parametrize("rows", [1, 9, 70])
+@pytest.mark.parametrize("place", [-1, 2, 3])
+def test_rows_of_one_adapter(place: int, rows: int) -> None:
+    """No adapter; one that leaves the layer alone; one with several pages."""
+    Case(places=[place] * rows).check()
+
+
+@each_type
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("biased", [False, True])
+def test_output_scales(biased: bool, rows: int, dtype: torch.dtype) -> None:
+    Case(places=[row % 5 - 1 for row in range(1, rows + 1)], scaled=(0, 3), dtype=dtype).check(biased)
+
+
+@each_type
+@pytest.mark.parametrize("pairs", [1, 16, 40, 100] + [2048] * ON_GPU)
+def test_pairs_get_the_deltas_of_their_experts(pairs: int, dtype: torch.dtype) -> None:
+    Case(48, (16, 16), experts=3, places=draw_places(pairs, 4), dtype=dtype).check()
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_strides(rows: int) -> None:
+    """Rows of the output apart, and pages at odd addresses."""
+    Case(places=draw_places(rows, 4), gap=5, spread=3).check()
+    Case(places=draw_places(rows, 4), gap=16, spread=16, dtype=torch.float16).check()
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_pages_beyond_two_to_the_31st_element(rows: int) -> None:
+    case = Case(counts=(1, 1), places=[row % 3 - 1 for row in range(rows)])
+    apart, size = 2**31 // 60_000 // 8 * 8, case.layer.a[0].numel() + case.layer.b[0].numel()
+    pages = 70_000 if ON_GPU else 3
+    stride = apart if ON_GPU else 2**31 + 8
+    pool = torch.empty(1, dtype=torch.float32, device=DEVICE)
+    if ON_GPU:
+        pool = torch.empty(pages * stride + size, dtype=torch.float32, device=DEVICE)
+    else:
+        import mmap
+
+        memory = mmap.mmap(-1, 4 * (2 * stride + size))  # takes memory where it is written alone
+        pool = torch.frombuffer(memory, dtype=torch.float32)
+    a = pool.as_strided((pages, *case.layer.a.shape[1:]), (stride, *case.layer.a.stride()[1:]))
+    b = pool.as_strided((pages, *case.layer.b.shape[1:]), (stride, *case.layer.b.stride()[1:]), case.layer.a[0].numel())
+    for place, page in enumerate((pages - 1, 1)):
+        a[page], b[page] = case.layer.a[case.place_pages[place, 0]], case.layer.b[case.place_pages[place, 0]]
+        case.place_pages[place, 0] = page
+    case.layer = replace(case.layer, a=a, b=b)
+    x, out = case.make_rows()
+    expected, plan = out.clone(), case.make_plan()
+    TorchDeltas().expand(expected, TorchDeltas().shrink(x, case.layer, plan, case.place_pages), case.layer, plan, case.place_pages)
+    case.compute(TritonDeltas(), x, out, plan, None)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("experts", [0, 5])
+@pytest.mark.parametrize("rows", [9, 64, 65, 512, 513, 2000])
+def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
+    places = torch.tensor(draw_places(rows, 6), dtype=torch.int32, device=DEVICE)
+    of_rows = torch.randint(experts, (rows,), device=DEVICE) if experts else None
+    block = max(16, choose_block(rows, experts))
+    keys, tiled = (each.cpu() for each in group_rows(places, of_rows, 6, experts, block))
+    row_keys = places.cpu() if of_rows is None else torch.where(places < 0, -1, places * experts + of_rows).cpu()
+    active = [row for row, key in enumerate(row_keys.tolist()) if key >= 0]
+    tiles = [(key, [row for row in lanes if row < rows]) for key, lanes in zip(keys.tolist(), tiled.view(-1, block).tolist(), strict=True)]
+    assert sorted(row for key, lanes in tiles if key >= 0 for row in lanes) == active
+    assert all(row_keys[row] == key for key, lanes in tiles for row in lanes if key >= 0)
+    full = sum(len(lanes) == block for key, lanes in tiles if key >= 0)
+    assert full >= (len(active) - 6 * max(1, experts) * (block - 1)) // block
+
+
+def test_every_threshold_of_rows_has_a_count() -> None:
+    for experts in (0, 8, 128):
+        counts = TritonDeltas().list_row_counts(experts)
+        assert {choose_block(count, experts) for count in counts} == {1, 16, 64}
