@@ -181,7 +181,7 @@ def test_pages_beyond_two_to_the_31st_element(rows: int) -> None:
 def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
     places = torch.tensor(draw_places(rows, 6), dtype=torch.int32, device=DEVICE)
     of_rows = torch.randint(experts, (rows,), device=DEVICE) if experts else None
-    block = max(16, choose_block(rows, experts))
+    block = max(8, choose_block(rows, experts))
     keys, tiled = (each.cpu() for each in group_rows(places, of_rows, 6, experts, block))
     row_keys = places.cpu() if of_rows is None else torch.where(places < 0, -1, places * experts + of_rows).cpu()
     active = [row for row, key in enumerate(row_keys.tolist()) if key >= 0]
@@ -195,4 +195,4 @@ def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
 def test_every_threshold_of_rows_has_a_count() -> None:
     for experts in (0, 8, 128):
         counts = TritonDeltas().list_row_counts(experts)
-        assert {choose_block(count, experts) for count in counts} == {1, 16, 64}
+        assert {choose_block(count, experts) for count in counts} == {1, 8, 64}

@@ -25,12 +25,13 @@ from frame.kernels.launch import ceil_div, launch_dependents, launch_options, ne
 class ProductSizes:
     """What one program of each product computes."""
 
-    splits: int  # of the inputs; 1, 2, 4, 8 or 16
+    splits: int  # of the inputs, a power of two
     inputs: int  # at a time
     columns: int  # ranks of all parts that one program of `shrink` computes
     outputs: int  # of one program of `expand`
-    warps: int = 4
-    stages: int = 3  # of the loads of `shrink`
+    shrink_warps: int = 4
+    expand_warps: int = 4
+    stages: int = 3  # loads of `shrink` under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +50,17 @@ class Tiles:
         return {"BLOCK": self.block, "HAS_EXPERTS": self.num_experts > 0, "UPCAST": INTERPRETED}
 
 
-def choose_sizes(block: int, inputs: int, splits: tuple[int, ...], bytes_each: int) -> ProductSizes:
-    """Sizes for tiles of `block` rows of a layer whose parts have `splits` outputs. `bytes_each`:
-    of a value."""
+def choose_sizes(block: int, inputs: int, splits: tuple[int, ...], value_bytes: int) -> ProductSizes:
+    """Sizes for tiles of `block` rows of a layer whose parts have `splits` outputs."""
     is_large = sum(splits) > 8192
+    outputs = next_power_of_2(max(16, *splits))
     if block == 1:
-        pieces = min(16 if inputs > 8192 else 8, next_power_of_2(ceil_div(inputs, 128)))
-        each = min(1024, next_power_of_2(ceil_div(inputs, pieces)))
-        sizes = ProductSizes(pieces, max(16, each), 16, 256 if is_large else 128, 8 if each > 512 else 4, 1)
-    elif block == 16:
-        pieces = min(8, next_power_of_2(ceil_div(inputs, 256)))
-        sizes = ProductSizes(pieces, 256, 16, 512 if is_large else 128)
-    else:
-        sizes = ProductSizes(2, 128, min(64, next_power_of_2(16 * len(splits))), 128)
-    each = sizes.inputs * 2 // bytes_each if block > 1 else sizes.inputs
-    outputs = min(sizes.outputs, max(16, next_power_of_2(max(splits))))
-    return ProductSizes(sizes.splits, each, sizes.columns, outputs, sizes.warps, sizes.stages)
+        each = min(1024, next_power_of_2(ceil_div(inputs, 4)))
+        return ProductSizes(4, max(16, each), 16, min(256 if is_large else 128, outputs), 8 if each > 512 else 4, stages=1)
+    if block < 64:  # shared memory for two copies beside a kernel that streams a base weight
+        return ProductSizes(4, 512 // value_bytes, 16, min(512 if is_large else 256, outputs), expand_warps=8 if is_large else 4)
+    columns = min(64, next_power_of_2(16 * len(splits)))
+    return ProductSizes(2, 256 // value_bytes, columns, min(128, outputs), expand_warps=8)
 
 
 def list_blocks(splits: tuple[int, ...], outputs: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -122,18 +118,23 @@ def _shrink_kernel(
     lanes = tl.arange(0, INPUTS)
     x_rows = x + source.to(tl.int64)[:, None] * x_stride + lanes[None, :]
     a_rows = a + page * a_stride + (tl.cast(expert, tl.int64) * columns + column)[:, None] * inputs + lanes[None, :]
-    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    IS_TALL: tl.constexpr = BLOCK >= 64  # the side of 64 rows comes first, as warp-group MMA requires
+    total = tl.zeros([BLOCK, COLUMNS] if IS_TALL else [COLUMNS, BLOCK], tl.float32)
     start = tl.program_id(2) * split
     for first in tl.range(start, tl.minimum(start + split, inputs), INPUTS, num_stages=STAGES):
         inside = (first + lanes < inputs)[None, :]
         x_tile = tl.load(x_rows + first, mask=is_row[:, None] & inside, other=0.0)
         a_tile = tl.load(a_rows + first, mask=(column < columns)[:, None] & inside, other=0.0)
+        if UPCAST or BLOCK == 1:  # the interpreter multiplies bfloat16 incorrectly
+            x_tile, a_tile = x_tile.to(tl.float32), a_tile.to(tl.float32)
         if BLOCK == 1:
-            total += tl.sum(a_tile.to(tl.float32) * x_tile.to(tl.float32), 1)[None, :]
-        elif UPCAST:  # the interpreter multiplies bfloat16 incorrectly
-            total = tl.dot(x_tile.to(tl.float32), tl.trans(a_tile.to(tl.float32)), total, input_precision="ieee")
-        else:
+            total += tl.sum(a_tile * x_tile, 1)[:, None]
+        elif IS_TALL:
             total = tl.dot(x_tile, tl.trans(a_tile), total, input_precision="ieee")
+        else:
+            total = tl.dot(a_tile, tl.trans(x_tile), total, input_precision="ieee")
+    if not IS_TALL:
+        total = tl.trans(total)
     out_rows = (tl.cast(tl.program_id(2), tl.int64) * num_rows + row) * columns * max_pages
     places = column // 16 * max_pages * 16 + number * 16 + column % 16
     tl.store(out + out_rows[:, None] + places[None, :], total, mask=is_row[:, None] & (column < columns)[None, :])
@@ -153,7 +154,7 @@ def shrink(
         x, a, tiles.keys, tiles.rows, x if sources is None else sources, counts, place_pages, out,
         tiles.num_rows, inputs, columns, max(1, tiles.num_experts), max_pages, x.stride(0), a.stride(0), split,
         COLUMNS=sizes.columns, INPUTS=sizes.inputs, STAGES=sizes.stages, HAS_SOURCES=sources is not None,
-        **tiles.constants, **launch_options(x.device, sizes.warps),
+        **tiles.constants, **launch_options(x.device, sizes.shrink_warps),
     )  # fmt: skip
     return out
 
@@ -170,9 +171,12 @@ def _expand_kernel(
     first, end, part = tl.load(block) * UNIT, tl.load(block + 1) * UNIT, tl.load(block + 2)
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    place, expert, row = _find_tile(tl.program_id(1), keys, rows, num_experts, BLOCK, HAS_EXPERTS)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # backwards: the last rows of a long prompt are still in the L2 cache
+    place, expert, row = _find_tile(tile, keys, rows, num_experts, BLOCK, HAS_EXPERTS)
     if place < 0:
         return
+    page_numbers = place_pages + place * max_pages
+    page = tl.load(page_numbers)
     count = tl.load(counts + place)
     is_scaled = tl.load(has_scale + place) != 0
     if count == 0:
@@ -184,21 +188,32 @@ def _expand_kernel(
     out_tile = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     result = tl.load(out_tile, mask=inside, other=0.0)
     b_rows = b + (tl.cast(expert, tl.int64) * outputs + column)[:, None] * 16 + rank[None, :]
-    total = tl.zeros([BLOCK, OUTPUTS], tl.float32)
+    IS_TALL: tl.constexpr = BLOCK >= 64
+    total = tl.zeros([BLOCK, OUTPUTS] if IS_TALL else [OUTPUTS, BLOCK], tl.float32)
+    inner_rows = shrunk + ((row.to(tl.int64) * parts + part) * max_pages * 16)[:, None] + rank[None, :]
+    split_stride = tl.cast(num_rows, tl.int64) * parts * max_pages * 16
     for number in range(count):
-        page = tl.load(place_pages + place * max_pages + number).to(tl.int64)
-        b_tile = tl.load(b_rows + page * b_stride, mask=(column < end)[:, None], other=0.0)
-        inner = tl.zeros([BLOCK, 16], tl.float32)
-        for split in tl.static_range(SPLITS):
-            at = ((tl.cast(split, tl.int64) * num_rows + row) * parts + part) * max_pages + number
-            inner += tl.load(shrunk + at[:, None] * 16 + rank[None, :], mask=is_row, other=0.0)
+        b_tile = tl.load(b_rows + page.to(tl.int64) * b_stride, mask=(column < end)[:, None], other=0.0)
         if BLOCK == 1:
-            total += tl.sum(b_tile.to(tl.float32) * inner, 1)[None, :]
-        elif UPCAST:
-            total = tl.dot(inner, tl.trans(b_tile.to(tl.float32)), total, input_precision="ieee")
+            inner = tl.zeros([1, 16], tl.float32)
+            for split in tl.static_range(SPLITS):
+                inner += tl.load(inner_rows + split_stride * split + number * 16)
         else:
-            total = tl.dot(inner.to(b_tile.dtype), tl.trans(b_tile), total, input_precision="ieee")
-    total += result.to(tl.float32)
+            splits = (tl.arange(0, SPLITS) * split_stride + number * 16)[:, None, None]
+            inner = tl.sum(tl.load(inner_rows[None, :, :] + splits, mask=is_row[None, :, :], other=0.0), 0)
+        if UPCAST or BLOCK == 1:
+            b_tile = b_tile.to(tl.float32)
+        inner = inner.to(b_tile.dtype)
+        if BLOCK == 1:
+            total += tl.sum(b_tile * inner, 1)[:, None]
+        elif IS_TALL:
+            total = tl.dot(inner, tl.trans(b_tile), total, input_precision="ieee")
+        else:
+            total = tl.dot(b_tile, tl.trans(inner), total, input_precision="ieee")
+        page = tl.load(page_numbers + number + 1, mask=number + 1 < count, other=0)
+    if not IS_TALL:
+        total = tl.trans(total)
+    total = total.to(result.dtype).to(tl.float32) + result.to(tl.float32)
     if is_scaled:
         scale = tl.load(scales + tl.cast(place, tl.int64) * outputs + column, mask=column < end, other=0.0)[None, :]
         if HAS_BIAS:
@@ -220,5 +235,5 @@ def expand(
         out, shrunk, b, tiles.keys, tiles.rows, counts, place_pages, table, *scales, out if bias is None else bias,
         tiles.num_rows, out.shape[1], shrunk.shape[2], max(1, tiles.num_experts), place_pages.shape[1], out.stride(0), b.stride(0),
         SPLITS=len(shrunk), OUTPUTS=sizes.outputs, UNIT=unit, HAS_BIAS=bias is not None,
-        **tiles.constants, **launch_options(out.device, sizes.warps), num_stages=1,
+        **tiles.constants, **launch_options(out.device, sizes.expand_warps), num_stages=1,
     )  # fmt: skip

@@ -16,14 +16,14 @@ from frame.kernels.launch import launch_dependents, launch_options, wait_for_pre
 
 SORTED_ROWS = 64, 512  # rows that one program sorts; PyTorch sorts more
 _FEW_ROWS, _FEW_PAIRS = 8, 32  # that are cheaper one by one than sorted
-_MANY_ROWS = 1024  # that fill tiles of 64, with as many for each expert as half a tile
+_MANY_ROWS = 512  # that fill tiles of 64, with as many for each expert as half a tile
 
 
 def choose_block(num_rows: int, num_experts: int) -> int:
-    """Rows of a tile: 1, 16 or 64."""
+    """Rows of a tile: 1, 8 or 64."""
     if num_rows <= (_FEW_PAIRS if num_experts else _FEW_ROWS):
         return 1
-    return 64 if num_rows >= max(_MANY_ROWS, 32 * num_experts) else 16
+    return 64 if num_rows >= max(_MANY_ROWS, 32 * num_experts) else 8
 
 
 def list_thresholds(num_experts: int) -> list[int]:
