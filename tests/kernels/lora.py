@@ -7,6 +7,7 @@ TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
 from frame.adapters.triton_deltas import TritonDeltas
 from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.kernels.lora.products import list_blocks
 from frame.kernels.lora.row_tiles import choose_block, group_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -111,35 +113,49 @@ def draw_places(rows: int, num_places: int) -> list[int]:
     return (torch.randint(num_places + 1, (rows,)) - 1).tolist()
 
 
-ROWS = [1, 7, 20, 70] + [300, 1100, 4096] * ON_GPU
-SIZES = [(40, (24, 8, 20)), (33, (7,)), (272, (48, 48))] + [(4096, (4096, 1024, 1024)), (14336, (4096,)), (4096, (14336, 14336))] * ON_GPU
+ROWS = [1, 7, 70] + [300, 4096] * ON_GPU
+TYPED_ROWS = [2, 20] + [300, 1100] * ON_GPU
+SIZES = [(40, (24, 8, 20)), (33, (7,)), (272, (48, 48))]
+REAL_SIZES = [(4096, (4096, 1024, 1024)), (14336, (4096,)), (4096, (14336, 14336))] * ON_GPU
+
+
+@pytest.mark.parametrize(("inputs", "splits"), SIZES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_get_the_deltas_of_their_adapters(rows: int, inputs: int, splits: tuple[int, ...]) -> None:
+    Case(inputs, splits, places=draw_places(rows, 4)).check()
 
 
 @each_type
-@pytest.mark.parametrize(("inputs", "splits"), SIZES, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_rows_get_the_deltas_of_their_adapters(rows: int, inputs: int, splits: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("inputs", "splits"), [*SIZES[:1], *REAL_SIZES], ids=str)
+@pytest.mark.parametrize("rows", TYPED_ROWS)
+def test_dtypes(rows: int, inputs: int, splits: tuple[int, ...], dtype: torch.dtype) -> None:
     Case(inputs, splits, places=draw_places(rows, 4), dtype=dtype).check()
 
 
-@pytest.mark.parametrize("rows", [1, 9, 70])
+@each_type
+@pytest.mark.parametrize("experts", [0, 2])
+def test_tiles_of_64_rows(experts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
+    Case(splits=(24, 8, 20) if not experts else (24,), experts=experts, places=draw_places(90, 4), scaled=(1,), dtype=dtype).check(True)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("place", [-1, 2, 3])
 def test_rows_of_one_adapter(place: int, rows: int) -> None:
     """No adapter; one that leaves the layer alone; one with several pages."""
     Case(places=[place] * rows).check()
 
 
-@each_type
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("biased", [False, True])
 def test_output_scales(biased: bool, rows: int, dtype: torch.dtype) -> None:
     Case(places=[row % 5 - 1 for row in range(1, rows + 1)], scaled=(0, 3), dtype=dtype).check(biased)
 
 
-@each_type
-@pytest.mark.parametrize("pairs", [1, 16, 40, 100] + [2048] * ON_GPU)
-def test_pairs_get_the_deltas_of_their_experts(pairs: int, dtype: torch.dtype) -> None:
-    Case(48, (16, 16), experts=3, places=draw_places(pairs, 4), dtype=dtype).check()
+@pytest.mark.parametrize("pairs", [1, 16, 40] + [100, 2048] * ON_GPU)
+def test_pairs_get_the_deltas_of_their_experts(pairs: int) -> None:
+    Case(48, (16, 16), experts=3, places=draw_places(pairs, 4)).check()
 
 
 @pytest.mark.parametrize("rows", [3, 20])
@@ -151,29 +167,20 @@ def test_strides(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [2, 20])
 def test_pages_beyond_two_to_the_31st_element(rows: int) -> None:
-    case = Case(counts=(1, 1), places=[row % 3 - 1 for row in range(rows)])
-    apart, size = 2**31 // 60_000 // 8 * 8, case.layer.a[0].numel() + case.layer.b[0].numel()
-    pages = 70_000 if ON_GPU else 3
-    stride = apart if ON_GPU else 2**31 + 8
-    pool = torch.empty(1, dtype=torch.float32, device=DEVICE)
-    if ON_GPU:
-        pool = torch.empty(pages * stride + size, dtype=torch.float32, device=DEVICE)
-    else:
-        import mmap
-
-        memory = mmap.mmap(-1, 4 * (2 * stride + size))  # takes memory where it is written alone
-        pool = torch.frombuffer(memory, dtype=torch.float32)
-    a = pool.as_strided((pages, *case.layer.a.shape[1:]), (stride, *case.layer.a.stride()[1:]))
-    b = pool.as_strided((pages, *case.layer.b.shape[1:]), (stride, *case.layer.b.stride()[1:]), case.layer.a[0].numel())
-    for place, page in enumerate((pages - 1, 1)):
-        a[page], b[page] = case.layer.a[case.place_pages[place, 0]], case.layer.b[case.place_pages[place, 0]]
-        case.place_pages[place, 0] = page
-    case.layer = replace(case.layer, a=a, b=b)
+    case = Case(counts=(1, 1), places=[row % 3 - 1 for row in range(rows)], dtype=torch.float16)
     x, out = case.make_rows()
-    expected, plan = out.clone(), case.make_plan()
-    TorchDeltas().expand(expected, TorchDeltas().shrink(x, case.layer, plan, case.place_pages), case.layer, plan, case.place_pages)
+    expected, plan = case.compute_reference(x, out, case.make_plan(), None), case.make_plan()
+    pages, stride = 70_000, 32_776
+    a, b = case.layer.a, case.layer.b
+    pool = torch.empty(pages * stride, dtype=a.dtype, device=DEVICE)  # on a CPU, memory that is not written is not allocated
+    far_a = pool.as_strided((pages, *a.shape[1:]), (stride, *a.stride()[1:]))
+    far_b = pool.as_strided((pages, *b.shape[1:]), (stride, *b.stride()[1:]), a[0].numel())
+    for place, page in enumerate((pages - 1, 1)):
+        near = int(case.place_pages[place, 0])
+        far_a[page], far_b[page], case.place_pages[place, 0] = a[near], b[near], page
+    case.layer = replace(case.layer, a=far_a, b=far_b)
     case.compute(TritonDeltas(), x, out, plan, None)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), expected, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("experts", [0, 5])
@@ -183,16 +190,31 @@ def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
     of_rows = torch.randint(experts, (rows,), device=DEVICE) if experts else None
     block = max(8, choose_block(rows, experts))
     keys, tiled = (each.cpu() for each in group_rows(places, of_rows, 6, experts, block))
-    row_keys = places.cpu() if of_rows is None else torch.where(places < 0, -1, places * experts + of_rows).cpu()
-    active = [row for row, key in enumerate(row_keys.tolist()) if key >= 0]
-    tiles = [(key, [row for row in lanes if row < rows]) for key, lanes in zip(keys.tolist(), tiled.view(-1, block).tolist(), strict=True)]
-    assert sorted(row for key, lanes in tiles if key >= 0 for row in lanes) == active
-    assert all(row_keys[row] == key for key, lanes in tiles for row in lanes if key >= 0)
-    full = sum(len(lanes) == block for key, lanes in tiles if key >= 0)
-    assert full >= (len(active) - 6 * max(1, experts) * (block - 1)) // block
+    row_keys = (places if of_rows is None else torch.where(places < 0, -1, places * experts + of_rows)).tolist()
+    tiles = [
+        (key, [row for row in lanes if row < rows])
+        for key, lanes in zip(keys.tolist(), tiled.view(-1, block).tolist(), strict=True)
+        if key >= 0
+    ]
+    assert sorted(row for _, lanes in tiles for row in lanes) == [row for row, key in enumerate(row_keys) if key >= 0]
+    assert all(row_keys[row] == key for key, lanes in tiles for row in lanes)
+    counts = Counter(key for key in row_keys if key >= 0)
+    assert len(tiles) == sum(-(-count // block) for count in counts.values())
 
 
-def test_every_threshold_of_rows_has_a_count() -> None:
-    for experts in (0, 8, 128):
-        counts = TritonDeltas().list_row_counts(experts)
-        assert {choose_block(count, experts) for count in counts} == {1, 8, 64}
+@pytest.mark.parametrize("experts", [0, 8, 128])
+def test_warm_up_rows_use_every_block(experts: int) -> None:
+    counts = TritonDeltas().list_row_counts(experts)
+    assert {choose_block(count, experts) for count in counts} == {1, 8, 64}
+
+
+def test_blocks_of_outputs_lie_in_one_part() -> None:
+    assert list_blocks((32, 16), 32) == ([(0, 2, 0), (2, 3, 1)], 16)
+    assert list_blocks((5, 40), 32) == ([(0, 5, 0), (5, 45, 1), (37, 45, 1)], 1)
+    with pytest.raises(TypeError, match="plan_rows"):
+        Case().compute(UnplannedDeltas(), *Case().make_rows(), Case().make_plan(), None)
+
+
+class UnplannedDeltas(TritonDeltas):
+    def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> RowPlan:  # type: ignore[override]
+        return plan

@@ -64,8 +64,8 @@ def choose_sizes(block: int, inputs: int, splits: tuple[int, ...], value_bytes: 
 
 
 def list_blocks(splits: tuple[int, ...], outputs: int) -> tuple[list[tuple[int, int, int]], int]:
-    """Blocks of at most `outputs` outputs that lie in one part each. -> ([first, end, part], in
-    units of) the largest number, 16 or 1, that divides all."""
+    """Blocks of at most `outputs` outputs that lie in one part each. -> [(first output, end of the
+    part, part)], and the unit of the first two numbers: 16 if it divides all, else 1."""
     unit = 1 if any(size % 16 for size in splits) else 16
     blocks, first = [], 0
     for part, size in enumerate(splits):

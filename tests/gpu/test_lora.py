@@ -1,0 +1,82 @@
+"""The products of low-rank deltas, compiled, and replayed from a CUDA graph with other adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+if torch.cuda.is_available():
+    from frame.adapters.triton_deltas import TritonDeltas
+    from tests.kernels.lora import *  # noqa: F403
+    from tests.kernels.lora import Case, draw_places
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("experts", [0, 8])
+@pytest.mark.parametrize("rows", [1, 8, 64, 300, 700])
+def test_a_graph_reads_the_places_of_its_replay(rows: int, experts: int, dtype: torch.dtype) -> None:
+    """The shrink is captured on a side stream, as layers run it."""
+    splits = (4096, 1024, 1024) if not experts else (1536,)
+    case = Case(2048, splits, experts=experts, places=[-1] * rows, scaled=(1,), dtype=dtype)
+    operations, side = TritonDeltas(), torch.cuda.Stream()
+    x, _ = case.make_rows()
+    plan = case.make_plan(len(x))
+    weight = torch.randn(sum(splits), 2048, device="cuda").to(dtype)
+    bias = torch.randn(sum(splits), device="cuda").to(dtype)
+
+    def step() -> torch.Tensor:
+        base = (x if plan.sources is None else x[plan.sources]) @ weight.t()
+        tiled = operations.plan_rows(plan, len(case.counts), experts)
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            shrunk = operations.shrink(x, case.layer, tiled, case.place_pages)
+        result = base * 1.0
+        main.wait_stream(side)
+        operations.expand(result, shrunk, case.layer, tiled, case.place_pages, bias)
+        return result
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for _ in range(4):
+        plan.places.copy_(torch.tensor(draw_places(rows, 4), dtype=torch.int32))
+        x.normal_()
+        if plan.experts is not None:
+            plan.experts.random_(experts)
+        graph.replay()
+        base = (x if plan.sources is None else x[plan.sources]) @ weight.t()
+        expected = case.compute_reference(x, base, plan, bias)
+        none = (plan.places < 0).nonzero().flatten().tolist()
+        assert torch.equal(got[none], base[none])
+        unit = {torch.float32: 2**-16, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
+        assert (got.double() - expected).abs().max() <= unit * expected.abs().max()
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_the_row_counts_of_a_warm_up_compile_every_variant(experts: int) -> None:
+    """Later rows of any number launch nothing that is not compiled."""
+    from triton import knobs
+
+    case = Case(2048, (4096, 1024, 1024), experts=experts, dtype=torch.bfloat16)
+    operations = TritonDeltas()
+
+    def run(rows: int) -> None:
+        case.places = draw_places(rows, 4)
+        x, out = case.make_rows()
+        case.compute(operations, x, out, case.make_plan(len(x)), None)
+
+    for rows in operations.list_row_counts(experts):
+        run(rows)
+    compiled: list[object] = []
+    previous, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **named: compiled.append(named)
+    try:
+        for rows in (2, 3, 7, 16, 31, 32, 100, 500, 600, 1024, 5000):
+            run(rows)
+    finally:
+        knobs.runtime.jit_post_compile_hook = previous
+    assert not compiled
