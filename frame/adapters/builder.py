@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from frame import kernels
 from frame.adapters.adapter_pool import AdapterPool, AdapterSizes
 from frame.adapters.adapter_reader import AdapterReader, ChosenFormat
 from frame.adapters.commands import AdapterCommands, AdapterLoader
-from frame.adapters.deltas import TorchDeltas
+from frame.adapters.deltas import DeltaOperations, TorchDeltas
 from frame.adapters.device_adapters import DeviceAdapters
 from frame.adapters.places import AdapterPlaces, AdapterVersions
 from frame.core.interfaces.adapter import PAGE_RANKS
@@ -40,7 +41,12 @@ def plan_sizes(max_active: int, max_rank: int, pages: int | None) -> AdapterSize
 
 def make_device_adapters(sizes: AdapterSizes, platform: Platform, dtype: torch.dtype, tp: Collective) -> DeviceAdapters:
     """What the layers of a model register with."""
-    return DeviceAdapters(AdapterPool(sizes, platform, dtype, tp), TorchDeltas())
+    operations: DeltaOperations = TorchDeltas()
+    if kernels.can_use_triton(platform.device):
+        from frame.adapters.triton_deltas import TritonDeltas
+
+        operations = TritonDeltas()
+    return DeviceAdapters(AdapterPool(sizes, platform, dtype, tp), operations)
 
 
 def allocate_adapters(context: BuildContext) -> DeviceAdapters | None:

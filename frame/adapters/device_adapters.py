@@ -35,6 +35,7 @@ class DeviceAdapters:
     def __init__(self, pool: AdapterPool, operations: DeltaOperations) -> None:
         streams = pool.platform if isinstance(pool.platform, SupportsStreams) else None
         self.pool = pool
+        self.is_warming_up = False
         self.host: dict[str, HostAdapter] = {}  # by digest; loads read it
         self._rows = StepRows(operations, streams)
 
@@ -66,7 +67,7 @@ class DeviceAdapters:
             self.pool.load(load, self.host[load.digest])
         self._slots.update(batch)
         places = self._slots.host[0, batch.slots]
-        self.is_active = bool((places >= 0).any())
+        self.is_active = self.is_warming_up or bool((places >= 0).any())
         self.pool.await_copies(places)
 
     def place_tokens(self, batch: ForwardBatch, size: int) -> None:

@@ -66,6 +66,8 @@ class TritonDeltas:
         bias: torch.Tensor | None = None,
     ) -> None:
         tiles = _get_tiles(plan)
+        if shrunk.dim() == 3:  # that an embedding has looked up
+            shrunk = shrunk.unsqueeze(0).float()
         sizes = self._choose(tiles.block, layer.a.shape[-1], layer.splits, out.element_size())
         key = layer.splits, sizes.outputs, out.device
         if key not in self._blocks:

@@ -109,6 +109,10 @@ class TorchModelRunner(ModelRunner):
             return
         for batch in (*idle_prompts(self.context.limits), *idle_mixed(self.inputs.table.padding_slot, self.context.limits)):
             self.launch(batch).wait()
+            if self.adapters is not None:
+                self.adapters.is_warming_up = True
+                self.launch(batch).wait()
+                self.adapters.is_warming_up = False
         with torch.inference_mode():
             self.sampler.warm_up(torch.zeros(2, self.vocab_size, dtype=self.context.dtype, device=self.context.device))
             if self.inputs.table.has_trees and isinstance(self.inputs.kv, KVPool):

@@ -89,6 +89,7 @@ class StepAdapters(AdapterLayers, Protocol):
     forward pass `place_tokens` and `plan_tokens`, and `end_step` after the last layer."""
 
     is_active: bool  # whether a row of the step has an adapter; set also to capture graphs of such steps
+    is_warming_up: bool  # every step counts as one of rows with adapters
 
     def begin_step(self, batch: ScheduledBatch) -> None:
         """Copy adapters to the device, and set up and release slots."""
