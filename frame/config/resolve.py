@@ -25,6 +25,7 @@ from frame.config.resolve_plugins import (
     KEYS,
     Choices,
     check_unused_options,
+    choose_adapter_formats,
     choose_gemm_kernels,
     choose_list,
     choose_parser,
@@ -396,8 +397,7 @@ class _Solver:
         for kind, names in (("http_extension", config.server.extensions), ("stat_logger", config.log.stat_loggers)):
             self._collect(choose_list, self.chosen, self.records, kind, names, requirements)
         if config.adapters.enabled:
-            formats = [config.adapters.format] if config.adapters.format else [each.name for each in self.records.get("adapter", ())]
-            self._collect(choose_list, self.chosen, self.records, "adapter", formats, requirements)
+            self._collect(choose_adapter_formats, self.chosen, self.records, config.adapters.format, requirements)
         self._collect(self._drafter, task)
         if task != "generate":  # nothing is sampled
             return

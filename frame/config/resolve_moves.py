@@ -20,6 +20,7 @@ def find_moves(
     """One sentence for each setting that the user left open and that has another plugin because a
     package is installed."""
     open_kinds = [kind for kind, key in KEYS.items() if key in resolved.reasons and resolved.plugins.get(kind)]
+    open_kinds = [kind for kind in open_kinds if kind != "adapter"]  # a further format leaves the others as they are
     if all(choice.distribution == FRAME_DISTRIBUTION for kind in open_kinds for choice in resolved.plugins[kind]):
         return []
     in_tree = {kind: [record for record in group if record.distribution == FRAME_DISTRIBUTION] for kind, group in records.items()}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from frame.config.resolved import PluginChoice
 from frame.config.schema import FrameConfig
-from frame.config.selection import Rejected, ResolveError, Selection, by_rank, objections, select
+from frame.config.selection import PlainRequirements, Rejected, ResolveError, Selection, by_rank, objections, select
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed, choose_ranges
 from frame.core.interfaces.kinds import KINDS
@@ -77,6 +77,23 @@ def choose_list(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], 
             selections.setdefault(name, selection)
     chosen.selected[kind] = list(selections.values())
     chosen.reasons[key] = f"in this order: {', '.join(selections) or 'none'}"
+
+
+def choose_adapter_formats(
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], named: str | None, requirements: PlainRequirements
+) -> None:
+    """Choose the adapter format that the user names, or all that can be used: then each adapter's
+    configuration selects its own. Raises ResolveError if the named one is unknown or unfit."""
+    kind, key = "adapter", KEYS["adapter"]
+    candidates = sorted(records.get(kind, ()), key=by_rank)
+    if named is not None:
+        if (selection := select(key, candidates, requirements, named, kind=kind)) is not None:
+            chosen.note(kind, key, selection, is_open=False)
+        return
+    refused = {each.record.name for each in chosen.reject(key, kind, records, requirements)}
+    usable = [Selection(record, "can be used") for record in candidates if record.name not in refused]
+    chosen.selected[kind] = usable
+    chosen.reasons[key] = f"by each adapter's configuration: {', '.join(each.record.name for each in usable) or 'none'}"
 
 
 def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import CheckpointError
+from frame.core.interfaces.plugin import Anything
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class AdapterContext:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterCapabilities:
+class AdapterCapabilities(Anything):
     """What an adapter format reads."""
 
     # (key, value) pairs that adapter_config.json must have; a key that is absent has the value None

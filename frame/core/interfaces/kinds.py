@@ -113,6 +113,15 @@ _ALL = (
         suite="testing.weights.weight_format:suite",
     ),
     Kind(
+        name="adapter",
+        version=1,
+        summary="formats of LoRA adapters",
+        interface="adapter:AdapterFormat",
+        context="adapter:AdapterContext",
+        key="adapters.format",
+        suite="testing.adapters.suite:suite",
+    ),
+    Kind(
         name="gemm_kernel",
         version=2,
         summary="matrix products with stored weights",

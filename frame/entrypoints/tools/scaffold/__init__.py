@@ -22,6 +22,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 # `capabilities=` in the manifest with its import. Kinds without an entry have no requirements.
 _CAPABILITIES: Mapping[str, tuple[str, str]] = {
+    "adapter": ("frame.core.interfaces.adapter", 'AdapterCapabilities(selects=(("format", "$name"),))'),
     "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
     "collective": ("frame.core.interfaces.collective", 'CollectiveCapabilities(devices=("cpu",))'),
     "drafter": ("frame.core.interfaces.drafter", "DrafterCapabilities()"),
@@ -45,6 +46,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
 }
 # Settings that `KIND.key` needs beside it to serve the embedded model or a checkpoint.
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "adapter": ("enabled: true",),
     "collective": ("tp: 2  # it connects ranks",),
     "gemm_kernel": ("quantization: int8  # it multiplies quantized weights",),
     "launcher": ("tp: 2  # it starts ranks",),
@@ -52,6 +54,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 # What the generated plugin does once it is served.
 _EFFECTS: Mapping[str, str] = {
+    "adapter": 'It reads adapters whose adapter_config.json has `"format": "$name"`.',
     "grammar_backend": 'It compiles `"structured_outputs": {"choice": ["yes", "no"]}` of a request, and no other kind of grammar.',
     "http_extension": "It adds the route `/$name/status` and logs each response.",
     "logits_processor": 'It bans the token ids that a request lists: `"custom": {"$name": "1,2"}`.',

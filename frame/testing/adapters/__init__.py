@@ -1,0 +1,1 @@
+"""Adapter formats: the suite, and the files that it generates."""
