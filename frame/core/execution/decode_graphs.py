@@ -128,8 +128,8 @@ class CapturedSize:
     captured: Captured
     masked: Captured | None
     filtered: tuple[DecodeOutputs, Captured] | None
-    adapted: Captured | None  # the same step with adapters, into the same outputs; None without `adapters`
     views: tuple[ForwardBatch, ...]  # of the cache groups with a page table of their own, one each
+    adapted: CapturedSize | None = None  # the same step with adapters, into the same outputs; None without `adapters`
 
 
 class DecodeGraphs:
@@ -223,6 +223,8 @@ class DecodeGraphs:
         """
         rows = len(tokens.slots)
         step = self.steps[self._smallest[rows]]
+        if self.adapters is not None and self.adapters.is_active and step.adapted is not None:
+            step = step.adapted
         size = step.batch.num_rows
         arrays = {
             "request_slots": tokens.slots,
@@ -251,8 +253,7 @@ class DecodeGraphs:
                 viewed = replace(viewed, seq_lens=view.host.seq_lens, min_lens=None)
             self._backend.replay_plan(view.plan, replace(view, host=viewed))
         self._backend.replay_plan(step.batch.plan, replace(step.batch, host=host))
-        is_adapted = step.adapted is not None and self.adapters is not None and self.adapters.is_active
-        (step.adapted if is_adapted and step.adapted is not None else step.captured).replay()
+        step.captured.replay()
         return _first_rows(step.outputs, tokens.num_sampling) if is_masked else self._draw_filtered(step, tokens, draws)
 
     def draw_masked(self, tokens: TokenRows, draws: Mapping[str, np.ndarray], grammar: GrammarArrays[torch.Tensor] | None) -> DecodeOutputs:
@@ -307,9 +308,15 @@ class DecodeGraphs:
             torch.index_select(table.last_token, 0, inputs["token_slots"], out=batch.token_ids)
             return self._body(bound_lengths(planned), params, inputs["drawn_slots"])
 
-        plain, planned = (self._planned(batch, inputs, plan) for plan in (self._backend.plan, self._backend.capture_plan))
-        views = tuple({view.group: view for view in (planned.views or {}).values()}.values())
-        outputs, captured = capture_step(self.platform, pool, lambda: run(plain), lambda: run(planned))
+        def capture(into: DecodeOutputs | None = None) -> tuple[ForwardBatch, DecodeOutputs, Captured]:
+            """The batch with its plan, and the step, whose outputs are copied `into` others."""
+            # a plan may prepare its tensors in the first call of a capture: each needs its own
+            plain, planned = (self._planned(batch, inputs, plan) for plan in (self._backend.plan, self._backend.capture_plan))
+            if into is None:
+                return planned, *capture_step(self.platform, pool, lambda: run(plain), lambda: run(planned))
+            return planned, *capture_step(self.platform, pool, lambda: _copy(run(plain), into), lambda: _copy(run(planned), into))
+
+        planned, outputs, captured = capture()
         masked = filtered = None
         if self._masks.shape[1]:
             draw = partial(self._draw_again, outputs, params, inputs["drawn_slots"])
@@ -318,12 +325,13 @@ class DecodeGraphs:
             filters = {name: inputs[name] for name in (*_DRAW, *_FILTERS)}
             again = partial(self._redraw, outputs, filters, inputs["drawn_slots"])
             filtered = capture_step(self.platform, pool, again, again)
-        adapted = None
-        if self.adapters is not None:
-            self.adapters.is_active = True
-            _, adapted = capture_step(self.platform, pool, lambda: _copy(run(plain), outputs), lambda: _copy(run(planned), outputs))
-            self.adapters.end_step()
-        return CapturedSize(planned, outputs, captured, masked, filtered, adapted, views)
+        step = CapturedSize(planned, outputs, captured, masked, filtered, _list_views(planned))
+        if self.adapters is None:
+            return step
+        self.adapters.is_active = True
+        planned, _, captured = capture(outputs)
+        self.adapters.end_step()
+        return replace(step, adapted=replace(step, batch=planned, captured=captured, views=_list_views(planned)))
 
     def _draw_again(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """Draw the tokens again under `_masks`, into the outputs."""
@@ -340,6 +348,11 @@ class DecodeGraphs:
         if groups is not None:
             batch = groups.make_views(batch, inputs, plan)
         return replace(batch, plan=plan(batch))
+
+
+def _list_views(batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
+    """The batch's views of cache groups, one each."""
+    return tuple({view.group: view for view in (batch.views or {}).values()}.values())
 
 
 def _copy(sources: DecodeOutputs, targets: DecodeOutputs) -> DecodeOutputs:

@@ -240,6 +240,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     pools = tuple(replace(each, num_pages=_min_of_ranks(each.num_pages, ranks, device)) for each in pools)
     operations = choose_operations(device)
     pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device, operations.move_rows)
+    adapters = _allocate_adapters(context)
     phases["cache"] = time.perf_counter() - clock
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, pools)
     if resolved.pooling is None:
@@ -253,7 +254,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         from frame.pooling.pooling_runner import PoolingRunner
 
         runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
-    runner.adapters = _allocate_adapters(context)
+    runner.adapters = adapters
     clock = time.perf_counter()
     runner.resolve_backend()
     phases["attention"] = time.perf_counter() - clock
