@@ -38,6 +38,7 @@ from frame.kernels.moe.local_pairs import select_local_pairs
 from frame.kernels.moe.router import compute_few_logits, compute_normed_logits, select_experts
 from frame.kernels.moe.shared_expert import add_shared_expert
 from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE
+from frame.models.layers.norm import RMSNorm
 from frame.models.layers.router import Router, RoutingRule
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, gelu_mul, squared_relu
 from frame.plugins.devices import open_platform
@@ -48,6 +49,7 @@ from frame.quantization.plain import Plain
 from frame.testing.gemm_kernels import make_gemm_kernels
 from frame.testing.moe.experts import reference
 from frame.testing.moe.runner import PlainExperts
+from tests.models.layers.random_adapters import RandomAdapters
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # relative to the largest value; the interpreter truncates instead of rounding
@@ -477,3 +479,26 @@ def test_layer_with_a_gated_shared_expert() -> None:
     got = layer(x)
     layer._add_shared = None
     check(got, layer(x).double())
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the random adapters are on the CPU")
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_layer_with_adapters(tokens: int) -> None:
+    """By the kernels, as by PyTorch, also where the parts of a token's experts are summed later."""
+    adapters = RandomAdapters()
+    plain = replace(CONTEXT, weight_format=Plain(FormatContext(torch.float32)), gemm_kernels=make_gemm_kernels(CONTEXT))
+    context = replace(plain, moe_runner=Triton(plain), moe_dispatcher=AllReduce(plain), adapters=adapters)
+    layer = MoE(context, "m", ExpertSizes(4, 64, 32), RoutingRule(2))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    for module in (layer.experts, layer.router):
+        module.finish()
+    x, norm = torch.randn(tokens, 64), RMSNorm(plain, "n", 64, 1e-6)
+    torch.nn.init.ones_(norm.weight)
+    norm.finish()
+    adapters.places = torch.randint(-1, 2, (tokens,), dtype=torch.int32)
+    got, (parts, _) = layer(x), layer.forward_normed(norm, x, torch.zeros_like(x))
+    assert layer.experts.deltas is not None
+    layer.experts.deltas = replace(layer.experts.deltas, runner=None)
+    check(got, layer(x).double())
+    check(parts.sum(1) if parts.dim() == 3 else parts, layer(norm(x)).double())

@@ -107,7 +107,7 @@ def test_two_ranks(architecture: str, checkpoint: Callable[..., Path]) -> None:
     "architecture",
     ["Qwen3MoeForCausalLM", "CohereForCausalLM", "Gemma4ForCausalLM", "NemotronHForCausalLM", "FalconH1ForCausalLM", "Gemma3ForCausalLM"],
 )
-def test_the_last_layer_narrows_the_rows(architecture: str, checkpoint: Callable[..., Path]) -> None:
+def test_the_last_layer_selects_the_rows_of_adapters(architecture: str, checkpoint: Callable[..., Path]) -> None:
     chosen = torch.tensor([70, 3, 55, 31, len(A) - 1])
 
     def forward(indices: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -111,8 +111,8 @@ def _add_bias(acc, bias, rows, SWAP: tl.constexpr):
 def _compute_tile(
     x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, expert, start, first, num_pairs, x_stride,
     x_scale_stride, out_scale_stride, w_expert, w_row,
-    N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, BY_OUTPUT: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, FIRST: tl.constexpr, BY_PAIR: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, BY_OUTPUT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """BM rows from `start` on, of one expert, times BN of its outputs from `first` on."""
@@ -171,6 +171,7 @@ def _compute_tile(
     else:
         weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
         acc *= weight[None, :] if SWAP else weight[:, None]
+    if BY_PAIR or not FIRST:
         places = pairs
         inside = inside & valid[:, None]
     if SWAP:
@@ -195,6 +196,7 @@ def experts_kernel(
     num_pairs, x_scale_stride, out_scale_stride, x_stride, w_expert, w_row,
     N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr,
     FIRST: tl.constexpr,  # the first GEMM, which applies the activation; the second applies the pairs' weights
+    BY_PAIR: tl.constexpr,  # the first GEMM's result is [pairs, N]
     GATED: tl.constexpr,  # the weights are gates, then ups
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr,
     SCALED: tl.constexpr,  # x, weights and the first GEMM's result are float8 with scales
@@ -218,14 +220,14 @@ def experts_kernel(
     if is_half:
         _compute_tile(
             x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, expert, start, first, num_pairs, x_stride,
-            x_scale_stride, out_scale_stride, w_expert, w_row, N, K, TOP, FIRST, GATED, ACTIVATION, ALPHA, LIMIT, BIASED, SCALED,
-            BY_OUTPUT, BM // 2, BN, BK, TMA, SWAP, UPCAST,
+            x_scale_stride, out_scale_stride, w_expert, w_row, N, K, TOP, FIRST, BY_PAIR, GATED, ACTIVATION, ALPHA, LIMIT, BIASED,
+            SCALED, BY_OUTPUT, BM // 2, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
     else:
         _compute_tile(
             x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, expert, start, first, num_pairs, x_stride,
-            x_scale_stride, out_scale_stride, w_expert, w_row, N, K, TOP, FIRST, GATED, ACTIVATION, ALPHA, LIMIT, BIASED, SCALED,
-            BY_OUTPUT, BM, BN, BK, TMA, SWAP, UPCAST,
+            x_scale_stride, out_scale_stride, w_expert, w_row, N, K, TOP, FIRST, BY_PAIR, GATED, ACTIVATION, ALPHA, LIMIT, BIASED,
+            SCALED, BY_OUTPUT, BM, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
 
 

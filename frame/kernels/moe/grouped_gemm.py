@@ -112,6 +112,14 @@ def compute_gate_up(
     return act
 
 
+def compute_pairs(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+    """x [tokens, inputs] times the weights of each token's experts, without an activation and the
+    pairs' weights -> [pairs, outputs]."""
+    out = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=x.values.device)
+    _launch(x, weights, Rows(out), pairs, order, tile, _PLAIN, by_pair=True)
+    return out
+
+
 def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
     """`compute_gate_up`'s result times down -> [pairs, hidden], each row times its pair's
     weight."""
@@ -210,15 +218,25 @@ def _prefill_fp8() -> ModuleType:
     return expert_prefill_fp8
 
 
-def _launch(rows: Rows, weights: Weights, out: Rows, pairs: Pairs, order: Alignment, tile: Tile, activation: Activation | None) -> None:
-    """`activation` None: the second GEMM."""
+def _launch(
+    rows: Rows,
+    weights: Weights,
+    out: Rows,
+    pairs: Pairs,
+    order: Alignment,
+    tile: Tile,
+    activation: Activation | None,
+    by_pair: bool = False,
+) -> None:
+    """`activation` None: the second GEMM. `by_pair`: the rows of `out` are pairs, as always of the
+    second."""
     x, values = rows.values, weights.values
     x_scale, w_scale, out_scale, bias = _or(rows.scale, x), _or(weights.scale, values), _or(out.scale, out.values), _or(weights.bias, x)
     outputs, inputs, top = out.values.shape[1], values.shape[2], pairs.ids.shape[1]
     types = tuple(each.dtype for each in (x, values, out.values, x_scale, w_scale, out_scale, bias))
     strides = x.stride(0), values.stride(0), values.stride(1)
     scales = 0 if weights.scale is None else weights.scale.dim()
-    form = activation, weights.bias is not None
+    form = activation, weights.bias is not None, by_pair
     launch = _prepared_experts(form, outputs, inputs, top, scales, tile, types, strides, x.device)
     w: Any = values
     if tile.tma:
@@ -244,7 +262,7 @@ def _or(scale: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _prepared_experts(
-    form: tuple[Activation | None, bool],  # see `_launch`; whether there is a bias
+    form: tuple[Activation | None, bool, bool],  # see `_launch`; whether there is a bias; `by_pair`
     outputs: int,
     inputs: int,
     top: int,
@@ -255,11 +273,11 @@ def _prepared_experts(
     device: torch.device,
 ) -> PreparedLaunch:
     x, w, out, x_scale, w_scale, out_scale, bias = types
-    activation, biased = form
+    activation, biased, by_pair = form
     weights = _descriptor(w, tile.bn, tile.bk, device) if tile.tma else w
     example = x, weights, out, torch.float32, *[torch.int32] * 3, x_scale, w_scale, out_scale, bias, 0, 0, 0, *strides
     constants = {"N": outputs, "K": inputs, "TOP": top, "FIRST": activation is not None, **(activation or _PLAIN).constants}
-    constants |= {"BIASED": biased, "SCALED": scales > 0, "BY_OUTPUT": scales == 2}
+    constants |= {"BIASED": biased, "BY_PAIR": by_pair, "SCALED": scales > 0, "BY_OUTPUT": scales == 2}
     constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "TMA": tile.tma, "SWAP": tile.swap, "HALF_BLOCKS": tile.half_blocks}
     constants |= {"UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
     return PreparedLaunch(experts_kernel, example, constants, device, tile.warps)

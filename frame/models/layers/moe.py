@@ -92,10 +92,11 @@ class Experts(nn.Module):
         names = ("gate_up", "down", "gate_up_fp8_scale", "down_fp8_scale", "gate_up_bias", "down_bias")
         return [tensor for name in names if (tensor := getattr(self, name, None)) is not None]
 
-    def run_adapted(self, tokens: DispatchOutput, deltas: ExpertDeltas) -> torch.Tensor:
-        """As `MoERunner.run`, with the deltas of the tokens' adapters."""
+    def run_adapted(self, tokens: DispatchOutput, deltas: ExpertDeltas, parts: bool) -> torch.Tensor:
+        """As `MoERunner.run`, or with `parts` as `run_parts`, with the deltas of the tokens'
+        adapters."""
         if deltas.runner is not None and not self.weights.grouped:
-            return deltas.run(tokens, self)
+            return deltas.run(tokens, self, parts)
         return self.weights.run_sorted(tokens, deltas)
 
     def finish(self) -> None:
@@ -254,7 +255,7 @@ class MoE(nn.Module):
             return self.dispatcher.combine(tokens.x, tokens)
         deltas = self.experts.deltas
         if deltas is not None and deltas.is_active:
-            out = self.experts.run_adapted(tokens, deltas)
+            out = self.experts.run_adapted(tokens, deltas, parts=run is not None)
         elif self.experts.weights.grouped:
             out = self.experts.weights.run(tokens, parts=run is not None)
         else:

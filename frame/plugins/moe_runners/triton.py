@@ -35,10 +35,10 @@ from frame.kernels.moe.grouped_gemm import (
     compute_down_vector,
     compute_gate_up,
     compute_gate_up_vector,
+    compute_pairs,
 )
 from frame.models.layers.weights.expert_activation import activate, find_activation
 
-_PLAIN = Activation("none")
 _CPU_MEMORY = 1 << 20  # bytes of shared memory assumed for the interpreter, which has no limit
 
 
@@ -79,12 +79,8 @@ class Triton(MoERunner):
         tile = choose_tiles(count, num_experts, float8=is_float8).first
         order = align_tokens(ids.contiguous(), num_experts, tile.bm)
         rows = Rows(*quantize_groups(x)) if is_float8 else Rows(x)
-        pairs = Pairs(ids, torch.empty(ids.shape, dtype=torch.float32, device=ids.device))  # the first GEMM reads no weights
-        out = compute_gate_up(rows, weights, pairs, order, self._fit_tile(tile, weights, 1), x.dtype, _PLAIN).values
-        numbers = torch.arange(len(out), device=x.device)
-        places = numbers.new_empty(count + 1)  # the last entry takes padding rows
-        places.index_copy_(0, order.pairs.masked_fill(numbers >= order.rows, count).long(), numbers)
-        return out.index_select(0, places[:-1])
+        pairs = Pairs(ids, torch.empty(ids.shape, dtype=torch.float32, device=ids.device))  # which are not read
+        return compute_pairs(rows, weights, pairs, order, self._fit_tile(tile, weights, 1), x.dtype)
 
     def _compile(self, tokens: DispatchOutput, layer: _Layer) -> None:
         """Run every variant of the kernels once, so that no later step waits for a compilation."""

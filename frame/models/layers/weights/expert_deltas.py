@@ -59,11 +59,12 @@ class ExpertDeltas:
         """Whether a row of this step may have an adapter."""
         return self.gate_up.is_active or self.down.is_active
 
-    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
-        """As `MoERunner.run`, by the runner's matmul of pairs, in the order of the tokens."""
+    def run(self, tokens: DispatchOutput, experts: nn.Module, parts: bool) -> torch.Tensor:
+        """As `MoERunner.run`, or with `parts` as `run_parts`, by the runner's matmul of pairs, in
+        the order of the tokens."""
         assert self.runner is not None
         multiply, ids, (count, top) = self.runner.multiply_pairs, tokens.ids.flatten(), tokens.ids.shape
-        source = torch.arange(count, device=ids.device).repeat_interleave(top)
+        source = torch.arange(count * top, device=ids.device).div_(top, rounding_mode="floor")
 
         def product(name: Literal["gate_up", "down"], x: torch.Tensor) -> torch.Tensor:
             if name == "gate_up":
@@ -73,7 +74,8 @@ class ExpertDeltas:
         out = self.run_pairs(tokens.x.index_select(0, source), (source, ids), experts, product)
         if (bias := getattr(experts, "down_bias", None)) is not None:
             out = out + bias.index_select(0, ids)
-        return torch.einsum("tkh,tk->th", out.view(count, top, -1).float(), tokens.weights).to(out.dtype)
+        summands = out.view(count, top, -1).mul_(tokens.weights.unsqueeze(-1))
+        return summands if parts else summands.sum(1)
 
     def run_pairs(self, x: torch.Tensor, pairs: tuple[torch.Tensor, torch.Tensor], experts: nn.Module, multiply: Multiply) -> torch.Tensor:
         """x [pairs, hidden] -> the results of `down` without bias [pairs, hidden]. pairs: (token of
