@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,19 @@ def test_layers_without_deltas(checkpoint: Callable[..., Path]) -> None:
     unknown = ("classifier", "pooler", "score", "kv_b_proj", "mlp.gate", "shared_expert_gate")
     assert not [name for name in names if name.endswith(unknown)]
     assert {"model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa", "lm_head"} < names
+
+
+def test_folded_projections_step_aside(checkpoint: Callable[..., Path]) -> None:
+    """In decodes, which use them without adapters."""
+    adapters = RandomAdapters()
+    session = follow_rows(open_session(checkpoint("DeepseekV3ForCausalLM"), adapters=adapters), adapters, {0: 1})
+    session.step([(0, A[:5])])
+    for layer in session.model.layers:
+        layer.attention.folded = object()
+    assert session.step([(0, A[5:6])])[0].isfinite().all()
+    adapters.places, session.batch = None, partial(Session.batch, session)
+    with pytest.raises(AttributeError):
+        session.step([(0, A[6:7])])
 
 
 def test_layers_of_a_drafter_have_no_deltas(checkpoint: Callable[..., Path]) -> None:

@@ -14,6 +14,7 @@ from frame.core.interfaces.collective import Collective, LocalGroup
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.weight_format import FormatContext
 from frame.models.layers.embedding import Head, VocabEmbedding
+from frame.models.layers.linear import ColumnLinear
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.parameter import load_parameters
 from frame.models.layers.router import RoutingRule
@@ -127,3 +128,50 @@ def test_experts_that_register_no_deltas(case: str, monkeypatch: pytest.MonkeyPa
         ExpertSizes(EXPERTS, HIDDEN, INNER), RoutingRule(2),
     )  # fmt: skip
     assert not adapters.made
+
+
+class FusedGemm:
+    """A GEMM whose fused forms fail."""
+
+    tensors = ()
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self.weight, bias)
+
+    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        raise AssertionError
+
+
+class FusedExperts:
+    """Grouped GEMMs whose fused form fails."""
+
+    tensors = ()
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.linear(rows, weight) for rows, weight in zip(x.tensor_split(ends[:-1].long()), self.weights, strict=True)])
+
+    def mix(self, *arguments: Any) -> torch.Tensor:
+        raise AssertionError
+
+
+def test_fused_forms_step_aside() -> None:
+    adapters, x = RandomAdapters(), draw(len(PLACES), HIDDEN)
+    context = make_context(adapters)
+    linear = ColumnLinear(context, ("gate", "up"), HIDDEN, (INNER, INNER))
+    linear.gemm = FusedGemm(draw(2 * INNER, HIDDEN))
+    moe = make_moe(context)
+    adapters.places = PLACES
+    assert linear.apply_gated(x) is None
+    want = moe(x)
+    moe.experts.weights.grouped = {name: FusedExperts(getattr(moe.experts, name).data) for name in ("gate_up", "down")}
+    torch.testing.assert_close(moe(x), want, atol=1e-6, rtol=1e-6)
+    adapters.places = None
+    for fused in (linear.apply_gated, moe):
+        with pytest.raises(AssertionError):
+            fused(x)
