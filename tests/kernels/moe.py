@@ -483,22 +483,25 @@ def test_layer_with_a_gated_shared_expert() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the random adapters are on the CPU")
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_layer_with_adapters(tokens: int) -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_layer_with_adapters(tokens: int, is_shared: bool) -> None:
     """By the kernels, as by PyTorch, also where the parts of a token's experts are summed later."""
     adapters = RandomAdapters()
     plain = replace(CONTEXT, weight_format=Plain(FormatContext(torch.float32)), gemm_kernels=make_gemm_kernels(CONTEXT))
     context = replace(plain, moe_runner=Triton(plain), moe_dispatcher=AllReduce(plain), adapters=adapters)
-    layer = MoE(context, "m", ExpertSizes(4, 64, 32), RoutingRule(2))
+    shared = GatedSharedExpert(context, "s", "g", 64, 32) if is_shared else None
+    layer = MoE(context, "m", ExpertSizes(4, 64, 32), RoutingRule(2), shared)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    for module in (layer.experts, layer.router):
-        module.finish()
+    for module in layer.modules():
+        if module is not layer and hasattr(module, "finish"):
+            module.finish()
     x, norm = torch.randn(tokens, 64), RMSNorm(plain, "n", 64, 1e-6)
     torch.nn.init.ones_(norm.weight)
     norm.finish()
     adapters.places = torch.randint(-1, 2, (tokens,), dtype=torch.int32)
     got, (parts, _) = layer(x), layer.forward_normed(norm, x, torch.zeros_like(x))
     assert layer.experts.deltas is not None
-    layer.experts.deltas = replace(layer.experts.deltas, runner=None)
+    layer.experts.deltas, layer._add_shared = replace(layer.experts.deltas, runner=None), None
     check(got, layer(x).double())
     check(parts.sum(1) if parts.dim() == 3 else parts, layer(norm(x)).double())

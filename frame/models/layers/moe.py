@@ -28,6 +28,7 @@ from frame.models.layers.weights.expert_deltas import ExpertDeltas
 from frame.models.layers.weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.adapter import LayerDelta
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, MoEDispatcher
 
@@ -211,7 +212,7 @@ class MoE(nn.Module):
             return self._run_experts(x, logits)
         add = None if torch.compiler.is_compiling() else self._add_shared
         # the fused sum applies the gate, and sums the parts of a token's experts
-        gated = self.shared if add is not None and isinstance(self.shared, GatedSharedExpert) else None
+        gated = self.shared if add is not None and isinstance(self.shared, GatedSharedExpert) and not self.shared.is_adapted else None
         run_shared = self.shared if gated is None else gated.expert
         run = self.runner.run_parts if add is not None and self._returns_parts else None
         if self._streams is None or not self._overlaps or len(x) > _OVERLAP_TOKENS:
@@ -273,13 +274,24 @@ class GatedSharedExpert(nn.Module):
         self.expert = GatedMLP(context, prefix, hidden_size, inner_size)
         self.weight = ShardedParameter(torch.empty(1, hidden_size, dtype=context.dtype))
         self.weight.bind(f"{gate}.weight")
+        self.delta: LayerDelta | None = None
+        if context.adapters is not None:
+            self.delta = context.adapters.add_layer((gate,), Range.whole(hidden_size), (Range.whole(1),))
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a row of this step may have an adapter of the gate."""
+        return self.delta is not None and self.delta.is_active
 
     def defer_sum(self) -> None:
         """Return a `RankSum` on several ranks."""
         self.expert.defer_sum()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:
-        gate, out = torch.sigmoid(F.linear(x, self.weight)), self.expert(x)
+        gate = F.linear(x, self.weight)
+        if self.delta is not None and self.delta.is_active:
+            self.delta.expand(gate, self.delta.shrink(x))
+        gate, out = torch.sigmoid(gate), self.expert(x)
         return RankSum(gate * out.summand, out.group) if isinstance(out, RankSum) else gate * out
 
 
