@@ -329,3 +329,28 @@ class IgnoresTheActivation(PlainRunner):
 
     def forms_of(self, experts: Any, expert: int) -> tuple[Any, ...]:
         return (*super().forms_of(experts, expert)[:2], None)
+
+
+class PairProducts(PlainRunner):
+    """Correct, with a matmul of pairs."""
+
+    def multiply_pairs(self, x: torch.Tensor, ids: torch.Tensor, experts: Any, name: str) -> torch.Tensor:
+        return torch.einsum("ti,tkoi->tko", x.float(), getattr(experts, name)[ids].float()).flatten(0, 1).to(x.dtype)
+
+
+@mutant
+class SortedPairs(PairProducts):
+    """Returns the products of pairs in the order of their experts."""
+
+    def multiply_pairs(self, x: torch.Tensor, ids: torch.Tensor, experts: Any, name: str) -> torch.Tensor:
+        return super().multiply_pairs(x, ids, experts, name)[ids.flatten().argsort()]
+
+
+@mutant
+class BiasedPairs(PairProducts):
+    """Adds the bias to the products of pairs, which the caller does after the deltas."""
+
+    def multiply_pairs(self, x: torch.Tensor, ids: torch.Tensor, experts: Any, name: str) -> torch.Tensor:
+        bias = getattr(experts, f"{name}_bias", None)
+        out = super().multiply_pairs(x, ids, experts, name)
+        return out if bias is None else out + bias[ids.flatten()]
