@@ -26,15 +26,15 @@ _GONE = "the version of the adapter that this request began with is no longer lo
 
 @dataclass(slots=True)
 class AdapterVersion:
-    """An adapter in host memory. `key`: the cache key of its first token, which no other adapter
-    has had. `num_requests`: those that wait or run."""
+    """An adapter in host memory. `keys`: by token id, the cache key of that token as the first one
+    that the adapter changes; no other adapter has had it. `num_requests`: those that wait or run."""
 
     digest: str
-    key: int
     num_pages: int
     invocation: np.ndarray  # int32; see `AdapterConfig.invocation`
     copy_seconds: float  # that a copy to the device takes, about
     num_requests: int = 0
+    keys: dict[int, int] = field(default_factory=dict)
 
 
 class AdapterVersions:
@@ -44,9 +44,15 @@ class AdapterVersions:
         self.by_digest: dict[str, AdapterVersion] = {}
         self._last_key = -1
 
+    def find_key(self, version: AdapterVersion, token: int) -> int:
+        """The cache key of a token id as the first one that an adapter changes, below -1."""
+        if token not in version.keys:
+            self._last_key -= 1
+            version.keys[token] = self._last_key
+        return version.keys[token]
+
     def add_version(self, digest: str, num_pages: int, invocation: tuple[int, ...], copy_seconds: float) -> None:
-        self._last_key -= 1
-        self.by_digest[digest] = AdapterVersion(digest, self._last_key, num_pages, np.array(invocation, np.int32), copy_seconds)
+        self.by_digest[digest] = AdapterVersion(digest, num_pages, np.array(invocation, np.int32), copy_seconds)
 
 
 @dataclass(slots=True)
@@ -81,14 +87,14 @@ class AdapterPlaces:
         if start < 0:  # as PEFT: the adapter is not active without its invocation
             request.adapter = ""
             return None
-        request.adapter_start, request.adapter_key = start, version.key
+        request.adapter_start, request.adapter_key = start, self._versions.find_key(version, int(request.prompt[start]))
         version.num_requests += 1
         return None
 
     def end_request(self, request: Request) -> None:
         """The request is forgotten."""
         version = self._versions.by_digest.get(request.adapter)
-        if version is not None and version.key == request.adapter_key:
+        if version is not None:
             version.num_requests -= 1
 
     def begin_pass(self, queue: Iterable[Request], count: int, now: float) -> list[Request]:

@@ -93,7 +93,7 @@ def test_an_adapter_with_an_invocation_is_active_from_its_last_occurrence_on() -
     request, without = _request("x", (7, 8, 1, 7, 8, 2)), _request("x", (7, 1, 8))
     places.start_request(request)
     places.start_request(without)
-    assert (request.adapter_start, request.adapter_key) == (3, versions.by_digest["x"].key)
+    assert (request.adapter_start, request.adapter_key) == (3, versions.find_key(versions.by_digest["x"], 7))
     assert without.adapter == ""
     keys = request.cache_keys(request.prompt)
     assert keys[:3].tolist() == [7, 8, 1]
@@ -103,9 +103,18 @@ def test_an_adapter_with_an_invocation_is_active_from_its_last_occurrence_on() -
 def test_an_adapter_loaded_again_has_another_cache_key() -> None:
     versions = AdapterVersions()
     versions.add_version("x", 1, (), 0.0)
-    first = versions.by_digest.pop("x").key
+    first = versions.find_key(versions.by_digest.pop("x"), 5)
     versions.add_version("x", 1, (), 0.0)
-    assert versions.by_digest["x"].key != first
+    assert versions.find_key(versions.by_digest["x"], 5) != first
+
+
+def test_the_first_token_is_part_of_its_cache_key() -> None:
+    places = _places(num_places=1, num_pages=1)
+    one, other, same = _request("a", (4, 5, 6)), _request("a", (9, 5, 6)), _request("a", (4, 5, 6))
+    for request in (one, other, same):
+        places.start_request(request)
+    keys = [request.cache_keys(request.prompt).tolist() for request in (one, other, same)]
+    assert keys[0] == keys[2] != keys[1]
 
 
 class PlaceMachine(RuleBasedStateMachine):

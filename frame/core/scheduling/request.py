@@ -81,7 +81,7 @@ class Request:
     second_text_start: int = 0  # index of the first token of a pair's second text; 0: one text
     adapter: str = ""  # digest; "": none
     adapter_start: int = 0  # first token for which the adapter is active
-    adapter_key: int = 0  # takes the place of that token's id in the prefix cache; 0: no adapter
+    adapter_key: int = 0  # of that token with the adapter, in place of its id in the prefix cache; 0: no adapter
     adapter_place: int = -1  # while running
     encoder_input: np.ndarray | None = None  # float32; kept, because a preempted request is encoded again
     wants_prompt_logprobs: bool = False  # they are still to be sent
