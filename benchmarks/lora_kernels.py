@@ -41,6 +41,8 @@ VARIANTS: dict[str, dict[str, float]] = {  # factors of fields of `ProductSizes`
     "inputs*2": {"inputs": 2},
     "outputs/2": {"outputs": 0.5},
     "outputs*2": {"outputs": 2},
+    "outputs*2 warps*2": {"outputs": 2, "expand_warps": 2},
+    "outputs/2 warps/2": {"outputs": 0.5, "expand_warps": 0.5},
     "expand_warps/2": {"expand_warps": 0.5},
     "expand_warps*2": {"expand_warps": 2},
     "shrink_warps*2": {"shrink_warps": 2},
