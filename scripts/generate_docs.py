@@ -216,6 +216,8 @@ def _cell(value: Any, name: str) -> str:
         return "the model's dtype" if name == "kv_dtypes" else "any"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if name == "selects":
+        return ", ".join(f"{key}: {json.dumps(part)}" for key, part in value)
     if isinstance(value, tuple):
         return ", ".join("plain" if part is None else str(part) for part in value) or "none"
     return str(value)

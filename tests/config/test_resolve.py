@@ -339,6 +339,19 @@ def test_a_list_names_the_logits_processors_in_order() -> None:
         resolve(config(sampling={"processors": ["their"]}), LAPTOP, LLAMA, records())
 
 
+def test_adapter_formats_are_all_chosen_or_the_named_one() -> None:
+    broken = record("adapter", "broken", problems=(Reason("needs more"),))
+    known = records(adapter=[record("adapter", "low"), record("adapter", "high", rank=5), broken])
+    assert "adapter" not in resolve(config(), LAPTOP, LLAMA, known).plugins
+    resolved = resolve(config(adapters={"enabled": True}), LAPTOP, LLAMA, known)
+    assert names(resolved)["adapter"] == ["high", "low"]
+    assert resolved.reasons["adapters.format"] == "by each adapter's configuration: high, low"
+    assert resolved.rejected["adapters.format"] == {"broken": ["needs more"]}
+    assert names(resolve(config(adapters={"enabled": True, "format": "low"}), LAPTOP, LLAMA, known))["adapter"] == ["low"]
+    with pytest.raises(UnknownPluginError, match="did you mean 'low'"):
+        resolve(config(adapters={"enabled": True, "format": "lov"}), LAPTOP, LLAMA, known)
+
+
 def test_a_prefix_cache_is_chosen_by_name_and_capabilities() -> None:
     resolved = resolve(config(), LAPTOP, LLAMA, records())
     assert (names(resolved)["prefix_cache"], names(resolved)["eviction_policy"]) == (["tree"], ["lru"])

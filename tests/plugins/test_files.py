@@ -182,6 +182,7 @@ EXAMPLES = {
     "weight_source:tar": "tests/examples/packages/frame-tar-weights/frame_tar_weights.py",
     "stat_logger:statsd": "tests/examples/packages/frame-statsd/frame_statsd.py",
     "collective:store": "tests/plugins/fake_collective.py",
+    "adapter:mlx": "tests/plugins/adapter_example.py",
     "platform:abacus": "tests/plugins/platform_example.py",
     "launcher:reversed": "tests/plugins/fake_launcher.py",
 }

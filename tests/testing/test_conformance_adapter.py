@@ -1,11 +1,14 @@
-"""The in-tree adapter formats pass the suite of their kind, which writes PEFT's files for them."""
+"""The in-tree adapter formats and the example pass the suite of their kind."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from frame.config.schema import PluginsSection
 from frame.core.interfaces.adapter import AdapterConfig, AdapterError, LowRankDelta
-from frame.plugins.loader import load_registry
+from frame.plugins.loader import load_configured, load_registry
 from frame.testing.adapters.files import Maker
 from frame.testing.adapters.suite import suite
 from frame.testing.conformance import Check, Setting, SkipCheck, Subject, find
@@ -13,7 +16,9 @@ from tests.testing.mutants import load_mutants
 
 REGISTRY = load_registry(installed=False)
 # Checks that a format skips: what it does not offer.
-SKIPPED = {"lora": set(), "dora": {"invocation_is_read", "stacked_experts"}}
+ROWS = {"invocation_is_read", "stacked_experts"}
+SKIPPED = {"lora": set(), "dora": ROWS, "mlx": ROWS | {"layers_have_ranks_and_scales_of_their_own"}}
+EXAMPLE = Path(__file__).parents[1] / "plugins" / "adapter_example.py"
 
 
 def skips(check: Check) -> bool:
@@ -24,9 +29,10 @@ def skips(check: Check) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", [record.name for record in REGISTRY.records("adapter")])
-def test_in_tree_formats(name: str) -> None:
-    checks = list(suite(find(REGISTRY, f"adapter:{name}", Setting())))
+@pytest.mark.parametrize("name", [*(record.name for record in REGISTRY.records("adapter")), "mlx"])
+def test_our_formats(name: str) -> None:
+    registry = load_configured(PluginsSection(paths=(str(EXAMPLE),))) if name == "mlx" else REGISTRY
+    checks = list(suite(find(registry, f"adapter:{name}", Setting())))
     assert {check.name for check in checks if skips(check)} == SKIPPED[name]
 
 

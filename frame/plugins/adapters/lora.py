@@ -7,6 +7,7 @@ module are nested: `MODULE.base_layer.lora_A.weight` is the inner one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,17 @@ from frame.plugins.adapters.peft_config import LayerScales, PeftConfig, list_end
 if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
-PREFIX = "base_model.model."
-_WRAPPED = ".base_layer"
-_COPIED = ("embed_tokens", "lm_head")  # layers whose weights PEFT copies where they are targets
+_PREFIX, _WRAPPER = r"(?:base_model\.model\.)?", r"\.base_layer"
+# module, wrappers, kind; the adapter's name may follow the kind
+_FACTOR = re.compile(
+    rf"{_PREFIX}(.+?)((?:{_WRAPPER})*)\.lora_"
+    r"(?:([AB])(?:\.[^.]+)?\.weight|(embedding_[AB]|magnitude_vector)(?:\.(?!bias$)[^.]+)?(?:\.weight)?)"
+)
+# What PEFT copies where it is a target: a wrapped layer, or an embedding or head
+_COPY = re.compile(rf"{_PREFIX}(?:(.+){_WRAPPER}|((?:.+\.)?(?:embed_tokens|lm_head)))\.(?:weight|bias)")
+_HEADS = ("embed_tokens", "lm_head")  # never stored [inputs, outputs]
 _MAX_NAME = 1000  # letters of a tensor's name; the work for one grows with its square
 _AGAIN = "save the adapter again with PEFT"
-_TAILS = {"A": ("weight",), "B": ("weight",), "embedding_A": (), "embedding_B": (), "magnitude_vector": ()}
 # Stacked parameters of one module, in the order in which models declare them, which is the order of
 # wrapping; the outputs of the first by the inputs of the second.
 _STACKED = {("gate_up_proj", "down_proj"): 2, ("up_proj", "down_proj"): 1}
@@ -38,11 +44,12 @@ class LoraFormat(AdapterFormat):
     uses_dora = False
 
     def read_config(self, config: Mapping[str, Any]) -> AdapterConfig:
-        options = self._read_options(config)
-        return AdapterConfig(options.max_rank, options.base_model_name_or_path or "", tuple(options.alora_invocation_tokens or ()))
+        options = read_peft_config(config, self.uses_dora)
+        rank = max([options.r, *(options.rank_pattern or {}).values()])
+        return AdapterConfig(rank, options.base_model_name_or_path or "", tuple(options.alora_invocation_tokens or ()))
 
     def read_deltas(self, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LowRankDelta]]:
-        options = self._read_options(config)
+        options = read_peft_config(config, self.uses_dora)
         scales, targets = LayerScales(options), _index_parameters(options.target_parameters or ())
         for module, levels in _group_factors(tensors).items():
             if wrapped := list(dict.fromkeys(name for end in list_ends(module) for name in targets.get(end, ()))):
@@ -56,16 +63,9 @@ class LoraFormat(AdapterFormat):
         """The delta of a layer with a weight of its own."""
         kind = "embedding_" if any(kind.startswith("embedding") for kind in factors) else ""
         a, b = _read_pair(factors, scales.find_rank(module), kind)
-        if kind or (options.fan_in_fan_out and module.rpartition(".")[2] not in _COPIED):  # the weight is stored [inputs, outputs]
+        if kind or (options.fan_in_fan_out and module.rpartition(".")[2] not in _HEADS):  # the weight is stored [inputs, outputs]
             a, b = b.t(), a.t()
         return LowRankDelta(a, b, scales.find_scale(module))
-
-    def _read_options(self, config: Mapping[str, Any]) -> PeftConfig:
-        options = read_peft_config(config)
-        if bool(options.use_dora) != self.uses_dora:
-            other = "dora" if options.use_dora else "lora"
-            raise AdapterError(f"adapter_config.json: use_dora is {options.use_dora}: set adapters.format to {other}")
-        return options
 
     def _read_parameters(
         self, module: str, names: list[str], levels: list[Factors], scales: LayerScales
@@ -99,23 +99,17 @@ def _group_factors(tensors: Mapping[str, LazyTensor]) -> dict[str, list[Factors]
     for name, tensor in tensors.items():
         if len(name) > _MAX_NAME:
             raise AdapterError(f"{name[:80]!r}... has more than {_MAX_NAME} letters: {_AGAIN}")
-        path, _, rest = name.rpartition(".lora_")
-        kind, *tail = rest.split(".")
-        if path and kind in _TAILS and _is_tail(kind, tail):
-            wrapper = path.removeprefix(PREFIX)
-            module = wrapper
-            while module.endswith(_WRAPPED):
-                module = module.removesuffix(_WRAPPED)
-            factors = modules.setdefault(module, {}).setdefault((len(wrapper) - len(module)) // len(_WRAPPED), {})
+        if match := _FACTOR.fullmatch(name):
+            module, wrappers, kind = match[1], match[2], match[3] or match[4]
+            factors = modules.setdefault(module, {}).setdefault(wrappers.count("."), {})
             if kind in factors:
                 raise AdapterError(f"{name!r:.200} and {factors[kind][0]!r:.200} are one factor: save one adapter in a file")
             factors[kind] = (name, tensor)
         else:
             others.append(name)
     for name in others:
-        layer, _, last = name.removeprefix(PREFIX).rpartition(".")
-        is_copy = layer.endswith(_WRAPPED) or layer.rpartition(".")[2] in _COPIED
-        if not (is_copy and last in ("weight", "bias") and layer.removesuffix(_WRAPPED) in modules):
+        copy = _COPY.fullmatch(name)
+        if copy is None or (copy[1] or copy[2]) not in modules:
             raise AdapterError(f"{name!r:.200} is no factor of LoRA: merge the adapter into the base model with PEFT and serve the result")
     if not modules:
         raise AdapterError(f"the adapter's file holds no factors of LoRA: {_AGAIN}")
@@ -123,15 +117,6 @@ def _group_factors(tensors: Mapping[str, LazyTensor]) -> dict[str, list[Factors]
         if sorted(levels) != list(range(len(levels))):
             raise AdapterError(f"{_some_name(levels[max(levels)])}: a wrapper inside of {module!r:.200} has no factors: {_AGAIN}")
     return {module: [levels[depth] for depth in sorted(levels, reverse=True)] for module, levels in modules.items()}
-
-
-def _is_tail(kind: str, tail: list[str]) -> bool:
-    """Whether a tensor's name may end so after its kind; before `weight` the adapter's name may
-    stand."""
-    if kind == "magnitude_vector" and tail[-1:] == ["weight"]:
-        tail = tail[:-1]
-    size = len(_TAILS[kind])
-    return tuple(tail[len(tail) - size :]) == _TAILS[kind] and len(tail) <= size + 1 and "bias" not in tail
 
 
 def _index_parameters(targets: Iterable[str]) -> dict[str, list[str]]:

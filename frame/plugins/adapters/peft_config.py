@@ -66,10 +66,6 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_parameters: list[str] | None = None
     alora_invocation_tokens: list[Annotated[int, Meta(ge=0, lt=2**31)]] | None = None
 
-    @property
-    def max_rank(self) -> int:
-        return max(self.r, *(self.rank_pattern or {}).values(), 1)
-
 
 class LayerScales:
     """The rank and the scale of each layer, by its name in PEFT's model."""
@@ -87,7 +83,7 @@ class LayerScales:
         return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
 
-def read_peft_config(config: Mapping[str, Any]) -> PeftConfig:
+def read_peft_config(config: Mapping[str, Any], uses_dora: bool = False) -> PeftConfig:
     """The options of an adapter. Raises AdapterError for one that is not implemented."""
     try:
         options = msgspec.convert(dict(config), PeftConfig)
@@ -96,6 +92,9 @@ def read_peft_config(config: Mapping[str, Any]) -> PeftConfig:
         raise AdapterError(f"adapter_config.json: {key.strip('`') or 'the file'} is invalid ({reason}): save the adapter again") from None
     if options.peft_type != "LORA":
         raise AdapterError(f"adapter_config.json: peft_type is {options.peft_type!r:.100}, and LORA is read: {_MERGE}")
+    if bool(options.use_dora) != uses_dora:
+        other = "dora" if options.use_dora else "lora"
+        raise AdapterError(f"adapter_config.json: use_dora is {options.use_dora}: set adapters.format to {other}")
     if options.bias != "none":
         raise AdapterError(
             f"adapter_config.json: bias is {options.bias!r:.100}, so biases are trained, which adapters leave alone: {_MERGE}"
@@ -111,31 +110,25 @@ def read_peft_config(config: Mapping[str, Any]) -> PeftConfig:
         if not known and value not in (None, False, [], {}):
             raise AdapterError(f"adapter_config.json: {key!r:.100} is an unknown option: remove it if it changes no product, else {_MERGE}")
     for key in ("alora_invocation_tokens", "target_parameters"):
-        if options.use_dora and getattr(options, key):
+        if uses_dora and getattr(options, key):
             raise AdapterError(f"adapter_config.json: use_dora and {key} exclude each other: save the adapter again with PEFT")
     LayerScales(options)
     return options
 
 
-# (whole names, ends of names) -> (place in the file, value)
-_Index = tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]
-
-
-def _index_patterns(option: str, patterns: Mapping[str, float] | None) -> _Index:
-    whole: dict[str, tuple[int, float]] = {}
-    ends: dict[str, tuple[int, float]] = {}
+def _index_patterns(option: str, patterns: Mapping[str, float] | None) -> dict[str, tuple[int, float]]:
+    """Name -> (place in the file, value); names that are to be whole begin with `^`."""
+    index: dict[str, tuple[int, float]] = {}
     for place, (key, value) in enumerate((patterns or {}).items()):
         if not _PATTERN.fullmatch(key):
             raise AdapterError(f"adapter_config.json: {option} has the key {key!r:.100}, an expression: write the names of the layers")
-        name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
-        (whole if key.startswith("^") else ends).setdefault(name, (place, value))
-    return whole, ends
+        index.setdefault(key.removesuffix("$").replace("\\.", "."), (place, value))
+    return index
 
 
-def _find(index: _Index, name: str, default: float) -> float:
+def _find(index: Mapping[str, tuple[int, float]], name: str, default: float) -> float:
     """The value of the first pattern that is the name or the end of it after a dot."""
-    whole, ends = index
-    values = [ends[end] for end in list_ends(name) if end in ends] + [whole[key] for key in (name,) if key in whole]
+    values = [index[key] for key in (f"^{name}", *list_ends(name)) if key in index]
     return min(values)[1] if values else default
 
 

@@ -86,7 +86,8 @@ class Maker:
             stored, tensors = self._write(config, deltas)
         except NotImplementedError as reason:
             raise SkipCheck(str(reason) or "the format stores no such adapter") from reason
-        return Written(config, deltas, deepcopy(stored), {name: value.clone() for name, value in tensors.items()})
+        copies = {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+        return Written(config, deltas, deepcopy(stored), copies)
 
     def read(
         self, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: AdapterFormat | None = None

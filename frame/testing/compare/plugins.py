@@ -72,6 +72,7 @@ PARSERS = ("reasoning_parser", "tool_call_parser")
 # Kinds of which two plugins have nothing to be equal in.
 NOT_COMPARED: Mapping[str, str] = MappingProxyType(
     {
+        "adapter": "two formats read different files",
         "weight_format": "two formats store different weights, so the tokens differ",
         "logits_processor": "each changes the tokens of requests by parameters of its own",
         "http_extension": "each serves routes of its own and computes no tokens",
