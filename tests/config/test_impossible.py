@@ -74,7 +74,8 @@ CASES = {
     ),
     "replicas": Impossible(
         {"parallel": {"tp": 2, "dp": 3}},
-        "parallel.tp 2 x parallel.pp 1 x parallel.dp 3 = 6 ranks, but this machine has 4 cuda device(s).\nNearest change: parallel.dp: 2",
+        "parallel.tp 2 x parallel.pp 1 x parallel.dp 3 = 6 ranks, but this machine has 4 cuda device(s).\n"
+        "Nearest change: parallel.dp: 2",
         hardware=H200,
     ),
     "weight format": Impossible(

@@ -63,8 +63,9 @@ class LowRankDelta:
     """What an adapter adds to one stored weight W [outputs, inputs], or to each of W [experts,
     outputs, inputs]: W + scale * b @ a, whose rows are then scaled.
 
-    Axes are those of the checkpoint's tensor; the layers cut their parts. The bias of a layer is
-    neither changed nor scaled.
+    Axes are those of the checkpoint's tensor; the layers cut their parts. Experts have outputs
+    before inputs however a checkpoint stores them, which an adapter's files do not say. The bias of
+    a layer is neither changed nor scaled.
     """
 
     a: torch.Tensor  # [r, inputs], or [experts, r, inputs]

@@ -36,6 +36,7 @@ _STACKED = {("gate_up_proj", "down_proj"): 2, ("up_proj", "down_proj"): 1}
 
 # A layer's tensors: after "lora_" -> (name, tensor)
 Factors = dict[str, tuple[str, "LazyTensor"]]
+NamedDelta = tuple[str, LowRankDelta]
 
 
 class LoraFormat(AdapterFormat):
@@ -48,7 +49,7 @@ class LoraFormat(AdapterFormat):
         rank = max([options.r, *(options.rank_pattern or {}).values()])
         return AdapterConfig(rank, options.base_model_name_or_path or "", tuple(options.alora_invocation_tokens or ()))
 
-    def read_deltas(self, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LowRankDelta]]:
+    def read_deltas(self, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> Iterator[NamedDelta]:
         options = read_peft_config(config, self.uses_dora)
         scales, targets = LayerScales(options), _index_parameters(options.target_parameters or ())
         for module, levels in _group_factors(tensors).items():
@@ -67,18 +68,13 @@ class LoraFormat(AdapterFormat):
             a, b = b.t(), a.t()
         return LowRankDelta(a, b, scales.find_scale(module))
 
-    def _read_parameters(
-        self, module: str, names: list[str], levels: list[Factors], scales: LayerScales
-    ) -> Iterator[tuple[str, LowRankDelta]]:
+    def _read_parameters(self, module: str, names: list[str], levels: list[Factors], scales: LayerScales) -> Iterator[NamedDelta]:
         """The deltas of the module's parameters `names`, which are wrapped in some order."""
         if len(names) != len(levels):
             raise AdapterError(
-                f"{_some_name(levels[0])}: {len(names)} parameters of {module!r:.200} are targets, not {len(levels)}: {_AGAIN}"
+                f"{_some_name(levels[0])}: {module!r:.200} has {len(names)} parameters that are targets, not {len(levels)}: {_AGAIN}"
             )
-        if len(names) == 1:
-            order, is_flipped = names, False
-        else:
-            order, is_flipped = _tell_apart(module, names, levels)
+        order, is_flipped = (names, False) if len(names) == 1 else _tell_apart(module, names, levels)
         for name, factors in zip(order, levels, strict=True):
             full = f"{module}.{name}"
             rank = scales.find_rank(full)

@@ -129,16 +129,23 @@ def write_peft(
             stacked.append(name)
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
             path = path.rpartition(".")[0] + ("" if name.endswith("down_proj") else ".base_layer")
+        if name.endswith("embed_tokens"):
+            if delta.output_norm is not None:
+                raise NotImplementedError("DoRA has no embeddings")
+            copies = {f"{path}.base_layer.weight": torch.ones(len(b), a.shape[1])}  # as PEFT does
+            tensors |= {f"{path}.lora_embedding_A": b.t(), f"{path}.lora_embedding_B": a.t(), **copies}
+            continue
         tensors |= {f"{path}.lora_A.weight": a.contiguous(), f"{path}.lora_B.weight": b.contiguous()}
         if delta.output_norm is not None:
             tensors[f"{path}.lora_magnitude_vector"] = delta.output_norm
-    ranks = {f"^{name}": delta.a.shape[-2] for name, delta in deltas.items()}
+    ranks, uses_root = {f"^{name}": delta.a.shape[-2] for name, delta in deltas.items()}, config.rank % 2 == 1
+    alphas = {f"^{name}": delta.scale * delta.a.shape[-2] ** (0.5 if uses_root else 1) for name, delta in deltas.items()}
     if config.invocation and selects.get("use_dora"):
         raise NotImplementedError("DoRA has no invocation")
     return {
         "peft_type": "LORA", "base_model_name_or_path": config.base_model, "r": config.rank, "lora_alpha": 1, "bias": "none",
-        "lora_dropout": 0.1, "use_rslora": False, "use_dora": False, "rank_pattern": ranks, "fan_in_fan_out": False,
-        "alpha_pattern": {f"^{name}": delta.scale * delta.a.shape[-2] for name, delta in deltas.items()},
-        "target_parameters": stacked or None, "alora_invocation_tokens": list(config.invocation) or None, "modules_to_save": None,
+        "lora_dropout": 0.1, "use_rslora": uses_root, "use_dora": False, "rank_pattern": ranks, "fan_in_fan_out": False,
+        "alpha_pattern": alphas, "target_parameters": stacked or None,
+        "alora_invocation_tokens": list(config.invocation) or None, "modules_to_save": None,
         **selects,
     }, tensors  # fmt: skip

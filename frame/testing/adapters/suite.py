@@ -99,18 +99,24 @@ def check_invocation_is_read(maker: Maker) -> None:
 def check_deltas_are_those_written(maker: Maker) -> None:
     for rank in (1, 4, 17, 300):
         written = maker.make(ranks=(rank,))
+        _compare_config(maker, written)
         _compare(maker.read(written.stored, written.tensors), written, f"rank {rank}: ")
 
 
 def check_layers_have_ranks_and_scales_of_their_own(maker: Maker) -> None:
     similar = {f"model.layers.1.mlp.{name}": MLP["up_proj"] for name in ("shared.up_proj", "fused_up_proj", "up_proj.up_proj")}
-    written = maker.make(similar | LAYERS, ranks=(2, 5, 1), scales=(2.0, 0.5, 0.3, 3.0))
+    written = maker.make(similar | LAYERS, ranks=(2, 5, 1), scales=(2.0, 0.5, 0.3, -3.0))
     _compare_config(maker, written)
     _compare(maker.read(written.stored, written.tensors), written)
 
 
-def check_embeddings_and_heads(maker: Maker) -> None:
+def check_heads(maker: Maker) -> None:
     written = maker.make({"lm_head": (24, 50), **ONE})
+    _compare(maker.read(written.stored, written.tensors), written)
+
+
+def check_embeddings(maker: Maker) -> None:
+    written = maker.make({"model.embed_tokens": (24, 50), **ONE})
     _compare(maker.read(written.stored, written.tensors), written)
 
 
@@ -232,7 +238,10 @@ def check_values_that_are_not_finite_are_refused(maker: Maker) -> None:
 def check_wrong_types_raise_adapter_errors(maker: Maker) -> None:
     """A value of another type is read, or refused with AdapterError."""
     written = maker.make(ONE)
-    for key, wrong in ((key, wrong) for key in written.stored for wrong in HOSTILE):
+    inner = {key: next(iter(value)) for key, value in written.stored.items() if isinstance(value, dict) and value}
+    cases = [(key, wrong) for key in written.stored for wrong in HOSTILE]
+    cases += [(key, written.stored[key] | {first: wrong}) for key, first in inner.items() for wrong in HOSTILE]
+    for key, wrong in cases:
         try:
             maker.create().read_config(written.stored | {key: wrong})
             maker.read(written.stored | {key: wrong}, written.tensors)

@@ -40,6 +40,14 @@ STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         ("llama", {"target_modules": LINEAR, "alpha_pattern": {"layers.1.mlp.up_proj": 9, r"layers\.1\.mlp\.up_proj$": 1, "q_proj": 2.5}}),
         ("llama", {"target_modules": ["q_proj"], "rank_pattern": {"^q_proj": 3, "proj": 2, "layers.1": 5}}),
         (
+            "llama",
+            {
+                "target_modules": LINEAR,
+                "rank_pattern": {r".*\.1\..*(q_proj|down_proj)": 12, r".*(o_proj|up_proj)": 2, "model.layers.0.self_attn.q_proj": 9},
+                "alpha_pattern": {r".*\.\d+\..*(k_proj|gate_proj)$": 24, "proj|v_proj": 3},
+            },
+        ),
+        (
             "qwen3_moe",
             {
                 "target_modules": ["q_proj"],
@@ -152,7 +160,7 @@ def test_parameters_of_equal_sizes_are_told_apart_by_their_order() -> None:
         (
             pair("experts"),
             {"target_parameters": ["experts.a", "experts.b"]},
-            "2 parameters of 'model.layers.0.mlp.experts' are targets, not 1",
+            "'model.layers.0.mlp.experts' has 2 parameters that are targets, not 1",
         ),
         (
             pair("experts") | pair("experts.base_layer"),

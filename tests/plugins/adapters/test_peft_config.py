@@ -23,7 +23,7 @@ def test_every_field_of_peft_is_decided() -> None:
 
 
 MUTATING = ("pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "lora_ga", "x")
-EXPRESSIONS = ("(a+)+$", "a|b", ".*q", r"\d", "", "a\n", "ä")
+EXPRESSIONS = ("(?=a)b", r"(a)\1", "[", "a)|(b", "(?x)a#", "a|" * 101, "(a{1000}){1000}")
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ EXPRESSIONS = ("(a+)+$", "a|b", ".*q", r"\d", "", "a\n", "ä")
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA', and LORA is read"),
         ({"peft_type": None}, "peft_type is None"),
-        ({"bias": "all"}, "bias is 'all', so biases are trained"),
+        ({"bias": "all"}, "bias is 'all', and biases are left"),
         ({"lora_bias": True}, "lora_bias trains biases of the factors, which is not implemented: merge"),
         ({"modules_to_save": ["score"]}, "modules_to_save names layers that are trained whole"),
         ({"trainable_token_indices": {"embed_tokens": [1]}}, "trainable_token_indices trains single rows"),
@@ -60,7 +60,7 @@ EXPRESSIONS = ("(a+)+$", "a|b", ".*q", r"\d", "", "a\n", "ä")
         ({"alora_invocation_tokens": [-1]}, "alora_invocation_tokens.* is invalid"),
         ({"alora_invocation_tokens": "hi"}, "alora_invocation_tokens is invalid"),
         ({"base_model_name_or_path": 3}, "base_model_name_or_path is invalid"),
-        *(({"rank_pattern": {key: 3}}, "rank_pattern has the key .* an expression") for key in EXPRESSIONS),
+        *(({"rank_pattern": {key: 3}}, "has the key .*, but 32 expressions of 200 letters") for key in EXPRESSIONS),
     ],
     ids=lambda value: str(value)[:50],
 )  # fmt: skip
@@ -81,7 +81,12 @@ def test_the_first_pattern_counts() -> None:
     patterns = {"^model.q_proj": 3, r"a\.q_proj$": 5, "q_proj": 7, "model.a.q_proj": 9}
     scales = LayerScales(read_peft_config(CONFIG | {"rank_pattern": patterns, "alpha_pattern": {"v_proj": 8}}))
     assert [scales.find_rank(name) for name in ("model.q_proj", "model.a.q_proj", "model.aq_proj", "x.q_proj", "k_proj")] == [3, 5, 2, 7, 2]
-    assert (scales.find_scale("v_proj"), scales.find_scale("k_proj"), scales.find_scale("q_proj")) == (4.0, 2.0, 4 / 7)
+    patterns = {r"layers\.[02]\..*(q|k)_proj": 3, "q_proj": 5, r".*\d+\.k_proj": 6, "^v|o_proj": 7}
+    scales = LayerScales(read_peft_config(CONFIG | {"rank_pattern": patterns, "alpha_pattern": {"v_proj": 8}}))
+    names = ("model.layers.2.attn.q_proj", "layers.1.q_proj", "xlayers.2.a.k_proj", "m.12.k_proj", "a.o_proj", "v_proj", "v", "a.v")
+    assert [scales.find_rank(name) for name in names] == [3, 5, 2, 6, 7, 2, 7, 2]
+    scales = LayerScales(read_peft_config(CONFIG | {"alpha_pattern": {"v_proj": 8}, "rank_pattern": {"q_proj": 7}}))
+    assert [scales.find_scale(name) for name in ("v_proj", "k_proj", "q_proj")] == [4.0, 2.0, 4 / 7]
 
 
 def test_many_patterns_take_no_time() -> None:
@@ -90,3 +95,19 @@ def test_many_patterns_take_no_time() -> None:
     scales = LayerScales(read_peft_config(CONFIG | {"rank_pattern": patterns}))
     assert all(scales.find_rank(f"model.layers.{index}.{'a' * 499}") == 2 for index in range(10_000))
     assert time.monotonic() - start < 5
+
+
+def test_hostile_expressions_take_no_time() -> None:
+    keys = ["(a+)+b$", "(.*)*x", *(f".*a{'.' * 180}({index})?" for index in range(30))]
+    with pytest.raises(AdapterError, match="but 32 expressions"):
+        read_peft_config(CONFIG | {"rank_pattern": dict.fromkeys([*keys, "x|y"], 3)})
+    scales = LayerScales(read_peft_config(CONFIG | {"rank_pattern": dict.fromkeys(keys, 3)}))
+    start = time.monotonic()
+    assert scales.find_rank("ab" * 450 + "c") == 3
+    assert time.monotonic() - start < 2
+
+
+def test_expressions_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft_config, "_MAX_SECONDS", 0.0)
+    with pytest.raises(AdapterError, match="the expressions of rank_pattern take too long: write the names"):
+        LayerScales(read_peft_config(CONFIG)).find_rank("q_proj")

@@ -103,29 +103,22 @@ def stack_backwards(delta: LowRankDelta) -> LowRankDelta:
     return replace(delta, a=delta.a.flip(0), b=delta.b.flip(0)) if delta.a.dim() == 3 else delta
 
 
-def cap(delta: LowRankDelta, ranks: int) -> LowRankDelta:
-    return replace(delta, a=delta.a[..., :ranks, :], b=delta.b[..., :ranks])
-
-
 def share_scale(delta: LowRankDelta, config: Mapping[str, Any]) -> LowRankDelta:
     return replace(delta, scale=next(iter(config["alphas"].values())) / delta.a.shape[-2])
-
-
-def shift(delta: LowRankDelta) -> LowRankDelta:
-    return replace(delta, b=delta.b.roll(1, -2))
 
 
 mutant.each(
     Changed,
     "change",
     ("ForgetsAlpha", "Ignores the stored alpha.", lambda self, n, d, c: replace(d, scale=1.0)),
+    ("TakesPositiveScales", "Drops the sign of a scale.", lambda self, n, d, c: replace(d, scale=abs(d.scale))),
     ("ForgetsTheRank", "Scales by alpha itself.", lambda self, n, d, c: replace(d, scale=c["alphas"][n])),
     ("ScalesTwice", "Multiplies b by the scale too.", lambda self, n, d, c: replace(d, b=d.b * d.scale)),
     ("RootsTheRank", "Scales every adapter as rsLoRA does.", lambda self, n, d, c: replace(d, scale=d.scale * d.a.shape[-2] ** 0.5)),
     ("SwapsTheFactors", "Gives b for a and a for b.", lambda self, n, d, c: replace(d, a=d.b.mT, b=d.a.mT)),
     ("PadsTheRank", "Adds a rank of rubbish to each delta.", lambda self, n, d, c: pad(d)),
-    ("CapsTheRank", "Reads the first 256 ranks of a larger adapter.", lambda self, n, d, c: cap(d, 256)),
-    ("ShiftsRows", "Moves the outputs of each layer by one row.", lambda self, n, d, c: shift(d)),
+    ("CapsTheRank", "Reads the first 256 ranks of a larger adapter.", lambda self, n, d, c: replace(d, a=d.a[..., :256, :], b=d.b[..., :256])),
+    ("ShiftsRows", "Moves the outputs of each layer by one row.", lambda self, n, d, c: replace(d, b=d.b.roll(1, -2))),
     ("ReversesStackedExperts", "Gives each stacked expert the factors of another.", lambda self, n, d, c: stack_backwards(d)),
     ("SharesTheFirstScale", "Gives every layer the scale of the first.", lambda self, n, d, c: share_scale(d, c)),
     ("RoundsValues", "Rounds values to bfloat16.", lambda self, n, d, c: replace(d, a=d.a.bfloat16().float())),
@@ -243,6 +236,15 @@ class TrustsTypes(PlainFormat):
         if unknown := config.keys() - OPTIONS:
             raise AdapterError(f"adapter_config.json: {min(unknown)!r} is an unknown option: remove it")
         return AdapterConfig(int(config["rank"]), config["base"], tuple(config["invocation"]))
+
+
+@mutant
+class TrustsInnerTypes(PlainFormat):
+    """Looks at the types of options, not at those of their entries."""
+
+    def read_config(self, config: Mapping[str, Any]) -> AdapterConfig:
+        alphas = config.get("alphas")
+        return super().read_config({**config, "alphas": dict.fromkeys(alphas, 1) if isinstance(alphas, dict) else alphas})
 
 
 @mutant
