@@ -117,7 +117,7 @@ mutant.each(
     ("RootsTheRank", "Scales every adapter as rsLoRA does.", lambda self, n, d, c: replace(d, scale=d.scale * d.a.shape[-2] ** 0.5)),
     ("SwapsTheFactors", "Gives b for a and a for b.", lambda self, n, d, c: replace(d, a=d.b.mT, b=d.a.mT)),
     ("PadsTheRank", "Adds a rank of rubbish to each delta.", lambda self, n, d, c: pad(d)),
-    ("CapsTheRank", "Reads the first 256 ranks of a larger adapter.", lambda self, n, d, c: replace(d, a=d.a[..., :256, :], b=d.b[..., :256])),
+    ("CapsTheRank", "Reads the first 256 ranks alone.", lambda self, n, d, c: replace(d, a=d.a[..., :256, :], b=d.b[..., :256])),
     ("ShiftsRows", "Moves the outputs of each layer by one row.", lambda self, n, d, c: replace(d, b=d.b.roll(1, -2))),
     ("ReversesStackedExperts", "Gives each stacked expert the factors of another.", lambda self, n, d, c: stack_backwards(d)),
     ("SharesTheFirstScale", "Gives every layer the scale of the first.", lambda self, n, d, c: share_scale(d, c)),
