@@ -32,7 +32,7 @@ from frame.config.resolve_plugins import (
     find_refused_params,
     plugin_choice,
 )
-from frame.config.resolve_task import check_step, choose_pooling, choose_task
+from frame.config.resolve_task import check_step, choose_pooling, choose_task, find_adapter_conflicts
 from frame.config.resolved import PluginChoice, Resolved
 from frame.config.schema import FrameConfig
 from frame.config.section import PHASES
@@ -205,6 +205,7 @@ class _Solver:
             self.conflicts.append(ResolveError(sentence, change="parallel.dp_attention: false"))
         self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization)
         self.conflicts += find_host_conflicts(self.config)
+        self.conflicts += find_adapter_conflicts(self.config, self.model_config)
         ranks, named = self.plan.num_ranks, self.config.parallel.launcher
         links = CollectiveRequirements(self.device, ranks, self.plan.hosts, compatible=self._compatible)
         self._collect(choose_collective, self.chosen, self.records, self.config, links, self.hardware.of(self.device))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
 from frame.core.interfaces.model import ModelConfig, Pooling, PoolingMode, Task, checkpoint_tasks, is_classifier
@@ -68,6 +70,25 @@ def check_step(config: FrameConfig, chunk: int, max_context: int) -> None:
             f"scheduler.chunked_prefill_size is {chunk}, but this model computes a prompt of up to {max_context} tokens in one step.",
             change=f"scheduler.chunked_prefill_size: {max_context}" if config.model.max_context else f"model.max_context: {chunk}",
         )
+
+
+def find_adapter_conflicts(config: FrameConfig, model_config: ModelConfig) -> Iterator[ResolveError]:
+    """What stands against adapters."""
+    adapters = config.adapters
+    named = next((name for name in ("modules", "folders", "uploads") if getattr(adapters, name)), None)
+    if not adapters.enabled:
+        if named is not None:
+            sentence = f"adapters.{named} is set, but adapters.enabled is false."
+            yield ResolveError(sentence, change="adapters.enabled: true")
+        return
+    if model_config.encoder_length:
+        yield ResolveError("adapters.enabled is true, but encoder-decoder models take no adapters.", change="adapters.enabled: false")
+    if config.parallel.nnodes > 1:
+        sentence = f"adapters.enabled is true, but parallel.nnodes is {config.parallel.nnodes}, and adapters are read on one host."
+        yield ResolveError(sentence, change="adapters.enabled: false")
+    names = [module.partition("=")[0] for module in adapters.modules]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        yield ResolveError(f"adapters.modules has the name {twice!r} twice; give each adapter a name of its own.")
 
 
 def _mode(config: FrameConfig, mode: PoolingMode, why: str) -> tuple[PoolingMode, str]:

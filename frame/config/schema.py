@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from frame.config.section import Auto, Phases, Section, TypeName, lower, setting
+from frame.config.section import Auto, Module, Phases, Section, TypeName, lower, setting
 from frame.core.interfaces.drafter import MAX_STEPS
 from frame.core.interfaces.model import PoolingMode, Task
 
@@ -246,7 +246,7 @@ class AdaptersSection(Section):
     """LoRA adapters that requests select by name."""
 
     enabled: bool = setting(False, "Serve LoRA adapters.", flag="enable-lora")
-    modules: tuple[str, ...] = setting((), "Adapters that are loaded at start, as NAME=FOLDER.", flag="lora-modules")
+    modules: tuple[Annotated[str, Module], ...] = setting((), "Adapters that are loaded at start, as NAME=FOLDER.", flag="lora-modules")
     folders: tuple[str, ...] = setting(
         (),
         "Folders below which the load routes may read adapters. Default: none; the load routes read no folder.",

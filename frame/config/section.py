@@ -62,6 +62,16 @@ def _phases_as_text(value: Any) -> Any:
     return ",".join(f"{phase}={backends[phase]}" for phase in PHASES if phase in backends) or None
 
 
+def _module_as_text(value: Any) -> Any:
+    """NAME=FOLDER of an adapter, also of vLLM's object with `name` and `path`."""
+    if isinstance(value, Mapping) and {"name", "path"} <= value.keys() <= {"name", "path", "base_model_name"}:
+        value = f"{value['name']}={value['path']}"
+    if isinstance(value, str) and not all(map(str.strip, value.partition("="))):
+        raise ValueError(f"be NAME=FOLDER, not {value!r}")
+    return value
+
+
+Module = BeforeValidator(_module_as_text)
 PHASES = ("prefill", "decode")
 Phases = BeforeValidator(_phases_as_text)  # one attention backend, or one a phase
 

@@ -34,7 +34,7 @@ class KeyRing:
 
     def __init__(self, digests: Iterable[bytes]) -> None:
         self._secret = secrets.token_bytes()
-        self._tenants = {self._tag(digest): hashlib.sha256(b"tenant" + digest).hexdigest()[:TENANT_LENGTH] for digest in digests}
+        self._tenants = {self._tag(digest): _tenant(digest) for digest in digests}
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -59,6 +59,18 @@ def _sent_keys(headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
     scheme, _, key = bearer.partition(b" ")
     plain = next((value for name, value in headers if name == b"x-api-key"), b"")
     return [sent for sent in (key.strip() if scheme.lower() == b"bearer" else b"", plain.strip()) if sent]
+
+
+def _tenant(digest: bytes) -> str:
+    return hashlib.sha256(b"tenant" + digest).hexdigest()[:TENANT_LENGTH]
+
+
+def tenant_of(text: str) -> str:
+    """The tenant of a key, from `sha256:` and its digest. Raises ValueError."""
+    digest = bytes.fromhex(text.removeprefix(HASHED))
+    if len(digest) != DIGEST_LENGTH or not text.startswith(HASHED):
+        raise ValueError(f"write {HASHED} and 64 hex digits")
+    return _tenant(digest)
 
 
 def load_keys(server: ServerSection) -> KeyRing | None:

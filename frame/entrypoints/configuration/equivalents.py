@@ -39,7 +39,7 @@ _DEFAULT = "leave it out: this is what frame does by default"
 _TYPES = MappingProxyType({"half": "float16", "float": "float32", "f16": "float16", "f32": "float32", "bf16": "bfloat16", "q8_0": "int8"})
 _TASKS = MappingProxyType({"pooling": "embed", "embedding": "embed", "score": "classify", "reward": "classify"})
 _HUB = "frame downloads nothing: download the checkpoint first, and name its folder with --model"
-_LORA = "frame serves no adapters: merge the adapter into the checkpoint"
+_LORA = "frame serves adapters in PEFT's format: --enable-lora --lora-modules NAME=FOLDER"
 _MEMORY = "frame holds weights and KV cache on the device; a checkpoint of fewer bits needs less (--quantization)"
 _DEVICES = "set the environment variable CUDA_VISIBLE_DEVICES"
 _CONFIG = "change config.json in the checkpoint's folder"
@@ -62,8 +62,11 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("--tokenizer-mode", (V, S), "", _DEFAULT),
     ("--random-seed", (S,), "--seed {}", ""),
     ("-s", (L,), "--seed {}", ""),
-    ("--enable-lora --lora-modules --max-loras --max-lora-rank", (V,), "", _LORA),
-    ("--lora-paths --lora --lora-scaled", (S, L), "", _LORA),
+    ("--lora-paths", (S,), "--enable-lora --lora-modules {}", "NAME=FOLDER, several with commas"),
+    ("--max-loras-per-batch", (S,), "--max-loras {}", ""),
+    ("--max-loaded-loras", (S,), "--max-cpu-loras {}", ""),
+    ("--lora-target-modules --lora-backend --fully-sharded-loras", (S, V), "", _DEFAULT),
+    ("--lora --lora-scaled", (L,), "", _LORA),
     ("--limit-mm-per-prompt --mmproj", (V, L), "", "frame serves the text model of such a checkpoint, without images"),
     # task
     ("--task --runner", (V,), "--model-task {}", "generate, embed or classify"),

@@ -28,7 +28,7 @@ ENV_CLOSENESS = 0.85  # of another variable to a setting, from 0 to 1, from whic
 _OF_KUBERNETES = ("_addr", "_proto", "_service_host", "_service_port")  # of services whose names begin with frame
 SECRETS = ("server.api_key", "server.admin_key")
 SERVER_KEYS = frozenset(  # beside the sections server and batches
-    {"log.access", "log.stat_loggers", "text.detokenizer_workers", "text.moderation_policy", "text.reasoning_parser"}
+    {"adapters.folders", "adapters.uploads", "log.access", "log.stat_loggers", "text.detokenizer_workers", "text.moderation_policy", "text.reasoning_parser"}
     | {"text.tokenizer_workers", "text.tool_call_parser", "text.trust_request_chat_template"}
 )
 EVERY_KEY = "`frame config show` lists every key"
@@ -286,8 +286,9 @@ def _from_text(setting: Setting, text: str, source: str) -> Iterator[tuple[Path,
     if setting.path == OPTIONS_KEY:
         yield from _options(_located(plain(parse_yaml(text, source)), source))
     elif setting.shape == "list":
-        is_flow = text.strip().startswith("[")
-        items = plain(parse_yaml(text, source)) if is_flow else [item.strip() for item in text.split(",") if item.strip()]
+        is_flow, is_objects = text.strip().startswith("["), text.strip().startswith("{")
+        flow = f"[{text}]" if is_objects else text
+        items = plain(parse_yaml(flow, source)) if is_flow or is_objects else [item.strip() for item in text.split(",") if item.strip()]
         yield setting.path, items, source
     elif text == "" and setting.is_optional and setting.key not in (*SECRETS, "server.api_keys"):  # an empty key is an error
         yield setting.path, None, source

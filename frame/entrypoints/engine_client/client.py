@@ -15,7 +15,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -45,10 +45,15 @@ from frame.entrypoints.engine_client.token_router import TokenRouter
 from frame.entrypoints.logs import TRACE
 from frame.text.detokenizer import Detokenizer
 
+if TYPE_CHECKING:
+    from frame.entrypoints.engine_client.adapter_placement import AdapterPlacement
+    from frame.entrypoints.engine_client.adapter_versions import AdapterVersion
+
 log = logging.getLogger(__name__)
 
 CRASHED_ENGINE = "this request crashed the engine {} times at the same position, the last time alone; it is refused: send a different one"
 CRASHED_DETOKENIZER = "the text of this request crashed the detokenizer {} times at the same position; it is refused: send a different one"
+NO_ADAPTER = "the engine does not have this request's adapter; send the request again"
 LOST = "the server failed to process a step's tokens of this request and ended it; the cause is in the server's log"
 EXPIRY_GRACE = 10.0  # seconds after its deadline in which the engine itself ends a request
 
@@ -71,6 +76,7 @@ class EngineClient:
         self.dead_reason: str | None = None  # None: the engine runs or is being restarted
         self.on_notice: Callable[[Ready | Heartbeat | Fatal], None] | None = None  # the supervisor; without one, Fatal fails all requests
         self.on_tokenized: Callable[[Tokenized], None] | None = None
+        self.adapters: AdapterPlacement | None = None  # None: requests have no adapters
         self._detokenizer = detokenizer  # None: another process sends StepText, or the engine has no tokenizer
         self._remote_text = remote_text
         self._sequences: dict[str, SequenceState] = {}  # by engine_rid
@@ -167,9 +173,12 @@ class EngineClient:
             namespace=namespace,
             deadline=deadline,
             second_text_start=starts[sequence.prompt_index] if (starts := sequence.request.second_text_starts) else 0,
+            adapter=use.version.digest if (use := sequence.recovery.adapter) is not None else "",
             encoder_input=sequence.recovery.encoder_input,
             trace=TRACE.get(),
         )
+        if use is not None:
+            use.start()
         self._outstanding.reserved -= 1
         sequence.recovery.expires_at = time.monotonic() + (self.limits.request_timeout if deadline is None else deadline)
         self._recovery.add_sequence(sequence)
@@ -186,7 +195,7 @@ class EngineClient:
                 self.stats.loggers.record_request(sequence, Finish("abort"), time.perf_counter(), is_abandoned=True)
         self._abort_admitted(running)
         for sequence in running:
-            self._outstanding.rids.discard(sequence.rid)
+            self._leave(sequence)
             self._recovery.remove_sequence(sequence)
 
     def abort_requests(self, names: list[str], owner: str | None = None) -> int:
@@ -229,6 +238,10 @@ class EngineClient:
         """The reply to a command. Raises EngineDeadError, TimeoutError."""
         if self.dead_reason is not None or self.unavailable_reason is not None:
             raise EngineDeadError(self.dead_reason or self.unavailable_reason)
+        return await self._commands.send_command(action, arguments)
+
+    async def send_order(self, action: Any, **arguments: Any) -> ControlReply:
+        """`send_command`, also to an engine that is back and has no requests yet."""
         return await self._commands.send_command(action, arguments)
 
     # receive --------------------------------------------------------------------------------------
@@ -293,9 +306,15 @@ class EngineClient:
 
     def _end(self, sequence: SequenceState, finish: Finish, now: float) -> None:
         sequence.finish = finish
-        self._outstanding.rids.discard(sequence.rid)
+        self._leave(sequence)
         sequence.request.num_unfinished -= 1
         self.stats.record_finish(sequence, finish, now)
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """The sequence was removed from `_sequences`: give back what it holds."""
+        self._outstanding.rids.discard(sequence.rid)
+        if (use := sequence.recovery.adapter) is not None:
+            use.end(sequence.num_tokens)
 
     def _end_here(self, sequences: Sequence[SequenceState], finish: Finish) -> None:
         """End sequences that the engine does not run, or no longer runs."""
@@ -357,6 +376,8 @@ class EngineClient:
             cause = self._recovery.record_detokenizer_crash(sequences, inflight_text)
         else:
             cause = self._recovery.record_crash(sequences, inflight)
+        if self.adapters is not None:
+            self.adapters.stop_restoring(self)
         self._rename_sequences([sequence for sequence in sequences if not self._recovery.is_held(sequence)], is_running=not is_engine)
         self._recovery.hold_sequences(sequences, reason)
         if self._detokenizer is not None:
@@ -369,9 +390,27 @@ class EngineClient:
         self._end_here([s for s in sequences if s.recovery.is_aborted and s.finish is None], Finish("abort"))
 
     def resume_requests(self) -> None:
-        """The process is back: every sequence continues from its last token."""
+        """The process is back: every sequence continues from its last token, once the engine has
+        the adapters."""
         self._commands.restore_state()
+        if self.adapters is None:
+            self.resume_held()
+        else:
+            self.adapters.restore(self)
+
+    def resume_held(self) -> None:
+        """Let the engine have all sequences that are held."""
         self._recovery.resume_sequences()
+
+    def record_loss(self) -> None:
+        """The engine's process has ended, for whatever reason."""
+        if self.adapters is not None:
+            self.adapters.record_loss(self)
+
+    def end_adapter(self, version: AdapterVersion, finish: Finish, name: str | None = None) -> None:
+        """End the sequences that use an adapter, or those that use it by this name."""
+        uses = ((s, s.recovery.adapter) for s in self._sequences.values())
+        self._end_lost([s for s, use in uses if use is not None and use.version is version and name in (None, use.name)], finish)
 
     def expire_requests(self) -> None:
         """End held sequences that are past their deadline. The engine ends its own; those that it
@@ -386,6 +425,9 @@ class EngineClient:
 
     def _admit(self, sequence: SequenceState) -> None:
         """Send a sequence to the engine, from its last token on."""
+        if (use := sequence.recovery.adapter) is not None and self not in use.version.holders:  # never the base model instead
+            self._end_here([sequence], Finish("error", None, NO_ADAPTER))
+            return
         message = build_generate(sequence)
         self.stats.recovered += sequence.recovery.num_admissions > 0
         sequence.recovery.num_admissions += 1

@@ -12,6 +12,7 @@ from frame.core.messages import Control, ControlReply, Message
 from frame.entrypoints.engine_client.limits import EngineDeadError
 
 CONTROL_TIMEOUT = 30.0  # seconds
+TIMEOUTS = {"load_adapter": 300.0}  # seconds, for commands that read large files
 
 
 class EngineCommands:
@@ -28,9 +29,9 @@ class EngineCommands:
         future = self._waiting[control.id] = asyncio.get_running_loop().create_future()
         self._send(control)
         try:
-            reply = await asyncio.wait_for(future, CONTROL_TIMEOUT)
+            reply = await asyncio.wait_for(future, seconds := TIMEOUTS.get(action, CONTROL_TIMEOUT))
         except TimeoutError:
-            raise TimeoutError(f"the engine did not answer {action} within {CONTROL_TIMEOUT:g} s; it may still do it") from None
+            raise TimeoutError(f"the engine did not answer {action} within {seconds:g} s; it may still do it") from None
         finally:
             self._waiting.pop(control.id, None)
         if reply.ok and action in ("pause", "resume"):

@@ -59,7 +59,8 @@ class ReplicaClient:
         for number in self._away - away:  # its cache is empty
             self._chooser.forget_replica(number)
         self._away = away
-        chosen = self._chooser.choose_replica(sequence.prompt, namespace, loads)
+        adapter = "" if (use := sequence.recovery.adapter) is None else use.version.digest
+        chosen = self._chooser.choose_replica(sequence.prompt, f"{namespace}{adapter}", loads)
         self.clients[chosen].start_sequence(sequence, priority, namespace, deadline)
 
     def abandon_request(self, request: RequestState) -> None:

@@ -14,9 +14,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate, TokenLogprobs
+from frame.entrypoints.engine_client.adapter_versions import AdapterUse
+
+MAX_ADAPTERS_SHOWN = 16
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class RecoveryState:
     engine_rid: str
     output_ids: array[int] = field(default_factory=partial(array, "i"))  # every token so far
     encoder_input: bytes = b""  # of an encoder-decoder model
+    adapter: AdapterUse | None = None
     num_accepted: int = 0  # drafted tokens so far
     num_rejected: int = 0
     generate: Generate | None = None  # the message of the first admission; None until the sequence is started
@@ -135,6 +140,12 @@ class RequestState:
     def first_sequences(self) -> list[SequenceState]:
         """The first sequence of each prompt, which counts once in usage."""
         return list({sequence.prompt_index: sequence for sequence in reversed(self.sequences)}.values())
+
+    @property
+    def adapters(self) -> str:
+        """The names and versions of its adapters, for its client; "" without any."""
+        labels = dict.fromkeys(str(s.recovery.adapter) for s in self.sequences if s.recovery.adapter is not None)
+        return ", ".join(islice(labels, MAX_ADAPTERS_SHOWN))
 
     @property
     def num_unread(self) -> int:

@@ -90,5 +90,6 @@ def _options(request: Any, caller: GrpcCaller) -> dict[str, Any]:
         "priority": options.priority,
         "cache_salt": options.cache_salt,
         "timeout": caller.time_left(),
+        "model": options.model,
         "truncate_prompt_tokens": _set(options, "truncate_prompt_tokens"),
     }

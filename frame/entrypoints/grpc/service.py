@@ -35,6 +35,12 @@ DUPLICATE = "ALREADY_EXISTS"  # status of a command's error; no request that run
 MAX_REPLIES = 64  # queued for a slow reader of GenerateStream; later output is joined into fewer replies
 
 
+class Options(RequestOptions):
+    """The options of a request, and what it calls the model."""
+
+    model: str = ""
+
+
 class Service:
     """The methods raise ApiError; `CallHandlers` wraps them."""
 
@@ -123,7 +129,8 @@ class Service:
         if prompts_only:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", "max_tokens")
         salt, limit = request.cache_salt, caller.time_left()
-        options = RequestOptions(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None)
+        self._services.check_model(request.model, caller.tenant)
+        options = Options(priority=request.priority, cache_salt=salt, timeout=limit, rid=request.id or None, model=request.model)
         state = await start_request(caller, self._services, RequestPlan([prompt], params, options))
         name = request.id or state.rid
         overrun: list[ApiError] = []

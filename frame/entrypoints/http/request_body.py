@@ -118,13 +118,15 @@ _TOKEN_ID = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")  # `int` takes spaces, under
 
 class RequestOptions(RequestBody):
     """`cache_salt` is the client's part of the name of the prefix cache that the request sees;
-    `rid` names the request, and vLLM's name for it is `request_id`."""
+    `rid` names the request, and vLLM's name for it is `request_id`. `lora_path` names an adapter,
+    or one for each prompt."""
 
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None  # seconds
     rid: str | None = None
     request_id: str | None = None
+    lora_path: str | list[str | None] | None = None
 
     def resolve_priority(self) -> int:
         """The priority for the scheduler."""

@@ -29,6 +29,7 @@ from frame.entrypoints.engine_client.limits import (
 )
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
+from frame.entrypoints.http.adapters import choose_adapters, hold_adapters
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
 from frame.entrypoints.http.failures import as_api_error, as_sent, raise_failed, too_many
 from frame.entrypoints.http.paced_json import TURN, Event
@@ -119,6 +120,7 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
     check_sequence_count(services, count)
     deadline, priority = check_request(services, call, params, options)
     salt, rid = options.cache_salt or "", options.request_name()
+    adapters = choose_adapters(services, call.tenant, options, len(plan.prompts))
     _check_sizes(plan.prompts)
     if services.draining:
         raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
@@ -149,7 +151,10 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
         state = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
         for sequence in state.sequences if plan.encoder_inputs else ():
             sequence.recovery.encoder_input = plan.encoder_inputs[sequence.prompt_index]
-        await _start(services, state, priority, space, deadline)
+        async with hold_adapters(services, call.tenant, adapters, limits.request_timeout if deadline is None else deadline) as uses:
+            for sequence in state.sequences if uses else ():
+                sequence.recovery.adapter = uses.get(adapters[sequence.prompt_index])
+            await _start(services, state, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must release the sequences
         services.client.release_sequences(count)
         raise as_sent(as_api_error(error), options.sent_name) from None

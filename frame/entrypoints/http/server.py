@@ -21,6 +21,8 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.parsing import ParserContext
 from frame.core.interfaces.stats import StatLoggerContext
 from frame.entrypoints.configuration.prepare import Prepared
+from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
+from frame.entrypoints.engine_client.adapter_spool import AdapterSpool
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.stats import Outstanding, StatLoggers
@@ -123,6 +125,9 @@ def _services(
         services.text_input = ThreadedTokenizer(tokenizer)
     for attribute, parser in load_parsers(resolved, prepared.registry).items():
         setattr(services, attribute, parser)
+    if resolved.user.adapters.enabled:
+        spool = AdapterSpool(resolved.tokenizer_path)
+        services.adapters = AdapterRegistry(clients, resolved.user.adapters, spool, services.base_names)
     services.score_prompt = read_score_prompt(resolved.user.text.score_prompt)
     services.moderation_policy = read_policy(resolved.user.text.moderation_policy)
     services.metrics = ServerMetrics(services)
@@ -272,8 +277,10 @@ class Server:
         for replica in self._replicas:
             loop.add_reader(replica.deployment.transport.fd, replica.client.receive_in_turns)
             replica.client.receive_in_turns()  # the descriptor reports changes only
-        serving = asyncio.create_task(self._http.serve([self._listener]))
         watching = asyncio.create_task(self._watch())
+        if (adapters := self._services.adapters) is not None:
+            await adapters.load_modules()
+        serving = asyncio.create_task(self._http.serve([self._listener]))
         await self._http.listening.wait()
         self._reload.on_certificate.append(self._http.renew_certificate)
         self._admin.start(App(self._services, is_admin=True))
@@ -307,6 +314,8 @@ class Server:
             loggers.close()
         for replica in self._replicas:
             loop.remove_reader(replica.deployment.transport.fd)
+        if adapters is not None:
+            adapters.spool.close()
         if not died:
             timeout = 0.0 if self._now.is_set() else 10.0
             await asyncio.gather(*(asyncio.to_thread(replica.deployment.stop, timeout) for replica in self._replicas))

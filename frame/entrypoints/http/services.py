@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from frame.config.resolved import Resolved
 from frame.core.interfaces.model import Task
 from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
+from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, TenantQuotas
 from frame.entrypoints.engine_client.replicas import ReplicaClient
@@ -68,6 +69,7 @@ class Services:
     watch: ResourceMonitor | None = None  # resource usage of the processes
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
+    adapters: AdapterRegistry | None = None  # None without adapters.enabled
     quotas: TenantQuotas = field(init=False)  # of the API keys
     # Background work
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
@@ -127,9 +129,28 @@ class Services:
         """The names of the model in the API; responses have the first."""
         return tuple(dict.fromkeys((self.resolved.served_name, *self.resolved.user.model.served_aliases)))
 
-    def check_model(self, name: str) -> None:
-        """Raise ApiError 404 for a model that is not served here."""
-        if name and name not in (*self.model_names, self.resolved.user.model.path):
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """What requests may call the model without an adapter."""
+        return (*self.model_names, self.resolved.user.model.path)
+
+    def adapter_of(self, model: str, tenant: str) -> str | None:
+        """The name of the adapter that a request's `model` names, as NAME or BASE:NAME; None: it
+        names none that the tenant may use."""
+        if self.adapters is None or not model or model in self.base_names:
+            return None
+        base, colon, name = model.rpartition(":")
+        is_known = (not colon or base in self.base_names) and self.adapters.find(name, tenant) is not None
+        return name if is_known else None
+
+    def response_model(self, model: str) -> str:
+        """The model's name in the response to a request that passed `check_model`: an adapter's as
+        it was sent."""
+        return model if model and model not in self.base_names else self.resolved.served_name
+
+    def check_model(self, name: str, tenant: str) -> None:
+        """Raise ApiError 404 for a model or an adapter that this tenant has not here."""
+        if name and name not in self.base_names and self.adapter_of(name, tenant) is None:
             sentence = f"the model {quoted(name)} does not exist; this server has {self.resolved.served_name!r}"
             raise ApiError(404, sentence, "model", "model_not_found")
 

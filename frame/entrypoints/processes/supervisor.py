@@ -164,6 +164,7 @@ class Supervisor:
         unit.failed_starts = 0 if was_up else unit.failed_starts + 1
         await self._take_down(unit)
         if unit is self._engine:
+            self._client.record_loss()
             for other in self._path[1:]:
                 await self._take_down(other)
         self._client.receive_messages()

@@ -40,7 +40,7 @@ async def start_chats(
     context: Caller, services: Services, request: ChatRequest, conversations: Sequence[list[dict[str, Any]]], prefix: str = ""
 ) -> RequestState:
     """Like `start_chat`, for several conversations that differ only in their messages."""
-    services.check_model(request.model)
+    services.check_model(request.model, context.tenant)
     try:
         params = request.to_sampling_params()
         use, first = request.resolve_tools(), make_chat(services, request)
@@ -59,16 +59,16 @@ async def start_chats(
     return await start_request(context, services, plan)
 
 
-async def render_chat(services: Services, request: ChatRequest) -> tuple[list[int], SamplingParams]:
+async def render_chat(context: Caller, services: Services, request: ChatRequest) -> tuple[list[int], SamplingParams]:
     """(prompt token ids, sampling parameters) without running it. Raises ApiError."""
     params = request.to_sampling_params()
-    ids = await encode_chat(services, request)
+    ids = await encode_chat(context, services, request)
     return ids, _parsers(services, request, ids, request.resolve_tools()).constrain_params(params, is_whole=request.constrains_whole_output)
 
 
-async def encode_chat(services: Services, request: ChatRequest) -> list[int]:
+async def encode_chat(context: Caller, services: Services, request: ChatRequest) -> list[int]:
     """The token ids of a chat request's prompt. Raises ApiError."""
-    services.check_model(request.model)
+    services.check_model(request.model, context.tenant)
     return await encode_prompt(services, make_chat(services, request), maximum=countable_tokens(services))
 
 
@@ -80,7 +80,7 @@ async def count_chat(context: Caller, services: Services, request: ChatRequest) 
     except ApiError as error:
         raise as_sent(error, request.sent_name) from None
     check_request(services, context, [params], request)
-    return len(await encode_chat(services, request))
+    return len(await encode_chat(context, services, request))
 
 
 async def drop_oldest_turns(services: Services, request: ChatRequest) -> ChatRequest:

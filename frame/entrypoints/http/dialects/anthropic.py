@@ -325,7 +325,7 @@ class MessageResponse:
 
     def __init__(self, services: Services, request: ChatRequest, state: RequestState) -> None:
         self._name = state.rid
-        self._model = services.resolved.served_name
+        self._model = services.response_model(request.model)
         self._sequence = state.sequences[0]
         self._parser = make_output_parsers(services, request, state).get(0)
         self._blocks = ContentBlocks()

@@ -284,7 +284,7 @@ async def chat(body: ChatBody, context: ContextDep, services: ServicesDep) -> An
     """Create a chat completion, as Ollama."""
     name = served_name(body.model, services)
     if not body.messages:
-        services.check_model(name)
+        services.check_model(name, context.tenant)
         return _loaded(body.model, message={"role": "assistant", "content": ""})
     request = body.to_chat_request(name)
     state = await start_chat(context, services, request)
@@ -297,11 +297,11 @@ async def generate(body: GenerateBody, context: ContextDep, services: ServicesDe
     """Complete a prompt, with the chat template unless `raw` is set."""
     name = served_name(body.model, services)
     if not body.prompt:
-        services.check_model(name)
+        services.check_model(name, context.tenant)
         return _loaded(body.model, response="")
     if body.raw:
         completion = body.to_completion_request(name)
-        services.check_model(completion.model)
+        services.check_model(completion.model, context.tenant)
         params = completion.to_sampling_params()
         # OpenAI's default is 16, Ollama's the rest of the context
         if completion.max_tokens is None:
@@ -435,9 +435,9 @@ async def tags(services: ServicesDep) -> Any:
 
 
 @router.post("/api/show", dependencies=[SMALL_BODY], responses=responds_with(OllamaDescription))
-async def show(body: ShowBody, services: ServicesDep) -> Any:
+async def show(body: ShowBody, context: ContextDep, services: ServicesDep) -> Any:
     """Describe the served model and its capabilities."""
-    services.check_model(served_name(body.model or body.name, services))
+    services.check_model(served_name(body.model or body.name, services), context.tenant)
     resolved, family = services.resolved, _family(services)
     can = {"completion": resolved.task == "generate", "embedding": resolved.task == "embed", "tools": services.tool_calls is not None,
            "thinking": services.reasoning is not None}  # fmt: skip

@@ -83,14 +83,14 @@ async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: Ser
 @router.post("/v1/chat/completions/render", responses=responds_with(RenderedRequest))
 async def render_chat_request(request: ChatRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Return the prompt and the sampling parameters of a chat request without running it."""
-    ids, params = await render_chat(services, request)
+    ids, params = await render_chat(context, services, request)
     return _rendered(context, services, request, ids, params)
 
 
 @router.post("/v1/completions/render", responses=responds_with(array(RenderedRequest)))
 async def render_completion_request(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Return the prompts and the sampling parameters of a completion request without running it."""
-    params, prompts = prepare_completion(request, services)
+    params, prompts = prepare_completion(request, context, services)
     special = request.add_special_tokens
     maximum = countable_tokens(services) if request.truncates else None
     ids = [one if isinstance(one, list) else await encode_prompt(services, one, special, maximum) for one in prompts]
@@ -108,7 +108,7 @@ def _rendered(context: RequestContext, services: Services, request: GenerationRe
         raise as_sent(as_api_error(error), request.sent_name) from None
     return {
         "request_id": f"render-{uuid.uuid4().hex}",
-        "model": services.resolved.served_name,
+        "model": services.response_model(request.model),
         "token_ids": ids,
         "features": None,
         "sampling_params": msgspec.to_builtins(params),
@@ -129,7 +129,7 @@ async def pooling(request: PoolingRequest, context: ContextDep, services: Servic
         vectors, count = await compute_embeddings(context, services, request)
     encoded = enumerate(encode_vectors(vectors, request.encoding_format))
     data = ({"index": index, "object": "pooling", "data": vector} for index, vector in encoded)
-    return list_reply(services, f"pool-{uuid.uuid4().hex}", data, count, vectors.size)
+    return list_reply(services.response_model(request.model), f"pool-{uuid.uuid4().hex}", data, count, vectors.size)
 
 
 @router.get("/version", responses=responds_with(Version))

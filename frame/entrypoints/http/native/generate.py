@@ -144,7 +144,7 @@ GenerateResult = declare(
 @router.post("/generate", responses=responds_with(GenerateResult | array(GenerateResult), events=GenerateResult))
 async def generate(request: GenerateRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Generate from text or token ids. Each event of a stream has all text so far."""
-    services.check_model(request.model)
+    services.check_model(request.model, context.tenant)
     prompts, is_single = _prompts(request)
     check_sequence_count(services, len(prompts), "input_ids" if request.text is None else "text")
     params, prompts_only = to_sampling_params(request, len(prompts))
@@ -337,13 +337,13 @@ DetokenizeResult = declare("DetokenizeResult", "text prompt", "`text` and `promp
 @router.post("/v1/tokenize", responses=responds_with(TokenizeResult))
 async def tokenize(request: TokenizeRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Convert text or messages to token ids."""
-    services.check_model(request.model)
+    services.check_model(request.model, context.tenant)
     tokenizer = services.need_tokenizer()
     text = request.text if request.text is not None else request.prompt
     if (text is None) == (request.messages is None):
         raise ApiError(400, "send either text (or prompt) or messages", "text")
     if request.messages is not None:
-        ids = await encode_chat(services, request.to_chat_request())
+        ids = await encode_chat(context, services, request.to_chat_request())
     else:
         ids = await encode_prompt(services, text or "", request.add_special_tokens is not False, countable_tokens(services))
     result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
@@ -357,7 +357,7 @@ async def tokenize(request: TokenizeRequest, context: ContextDep, services: Serv
 @router.post("/v1/detokenize", responses=responds_with(DetokenizeResult))
 async def detokenize(request: DetokenizeRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Convert token ids to text."""
-    services.check_model(request.model)
+    services.check_model(request.model, context.tenant)
     text = await detokenize_ids(services, request.tokens, request.skip_special_tokens, "tokens", context.tenant)
     return {"text": text, "prompt": text}
 

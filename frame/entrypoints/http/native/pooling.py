@@ -74,7 +74,7 @@ async def compute_vectors(
     context: Caller, services: Services, request: PoolingRequestFields, prompts: Sequence[Prompt], tasks: Sequence[Task], prefix: str = ""
 ) -> tuple[np.ndarray, int]:
     """(float32 [prompts, width], number of prompt tokens). Raises ApiError."""
-    services.check_model(request.model)
+    services.check_model(request.model, context.tenant)
     services.need_task(*tasks)
     params, max_length = [NOTHING_SAMPLED] * len(prompts), request.truncate_length(services)
     plan = RequestPlan(prompts, params, request, tasks=tasks, max_length=max_length, prefix=prefix)
@@ -87,11 +87,11 @@ async def compute_vectors(
 
 
 def list_reply(
-    services: Services, rid: str, data: Iterable[dict[str, Any]], num_tokens: int, num_values: int, more: dict[str, Any] | None = None
+    model: str, rid: str, data: Iterable[dict[str, Any]], num_tokens: int, num_values: int, more: dict[str, Any] | None = None
 ) -> Any:
     """The response of a route with one entry for each input, in OpenAI's shape. `num_values`: the
     numbers in all of `data`."""
-    head = {"id": rid, "object": "list", "created": int(time.time()), "model": services.resolved.served_name}
+    head = {"id": rid, "object": "list", "created": int(time.time()), "model": model}
     return paced({**head, "data": value_array(data, num_values), "usage": usage(num_tokens), **(more or {})}, num_values)
 
 
@@ -134,7 +134,9 @@ async def embeddings(request: EmbeddingRequest, context: ContextDep, services: S
     vectors, count = await compute_embeddings(context, services, request)
     encoded = enumerate(encode_vectors(vectors, request.encoding_format))
     data = ({"object": "embedding", "index": index, "embedding": vector} for index, vector in encoded)
-    return list_reply(services, context.state.rid if context.state is not None else "", data, count, vectors.size)
+    return list_reply(
+        services.response_model(request.model), context.state.rid if context.state is not None else "", data, count, vectors.size
+    )
 
 
 async def compute_embeddings(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
@@ -193,7 +195,8 @@ async def classify(request: ClassifyRequest, context: ContextDep, services: Serv
         {"index": index, "label": names[int(row.argmax())], "probs": row.tolist(), "num_classes": len(names)}
         for index, row in enumerate(vectors)
     )
-    return list_reply(services, f"classify-{uuid.uuid4().hex}", data, count, vectors.size, {"labels": names})
+    model = services.response_model(request.model)
+    return list_reply(model, f"classify-{uuid.uuid4().hex}", data, count, vectors.size, {"labels": names})
 
 
 async def classify_texts(context: Caller, services: Services, request: ClassifyRequest) -> tuple[np.ndarray, int]:
@@ -263,7 +266,7 @@ async def ranking_of(context: Caller, services: Services, request: RerankRequest
         for result in results:
             result["document"] = {"text": _text(request.documents[result["index"]])}
     name = f"rerank-{uuid.uuid4().hex}"
-    return {"id": name, "model": services.resolved.served_name, "usage": usage(count), "results": results}
+    return {"id": name, "model": services.response_model(request.model), "usage": usage(count), "results": results}
 
 
 async def rank_documents(
@@ -297,7 +300,7 @@ async def score(request: ScoreRequest, context: ContextDep, services: ServicesDe
     """Score pairs of texts by relevance or similarity."""
     scores, count = await score_pairs(context, services, request)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores.tolist())]
-    return list_reply(services, f"score-{uuid.uuid4().hex}", data, count, len(data))
+    return list_reply(services.response_model(request.model), f"score-{uuid.uuid4().hex}", data, count, len(data))
 
 
 async def score_pairs(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:

@@ -70,7 +70,7 @@ class Response(ABC):
             "id": state.rid,
             "object": "chat.completion.chunk" if request.stream and kind == "chat.completion" else kind,
             "created": int(time.time()),
-            "model": services.resolved.served_name,
+            "model": services.response_model(request.model),
             "system_fingerprint": services.fingerprint,
             "service_tier": "default",
         }
@@ -264,7 +264,7 @@ def legacy_delta(delta: dict[str, Any]) -> dict[str, Any]:
 @router.post("/v1/completions", responses=responds_with(Completion, events=CompletionChunk))
 async def completions(request: CompletionRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a text completion."""
-    params, prompts = prepare_completion(request, services)
+    params, prompts = prepare_completion(request, context, services)
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # an error before the request starts
     special = request.add_special_tokens
@@ -273,9 +273,11 @@ async def completions(request: CompletionRequest, context: ContextDep, services:
     return await CompletionResponse(services, request, state).send(context)
 
 
-def prepare_completion(request: CompletionRequest, services: Services) -> tuple[SamplingParams, list[str | list[int]]]:
+def prepare_completion(
+    request: CompletionRequest, context: RequestContext, services: Services
+) -> tuple[SamplingParams, list[str | list[int]]]:
     """(sampling parameters, prompts) of a request. Raises ApiError."""
-    services.check_model(request.model)
+    services.check_model(request.model, context.tenant)
     params, prompts = request.to_sampling_params(), request.to_prompts()
     check_sequence_count(services, len(prompts) * params.n, "prompt" if params.n == 1 else "n")
     return params, prompts
@@ -350,7 +352,7 @@ class CompletionResponse(Response):
 
 # models -------------------------------------------------------------------------------------------
 
-ModelCard = declare("ModelCard", "id created owned_by root max_model_len", object="model")
+ModelCard = declare("ModelCard", "id created owned_by root parent max_model_len", object="model")
 ModelList = declare("ModelList", object="list", data=array(ModelCard))
 AnthropicModel = declare("AnthropicModel", "id display_name", type="model", created_at=str)
 AnthropicModelList = declare("AnthropicModelList", "has_more first_id last_id", data=array(AnthropicModel))
@@ -358,35 +360,40 @@ AnthropicModelList = declare("AnthropicModelList", "has_more first_id last_id", 
 
 @models_router.get("/v1/models", responses=responds_with(ModelList | AnthropicModelList))
 async def models(context: ContextDep, services: ServicesDep) -> Any:
-    """List the served models, in Anthropic's shape for its clients."""
-    names = services.model_names
+    """List the served model and its adapters, in Anthropic's shape for its clients."""
+    adapters = [] if services.adapters is None else services.adapters.list_adapters(context.tenant)
+    names = list(dict.fromkeys((*services.model_names, *(named.name for named in adapters))))
     if _is_anthropic(context):
         cards = [_anthropic_card(services, name) for name in names]
         return {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
     else:
-        return {"object": "list", "data": [_card(services, name) for name in names]}
+        return {"object": "list", "data": [_card(services, name, context.tenant) for name in names]}
 
 
 @models_router.get("/v1/models/{name:path}", responses=responds_with(ModelCard | AnthropicModel))
 async def model(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """Retrieve a served model."""
-    services.check_model(name)
-    if name not in services.model_names:  # the path of the checkpoint
-        name = services.resolved.served_name
-    return (_anthropic_card if _is_anthropic(context) else _card)(services, name)
+    """Retrieve the served model, or an adapter."""
+    services.check_model(name, context.tenant)
+    if name not in services.model_names:  # the path of the checkpoint, or an adapter
+        name = services.adapter_of(name, context.tenant) or services.resolved.served_name
+    return _anthropic_card(services, name) if _is_anthropic(context) else _card(services, name, context.tenant)
 
 
 def _is_anthropic(context: RequestContext) -> bool:
     return context.header(b"anthropic-version") is not None
 
 
-def _card(services: Services, name: str) -> dict[str, Any]:
+def _card(services: Services, name: str, tenant: str) -> dict[str, Any]:
+    """The card of a name of the model, or of an adapter: its root is the digest of its files."""
+    named = None if services.adapters is None or name in services.model_names else services.adapters.find(name, tenant)
+    served = services.resolved.served_name
     return {
         "id": name,
         "object": "model",
-        "created": services.created,
+        "created": services.created if named is None else named.created,
         "owned_by": "frame",
-        "root": services.resolved.served_name,
+        "root": served if named is None else named.version.digest,
+        "parent": None if named is None else served,
         "max_model_len": services.resolved.max_context,
     }
 

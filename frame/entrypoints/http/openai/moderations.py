@@ -63,7 +63,7 @@ async def moderate_texts(context: Caller, services: Services, request: Moderatio
     texts = _texts(request)
     if services.resolved.task == "classify":
         return await _classified(context, services, request, texts)
-    services.check_model(request.model)
+    services.check_model(request.model, context.tenant)
     services.need_task("generate", "classify")
     return await _judged_by_policy(context, services, request, texts)
 

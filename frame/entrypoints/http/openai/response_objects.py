@@ -222,7 +222,7 @@ class ResponseBuilder:
         self._blocks = ContentBlocks(TextLogprobs(services.need_tokenizer()) if request.wants_logprobs else None)
         self._writer = EventWriter(state.rid, request.custom_tools)
         self._name = state.rid
-        self._model = services.resolved.served_name
+        self._model = services.response_model(chat.model)
         self._created = int(time.time())
         self._is_started = False
 

@@ -104,7 +104,7 @@ async def translations(context: ContextDep, services: ServicesDep) -> Any:
 async def _respond(context: RequestContext, services: Services, task: str) -> Any:
     speech = need_speech(services)  # other models refuse the file before it is read
     form, file = await read_form(context)
-    services.check_model(form.model)
+    services.check_model(form.model, context.tenant)
     try:
         language = speech.choose_language(form.language.lower() if form.language else None, task)
         windows = await _decode_while_connected(context, services, file)

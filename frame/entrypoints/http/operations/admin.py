@@ -45,8 +45,9 @@ EngineLoad = declare(
 )
 ServerInfo = declare(
     "ServerInfo",
-    "paused outstanding config phases? replicas?",
+    "paused outstanding config phases? replicas? adapters?",
     "`config`: the resolved configuration without keys. `phases`: seconds of the start.\n"
+    "`adapters`: the names, the versions that they mean, and who uses them.\n"
     "`replicas`: the same of each replica; with `parallel.dp` above 1, counts are their sums.",
     EngineLoad,
 )
@@ -78,7 +79,8 @@ async def server_info(services: ServicesDep) -> Any:
     reply = await _ask(services, "server_info")
     hidden: Any = {"user": {"server": {"api_key", "api_keys", "admin_key"}}, "model": {"config"}}
     config = without_folders(services.resolved.model_dump(mode="json", exclude=hidden))
-    return {**reply, "config": config, "outstanding": services.client.num_outstanding}
+    adapters = {} if services.adapters is None else {"adapters": services.adapters.describe()}
+    return {**reply, "config": config, "outstanding": services.client.num_outstanding, **adapters}
 
 
 @router.post("/check_integrity", responses=responds_with(ControlResult))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from frame.config.resolved import Resolved
 from frame.core.interfaces.stats import Metric
+from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.logs import configured_writer
@@ -55,6 +56,7 @@ class MetricSources(Protocol):
     client: EngineClient | ReplicaClient
     info: dict[str, Any]
     watch: ResourceMonitor | None
+    adapters: AdapterRegistry | None
 
 
 class ServerMetrics:
@@ -106,6 +108,7 @@ class ServerMetrics:
         responses = [((route, str(status)), count) for (route, status), count in self._responses.items()]
         yield Metric("http_responses", "Responses, by route and status.", responses, ("route", "status"), is_counter=True)
         yield from self._read_start()
+        yield from self._read_adapters()
         yield from self._read_load()
 
     def _read_usage(self) -> Iterator[Metric]:
@@ -127,6 +130,19 @@ class ServerMetrics:
         if kernels:
             by_source = {"compiled": kernels["compiled"], "cache": kernels["loaded"]}
             yield _labelled("start_kernels", "Kernels that the engine's start compiled, or found compiled.", "source", by_source)
+
+    def _read_adapters(self) -> Iterator[Metric]:
+        registry = self._services.adapters
+        if registry is None:
+            return
+        yield _gauge("adapter_versions", "Versions of adapters that names or requests have.", len(registry.list_versions()))
+        yield _gauge("adapters_loaded", "Versions of adapters in host memory.", registry.placement.num_loaded)
+        yield _gauge("adapters_loaded_limit", "Most versions of adapters in host memory.", registry.placement.max_loaded)
+        yield _gauge("adapter_requests_waiting", "Requests whose adapter is not in host memory yet.", registry.num_waiting)
+        yield _counter("adapter_loads", "Loads of adapters into the host memory of engines.", registry.placement.num_loads)
+        yield _labelled("adapter_requests", "Requests of an adapter that are not finished.", "adapter", registry.counts.running)
+        tokens = registry.counts.tokens
+        yield _labelled("adapter_generation_tokens", "Tokens of finished requests, by adapter.", "adapter", tokens, is_counter=True)
 
     def _read_load(self) -> Iterator[Metric]:
         """What the engine's heartbeat tells."""

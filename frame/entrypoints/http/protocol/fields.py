@@ -83,7 +83,7 @@ _REMEDIES = {
         embed_override_token_id
     """,
     "send several inputs": "multi_item_delimiter_indices",
-    "this server has no adapters": "lora_path lora_id",
+    "name the adapter in model": "lora_path lora_id",
     "send the conversation; its prefix is cached": "session_params",
     "requests bring no code; use a logits-processor plugin and custom": "custom_logit_processor logits_processors",
     "use custom": "vllm_xargs",
