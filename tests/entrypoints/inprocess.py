@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from frame.config.hardware import Hardware
 from frame.config.schema import FrameConfig
 from frame.core.engine import Engine, EngineOptions
 from frame.core.ipc.transport import InProcessTransport
-from frame.core.messages import AnyMessage, Control
+from frame.core.messages import AnyMessage, Control, Generate, StepTokens
 from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
+from frame.entrypoints.engine_client.adapter_spool import AdapterSpool
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer
 from frame.entrypoints.http.app import App
@@ -34,6 +37,7 @@ from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
 from frame.testing.fake_runner import FakeRunner
 from frame.text.detokenizer import Detokenizer
+from tests.entrypoints.adapter_engine import AdapterOrders
 
 CPU = Hardware(cpu_cores=1, memory_bytes=8 << 30)
 TIMEOUT = 60.0  # seconds
@@ -51,6 +55,22 @@ class Response:
         return msgspec.json.decode(self.body)
 
 
+class OrderedTransport:
+    """A transport to an engine that knows no adapters: `orders` answers for it."""
+
+    def __init__(self, transport: InProcessTransport) -> None:
+        self.orders = AdapterOrders(lambda reply: None)
+        self.receive = transport.receive
+        self.sent: deque[Generate] = deque(maxlen=256)
+        self._transport = transport
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, Generate):
+            self.sent.append(message)
+        if not self.orders.take(message):
+            self._transport.send(msgspec.structs.replace(message, adapter="") if isinstance(message, Generate) else message)
+
+
 @dataclass(slots=True)
 class InProcess:
     """`app` and what is behind it. `request` plays a client that sends all and reads all."""
@@ -58,6 +78,8 @@ class InProcess:
     app: App
     services: Services
     engine: Engine
+    orders: AdapterOrders
+    sent: deque[Generate]  # the last requests that the engine got
 
     async def request(self, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = (JSON_TYPE,)) -> Response:
         target, _, query = path.partition("?")
@@ -109,6 +131,8 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
     clients: list[EngineClient] = []
 
     def deliver(message: AnyMessage) -> None:
+        for place in message.finishes if isinstance(message, StepTokens) else ():
+            link.orders.users.pop(message.rids[place], None)
         loop.call_soon_threadsafe(lambda: clients[0].handle_messages([message]))
 
     near, far = InProcessTransport.pair(deliver)
@@ -119,15 +143,21 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
     tokenizer = load_tokenizer(resolved)
     assert tokenizer is not None
     info = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
-    client = EngineClient(near, get_client_limits(resolved, info), Detokenizer(tokenizer))
+    link = OrderedTransport(near)
+    client = EngineClient(link, get_client_limits(resolved, info), Detokenizer(tokenizer))
     clients.append(client)
+    link.orders.reply = lambda reply: client.handle_messages([reply])
     services = Services(resolved, client, tokenizer, ThreadedTokenizer(tokenizer), info=info)
+    spool = AdapterSpool(resolved.tokenizer_path)
+    if resolved.user.adapters.enabled:
+        services.adapters = AdapterRegistry([client], resolved.user.adapters, spool, services.base_names)
     services.metrics = ServerMetrics(services)
     client.stats.loggers = load_stat_loggers(resolved, prepared.registry, services)
     thread = threading.Thread(target=engine.run, name="engine", daemon=True)
     thread.start()
     try:
-        yield InProcess(App(services, extensions=load_extensions(resolved, prepared.registry)), services, engine)
+        yield InProcess(App(services, extensions=load_extensions(resolved, prepared.registry)), services, engine, link.orders, link.sent)
     finally:
+        spool.close()
         near.send(Control(id="end", action="shutdown"))
         await asyncio.to_thread(thread.join, 10)

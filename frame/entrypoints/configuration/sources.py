@@ -28,7 +28,15 @@ ENV_CLOSENESS = 0.85  # of another variable to a setting, from 0 to 1, from whic
 _OF_KUBERNETES = ("_addr", "_proto", "_service_host", "_service_port")  # of services whose names begin with frame
 SECRETS = ("server.api_key", "server.admin_key")
 SERVER_KEYS = frozenset(  # beside the sections server and batches
-    {"adapters.folders", "adapters.uploads", "log.access", "log.stat_loggers", "text.detokenizer_workers", "text.moderation_policy", "text.reasoning_parser"}
+    {
+        "adapters.folders",
+        "adapters.uploads",
+        "log.access",
+        "log.stat_loggers",
+        "text.detokenizer_workers",
+        "text.moderation_policy",
+        "text.reasoning_parser",
+    }
     | {"text.tokenizer_workers", "text.tool_call_parser", "text.trust_request_chat_template"}
 )
 EVERY_KEY = "`frame config show` lists every key"

@@ -40,6 +40,7 @@ class AdapterPlacement:
         self._placed: dict[str, AdapterVersion] = {}  # those that have room in host memory, least recently used first
         self._orders: dict[EngineClient, AdapterVersion] = {}  # what an engine is loading
         self._crashes: Counter[str] = Counter()  # by digest
+        self._blamed: set[EngineClient] = set()  # whose engine ended while it loaded an adapter
         self._releases: list[asyncio.Future[None]] = []
         self._restoring: dict[EngineClient, asyncio.Task[None]] = {}
         for client in clients:
@@ -160,11 +161,16 @@ class AdapterPlacement:
             version.holders.discard(client)
         if (loading := self._orders.pop(client, None)) is not None:
             self._crashes[loading.digest] += 1
+            self._blamed.add(client)
 
-    def stop_restoring(self, client: EngineClient) -> None:
-        """The engine is gone again."""
+    def begin_recovery(self, client: EngineClient) -> bool:
+        """Whether the engine was loading an adapter when it ended, which no request is to blame
+        for."""
         if (task := self._restoring.pop(client, None)) is not None:
             task.cancel()
+        is_blamed = client in self._blamed
+        self._blamed.discard(client)
+        return is_blamed
 
     def restore(self, client: EngineClient) -> None:
         """Load what requests use into a new engine, then let it have those that are held."""

@@ -39,8 +39,17 @@ MAX_TENSORS = 100_000  # a rank for each expert of the largest models
 MAX_TOKENIZER = 64 * 1024 * 1024  # bytes of a file of the tokenizer
 STALE_AFTER = 60.0  # seconds; a folder that is just being made has no lock yet
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not block the open
-# Ends with 0 where two JSON files say the same. A program of its own, because parsing them holds the
-# interpreter's lock.
+# Programs of their own for large files, because parsing these holds the interpreter's lock.
+SMALL_HEADER = 256 * 1024  # bytes of one that is parsed here
+_CHECK = f"""
+import sys
+from pathlib import Path
+from {__name__} import AdapterError, check_header
+try:
+    check_header(Path(sys.argv[1]))
+except AdapterError as error:
+    sys.exit(str(error))
+"""
 _COMPARE = """
 import json, sys
 first, second = ({k: v for k, v in json.load(open(path, "rb")).items() if k not in ("truncation", "padding")} for path in sys.argv[1:])
@@ -163,8 +172,7 @@ class AdapterSpool:
         with tempfile.NamedTemporaryFile(dir=self._folder()) as file:
             file.write(content)
             file.flush()
-            command = [*python_command(), "-c", _COMPARE, file.name, str(other)]
-            return subprocess.run(command, env=child_environment(), capture_output=True, check=False).returncode == 0
+            return _run(_COMPARE, Path(file.name), other).returncode == 0
 
 
 class AdapterUpload:
@@ -201,7 +209,13 @@ class AdapterUpload:
             is_object = False
         if not is_object:
             raise AdapterError(f"{CONFIG} is not a JSON object; send the file that PEFT wrote")
-        check_header(self._folder / TENSORS)
+        path = self._folder / TENSORS
+        with path.open("rb") as file:
+            is_small = int.from_bytes(file.read(8), "little") <= SMALL_HEADER
+        if is_small:
+            check_header(path)
+        elif (done := _run(_CHECK, path)).returncode:
+            raise AdapterError(done.stderr.strip().rpartition("\n")[2])
         digest = hashlib.sha256(hashlib.sha256(self._config).digest() + self._tensors_hash.digest()).hexdigest()
         return SpooledAdapter(digest, self._keep(self._folder, digest), self._size)
 
@@ -230,6 +244,11 @@ def check_header(path: Path) -> None:
         begin, end = tensor.data_offsets or (-1, -1)
         if not 0 <= begin <= end <= size - 8 - length:
             raise AdapterError(f"the tensor {name[:200]!r} is not inside {TENSORS}; the file is cut off or was changed")
+
+
+def _run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    command = [*python_command("-c", program), *map(str, paths)]
+    return subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
 
 
 # files --------------------------------------------------------------------------------------------

@@ -372,12 +372,12 @@ class EngineClient:
         """
         sequences = sorted(self._sequences.values(), key=lambda s: (s.request.created, s.index))
         is_engine = inflight is not None
-        if inflight is None:
+        if self.adapters is not None and self.adapters.begin_recovery(self):
+            cause = None
+        elif inflight is None:
             cause = self._recovery.record_detokenizer_crash(sequences, inflight_text)
         else:
             cause = self._recovery.record_crash(sequences, inflight)
-        if self.adapters is not None:
-            self.adapters.stop_restoring(self)
         self._rename_sequences([sequence for sequence in sequences if not self._recovery.is_held(sequence)], is_running=not is_engine)
         self._recovery.hold_sequences(sequences, reason)
         if self._detokenizer is not None:

@@ -18,6 +18,7 @@ VLLM: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
         "cached_tokens": ("prefix_cache_hits", "prompt_tokens_cached"),
         "kv_cache_info": ("cache_config_info",),
+        "lora_requests_info": ("lora_requests_info",),
         "generation_tokens": ("generation_tokens",),
         "requests_finished": ("request_success",),
         "preemptions": ("num_preemptions",),

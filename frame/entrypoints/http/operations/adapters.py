@@ -1,5 +1,5 @@
-"""Routes for operators that load and unload adapters, with the bodies of vLLM and SGLang. Off unless
-adapters are on. Must not depend on the engine."""
+"""Routes for operators that load and unload adapters, with the bodies of vLLM and SGLang. Off
+unless adapters are on. Must not depend on the engine."""
 
 from __future__ import annotations
 

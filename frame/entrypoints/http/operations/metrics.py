@@ -141,6 +141,10 @@ class ServerMetrics:
         yield _gauge("adapter_requests_waiting", "Requests whose adapter is not in host memory yet.", registry.num_waiting)
         yield _counter("adapter_loads", "Loads of adapters into the host memory of engines.", registry.placement.num_loads)
         yield _labelled("adapter_requests", "Requests of an adapter that are not finished.", "adapter", registry.counts.running)
+        running = ",".join(sorted(name for name, count in registry.counts.running.items() if count))
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        values = (str(registry.settings.max_active), running, "")
+        yield Metric("lora_requests_info", "The time of this reading; adapters with requests.", [(values, time.time())], labels)
         tokens = registry.counts.tokens
         yield _labelled("adapter_generation_tokens", "Tokens of finished requests, by adapter.", "adapter", tokens, is_counter=True)
 
