@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
@@ -53,10 +54,10 @@ class SequenceOutput:
     """The output of a sequence that runs, and what the engine and its text need.
 
     `second_text_start`: of a pair of texts, the index of the second one's first token.
-    `encoder_input`: of an encoder-decoder model.
+    `encoder_input`: of an encoder-decoder model. `adapter`: a digest.
     """
 
-    __slots__ = ("encoder_input", "index", "job", "output", "params", "prompt", "rid", "second_text_start", "stream")
+    __slots__ = ("adapter", "encoder_input", "index", "job", "output", "params", "prompt", "rid", "second_text_start", "stream")
 
     def __init__(self, job: Job, rid: str, prompt: list[int], params: SamplingParams) -> None:
         self.job = job
@@ -66,6 +67,7 @@ class SequenceOutput:
         self.params = params
         self.second_text_start = 0
         self.encoder_input = b""
+        self.adapter = ""
         self.output = Output(prompt_tokens=len(prompt))
         self.stream: TextStream | None = None  # only where text is needed at each step
 
@@ -83,6 +85,7 @@ class SequenceOutput:
             deadline=deadline,
             second_text_start=self.second_text_start,
             encoder_input=self.encoder_input,
+            adapter=self.adapter,
         )
 
 
@@ -100,8 +103,14 @@ class Job:
         self.collector: Collector | None = None  # the last one that it was added to
         self.num_crashes = 0  # of engines during this job
         self.is_stopped = False  # its caller has stopped waiting
+        self.held = ExitStack()  # what it keeps until its end
         self.on_done = on_done
         self.on_delta = on_delta
+
+    @property
+    def adapters(self) -> set[str]:
+        """The digests of its sequences."""
+        return {sequence.adapter for sequence in self.sequences} - {""}
 
     @property
     def running(self) -> list[SequenceOutput]:

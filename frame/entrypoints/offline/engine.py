@@ -17,7 +17,7 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from frame.core.errors import did_you_mean
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Control, ControlReply
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
+from frame.entrypoints.offline.adapters import Lora, OfflineAdapters
 from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, group_outputs
 from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, check_text, expand_params, to_list, to_token_ids
 from frame.entrypoints.offline.vectors import Vectors, need_task
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Loras = Lora | Sequence[Lora | None] | None  # the adapter of all prompts, or one for each
 ACTIONS = get_args(get_type_hints(Control)["action"])
 POOLING_PARAMS = SamplingParams(max_tokens=1)  # of sequences that yield a vector
 DEFAULT_MAX_TOKENS = 128  # for prompts without parameters
@@ -54,7 +56,8 @@ class Engine:
     policy of a notebook; each is used where its setting is not given.
 
     A prompt is a string, a list of token ids or a list of chat messages (dicts); a list of prompts
-    gives a list of outputs, in order. Parameters are given once for all prompts, or one per prompt.
+    gives a list of outputs, in order. Parameters are given once for all prompts, or one per prompt,
+    and so is `lora`, the name or the folder of an adapter.
     Any number of prompts may be given: they are submitted as the engine's queue has room. Raises
     InvalidRequestError (a ValueError) before anything runs when a prompt or a parameter cannot be
     served. A sequence that fails later has `error` and the finish reason "error", and the others
@@ -75,6 +78,9 @@ class Engine:
         self._restarting = threading.Lock()
         self._is_closed = False
         self._names = itertools.count()
+        self._adapters = OfflineAdapters(self._resolved.user.adapters, self._resolved.tokenizer_path, self._send, self._running)
+        for module in self._resolved.user.adapters.modules:
+            self.load_lora_adapter(*module.split("=", 1))
         self._vectors = Vectors(prepared.resolved, lambda: self.tokenizer, self._session.limits.max_pooling_tokens, self._pool)
 
     @property
@@ -92,18 +98,20 @@ class Engine:
 
     # generate -------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, lora: Loras = None) -> Any:
         """Generate until every sequence has ended. Returns an `Output`, or a list of them for a
         list of prompts."""
         done = threading.Event()
-        job, counts, is_single = self._job(prompts, params, Job(done.set))
+        job, counts, is_single = self._job(prompts, params, lora, Job(done.set))
         self._run(job, done)
         return self._results(job, counts, is_single)
 
-    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, lora: Loras = None
+    ) -> Any:
         """`generate` for an event loop; cancelling it aborts the requests."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        job, counts, is_single = self._job(prompts, params, Job(lambda: _call_soon(loop, done.set)))
+        job, counts, is_single = await self._ajob(prompts, params, lora, Job(lambda: _call_soon(loop, done.set)))
         try:
             self._start(job)
             await done.wait()
@@ -115,11 +123,13 @@ class Engine:
             self._stop(job)
         return self._results(job, counts, is_single)
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, lora: Loras = None
+    ) -> Iterator[Delta]:
         """Yield what each step adds, sequences interleaved. Leaving the loop early aborts the
         requests."""
         deltas: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
-        job, _, _ = self._job(prompts, params, Job(lambda: deltas.put(None), deltas.put))
+        job, _, _ = self._job(prompts, params, lora, Job(lambda: deltas.put(None), deltas.put))
         try:
             self._start(job)
             while True:
@@ -131,12 +141,14 @@ class Engine:
         finally:
             self._stop(job)
 
-    async def astream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> AsyncIterator[Delta]:
+    async def astream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, lora: Loras = None
+    ) -> AsyncIterator[Delta]:
         """`stream` for an event loop."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         finish = lambda: _call_soon(loop, deltas.put_nowait, None)  # noqa: E731
-        job, _, _ = self._job(prompts, params, Job(finish, lambda delta: _call_soon(loop, deltas.put_nowait, delta)))
+        job, _, _ = await self._ajob(prompts, params, lora, Job(finish, lambda delta: _call_soon(loop, deltas.put_nowait, delta)))
         try:
             self._start(job)
             while True:
@@ -151,30 +163,42 @@ class Engine:
     # vectors --------------------------------------------------------------------------------------
 
     def embed(
-        self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        lora: Lora | None = None,
     ) -> np.ndarray:
         """Embeddings of texts or token ids, float32 [inputs, width]; [width] for one input.
         `dimensions` keeps the first values of each; `prompt_name` is one of the checkpoint's
         prompts; `truncate` cuts inputs that are too long instead of refusing them.
         """
         is_single, several = to_list(inputs)
-        vectors = self._vectors.embed(several, dimensions, prompt_name, truncate)
+        vectors = self._vectors.embed(several, dimensions, prompt_name, truncate, lora)
         return vectors[0] if is_single else vectors
 
-    def classify(self, inputs: Prompt | Sequence[Prompt], *, truncate: bool = False) -> Any:
+    def classify(self, inputs: Prompt | Sequence[Prompt], *, truncate: bool = False, lora: Lora | None = None) -> Any:
         """The probability of each class, by its label; a list of these for a list of inputs."""
         is_single, several = to_list(inputs)
-        results = self._vectors.classify(several, truncate)
+        results = self._vectors.classify(several, truncate, lora)
         return results[0] if is_single else results
 
     def score(
-        self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
+        self,
+        first: str | Sequence[str],
+        second: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate: bool = False,
+        lora: Lora | None = None,
     ) -> np.ndarray:
         """Relevance of pairs of texts, float32 [pairs]; the cosine for an embedding model. One
         first text is paired with every second one, or two lists of equal length are paired in
         order."""
         texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
-        return self._vectors.score(texts[0], texts[1], instruction, truncate)
+        return self._vectors.score(texts[0], texts[1], instruction, truncate, lora)
 
     # audio ----------------------------------------------------------------------------------------
 
@@ -230,6 +254,12 @@ class Engine:
         EngineError when it fails."""
         if action not in ACTIONS:
             raise EngineError(f"there is no command {action!r}{did_you_mean(str(action), ACTIONS)}")
+        reply = self._send(action, **arguments)
+        if not reply.ok:
+            raise EngineError(reply.error or f"{action} failed")
+        return reply.data
+
+    def _send(self, action: Any, **arguments: Any) -> ControlReply:
         replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()
         control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
         session = self._running()
@@ -238,15 +268,22 @@ class Engine:
         except RuntimeError as error:
             raise EngineError(str(error)) from None
         session.send_all([control])
-        reply = replies.get()
-        if not reply.ok:
-            raise EngineError(reply.error or f"{action} failed")
-        return reply.data
+        return replies.get()
+
+    def load_lora_adapter(self, name: str, path: str | Path) -> None:
+        """Load an adapter from a folder as `name`. A name that is loaded again gets a new version;
+        calls that run end on the old one. Raises AdapterError, which says why it cannot be used."""
+        self._adapters.load(name, str(path))
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Unload an adapter once the calls that use it have ended."""
+        self._adapters.unload(name)
 
     def close(self) -> None:
         """Stop the engine and release the device. A second call does nothing."""
         self._is_closed = True
         self._session.close()
+        self._adapters.close()
 
     def __enter__(self) -> Self:
         return self
@@ -255,7 +292,7 @@ class Engine:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_session"):
+        if hasattr(self, "_adapters"):
             self.close()
 
     # parts ----------------------------------------------------------------------------------------
@@ -270,7 +307,20 @@ class Engine:
                 self._session = self._open()
             return self._session
 
-    def _job(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, job: Job) -> tuple[Job, list[int], bool]:
+    async def _ajob(self, prompts: Any, params: Any, lora: Loras, job: Job) -> tuple[Job, list[int], bool]:
+        """`_job` for an event loop, which does not wait for an adapter."""
+        if lora is None:
+            return self._job(prompts, params, lora, job)
+        work = asyncio.ensure_future(asyncio.to_thread(self._job, prompts, params, lora, job))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(lambda _: job.held.close())
+            raise
+
+    def _job(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, lora: Loras, job: Job
+    ) -> tuple[Job, list[int], bool]:
         """Fill the job with sequences. Returns it, the number of sequences of each prompt, and
         whether one prompt was given, not a list."""
         need_task(self._resolved, "generate")
@@ -283,7 +333,8 @@ class Engine:
             rooms = [min(limits.max_context, limits.capacity) - len(prompt) for prompt in ids]
             all_params = [SamplingParams(max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))) for room in rooms]
         counts = []
-        for prompt, each in zip(ids, all_params, strict=True):
+        adapters = self._adapters.find(lora, len(several))
+        for prompt, each, adapter in zip(ids, all_params, adapters, strict=True):
             each = self.tokenizer.encode_bad_words(each) if each.bad_words else each
             if each.stop and self._session.tokenizer is None:
                 raise InvalidRequestError("stop strings need a tokenizer, which this engine does not have; use stop_token_ids", "stop")
@@ -291,16 +342,27 @@ class Engine:
             counts.append(each.n)
             for number in range(each.n):
                 alone = each if each.n == 1 else get_child_params(each, number)
-                self._add_sequence(job, prompt, alone)
+                self._add_sequence(job, prompt, alone, adapter)
+        self._hold_adapters(job)
         return job, counts, is_single
 
-    def _add_sequence(self, job: Job, ids: list[int], params: SamplingParams) -> None:
-        job.sequences.append(SequenceOutput(job, f"offline-{next(self._names)}", ids, params))
+    def _hold_adapters(self, job: Job) -> None:
+        """Keep the job's adapters in the engine until its end."""
+        if job.adapters:
+            with ExitStack() as stack:
+                stack.enter_context(self._adapters.hold(job.adapters))
+                self._adapters.place(job.adapters)
+                job.held = stack.pop_all()
 
-    def _pool(self, encoded: list[Encoded]) -> np.ndarray:
+    def _add_sequence(self, job: Job, ids: list[int], params: SamplingParams, adapter: str = "") -> None:
+        sequence = SequenceOutput(job, f"offline-{next(self._names)}", ids, params)
+        sequence.adapter = adapter
+        job.sequences.append(sequence)
+
+    def _pool(self, encoded: list[Encoded], lora: Lora | None) -> np.ndarray:
         """Run sequences of a pooling model. Returns float32 [sequences, width]."""
         plans = [(to_token_ids(ids), POOLING_PARAMS) for ids, _ in encoded]
-        outputs = self._run_tokens(plans, second_text_starts=[start for _, start in encoded])
+        outputs = self._run_tokens(plans, second_text_starts=[start for _, start in encoded], lora=lora)
         for output in outputs:
             if output.vector is None:
                 raise EngineError(output.error or "the request was aborted", outputs)
@@ -311,17 +373,20 @@ class Engine:
         plans: Sequence[tuple[list[int], SamplingParams]],
         second_text_starts: Sequence[int] = (),
         encoder_inputs: Sequence[bytes] = (),
+        lora: Lora | None = None,
     ) -> list[Output]:
         """Run sequences of token ids to their end, one for each plan."""
         done = threading.Event()
         job = Job(done.set)
-        for ids, params in plans:
+        adapters = self._adapters.find(lora, len(plans))
+        for (ids, params), adapter in zip(plans, adapters, strict=True):
             check_request(self._session.limits, ids, params)
-            self._add_sequence(job, ids, params)
+            self._add_sequence(job, ids, params, adapter)
         for sequence, start in zip(job.sequences, second_text_starts, strict=False):
             sequence.second_text_start = start
         for sequence, data in zip(job.sequences, encoder_inputs, strict=False):
             sequence.encoder_input = data
+        self._hold_adapters(job)
         self._run(job, done)
         return [sequence.output for sequence in job.sequences]
 
@@ -361,7 +426,8 @@ class Engine:
     def _start(self, job: Job) -> None:
         """Run the sequences that have not ended, each from its last token on."""
         try:
-            self._running().collector.add_job(job)
+            session = self._adapters.place(job.adapters) if job.adapters else self._running()
+            session.collector.add_job(job)
         except RuntimeError as error:
             raise EngineError(str(error)) from None
         if job.is_stopped:  # by another thread, meanwhile
@@ -389,6 +455,7 @@ class Engine:
         job.is_stopped = True
         if job.collector is not None:
             job.collector.remove_job(job)
+        job.held.close()
 
     def _results(self, job: Job, counts: list[int], is_single: bool) -> Output | list[Output]:
         self._finish_text(job)

@@ -22,6 +22,7 @@ from frame.entrypoints.offline.collector import Delta
 from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, to_list
 from frame.entrypoints.offline.remote_format import Job, decode_vectors, make_error, parse_line
 
+Loras = str | Sequence[str | None] | None  # the name of an adapter for all prompts, or one for each
 # command of `Engine.control` -> (method, path) at the server
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "flush_cache": ("POST", "/flush_cache"),
@@ -97,15 +98,17 @@ class Client:
 
     # generate -------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, lora: Loras = None) -> Any:
         """Generate until every sequence has ended. Returns an `Output`, or a list of them for a
         list of prompts."""
-        job = self._job(prompts, params)
+        job = self._job(prompts, params, lora)
         return job.parse_results(self.post("/generate", job.body) if job.count else [])
 
-    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Any:
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, lora: Loras = None
+    ) -> Any:
         """`generate` for an event loop; cancelling it aborts the requests."""
-        job = await asyncio.to_thread(self._job, prompts, params)
+        job = await asyncio.to_thread(self._job, prompts, params, lora)
         if not job.count:
             return job.parse_results([])
         try:
@@ -114,10 +117,12 @@ class Client:
             raise _unreachable(self._settings["base_url"], error) from error
         return job.parse_results(_parse_response(response))
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, lora: Loras = None
+    ) -> Iterator[Delta]:
         """Yield what each step adds, sequences interleaved. Leaving the loop early aborts the
         requests."""
-        job = self._job(prompts, params)
+        job = self._job(prompts, params, lora)
         if not job.count:
             return
         try:
@@ -131,9 +136,11 @@ class Client:
         except httpx.HTTPError as error:
             raise _unreachable(self._settings["base_url"], error) from error
 
-    async def astream(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None) -> AsyncIterator[Delta]:
+    async def astream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, lora: Loras = None
+    ) -> AsyncIterator[Delta]:
         """`stream` for an event loop."""
-        job = await asyncio.to_thread(self._job, prompts, params)
+        job = await asyncio.to_thread(self._job, prompts, params, lora)
         if not job.count:
             return
         try:
@@ -150,28 +157,41 @@ class Client:
     # vectors --------------------------------------------------------------------------------------
 
     def embed(
-        self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        lora: str | None = None,
     ) -> np.ndarray:
         """Embeddings of texts or token ids, float32 [inputs, width]; [width] for one input."""
         is_single, several = to_list(inputs)
-        body = {"input": several, "dimensions": dimensions, "prompt_name": prompt_name, "encoding_format": "base64", **_cut(truncate)}
+        body = {"input": several, "dimensions": dimensions, "prompt_name": prompt_name, "encoding_format": "base64"}
+        body |= _options(truncate, lora)
         vectors = decode_vectors(self.post("/v1/embeddings", body)["data"])
         return vectors[0] if is_single else vectors
 
-    def classify(self, inputs: str | Sequence[str], *, truncate: bool = False) -> Any:
+    def classify(self, inputs: str | Sequence[str], *, truncate: bool = False, lora: str | None = None) -> Any:
         """The probability of each class, by its label; a list of these for a list of inputs."""
         several = [inputs] if isinstance(inputs, str) else list(inputs)
-        reply = self.post("/v1/classify", {"input": several, **_cut(truncate)})
+        reply = self.post("/v1/classify", {"input": several, **_options(truncate, lora)})
         rows = [dict(zip(reply["labels"], row["probs"], strict=True)) for row in reply["data"]]
         return rows[0] if isinstance(inputs, str) else rows
 
     def score(
-        self, first: str | Sequence[str], second: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
+        self,
+        first: str | Sequence[str],
+        second: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate: bool = False,
+        lora: str | None = None,
     ) -> np.ndarray:
         """Relevance of pairs of texts, float32 [pairs]. One first text is paired with every second
         one, or two lists of equal length are paired in order."""
         texts = [side if isinstance(side, str) else list(side) for side in (first, second)]
-        body = {"text_1": texts[0], "text_2": texts[1], "instruction": instruction, **_cut(truncate)}
+        body = {"text_1": texts[0], "text_2": texts[1], "instruction": instruction, **_options(truncate, lora)}
         return np.array([row["score"] for row in self.post("/v1/score", body)["data"]], np.float32)
 
     # control --------------------------------------------------------------------------------------
@@ -192,6 +212,14 @@ class Client:
         except ValueError as error:
             raise EngineError(str(error)) from None
         return data
+
+    def load_lora_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from a folder of the server's machine; for operators."""
+        self.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Unload an adapter once the requests that use it have ended; for operators."""
+        self.post("/unload_lora_adapter", {"lora_name": name})
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON response of any route to a JSON body."""
@@ -221,8 +249,11 @@ class Client:
 
     # parts ----------------------------------------------------------------------------------------
 
-    def _job(self, prompts: Any, params: Params | Sequence[Params] | None) -> Job:
-        return Job(prompts, params, self.tokenizer.encode, self.tokenizer.encode_chat)
+    def _job(self, prompts: Any, params: Params | Sequence[Params] | None, lora: Loras) -> Job:
+        job = Job(prompts, params, self.tokenizer.encode, self.tokenizer.encode_chat)
+        if lora is not None:
+            job.body["lora_path"] = [lora] * job.count if isinstance(lora, str) else list(lora)
+        return job
 
     def _async(self) -> httpx.AsyncClient:
         """The connections of the running event loop; they serve no other."""
@@ -255,5 +286,5 @@ def _unreachable(url: str, error: Exception) -> EngineError:
     return EngineError(f"the server at {url} did not answer ({type(error).__name__}: {error}); is it running there?")
 
 
-def _cut(truncate: bool) -> dict[str, int]:
-    return {"truncate_prompt_tokens": -1} if truncate else {}
+def _options(truncate: bool, lora: str | None) -> dict[str, Any]:
+    return {**({"truncate_prompt_tokens": -1} if truncate else {}), **({} if lora is None else {"model": lora})}

@@ -10,6 +10,7 @@ import numpy as np
 
 from frame.config.resolved import Resolved
 from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.entrypoints.offline.adapters import Lora
 from frame.entrypoints.relevance import (
     TEMPLATE_ARGUMENTS,
     conversation,
@@ -23,7 +24,8 @@ from frame.entrypoints.relevance import (
 )
 from frame.text.tokenizer import Encoded, Tokenizer
 
-Run = Callable[[list["Encoded"]], np.ndarray]  # (token ids, start of the second text) of sequences -> float32 [sequences, width]
+# (token ids, start of the second text) of sequences, their adapter -> float32 [sequences, width]
+Run = Callable[[list["Encoded"], Lora | None], np.ndarray]
 METHODS = {"generate": "generate", "embed": "embed or score", "classify": "classify or score"}
 
 
@@ -45,24 +47,24 @@ class Vectors:
         self._run = run
         self._score_prompt = read_score_prompt(resolved.user.text.score_prompt)
 
-    def embed(self, texts: Sequence[Any], dimensions: int | None, prompt_name: str | None, truncate: bool) -> np.ndarray:
+    def embed(self, texts: Sequence[Any], dimensions: int | None, prompt_name: str | None, truncate: bool, lora: Lora | None) -> np.ndarray:
         """Embeddings, float32 [texts, width]. A text may be a list of token ids."""
         need_task(self._resolved, "embed")
         width, pooling = self._resolved.model.hidden_size, self._resolved.pooling
         if dimensions is not None and not 1 <= dimensions <= width:
             raise InvalidRequestError(f"dimensions is {dimensions}; it must be from 1 to {width}", "dimensions")
         lead = self._resolved.model.sentence.lead(prompt_name) if self._resolved.model.sentence is not None else ""
-        vectors = self._run(self._encode(texts, truncate, lead))
+        vectors = self._run(self._encode(texts, truncate, lead), lora)
         return shortened(vectors, dimensions, pooling is not None and pooling.normalize)
 
-    def classify(self, texts: Sequence[Any], truncate: bool) -> list[dict[str, float]]:
+    def classify(self, texts: Sequence[Any], truncate: bool, lora: Lora | None) -> list[dict[str, float]]:
         """The probability of each class, by its label."""
         need_task(self._resolved, "classify")
         pooling = self._resolved.pooling
         names = pooling.label_tokens if pooling and pooling.label_tokens else self._resolved.model.labels
-        return [dict(zip(names, row, strict=True)) for row in self._run(self._encode(texts, truncate)).tolist()]
+        return [dict(zip(names, row, strict=True)) for row in self._run(self._encode(texts, truncate), lora).tolist()]
 
-    def score(self, first: Sequence[str], second: Sequence[str], instruction: str | None, truncate: bool) -> np.ndarray:
+    def score(self, first: Sequence[str], second: Sequence[str], instruction: str | None, truncate: bool, lora: Lora | None) -> np.ndarray:
         """Relevance of pairs, float32 [pairs]; the cosine for an embedding model."""
         need_task(self._resolved, "embed", "classify")
         tokenizer, max_length = self._tokenizer(), self._max_length if truncate else None
@@ -73,7 +75,7 @@ class Vectors:
             raise InvalidRequestError(str(error)) from None
         if form == "vectors":
             unique = list(dict.fromkeys(text for pair in pairs for text in pair))
-            places, vectors = {text: place for place, text in enumerate(unique)}, self._run(self._encode(unique, truncate))
+            places, vectors = {text: place for place, text in enumerate(unique)}, self._run(self._encode(unique, truncate), lora)
             return similarity(*(vectors[[places[pair[side]] for pair in pairs]] for side in (0, 1)))
         if form == "chat":
             encoded = [(tokenizer.encode_chat(conversation(*pair, instruction), None, dict(TEMPLATE_ARGUMENTS)), 0) for pair in pairs]
@@ -81,7 +83,7 @@ class Vectors:
             encoded = tokenizer.encode_inputs([[filled(self._score_prompt, *pair, instruction)] for pair in pairs], max_length)
         else:
             encoded = tokenizer.encode_inputs(pairs, max_length)
-        return relevance(self._run(encoded))
+        return relevance(self._run(encoded, lora))
 
     def _encode(self, texts: Sequence[Any], truncate: bool, lead: str = "") -> list[Encoded]:
         if not all(isinstance(text, str) for text in texts):

@@ -352,7 +352,7 @@ class CompletionResponse(Response):
 
 # models -------------------------------------------------------------------------------------------
 
-ModelCard = declare("ModelCard", "id created owned_by root parent max_model_len", object="model")
+ModelCard = declare("ModelCard", "id created owned_by root max_model_len", object="model", parent=str | None)
 ModelList = declare("ModelList", object="list", data=array(ModelCard))
 AnthropicModel = declare("AnthropicModel", "id display_name", type="model", created_at=str)
 AnthropicModelList = declare("AnthropicModelList", "has_more first_id last_id", data=array(AnthropicModel))
