@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from frame.config.hardware import Accelerator, Hardware
 from frame.config.resolve import ResolveError, pinned, resolve
+from frame.config.resolve_task import find_adapter_conflicts
 from frame.config.schema import FrameConfig
 from frame.config.selection import UnknownPluginError
 from frame.core.errors import PluginError
@@ -323,6 +324,27 @@ def test_a_small_cache_shortens_an_open_context() -> None:
     resolved = resolve(config(cache={"max_total_tokens": 512}), LAPTOP, LLAMA, records())
     assert resolved.max_context == 512
     assert "holds 512 tokens" in resolved.reasons["model.max_context"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"adapters": {"modules": ("a=/x",)}}, "adapters.modules is set, but adapters.enabled is false"),
+        ({"adapters": {"uploads": True}}, "adapters.uploads is set, but adapters.enabled is false"),
+        ({"adapters": {"enabled": True, "modules": ("a=/x", "a=/y")}}, "has the name 'a' twice"),
+        ({"adapters": {"enabled": True}, "parallel": {"tp": 2, "nnodes": 2}}, "adapters are read on one host"),
+    ],
+)
+def test_adapters_that_cannot_be_served(sections: dict[str, dict[str, object]], words: str) -> None:
+    with pytest.raises(ResolveError, match=words):
+        resolve(config(**sections), H200, LLAMA, records())
+
+
+def test_encoder_decoder_models_take_no_adapters() -> None:
+    whisper = dataclasses.replace(LLAMA, config={**LLAMA.config, "is_encoder_decoder": True, "max_source_positions": 10})
+    (conflict,) = find_adapter_conflicts(config(adapters={"enabled": True}), whisper)
+    assert str(conflict).startswith("adapters.enabled is true, but encoder-decoder models take no adapters.")
+    assert not list(find_adapter_conflicts(config(adapters={"enabled": True}), LLAMA))
 
 
 def test_a_list_names_the_logits_processors_in_order() -> None:

@@ -24,6 +24,7 @@ from frame.entrypoints.http.native.generate import GenerateRequest, detokenize_i
 from frame.entrypoints.http.paced_json import INLINE_VALUES, run_turns
 from frame.entrypoints.http.protocol.access import AdminGuard
 from frame.entrypoints.http.request_body import RequestOptions
+from frame.entrypoints.http.request_context import ADAPTER
 from frame.entrypoints.http.request_starter import RequestPlan, countable_tokens, encode_prompt, limit_unread_tokens, start_request
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
@@ -52,6 +53,8 @@ class Service:
 
     async def generate(self, request: Any, caller: GrpcCaller) -> None:
         await self._put_replies(request, caller, caller.context.write)
+        if caller.state is not None and caller.state.adapters:
+            caller.context.set_trailing_metadata(((ADAPTER.decode(), caller.state.adapters),))
 
     async def generate_stream(self, commands: AsyncIterator[tuple[Any, int]], caller: GrpcCaller) -> None:
         session = Session(self, caller, self._release)

@@ -25,6 +25,7 @@ from frame.entrypoints.grpc.health import MAX_WATCHES_PER_CONNECTION
 from frame.entrypoints.grpc.schema import SERVICE, Schema
 from frame.entrypoints.grpc.server import GrpcServer
 from frame.entrypoints.grpc.service import MAX_REPLIES
+from tests.entrypoints.adapter_engine import make_adapter
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.serving import RunningServer
 
@@ -439,3 +440,23 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
                 pass
         assert caught.value.code() == Code.DEADLINE_EXCEEDED
         assert server.services.client.stats.generated_tokens < 16 * 480
+
+
+async def test_the_model_may_be_an_adapter(tmp_path: Path) -> None:
+    async with listening({"adapters": {"enabled": True}}) as (server, address), grpc.aio.insecure_channel(address) as channel:
+        assert server.services.adapters is not None
+        named = await server.services.adapters.load_folder("sql", str(make_adapter(tmp_path / "sql")))
+        call = Client(channel).call("Generate", {"token_ids": IDS, "model": "sql", "sampling_params": {"max_tokens": 2}})
+        assert [reply async for reply in call]
+        assert dict(await call.trailing_metadata())["x-frame-adapter"] == f"sql@{named.version.digest[:12]}"
+        assert [message.adapter for message in server.sent] == [named.version.digest]
+        call = Client(channel).call("Generate", {"token_ids": IDS, "model": "other"})
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            [reply async for reply in call]
+        assert error.value.code() is Code.NOT_FOUND
+        endless = {"max_tokens": 400, "ignore_eos": True}
+        cancelled = Client(channel).call("Generate", {"token_ids": IDS, "model": "sql", "sampling_params": endless})
+        await cancelled.read()
+        cancelled.cancel()
+        while named.version.num_users:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)

@@ -243,7 +243,7 @@ async def test_batch_lines_have_adapters(tmp_path: Path) -> None:
             for i, model in enumerate(("sql", "frame-tiny", "none"))
         ]
         content = b"\n".join(map(msgspec.json.encode, lines))
-        head = b'--b\r\ncontent-disposition: form-data; name='
+        head = b"--b\r\ncontent-disposition: form-data; name="
         form = head + b"purpose\r\n\r\nbatch\r\n" + head + b"file; filename=f\r\n\r\n" + content + b"\r\n--b--\r\n"
         headers = [(b"content-type", b"multipart/form-data; boundary=b")]
         file = (await server.request("POST", "/v1/files", form, headers)).json()

@@ -61,8 +61,8 @@ def test_versions_and_folders(tmp_path: Path) -> None:
         make_adapter(folder, b"2")
         new = adapters.load("a", str(folder))
         assert adapters.find(["a", folder], 2) == [new, old]  # the folder as it was when it was loaded
-        adapters.unload(str(folder))
         assert played.held == [old, new]
+    adapters.unload(str(folder))
     assert played.held == [new]
     adapters.unload("a")
     assert not played.held
