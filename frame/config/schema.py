@@ -257,7 +257,7 @@ class AdaptersSection(Section):
     max_active: int = setting(8, "Maximum number of adapters in a step, each with a place on the device.", flag="max-loras", ge=1, le=1024)
     max_rank: int = setting(64, "Maximum rank of an adapter.", flag="max-lora-rank", ge=1, le=1024)
     max_loaded: int = setting(
-        32, "Maximum number of adapters in host memory; the least recently used one gives way.", flag="max-cpu-loras", ge=1, le=65536
+        32, "Maximum number of adapters in host memory; the least recently used one is evicted.", flag="max-cpu-loras", ge=1, le=65536
     )
     pages: Annotated[int | None, Auto] = setting(
         None,

@@ -38,6 +38,7 @@ EXCEPTIONS: dict[str, str] = {
     **dict.fromkeys(
         (
             "clock frame/text/chat_template.py",
+            "clock frame/entrypoints/engine_client/adapter_registry.py",
             "clock frame/entrypoints/http/native/pooling.py",
             "clock frame/entrypoints/http/openai/responses.py",
             "clock frame/entrypoints/http/openai/completions.py",

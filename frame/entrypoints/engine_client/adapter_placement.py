@@ -1,8 +1,8 @@
 """`AdapterPlacement`: which adapters the engines of a server have in host memory.
 
-At most `adapters.max_loaded`: the least recently used version without requests gives way to
-another. An engine that was restarted gets those of its requests before the requests. Used by the
-registry and by `EngineClient`. Must not know the names of adapters.
+At most `adapters.max_loaded`: the least recently used version without requests is evicted for
+another one. A restarted engine gets those of its requests before the requests. Used by the registry
+and by `EngineClient`. Must not know the names of adapters.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class AdapterPlacement:
             self._orders.pop(client, None)
         if reply.ok:
             version.holders.add(client)
-            version.facts = reply.data
+            version.info = reply.data
             self.num_loads += 1
         elif reply.code != "conflict" or len(self._placed) <= 1:
             raise AdapterError(reply.error or "the engine refused the adapter")

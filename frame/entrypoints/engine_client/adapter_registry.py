@@ -40,7 +40,7 @@ class AdapterRegistry:
     replicas. `reserved`: names of the base model."""
 
     def __init__(self, clients: Sequence[EngineClient], settings: AdaptersSection, spool: AdapterSpool, reserved: Collection[str]) -> None:
-        self.settings = settings
+        self._settings = settings
         self.spool = spool
         self.num_waiting = 0  # requests whose adapters are not in host memory yet
         self.counts = AdapterCounts()
@@ -71,7 +71,7 @@ class AdapterRegistry:
         """All adapters, as `/server_info` shows them."""
         return [
             {
-                **{key: value for key, value in named.version.facts.items() if key != "invocation"},
+                **{key: value for key, value in named.version.info.items() if key != "invocation"},
                 "name": named.name, "owner": named.owner, "digest": named.version.digest,
                 "loaded": self.placement.is_ready(named.version), "users": named.version.num_users,
             }
@@ -82,7 +82,7 @@ class AdapterRegistry:
 
     async def load_modules(self) -> None:
         """Load `adapters.modules`. Raises ConfigurationError."""
-        for module in self.settings.modules:
+        for module in self._settings.modules:
             name, _, folder = module.partition("=")
             try:
                 await self.load_folder(name, folder)

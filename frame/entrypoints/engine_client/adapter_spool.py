@@ -16,7 +16,6 @@ import stat
 import subprocess
 import tempfile
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,8 +140,8 @@ class AdapterSpool:
     def _folder(self) -> Path:
         with self._guard:
             if self._path is None:
-                _remove_stale(Path(tempfile.gettempdir()))
                 path = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700
+                _remove_stale(path.parent, path.stat().st_mtime - STALE_AFTER)
                 self._remove = weakref.finalize(self, _remove_locked, path, _locked(path))
                 self._path = path
             return self._path
@@ -341,12 +340,13 @@ def _locked(path: Path) -> int:
     return descriptor
 
 
-def _remove_stale(base: Path) -> None:
-    """Delete spools of this user in `base` that no process has locked."""
+def _remove_stale(base: Path, before: float) -> None:
+    """Delete spools of this user in `base` that no process has locked, and that were last changed
+    `before` this time."""
     for path in base.glob(f"{PREFIX}*"):
         with suppress(OSError):
             status = path.lstat()
-            if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and status.st_mtime < time.time() - STALE_AFTER:
+            if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and status.st_mtime < before:
                 _remove_locked(path, _locked(path))
 
 

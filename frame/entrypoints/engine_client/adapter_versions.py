@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from frame.entrypoints.engine_client.adapter_spool import SpooledAdapter
-
-if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.client import EngineClient
 
 LABEL_DIGITS = 12  # of a digest, in the header that names a version
 
@@ -24,9 +21,9 @@ class AdapterVersion:
     on_release: Callable[[AdapterVersion], None]  # called when the last request has ended
     num_names: int = 0
     num_users: int = 0  # sequences, and requests that are being started
-    holders: set[EngineClient] = field(default_factory=set)  # whose engines have it in host memory
+    holders: set[object] = field(default_factory=set)  # clients whose engines have it in host memory
     is_leaving: bool = False  # new requests wait until it has given its room to another one
-    facts: dict[str, Any] = field(default_factory=dict)  # what the engine says of it: rank, pages, bytes
+    info: dict[str, Any] = field(default_factory=dict)  # what the engine says of it: rank, pages, bytes
 
     @property
     def digest(self) -> str:
@@ -72,6 +69,16 @@ class AdapterUse(NamedTuple):
         self.counts.running[self.label] -= 1
         self.counts.tokens[self.label] += num_tokens
         self.version.release()
+
+
+class AdapterRecovery(Protocol):
+    """What an `EngineClient` tells of its engine, so that a new one gets the adapters again."""
+
+    def record_loss(self, client: Any) -> None: ...
+
+    def begin_recovery(self, client: Any) -> bool: ...
+
+    def restore(self, client: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -36,6 +36,7 @@ from frame.core.messages import (
     Tokenized,
 )
 from frame.core.scheduling.request import timed_out
+from frame.entrypoints.engine_client.adapter_versions import AdapterRecovery, AdapterVersion
 from frame.entrypoints.engine_client.commands import EngineCommands
 from frame.entrypoints.engine_client.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, get_child_params
 from frame.entrypoints.engine_client.request_recovery import RequestRecovery, build_generate, build_start_detokenize
@@ -44,10 +45,6 @@ from frame.entrypoints.engine_client.stats import ClientStats, Outstanding
 from frame.entrypoints.engine_client.token_router import TokenRouter
 from frame.entrypoints.logs import TRACE
 from frame.text.detokenizer import Detokenizer
-
-if TYPE_CHECKING:
-    from frame.entrypoints.engine_client.adapter_placement import AdapterPlacement
-    from frame.entrypoints.engine_client.adapter_versions import AdapterVersion
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +73,7 @@ class EngineClient:
         self.dead_reason: str | None = None  # None: the engine runs or is being restarted
         self.on_notice: Callable[[Ready | Heartbeat | Fatal], None] | None = None  # the supervisor; without one, Fatal fails all requests
         self.on_tokenized: Callable[[Tokenized], None] | None = None
-        self.adapters: AdapterPlacement | None = None  # None: requests have no adapters
+        self.adapters: AdapterRecovery | None = None  # None: requests have no adapters
         self._detokenizer = detokenizer  # None: another process sends StepText, or the engine has no tokenizer
         self._remote_text = remote_text
         self._sequences: dict[str, SequenceState] = {}  # by engine_rid

@@ -48,13 +48,13 @@ def unknown_adapter(name: str) -> ApiError:
 async def hold_adapters(services: Services, tenant: str, names: Sequence[str], seconds: float) -> AsyncIterator[Mapping[str, AdapterUse]]:
     """The versions of these names, in the engines' host memory during the block; sequences that
     start in it keep them there. Raises ApiError."""
-    wanted = dict.fromkeys(filter(None, names))
-    if services.adapters is None or not wanted:
+    distinct = dict.fromkeys(filter(None, names))
+    if services.adapters is None or not distinct:
         yield {}
         return
     try:
         async with asyncio.timeout(seconds):
-            uses = await services.adapters.acquire(wanted, tenant)
+            uses = await services.adapters.acquire(distinct, tenant)
     except UnknownAdapterError as error:  # unloaded meanwhile
         raise unknown_adapter(str(error)) from None
     except AdapterError as error:

@@ -84,22 +84,22 @@ class OfflineAdapters:
     @contextmanager
     def hold(self, digests: Collection[str]) -> Iterator[None]:
         """Keep adapters for a job, once there is room for them. Raises InvalidRequestError."""
-        wanted, maximum = {*digests} - {""}, self._settings.max_loaded
-        if len(wanted) > maximum:
-            sentence = f"the call names {len(wanted)} adapters, and the engine holds {maximum} (adapters.max_loaded)"
+        distinct, maximum = {*digests} - {""}, self._settings.max_loaded
+        if len(distinct) > maximum:
+            sentence = f"the call names {len(distinct)} adapters, and the engine holds {maximum} (adapters.max_loaded)"
             raise InvalidRequestError(f"{sentence}; make several calls", "lora")
         with self._changed:
-            while len(wanted | {digest for digest, count in self._users.items() if count}) > maximum:
+            while len(distinct | {digest for digest, count in self._users.items() if count}) > maximum:
                 self._changed.wait()
-            if not wanted <= self._files.keys():
+            if not distinct <= self._files.keys():
                 raise InvalidRequestError("the adapter was unloaded meanwhile; load it again", "lora")
-            self._users.update(wanted)
+            self._users.update(distinct)
         try:
             yield
         finally:
             with self._changed:
-                self._users.subtract(wanted)
-                for digest in wanted:
+                self._users.subtract(distinct)
+                for digest in distinct:
                     self._forget(digest)
                 self._changed.notify_all()
 

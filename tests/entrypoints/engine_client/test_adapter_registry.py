@@ -238,7 +238,7 @@ async def test_names_and_labels_are_bounded(tmp_path: Path) -> None:
 
 
 @run
-async def test_the_least_recently_used_gives_way(tmp_path: Path) -> None:
+async def test_the_least_recently_used_is_evicted(tmp_path: Path) -> None:
     async with registry_of(max_loaded=2) as (registry, (link,)):
         versions = [
             (await registry.load_folder(f"a{i}", str(make_adapter(tmp_path / str(i), bytes([i]))))).version.digest for i in range(2)
@@ -253,7 +253,7 @@ async def test_the_least_recently_used_gives_way(tmp_path: Path) -> None:
 
 @run
 async def test_many_adapters_pass_through_few_places(tmp_path: Path) -> None:
-    """Busy adapters give way too, and no request waits for ever."""
+    """Busy adapters are evicted too, and no request waits for ever."""
     async with registry_of(max_loaded=3) as (registry, (link,)):
         names = [f"a{i}" for i in range(20)]
         for i, name in enumerate(names):
@@ -344,7 +344,7 @@ async def test_an_adapter_that_an_engine_refuses(tmp_path: Path) -> None:
         assert all(not link.orders.held for link in links)
         assert registry.find("a", "") is None
         with pytest.raises(ConfigurationError, match=r"adapters.modules: a=/none: there is no folder"):
-            registry.settings = AdaptersSection(enabled=True, modules=("a=/none",))
+            registry._settings = AdaptersSection(enabled=True, modules=("a=/none",))
             await registry.load_modules()
 
 

@@ -89,7 +89,7 @@ async def upload(name: str, context: ContextDep, services: ServicesDep, owner: s
     adapter_config.json, and `tensors`, that of adapter_model.safetensors."""
     try:
         registry = _registry(services)
-        if not registry.settings.uploads:
+        if not services.resolved.user.adapters.uploads:
             raise ApiError(403, "this server takes no adapters as bodies; start it with --lora-uploads", code="uploads_off")
         tenant = read_owner(owner)
         return await _attempt(_receive(registry, context, name, tenant))
@@ -122,13 +122,13 @@ async def _receive(registry: AdapterRegistry, context: RequestContext, name: str
 
 
 async def _load(services: Services, request: LoadBody) -> AdapterRegistry:
-    registry = _registry(services)
-    if not registry.settings.folders:
+    registry, folders = _registry(services), services.resolved.user.adapters.folders
+    if not folders:
         sentence = "this server reads no folder of adapters; start it with --lora-folders FOLDER"
         raise ApiError(403, sentence, "lora_path", "folders_off")
     if not request.lora_name or not request.lora_path:
         raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if request.lora_name else "lora_name")
-    await _attempt(registry.load_folder(request.lora_name, request.lora_path, request.tenant(), registry.settings.folders))
+    await _attempt(registry.load_folder(request.lora_name, request.lora_path, request.tenant(), folders))
     return registry
 
 

@@ -143,8 +143,8 @@ class ServerMetrics:
         yield _labelled("adapter_requests", "Requests of an adapter that are not finished.", "adapter", registry.counts.running)
         running = ",".join(sorted(name for name, count in registry.counts.running.items() if count))
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-        values = (str(registry.settings.max_active), running, "")
-        yield Metric("lora_requests_info", "The time of this reading; adapters with requests.", [(values, time.time())], labels)
+        values = (str(self._services.resolved.user.adapters.max_active), running, "")
+        yield Metric("lora_requests_info", "1; adapters with requests.", [(values, 1)], labels)
         tokens = registry.counts.tokens
         yield _labelled("adapter_generation_tokens", "Tokens of finished requests, by adapter.", "adapter", tokens, is_counter=True)
 
