@@ -27,7 +27,8 @@ _GONE = "the version of the adapter that this request began with is no longer lo
 @dataclass(slots=True)
 class AdapterVersion:
     """An adapter in host memory. `keys`: by token id, the cache key of that token as the first one
-    that the adapter changes; no other adapter has had it. `num_requests`: those that wait or run."""
+    that the adapter changes; no other adapter has had it. `num_requests`: those that wait or
+    run."""
 
     digest: str
     num_pages: int

@@ -28,7 +28,7 @@ from frame.models.layers.weights.expert_deltas import ExpertDeltas
 from frame.models.layers.weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.adapter import LayerDelta
+    from frame.core.interfaces.adapter_layers import LayerDelta
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, MoEDispatcher
 
