@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frame.adapters.checkpoint_names import PlacedDelta, place_delta
+from frame.adapters.checkpoint_names import PlacedDelta, Rename, place_delta, place_experts
 from frame.adapters.host_adapters import HostAdapter
 from frame.core.interfaces.adapter import PAGE_RANKS, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
 from frame.core.interfaces.platform import SupportsStreams
@@ -49,7 +49,7 @@ class AdapterReader:
         self,
         formats: Sequence[ChosenFormat],
         pool: AdapterPool,
-        rename: Callable[[Iterable[tuple[str, Any]]], Iterable[tuple[str, Any]]],
+        rename: Rename,
         foreign: Sequence[str],
     ) -> None:
         self._formats = formats
@@ -108,15 +108,28 @@ class AdapterReader:
         for a name that no layer binds on any rank."""
         shape = (*delta.b.shape[:-1], delta.a.shape[-1])
         if (name, shape) not in self._placed:
-            self._placed[name, shape] = list(place_delta(name, shape, self._rename))
+            stacks = [layer.names for layer in self._pool.layers if layer.num_experts]
+            self._placed[name, shape] = (
+                list(place_experts(name, shape, self._rename, self._find_size, stacks))
+                if len(shape) == 3
+                else list(place_delta(name, shape, self._rename))
+            )
         placed = self._placed[name, shape]
-        for part in placed:
+        for part in placed or [PlacedDelta(name, None, *(torch.empty(0),) * 2, is_transposed=False)]:
             if part.name not in self._bound and not (self._foreign is not None and self._foreign.match(f"{part.name}.weight")):
                 raise AdapterError(
                     f"the adapter changes {name}, and this model has no such layer that takes an adapter; "
                     "train it without this target module"
                 )
         return [part for part in placed if part.name in self._bound]
+
+    def _find_size(self, name: str) -> tuple[int, int] | None:
+        """Outputs and inputs of a bound layer of the whole model; None: this rank has no such
+        layer."""
+        if name not in self._bound:
+            return None
+        layer, place = self._bound[name]
+        return layer.outputs[place % len(layer.outputs)].full, layer.inputs.full
 
     def _write(self, host: HostAdapter, name: str, delta: LowRankDelta, placed: PlacedDelta) -> None:
         layer, place = self._bound[placed.name]
