@@ -105,7 +105,7 @@ class DeviceAdapters:
         """See `AdapterLayers.select_pairs`."""
         plan, _ = self._rows.select_plan(0)
         num_experts = max(layer.num_experts for layer in self.pool.layers)
-        self._rows.pairs = self._plan(RowPlan(plan.places.index_select(0, tokens), experts, tokens), num_experts)
+        self._rows.pairs = self._plan(RowPlan(plan.places.index_select(0, tokens), experts), num_experts)
         try:
             yield
         finally:
