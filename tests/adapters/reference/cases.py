@@ -8,6 +8,7 @@ not know how frame reads or applies an adapter.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -16,11 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import transformers_weight_conversion
 from safetensors.torch import load_file, save_file
 
 from frame.testing.checkpoints import make_checkpoint
@@ -41,6 +44,7 @@ class Target:
     modules: tuple[str, ...] | str = ()
     parameters: tuple[str, ...] = ()
     at: str = ""  # "": all modules of these names, else those whose name contains this
+    is_plain: bool = False  # PEFT would rename layers beside the experts to the experts' parameters
 
 
 def _each(*names: str, at: str = "") -> dict[str, Target]:
@@ -59,7 +63,9 @@ _EXPERTS = {
     "down_experts": Target(parameters=EXPERTS[1:]),
     "experts": Target(parameters=EXPERTS),
 }
-_SHARED = Target(MLP, at="shared_expert")
+_BERT = Target(("query", "key", "value", "dense"), at="layer.")
+_SHARED = Target(MLP, at="shared_expert", is_plain=True)
+_BESIDE = Target((*MLA, *MLP, "embed_tokens", "lm_head"), EXPERTS, is_plain=True)
 
 
 @dataclass(frozen=True)
@@ -81,24 +87,25 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        {**_each(*MLA), "mla": Target(MLA), "mlp": Target(MLP), "shared_experts": _SHARED, **_COMMON, **_EXPERTS}
-        | {"everything": Target((*MLA, *MLP, "embed_tokens", "lm_head"), EXPERTS)},
+        {**_each(*MLA), "mla": Target(MLA), "shared_experts": _SHARED, **_COMMON, **_EXPERTS}
+        | {"dense_layer": Target(MLP, at="layers.0.mlp", is_plain=True), "mlp": Target(MLP), "everything": _BESIDE},
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         {**_each(*ATTENTION, *RECURRENT, "shared_expert_gate"), "recurrent": Target(RECURRENT), "shared_expert": _SHARED}
-        | {**_COMMON, **_EXPERTS, "everything": Target((*ATTENTION, *RECURRENT, *MLP, "embed_tokens", "lm_head"), EXPERTS)},
+        | {**_COMMON, **_EXPERTS}
+        | {"everything": Target((*ATTENTION, *RECURRENT, *MLP, "shared_expert_gate", "embed_tokens", "lm_head"), EXPERTS, is_plain=True)},
     ),
     "gemma3": Family("Gemma3ForCausalLM", _DENSE),
     "bert": Family(
         "BertModel",
         {**_each("query", "key", "value"), "dense": Target(("dense",), at="layer."), "word_embeddings": Target(("word_embeddings",))}
-        | {"linear": Target(("query", "key", "value", "dense"), at="layer.")},
+        | {"linear": _BERT},
     ),
     "bert_classifier": Family(
         "BertForSequenceClassification",
-        {"linear": Target(("query", "key", "value", "dense"), at="layer."), "pooler": Target(("dense",), at="pooler")}
-        | {"classifier": Target(("classifier",)), "everything": Target(("query", "key", "value", "dense", "classifier", "word_embeddings"))},
+        {**_each("classifier"), "linear": _BERT, "pooler": Target(("dense",), at="pooler")}
+        | {"everything": Target((*_BERT.modules, "classifier", "word_embeddings"))},
         {"num_labels": 3},
     ),
 }  # fmt: skip
@@ -166,18 +173,18 @@ def prompts() -> list[list[int]]:
     ]  # fmt: skip
 
 
-def invocation_start(prompt: Sequence[int], tokens: Sequence[int] = INVOCATION) -> int | None:
+def invocation_start(prompt: Sequence[int]) -> int | None:
     """The start of the last occurrence of the invocation tokens."""
-    starts = [i for i in range(len(prompt) - len(tokens) + 1) if tuple(prompt[i : i + len(tokens)]) == tuple(tokens)]
+    starts = [i for i in range(len(prompt) - len(INVOCATION) + 1) if tuple(prompt[i : i + len(INVOCATION)]) == INVOCATION]
     return starts[-1] if starts else None
 
 
 class Reference:
     """An adapter in PEFT. `model` is the transformers model with the adapter's layers."""
 
-    def __init__(self, case: Case, model: PeftModel) -> None:
+    def __init__(self, case: Case, model: Any) -> None:
         self.case, self.model = case, model
-        self.is_activated = model.peft_config["default"].alora_invocation_tokens is not None
+        self.is_activated = case.variant == "alora"
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], output: Sequence[int] = ()) -> torch.Tensor:
@@ -206,7 +213,7 @@ class Reference:
     def _offsets(self, prompt: Sequence[int], length: int) -> dict[str, Any]:
         if not self.is_activated:
             return {}
-        start = invocation_start(prompt, self.model.peft_config["default"].alora_invocation_tokens)
+        start = invocation_start(prompt)
         return {"alora_offsets": [None if start is None else length - start]}
 
     def merged(self) -> Any:
@@ -222,7 +229,7 @@ def make_adapter(base: Any, case: Case, folder: Path) -> Reference:
     keys: dict[str, Any] = {"target_modules": _modules(base, target), "target_parameters": list(target.parameters) or None}
     keys |= VARIANTS[case.variant] | _patterns(base, case, target)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _conversion(not target.is_plain):
             warnings.simplefilter("ignore")
             model = get_peft_model(base, LoraConfig(**keys)).eval()
             _fill(model, case)
@@ -231,6 +238,33 @@ def make_adapter(base: Any, case: Case, folder: Path) -> Reference:
     except (ValueError, NotImplementedError) as error:
         raise NotInPeft(f"{case.family} {case.name}: {error}") from None
     return Reference(case, model)
+
+
+@torch.no_grad()
+def make_single_experts(base: Any, case: Case, folder: Path) -> Reference:
+    """The adapter of a checkpoint's experts one by one, as PEFT wrote it before they were
+    fused."""
+    model, tensors, rank, alpha = copy.deepcopy(base), {}, 6, 9
+    for name, module in model.named_modules():
+        if not name.endswith("mlp.experts"):
+            continue
+        for expert in range(len(module.down_proj)):
+            noise, gate_up, down = _generator(f"{case}/{name}/{expert}"), module.gate_up_proj[expert], module.down_proj[expert]
+            for projection, weight in zip(MLP, (*gate_up.chunk(2), down), strict=True):
+                a, b = torch.randn(rank, weight.shape[1], generator=noise), torch.randn(weight.shape[0], rank, generator=noise)
+                b *= 0.5 * weight.norm() / (b @ a * alpha / rank).norm()
+                weight += b @ a * alpha / rank
+                key = f"base_model.model.{name}.{expert}.{projection}"
+                tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(MLP)).save_pretrained(str(folder))
+    return Reference(case, model)
+
+
+def _conversion(is_on: bool) -> Any:
+    """PEFT's conversion of targets that transformers 5 fuses."""
+    return contextlib.nullcontext() if is_on else patch.object(transformers_weight_conversion, "_convert_peft_config_moe")
 
 
 def _modules(base: Any, target: Target) -> Any:
@@ -251,6 +285,9 @@ def _patterns(base: Any, case: Case, target: Target) -> dict[str, Any]:
     first = [name for name in names if target.modules == "all-linear" or name.rpartition(".")[2] in target.modules]
     ranks: dict[str, int] = {r".*\.1\..*(q_proj|down_proj|query|qkvz|q_b_proj)": 24, r".*(o_proj|up_proj|value|ba|kv_b_proj)": 2}
     alphas: dict[str, int] = {r".*\.1\..*(k_proj|gate_proj|key|kv_a_proj_with_mqa)": 24, r".*(v_proj|down_proj|out_proj)": 3}
+    if target.parameters:
+        ranks |= {r".*\.experts\.gate_up_proj": 5, r".*\.1\.mlp\.experts\.down_proj": 12}
+        alphas |= {r".*\.experts\.down_proj": 6}
     if first:
         ranks[first[0]], alphas[first[-1]] = 17, 5
     return {"rank_pattern": ranks, "alpha_pattern": alphas}
@@ -292,6 +329,18 @@ def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
 
 
+ERRORS = {
+    "alpha doubled": "all_linear-r8",
+    "alpha forgotten": "q_proj-r8",
+    "sign": "v_proj-r8",
+    "k and v exchanged": "attention-r8",
+    "gate and up exchanged": "mlp-r8",
+    "magnitude forgotten": "o_proj-dora",
+    "one layer skipped": "down_proj-r8",
+    "expert shifted": "experts-r8",
+}  # what a wrong implementation may do -> the case that shows it
+
+
 def change_adapter(source: Path, folder: Path, error: str) -> None:
     """A copy of an adapter as a wrong implementation would read it."""
     config, tensors = json.loads((source / "adapter_config.json").read_text()), load_file(source / "adapter_model.safetensors")
@@ -307,7 +356,7 @@ def change_adapter(source: Path, folder: Path, error: str) -> None:
     elif error == "gate and up exchanged":
         swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
         tensors = {".".join(swap.get(part, part) for part in name.split(".")): tensor for name, tensor in tensors.items()}
-    elif error == "experts shifted":
+    elif error == "expert shifted":
         rank = config["r"]
         tensors = {name: tensor.roll(rank, 0) if "experts" in name and "lora_A" in name else tensor for name, tensor in tensors.items()}
     elif error == "magnitude forgotten":
