@@ -155,6 +155,37 @@ def make_base(family: str, folder: Path) -> Path:
     return folder
 
 
+ROUND_SIZES: dict[str, dict[str, int]] = {  # inputs in multiples of 64
+    "llama": {"intermediate_size": 128},
+    "qwen3_moe": {"moe_intermediate_size": 64, "head_dim": 32},
+    "deepseek_v3": {"intermediate_size": 128, "moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64},
+}
+
+
+def make_rounded(family: str, bits: int, folder: Path) -> Path:
+    """A checkpoint whose projections int8 or int4, as frame quantizes while loading, hold without
+    loss: what PEFT computes over it, it computes over the dequantized weights."""
+    make_checkpoint(FAMILIES[family].architecture, folder, **ROUND_SIZES[family])
+    tensors = load_file(folder / "model.safetensors")
+    rounded = {name: _round(weight, bits) for name, weight in tensors.items() if name.endswith(("proj.weight", "mqa.weight"))}
+    save_file(
+        {name: tensor.contiguous() for name, tensor in {**tensors, **rounded}.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    return folder
+
+
+def _round(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """To 255 values of each output, or 16 of each group of 64 inputs."""
+    if bits == 8:
+        scale = weight.abs().amax(-1, keepdim=True) / 127
+        return (weight / scale).round() * scale
+    groups = weight.unflatten(-1, (-1, 64))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = (high - low) / 15
+    zero = (-low / scale).round()
+    return ((((groups / scale).round() + zero).clamp(0, 15) - zero) * scale).flatten(-2)
+
+
 class NotInPeft(Exception):
     """PEFT does not have this combination."""
 
