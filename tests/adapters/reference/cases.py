@@ -113,7 +113,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "r1": {"r": 1, "lora_alpha": 2},
     "r8": {"r": 8, "lora_alpha": 16},
     "r64": {"r": 64, "lora_alpha": 32},
-    "patterns": {"r": 4, "lora_alpha": 8},  # and the patterns of `_patterns`
+    "names": {"r": 4, "lora_alpha": 8},  # ranks and alphas of single layers: names of `_patterns`
+    "patterns": {"r": 4, "lora_alpha": 8},  # and its expressions
     "rslora": {"r": 16, "lora_alpha": 8, "use_rslora": True},
     "dora": {"r": 8, "lora_alpha": 16, "use_dora": True},
     "alora": {"r": 16, "lora_alpha": 16, "alora_invocation_tokens": list(INVOCATION)},
@@ -310,15 +311,17 @@ def _patterns(base: Any, case: Case, target: Target) -> dict[str, Any]:
     layers."""
     if case.variant == "layer1" and (target.parameters or {"embed_tokens", "lm_head"} & {*target.modules}):
         raise NotInPeft(f"{case.family} {case.name}: layers_to_transform needs modules of layers")
-    if case.variant != "patterns":
+    if case.variant not in ("names", "patterns"):
         return {}
     names = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
     first = [name for name in names if target.modules == "all-linear" or name.rpartition(".")[2] in target.modules]
-    ranks: dict[str, int] = {r".*\.1\..*(q_proj|down_proj|query|qkvz|q_b_proj)": 24, r".*(o_proj|up_proj|value|ba|kv_b_proj)": 2}
-    alphas: dict[str, int] = {r".*\.1\..*(k_proj|gate_proj|key|kv_a_proj_with_mqa)": 24, r".*(v_proj|down_proj|out_proj)": 3}
-    if target.parameters:
-        ranks |= {r".*\.experts\.gate_up_proj": 5, r".*\.1\.mlp\.experts\.down_proj": 12}
-        alphas |= {r".*\.experts\.down_proj": 6}
+    ranks, alphas = {"o_proj": 2, "mlp.experts.gate_up_proj": 5, "value": 3}, {"v_proj": 3, "down_proj": 5, "mlp.experts.down_proj": 6}
+    if case.variant == "patterns":
+        ranks = {r".*\.1\..*(q_proj|down_proj|query|qkvz|q_b_proj)": 24, r".*(o_proj|up_proj|value|ba|kv_b_proj)": 2}
+        alphas = {r".*\.1\..*(k_proj|gate_proj|key|kv_a_proj_with_mqa)": 24, r".*(v_proj|down_proj|out_proj)": 3}
+        if target.parameters:
+            ranks |= {r".*\.experts\.gate_up_proj": 5, r".*\.1\.mlp\.experts\.down_proj": 12}
+            alphas |= {r".*\.experts\.down_proj": 6}
     if first:
         ranks[first[0]], alphas[first[-1]] = 17, 5
     return {"rank_pattern": ranks, "alpha_pattern": alphas}
