@@ -82,7 +82,7 @@ FAMILIES: dict[str, Family] = {
     "llama_tied": Family("LlamaForCausalLM", {"all_linear": _COMMON["all_linear"], **_each("embed_tokens")}, {"tie_word_embeddings": True}),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        {**_each(*ATTENTION), **_COMMON, **_EXPERTS, "router": Target(parameters=("mlp.gate.weight",))}
+        {**_each(*ATTENTION), "attention": Target(ATTENTION), **_COMMON, **_EXPERTS, "router": Target(parameters=("mlp.gate.weight",))}
         | {"everything": Target((*ATTENTION, "embed_tokens", "lm_head"), EXPERTS)},
     ),
     "deepseek_v3": Family(
