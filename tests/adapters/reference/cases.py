@@ -322,8 +322,8 @@ def _patterns(base: Any, case: Case, target: Target) -> dict[str, Any]:
         if target.parameters:
             ranks |= {r".*\.experts\.gate_up_proj": 5, r".*\.1\.mlp\.experts\.down_proj": 12}
             alphas |= {r".*\.experts\.down_proj": 6}
-    if first:
-        ranks[first[0]], alphas[first[-1]] = 17, 5
+    if first and first[0].rpartition(".")[2] not in ranks:  # PEFT sorts the keys when it saves, and takes the first that fits
+        ranks[first[0]] = 17
     return {"rank_pattern": ranks, "alpha_pattern": alphas}
 
 
