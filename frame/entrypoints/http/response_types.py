@@ -36,7 +36,7 @@ _TYPES: dict[Any, str] = {
     str | int | None: "matched matched_stop",
     list[int]: "accepted_at output_ids prompt_token_ids text_offset token_ids",
     list[str]: "architectures capabilities families labels texts token_strs",
-    list[dict[str, Any]]: "broken plugins replicas settings tools",
+    list[dict[str, Any]]: "adapters broken plugins replicas settings tools",
     list[Any]: "annotations summary",
     dict[str, Any]: "config info model_info sampling_params",
     dict[str, str]: "metadata",

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from frame.core.interfaces.parsing import ParserContext, ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
+from tests.entrypoints.adapter_engine import CONFIG, make_adapter, tensors
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
 from tests.entrypoints.published import ROUTES, check_response, description
 
@@ -146,11 +147,26 @@ async def stored(server: InProcess) -> set[str]:
     return seen
 
 
+async def adapted(server: InProcess, folder: Path) -> set[str]:
+    """Adapters come and go."""
+    body = {"lora_name": "a", "lora_path": str(make_adapter(folder / "a"))}
+    form = b'--x\r\ncontent-disposition: form-data; name="config"\r\n\r\n' + CONFIG
+    form += b'\r\n--x\r\ncontent-disposition: form-data; name="tensors"\r\n\r\n' + tensors(b"1") + b"\r\n--x--\r\n"
+    seen = {(await ask(server, "PUT", "/v1/lora_adapters/a", form, (b"content-type", b"multipart/form-data; boundary=x")))[0]}
+    for path in ("/v1/models", "/server_info"):
+        seen.add((await ask(server, "GET", path))[0])
+    for prefix in ("", "/v1"):
+        seen.add((await ask(server, "POST", f"{prefix}/load_lora_adapter", body))[0])
+        seen.add((await ask(server, "POST", f"{prefix}/unload_lora_adapter", {"lora_name": "a"}))[0])
+    return seen
+
+
 async def test_responses_match_the_published_schemas(tmp_path: Path) -> None:
-    async with serving({"batches": {"folder": str(tmp_path)}}) as server:
+    adapters = {"enabled": True, "folders": [str(tmp_path)], "uploads": True}
+    async with serving({"batches": {"folder": str(tmp_path)}, "adapters": adapters}) as server:
         context = ParserContext()
         server.services.reasoning, server.services.tool_calls = lambda: Thinks(context), lambda: Calls(context)
-        seen = {(await ask(server, *request))[0] for request in REQUESTS} | await stored(server)
+        seen = {(await ask(server, *request))[0] for request in REQUESTS} | await stored(server) | await adapted(server, tmp_path)
         server.services.reasoning = server.services.tool_calls = None
         seen |= {(await ask(server, *request))[0] for request in REQUESTS[:4]}
     published = {
