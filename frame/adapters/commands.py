@@ -72,7 +72,7 @@ class AdapterLoader:
 
 @dataclass(slots=True)
 class _Pending:
-    control: Control | None  # None: nobody waits
+    control: Control | None  # None: no client waits
     digest: str
     order: PendingOrder
 

@@ -1,8 +1,8 @@
 """`LayerPages` and `RowPlan`: what the products of low-rank deltas read, and `DeltaOperations`, the
 products.
 
-Used by `DeviceAdapters`; implemented for any device by `TorchDeltas`, and for GPUs by kernels of
-`frame.kernels.lora`. Must not know files, requests or models.
+Used by `DeviceAdapters`; implemented for any device by `TorchDeltas`, for GPUs by `TritonDeltas`.
+Must not know files, requests or models.
 """
 
 from __future__ import annotations

@@ -81,6 +81,8 @@ class AdapterPlaces:
     def start_request(self, request: Request) -> Finish | None:
         """A request arrives: find where its adapter is active. -> how it ends if its version is
         gone."""
+        if not request.adapter:
+            return None
         version = self._versions.by_digest.get(request.adapter)
         if version is None:
             return Finish("error", error=_GONE, code="invalid_request", param="model")
@@ -115,6 +117,8 @@ class AdapterPlaces:
     def acquire(self, request: Request, *, is_idle: bool) -> bool:
         """Whether a request may start now; then it holds its adapter's place until `release`.
         is_idle: no other request runs, so that it starts although the copy takes a while."""
+        if not request.adapter:
+            return True
         number = self._by_digest.get(request.adapter)
         if number is None:
             number = self._load(request.adapter)
@@ -147,7 +151,7 @@ class AdapterPlaces:
 
     def is_on_device(self, request: Request) -> bool:
         """Whether a request could start now as far as its adapter is concerned."""
-        return request.adapter in self._by_digest
+        return not request.adapter or request.adapter in self._by_digest
 
     def describe_load(self) -> dict[str, Any]:
         """Gauges and counters, named as in `Heartbeat`."""
@@ -167,7 +171,7 @@ class AdapterPlaces:
 
     def _load(self, digest: str) -> int | None:
         """Copy an adapter to a place; None: there is none, or there are too few pages, even without
-        the adapters that nobody uses."""
+        the adapters that no request uses."""
         version = self._versions.by_digest[digest]
         idle = sorted(
             (number for number, place in enumerate(self._places) if not place.num_running and place.used_at <= self._now),

@@ -50,7 +50,7 @@ def test_a_request_waits_for_its_copy_while_others_run() -> None:
     assert len(places.take_loads()) == 1
 
 
-def test_a_busy_adapter_gives_way_to_one_that_waits() -> None:
+def test_a_busy_adapter_is_followed_by_one_that_waits() -> None:
     places = _places(num_places=1, num_pages=1)
     first, other, later = _request("a"), _request("b"), _request("a")
     for request in (first, other, later):

@@ -41,6 +41,7 @@ ORDINARY |= {"single", "local", "suffix"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
     "frame/config/section.py: fp8": "the type of a KV cache, which users may write so",
+    "frame/entrypoints/offline/adapters.py: lora": "the parameter that names a request's adapter",
     "frame/config/schema.py: lru": "the schema's default eviction policy; a default has to name one",
     "packages/frame-automata/frame_automata/backend.py: combined": "the backend that compiles what the automata do not",
     **dict.fromkeys(

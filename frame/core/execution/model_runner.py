@@ -64,7 +64,6 @@ class TorchModelRunner(ModelRunner):
         self.model = model
         self.forward = Forward(record_decodes(model.forward, context))
         self.vocab_size = model_config.vocab_size
-        self._tp = context.tp
         platform = context.platform
         self.streams = platform if isinstance(platform, SupportsStreams) else None
         self._stream = None if self.streams is None else self.streams.create_stream()
@@ -180,7 +179,7 @@ class TorchModelRunner(ModelRunner):
         cannot be captured or memory does not suffice."""
         sizes, platform = graph_sizes(max_rows), self.context.platform
         is_last = self.context.pipeline is None or self.context.pipeline.is_last
-        vocab_size = self.vocab_size if is_last and self._tp.rank == 0 else 0  # the other ranks get rank 0's tokens
+        vocab_size = self.vocab_size if is_last and self.context.tp.rank == 0 else 0  # the other ranks get rank 0's tokens
         graphs = DecodeGraphs(self._decode, self.inputs, sizes, platform, self._graph_redraw, vocab_size)
         graphs.adapters = self.adapters
         problem = "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
@@ -244,7 +243,7 @@ class TorchModelRunner(ModelRunner):
             logits = outputs.logits if inputs.plans.sampling.num_rows else None
         else:
             logits, prompts = self._forward_logits(inputs)
-        if batch.has_deferred_grammar_mask and self._tp.rank == 0:  # the other ranks get rank 0's tokens
+        if batch.has_deferred_grammar_mask and self.context.tp.rank == 0:  # the other ranks get rank 0's tokens
             return MaskedStep(partial(self._sample_masked, batch.step, inputs, logits, prompts))
         return self._fetch_sampled(batch.step, inputs, logits, prompts)
 
@@ -314,8 +313,8 @@ class TorchModelRunner(ModelRunner):
         return self._drawn(DecodeOutputs(*drawn, outputs.logits, outputs.states), slots)
 
     def _drawn(self, outputs: DecodeOutputs, slots: torch.Tensor) -> DecodeOutputs:
-        if self._tp.size > 1:
-            outputs = outputs._replace(token_ids=self._tp.broadcast(outputs.token_ids))
+        if self.context.tp.size > 1:
+            outputs = outputs._replace(token_ids=self.context.tp.broadcast(outputs.token_ids))
             self.inputs.table.last_token.index_copy_(0, slots, outputs.token_ids)
         return outputs
 
@@ -391,7 +390,7 @@ class TorchModelRunner(ModelRunner):
             sampled = RoundSampler(self.sampler, self.processors, self.agree_tokens).sample(logits, plans.rounds, tensors)
             return self.sampler.add_logprobs(sampled, logits, plans.sampling, sampling)
         sampled = self.sampler.sample(logits, plans.sampling, plans.processing, sampling)
-        if self._tp.size > 1:
+        if self.context.tp.size > 1:
             sampled = replace(sampled, token_ids=self.agree_tokens(sampled.token_ids))
         self.inputs.table.last_token.index_copy_(0, slots, sampled.token_ids)
         if plans.processing is not None and sampling.processing is not None:
@@ -407,4 +406,4 @@ class TorchModelRunner(ModelRunner):
 
     def agree_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rank 0's tokens: logits of ranks may differ in the last bit, tokens must not."""
-        return self._tp.broadcast(token_ids.contiguous()) if self._tp.size > 1 else token_ids
+        return self.context.tp.broadcast(token_ids.contiguous()) if self.context.tp.size > 1 else token_ids

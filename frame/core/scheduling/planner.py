@@ -65,7 +65,7 @@ class StepPlanner:
         self._running = running
         self._kv_manager = running.kv_manager
         self._queue = queue
-        self.speculation, self._adapters = features.speculation, features.adapters
+        self.speculation, self.adapters = features.speculation, features.adapters
         self._policy = GuardedPolicy(policy)
         self._usage = queue.usage
         self._growth_reserve = config.growth_reserve
@@ -132,7 +132,7 @@ class StepPlanner:
             request = self._suspects[0]
             if request.state == RequestStatus.WAITING:
                 has_slot = self._running.table.num_free > 0
-                if not has_slot or not self._acquire_adapter(request, plan):
+                if not has_slot or not self.adapters.acquire(request, is_idle=not self._running.in_flight):
                     break
                 if self._admit_request(request, self._count_reserved_pages(), now) is None:
                     break
@@ -299,7 +299,7 @@ class StepPlanner:
                 lookups -= 1
                 if lookups < 0 or self._count_uncached(request) > plan.budget - floor:
                     continue
-            if not self._acquire_adapter(request, plan):
+            if not self.adapters.acquire(request, is_idle=not (plan or self._running.in_flight)):
                 continue
             need = self._admit_request(request, reserved, now)
             if need is None:
@@ -310,20 +310,13 @@ class StepPlanner:
             self._schedule_chunk(plan, request)
             reserved += need - (int(self._running.table.arrays.num_pages[request.slot]) - held)
 
-    def _acquire_adapter(self, request: Request, plan: StepPlan) -> bool:
-        """Whether the request's adapter, if it has one, lets it start."""
-        if not request.adapter or self._adapters is None:
-            return True
-        return self._adapters.acquire(request, is_idle=not plan and not self._running.in_flight)
-
     def _min_served_tokens(self) -> float:
         """The lowest token counter of the tenants whose prompts are running."""
         return min(self._usage.get_tokens(request.tenant) for request in self._running.extending.values())
 
     def _order_waiting(self, now: float) -> Generator[Request]:
         """Yield the head of the queue in the policy's order, lazily."""
-        count = POLICY_MATCH_WINDOW if self._policy.needs_matches else POLICY_WINDOW
-        window = self._queue.head(count) if self._adapters is None else self._adapters.begin_pass(self._queue, count, now)
+        window = self.adapters.begin_pass(self._queue, POLICY_MATCH_WINDOW if self._policy.needs_matches else POLICY_WINDOW, now)
         try:
             if self._policy.needs_matches:
                 for request in window:
@@ -380,8 +373,7 @@ class StepPlanner:
         is_full = len(self._running) and reserved + need > self._kv_manager.num_available
         if is_full or (groups is not None and not groups.has_room(request.num_tokens, self._growth_reserve, len(cached))):
             self._kv_manager.unlock_prefix(request)
-            if self._adapters is not None:
-                self._adapters.release(request)
+            self.adapters.release(request)
             return None
         self._queue.remove(request)
         self._running.add_request(request, cached)
@@ -437,7 +429,7 @@ class StepPlanner:
         candidates = self._order_waiting(now)
         first = next(candidates, None)
         candidates.close()
-        if first is None or (first.adapter and self._adapters is not None and not self._adapters.is_on_device(first)):
+        if first is None or not self.adapters.is_on_device(first):
             return
         first.tokens = first.all_tokens()
         cached = self._kv_manager.lock_prefix(first)

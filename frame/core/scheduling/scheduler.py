@@ -39,7 +39,6 @@ __all__ = ["Scheduler", "SchedulerConfig"]
 log = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, np.int32)
-_NO_ADAPTERS = Finish("error", error="this server has no adapters; serve with --enable-lora", code="invalid_request", param="model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,8 @@ class Scheduler:
         self._queue = WaitingQueue(policy.by_priority, TenantUsage(running.num_of_tenant))
         self._deadlines = Deadlines()
         self._admission = Admission(config)
-        self._grammars, self.speculation, self._adapters = features.grammars, features.speculation, features.adapters
-        running.on_remove = None if self._adapters is None else self._adapters.release
+        self._grammars, self.speculation = features.grammars, features.speculation
+        running.on_remove = features.adapters.release
         self._planner = StepPlanner(config, running, self._queue, policy, features)
         self._output = OutputProcessor(running, self._end_running, clock, self._grammars, self.speculation)
         self._ended: list[tuple[str, Finish]] = []
@@ -104,7 +103,7 @@ class Scheduler:
         request = self._admission.create_request(message, arrival, grammar)
         if isinstance(request, Finish):
             return request
-        if request.adapter and (refusal := _NO_ADAPTERS if self._adapters is None else self._adapters.start_request(request)) is not None:
+        if (refusal := self._planner.adapters.start_request(request)) is not None:
             return refusal
         if grammar is not None and (refusal := self._grammars.start_request(request)) is not None:
             return refusal
@@ -207,8 +206,7 @@ class Scheduler:
         self._planner.retry_alone(again)
         running.end_commit(running.begin_commit(batch.step))
         running.kv_manager.repeat_table_writes(batch.new_pages[:, 0])
-        if self._adapters is not None:
-            self._adapters.repeat_loads(batch.adapter_loads)
+        self._planner.adapters.repeat_loads(batch.adapter_loads)
         finishes = dict.fromkeys(range(len(ended)), finish)
         message = StepTokens(rids=[request.rid for request in ended], token_ids=[[] for _ in ended], finishes=finishes)
         return FailedRequests(message, [request.rid for request in again], bool(rows) and not record.is_retry)
@@ -275,7 +273,7 @@ class Scheduler:
             "generated_tokens": self._output.num_generated,
             "jumped_tokens": self._grammars.num_jumped,
             **self.speculation.describe_load(),
-            **({} if self._adapters is None else self._adapters.describe_load()),
+            **self._planner.adapters.describe_load(),
         }
 
     def check_integrity(self) -> None:
@@ -351,7 +349,7 @@ class Scheduler:
             state_saves=saves,
             setups=setups,
             released=released,
-            adapter_loads=[] if self._adapters is None else self._adapters.take_loads(),
+            adapter_loads=self._planner.adapters.take_loads(),
             prompt_logprobs=prompt_logprobs,
             skip_kv_store=skip_kv_store,
             num_drafts=num_drafts,
@@ -420,8 +418,7 @@ class Scheduler:
     def _forget(self, request: Request, finish: Finish) -> None:
         del self._requests[request.rid]
         self._queue.usage.remove_request(request.tenant)
-        if request.adapter and self._adapters is not None:
-            self._adapters.end_request(request)
+        self._planner.adapters.end_request(request)
         if self._on_finish is not None:
             self._on_finish(request, finish)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,8 @@ from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import StepRecord
+
+_OFF = Finish("error", error="this server has no adapters; serve with --enable-lora", code="invalid_request", param="model")
 
 
 class StepGrammars(Protocol):
@@ -156,7 +159,8 @@ class Speculation(Protocol):
 
 
 class RequestAdapters(Protocol):
-    """Adapters on the device. A running request holds the place of its adapter."""
+    """Adapters on the device. A running request holds the place of its adapter. Methods ignore
+    requests without one."""
 
     def start_request(self, request: Request) -> Finish | None:
         """A request with an adapter arrives. Sets `adapter_start` and `adapter_key`. Returns how
@@ -188,10 +192,41 @@ class RequestAdapters(Protocol):
         """Gauges and counters, named as in `Heartbeat`."""
 
 
+class NoAdapters:
+    """The scheduler's adapters where they are off; implements `RequestAdapters`."""
+
+    def start_request(self, request: Request) -> Finish | None:
+        return _OFF if request.adapter else None
+
+    def end_request(self, request: Request) -> None:
+        pass
+
+    def begin_pass(self, queue: Iterable[Request], count: int, now: float) -> list[Request]:
+        return list(islice(queue, count))
+
+    def acquire(self, request: Request, *, is_idle: bool) -> bool:
+        return True
+
+    def release(self, request: Request) -> None:
+        pass
+
+    def take_loads(self) -> list[AdapterLoad]:
+        return []
+
+    def repeat_loads(self, loads: Sequence[AdapterLoad]) -> None:
+        pass
+
+    def is_on_device(self, request: Request) -> bool:
+        return True
+
+    def describe_load(self) -> dict[str, Any]:
+        return {}
+
+
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
     """What a scheduler is given of the rooms above it."""
 
     grammars: StepGrammars
     speculation: Speculation
-    adapters: RequestAdapters | None = None  # None: no request has one
+    adapters: RequestAdapters = NoAdapters()  # noqa: RUF009 - it has no state

@@ -20,7 +20,6 @@ from frame.config.resolved import Resolved
 from frame.core.blame import blaming
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.interfaces.adapter import AdapterCapabilities, AdapterContext
 from frame.core.interfaces.drafter import DrafterCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
 from frame.core.interfaces.platform import Platform, PlatformContext, SupportsStreams
@@ -30,6 +29,7 @@ from frame.core.ipc.transport import Transport
 from frame.core.kv_cache.capacity import Capacity
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
+from frame.core.scheduling.step_features import NoAdapters, RequestAdapters
 from frame.entrypoints.processes.build_scheduler import build_schedulers
 from frame.entrypoints.processes.components import Loaded, LoadedKernel, Parts, RunnerPlan, build_runner
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
@@ -42,6 +42,8 @@ from frame.plugins.registry import Registry
 from frame.structured_output.grammar_compiler import GrammarCompiler, GrammarSettings
 
 if TYPE_CHECKING:
+    import torch
+
     from frame.adapters.adapter_reader import ChosenFormat
     from frame.adapters.commands import AdapterCommands
     from frame.adapters.places import AdapterPlaces
@@ -250,15 +252,16 @@ def build_engine(
     return engine, info
 
 
-def load_formats(resolved: Resolved, registry: Registry, context: AdapterContext) -> list[ChosenFormat]:
+def load_formats(resolved: Resolved, registry: Registry, dtype: torch.dtype) -> list[ChosenFormat]:
     """The adapter formats of the configuration."""
     from frame.adapters.adapter_reader import ChosenFormat
+    from frame.core.interfaces.adapter import AdapterCapabilities, AdapterContext
 
     formats = []
     for choice in resolved.plugins.get("adapter", ()):
         capabilities = registry.get("adapter", choice.name).capabilities
         if isinstance(capabilities, AdapterCapabilities):
-            formats.append(ChosenFormat(choice.name, capabilities.reads, registry.create(choice, context)))
+            formats.append(ChosenFormat(choice.name, capabilities.reads, registry.create(choice, AdapterContext(dtype))))
     return formats
 
 
@@ -266,15 +269,15 @@ def _attach_loader(resolved: Resolved, registry: Registry, runner: TorchModelRun
     if runner.adapters is not None:
         from frame.adapters.builder import attach_loader
 
-        attach_loader(runner, load_formats(resolved, registry, AdapterContext(runner.context.dtype)))
+        attach_loader(runner, load_formats(resolved, registry, runner.context.dtype))
 
 
 def _build_adapters(
     resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner
-) -> tuple[AdapterCommands | None, Callable[[], AdapterPlaces | None]]:
+) -> tuple[AdapterCommands | None, Callable[[], RequestAdapters]]:
     """What carries out the commands for adapters, and what makes the places of each scheduler."""
     if rank.adapters is None:
-        return None, lambda: None
+        return None, NoAdapters
     from frame.adapters.builder import build_commands, plan_sizes
     from frame.adapters.places import AdapterPlaces, AdapterVersions
 

@@ -21,7 +21,7 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import RunningSet
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
-from frame.core.scheduling.step_features import RequestAdapters, StepFeatures
+from frame.core.scheduling.step_features import NoAdapters, RequestAdapters, StepFeatures
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.registry import Registry
 from frame.speculation.draft_scheduler import DraftScheduler
@@ -39,7 +39,7 @@ def build_schedulers(
     registry: Registry,
     pools: int | Sequence[PagePool],
     on_finish: Callable[[Request, Finish], None] | None = None,
-    make_adapters: Callable[[], RequestAdapters | None] = lambda: None,
+    make_adapters: Callable[[], RequestAdapters] = NoAdapters,
 ) -> Scheduler | GroupedScheduler:
     """The scheduler of the engine; with attention groups, one of each behind one."""
     if resolved.plan.num_groups == 1:
@@ -54,7 +54,7 @@ def build_scheduler(
     registry: Registry,
     pools: int | Sequence[PagePool],
     on_finish: Callable[[Request, Finish], None] | None = None,
-    make_adapters: Callable[[], RequestAdapters | None] = lambda: None,
+    make_adapters: Callable[[], RequestAdapters] = NoAdapters,
 ) -> Scheduler:
     """The scheduler over the KV pages of these pools, that of the tokens first. A number is that of
     the pages of a model with one cache group, the reserved page included."""
@@ -128,7 +128,7 @@ def assemble_scheduler(
     jumps = JumpForward(running, config.jump_forward, config.jump_rows, config.jump_tokens) if config.jump_forward else None
     grammars = GrammarCalls(config.vocab_size, jumps=jumps)
     speculation = DraftScheduler(table, config.vocab_size, grammars, may_overlap=config.overlaps_drafts)
-    return Scheduler(config, running, policy, StepFeatures(grammars, speculation, adapters), clock, on_finish)
+    return Scheduler(config, running, policy, StepFeatures(grammars, speculation, adapters or NoAdapters()), clock, on_finish)
 
 
 def _overlaps_drafts(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> bool:
