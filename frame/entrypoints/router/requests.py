@@ -31,7 +31,7 @@ _STORED = ("/v1/responses", "/v1/conversations")
 _PINNED = ("/v1/files", "/v1/batches")  # a batch reads a file, so both are on the first replica
 BROADCAST = frozenset(
     ("/abort_request", "/flush_cache", "/reset_prefix_cache", "/pause_generation", "/continue_generation", "/check_integrity",
-     "/start_profile", "/stop_profile")
+     "/start_profile", "/stop_profile", "/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 )  # fmt: skip
 
 
