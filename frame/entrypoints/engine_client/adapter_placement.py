@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from frame.core.interfaces.adapter import AdapterError
-from frame.core.messages import Finish
+from frame.core.messages import ControlReply, Finish
 from frame.entrypoints.engine_client.adapter_versions import AdapterVersion
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError
@@ -22,7 +22,8 @@ from frame.entrypoints.engine_client.limits import EngineDeadError
 log = logging.getLogger(__name__)
 
 MAX_CRASHES = 2  # of engines that were loading a version, after which it is loaded no more
-UNLOAD_TRIES, UNLOAD_PAUSE = 50, 0.1  # seconds between them; steps in flight may use the adapter
+LOAD_TRIES, UNLOAD_TRIES = 5, 50  # while the engine refuses because of its state, such as steps in flight
+PAUSE = 0.1  # seconds between them
 CRASHED = "the engine crashed {} times while it loaded this adapter, which is loaded no more; check its files"
 LOST = "the adapter of this request could not be loaded again after a crash of the engine: {}"
 
@@ -38,7 +39,7 @@ class AdapterPlacement:
         self._clients = clients
         self._versions = versions
         self._placed: dict[str, AdapterVersion] = {}  # those that have room in host memory, least recently used first
-        self._orders: dict[EngineClient, AdapterVersion] = {}  # what an engine is loading
+        self._orders: dict[EngineClient, tuple[AdapterVersion, asyncio.Future[ControlReply]]] = {}  # what an engine is loading
         self._crashes: Counter[str] = Counter()  # by digest
         self._blamed: set[EngineClient] = set()  # whose engine ended while it loaded an adapter
         self._releases: list[asyncio.Future[None]] = []
@@ -93,19 +94,32 @@ class AdapterPlacement:
     async def _order(self, client: EngineClient, version: AdapterVersion) -> bool:
         """Whether an engine has loaded the version; False: its host memory is full. Raises
         AdapterError, EngineDeadError, TimeoutError."""
-        self._check_crashes(version)
-        self._orders[client] = version
-        try:
-            reply = await client.send_order("load_adapter", digest=version.digest, folder=str(version.files.folder))
-        finally:
-            self._orders.pop(client, None)
-        if reply.ok:
-            version.holders.add(client)
-            version.info = reply.data
-            self.num_loads += 1
-        elif reply.code != "conflict" or len(self._placed) <= 1:
-            raise AdapterError(reply.error or "the engine refused the adapter")
-        return reply.ok
+        reply = None
+        for _ in range(LOAD_TRIES):
+            self._check_crashes(version)
+            sending = asyncio.ensure_future(client.send_order("load_adapter", digest=version.digest, folder=str(version.files.folder)))
+            order = self._orders[client] = version, sending
+            try:
+                reply = await asyncio.shield(sending)
+            except asyncio.CancelledError:
+                await asyncio.wait({sending})  # the engine goes on, and no other order may come in between
+                if not sending.exception() and sending.result().ok:
+                    version.holders.add(client)
+                raise
+            finally:
+                if self._orders.get(client) is order:
+                    del self._orders[client]
+            if reply.ok:
+                version.holders.add(client)
+                version.info = reply.data
+                self.num_loads += 1
+                return True
+            if reply.code != "conflict":
+                break
+            await asyncio.sleep(PAUSE)  # the engine may still be freeing the same adapter
+        if reply is None or reply.code != "conflict" or len(self._placed) <= 1:
+            raise AdapterError((reply and reply.error) or "the engine refused the adapter")
+        return False
 
     async def _evict_other(self, version: AdapterVersion) -> None:
         """Take the least recently used version without requests out of host memory; wait until
@@ -134,7 +148,7 @@ class AdapterPlacement:
                     break
                 if reply.ok or reply.code != "conflict":
                     break
-                await asyncio.sleep(UNLOAD_PAUSE)
+                await asyncio.sleep(PAUSE)
             else:
                 log.warning("the engine still uses adapter %s, and did not unload it: %s", version.digest, reply.error)
 
@@ -160,7 +174,7 @@ class AdapterPlacement:
         for version in self._versions.values():
             version.holders.discard(client)
         if (loading := self._orders.pop(client, None)) is not None:
-            self._crashes[loading.digest] += 1
+            self._crashes[loading[0].digest] += 1
             self._blamed.add(client)
 
     def begin_recovery(self, client: EngineClient) -> bool:

@@ -38,7 +38,7 @@ async def registry_of(num_engines: int = 1, **settings: Any) -> AsyncIterator[tu
 
 def run(test: Callable[..., Awaitable[None]]) -> Any:
     def wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(adapter_placement, "UNLOAD_PAUSE", 0.01)
+        monkeypatch.setattr(adapter_placement, "PAUSE", 0.01)
         asyncio.run(test(tmp_path))  # type: ignore[arg-type]
 
     wrapped.__name__ = test.__name__
@@ -327,6 +327,22 @@ async def test_a_wait_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
         await registry.unload("a")
         await registry.unload("b")
         check_empty(registry, [link])
+
+
+@run
+async def test_a_load_whose_request_leaves_is_known(tmp_path: Path) -> None:
+    async with registry_of(max_loaded=1) as (registry, (link,)):
+        for i, name in enumerate("ab"):
+            await registry.load_folder(name, str(make_adapter(tmp_path / name, bytes([i]))))
+        link.orders.pause = 0.05
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.06):  # in the load, after the eviction
+                await acquire(registry, "a")
+        link.orders.pause = 0.0
+        count = len(link.orders.loads)
+        link.finish(link.start(await acquire(registry, "a"), "r"))
+        assert len(link.orders.loads) == count
+        assert len(link.orders.held) == 1
 
 
 # failures -----------------------------------------------------------------------------------------
