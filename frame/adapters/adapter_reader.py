@@ -156,7 +156,7 @@ class AdapterReader:
         for values, table, filler in ((delta.output_scale, host.scales, 1.0), (delta.output_norm, host.norms, float("nan"))):
             if values is None:
                 continue
-            if layer.num_experts or layer.is_lookup:
+            if layer.num_experts or layer.gemm is None:
                 raise AdapterError(f"the adapter scales the rows of {name}, which is no linear layer; train it without DoRA there")
             row = table.setdefault(index, torch.full((layer.num_outputs,), filler))
             row[first : first + output.size] = values.float()[placed.outputs[output.start : output.start + output.size]]

@@ -134,6 +134,12 @@ class Head(nn.Module):
             if self.gemm is None or not replace_values(self.gemm.tensors, built.tensors):
                 self.gemm = built
             register_tensors(self, "packed", self.gemm.tensors)
+        if self.delta is not None:
+            self.delta.gemm = self._multiply
+
+    def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's logits, without the rows that pad the vocabulary."""
+        return self.gemm(hidden)[..., : self.range.size]  # type: ignore[misc]
 
     def _share_weight(self) -> Gemm:
         """The GEMM with the embedding's weight, by a kernel that makes no copy of it."""

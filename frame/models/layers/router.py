@@ -16,9 +16,10 @@ from torch import nn
 
 from frame import kernels
 from frame.models.layers.norm import RMSNorm
-from frame.models.layers.parameter import ShardedParameter
+from frame.models.layers.parameter import Range, ShardedParameter
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.adapter_layers import LayerDelta
     from frame.core.interfaces.build import BuildContext
 
 
@@ -76,6 +77,9 @@ class Router(nn.Module):
         self._logit_dtype = torch.float32 if rule.precise else context.dtype
         self.weight = ShardedParameter(torch.empty(num_experts, hidden_size, dtype=self._logit_dtype))
         self.weight.bind(f"{name}.weight")
+        self.delta: LayerDelta | None = None
+        if context.adapters is not None:
+            self.delta = context.adapters.add_layer((name,), Range.whole(hidden_size), (Range.whole(num_experts),))
         self._narrow: torch.Tensor | None = None
         self._dtype = context.dtype
         if rule.correction:
@@ -104,6 +108,8 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`: those of `x`, if they are already computed."""
+        if self.delta is not None and self.delta.is_active:
+            logits = self.delta.expand(self._multiply(x), self.delta.shrink(x), self.bias)
         if not self._has_kernels:
             router_logits = self._multiply(x) if logits is None else logits
             ids, weights = self.choose_experts(router_logits.float())
@@ -116,6 +122,8 @@ class Router(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(logits of norm(x + residual), norm(x + residual), x + residual) by one kernel; None
         where that is not faster."""
+        if self.delta is not None and self.delta.is_active:
+            return None
         if not self._has_kernels or norm.scale is None or self.bias is not None or torch.compiler.is_compiling():
             return None
         from frame.kernels.moe.router import NORMED_TOKENS, compute_normed_logits
