@@ -142,6 +142,8 @@ class AdapterReader:
                 f"the adapter's delta of {name} is [{len(placed.outputs)}, {len(placed.inputs)}], and the layer "
                 f"[{rows.full}, {columns.full}]; train the adapter on this model"
             )
+        if placed.expert is not None and placed.expert >= len(delta.a):
+            raise AdapterError(f"the adapter changes {len(delta.a)} experts of {name}, and the model has more; train it on this model")
         a, b = placed.cut(delta, rows, columns)
         if layer.is_lookup:
             a, b = b.t(), a.t()

@@ -277,6 +277,7 @@ class GatedSharedExpert(nn.Module):
         self.delta: LayerDelta | None = None
         if context.adapters is not None:
             self.delta = context.adapters.add_layer((gate,), Range.whole(hidden_size), (Range.whole(1),))
+            self.delta.gemm = lambda x: F.linear(x, self.weight)
 
     @property
     def is_adapted(self) -> bool:

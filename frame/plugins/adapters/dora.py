@@ -17,7 +17,7 @@ class DoraFormat(LoraFormat):
     uses_dora = True
 
     def read_layer(self, module: str, factors: Factors, scales: LayerScales, options: PeftConfig) -> LowRankDelta:
-        if any(kind.startswith("embedding") for kind in factors) or options.fan_in_fan_out:
+        if any(kind.startswith("embedding") for kind in factors):
             why = "the norms are those of columns of the stored weight, which is not implemented"
             raise AdapterError(f"{module!r:.200} is adapted by DoRA, but {why}: leave the layer out, or merge the adapter with PEFT")
         if _MAGNITUDE not in factors:

@@ -27,7 +27,6 @@ _FACTOR = re.compile(
 )
 # What PEFT copies where it is a target: a wrapped layer, or an embedding or head
 _COPY = re.compile(rf"{_PREFIX}(?:(.+){_WRAPPER}|((?:.+\.)?(?:embed_tokens|lm_head)))\.(?:weight|bias)")
-_HEADS = ("embed_tokens", "lm_head")  # never stored [inputs, outputs]
 _MAX_NAME = 1000  # letters of a tensor's name; the work for one grows with its square
 _AGAIN = "save the adapter again with PEFT"
 # Stacked parameters of one module, in the order in which models declare them, which is the order of
@@ -61,10 +60,11 @@ class LoraFormat(AdapterFormat):
                 raise AdapterError(f"{_some_name(levels[1])}: target_parameters names no parameter of {module!r:.200}: {_AGAIN}")
 
     def read_layer(self, module: str, factors: Factors, scales: LayerScales, options: PeftConfig) -> LowRankDelta:
-        """The delta of a layer with a weight of its own."""
+        """The delta of a layer with a weight of its own. `fan_in_fan_out` says how PEFT's base stored
+        its weight, not these factors; a checkpoint of Conv1D layers has the transposed axes."""
         kind = "embedding_" if any(kind.startswith("embedding") for kind in factors) else ""
         a, b = _read_pair(factors, scales.find_rank(module), kind)
-        if kind or (options.fan_in_fan_out and module.rpartition(".")[2] not in _HEADS):  # the weight is stored [inputs, outputs]
+        if kind:  # whose weight is stored [inputs, outputs]
             a, b = b.t(), a.t()
         return LowRankDelta(a, b, scales.find_scale(module))
 

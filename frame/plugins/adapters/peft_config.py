@@ -103,6 +103,8 @@ def read_peft_config(config: Mapping[str, Any], uses_dora: bool = False) -> Peft
         known = key in _HARMLESS or key in _REFUSED or key in PeftConfig.__struct_fields__
         if not known and value not in (None, False, [], {}):
             raise AdapterError(f"adapter_config.json: {key!r:.100} is an unknown option: remove it if it changes no product, else {_MERGE}")
+    if options.alora_invocation_tokens == []:
+        raise AdapterError("adapter_config.json: alora_invocation_tokens is empty, so the adapter would never be active: remove it")
     for key in ("alora_invocation_tokens", "target_parameters"):
         if uses_dora and getattr(options, key):
             raise AdapterError(f"adapter_config.json: use_dora and {key} exclude each other: save the adapter again with PEFT")

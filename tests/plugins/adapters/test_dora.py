@@ -47,7 +47,6 @@ def test_embeddings_are_refused(tmp_path: Path) -> None:
         ({}, {}, "q_proj' has no lora_magnitude_vector: save the adapter again"),
         ({f"{LAYER}.lora_magnitude_vector": torch.ones(5)}, {}, r"has the shape \[5\], not \[6\]"),
         ({f"{LAYER}.lora_magnitude_vector": torch.full((6,), float("inf"))}, {}, "no finite numbers"),
-        ({}, {"fan_in_fan_out": True}, "the norms are those of columns"),
         ({}, {"target_parameters": ["experts.x"]}, "use_dora and target_parameters exclude each other"),
         ({}, {"alora_invocation_tokens": [1]}, "use_dora and alora_invocation_tokens exclude each other"),
         ({}, {"use_dora": False}, "use_dora is False: set adapters.format to lora"),
