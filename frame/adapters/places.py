@@ -20,6 +20,7 @@ from frame.core.scheduling.request import Request
 
 MAX_IN_PASS = 32  # requests of one adapter that a pass over the waiting requests sees
 SCANNED = 8  # times as many requests are looked at to find those
+OPEN_SECONDS = 0.5  # that an adapter keeps its place for further requests, although others wait for one
 RESERVED_SECONDS = 1.0  # that a place is kept for the request for which its adapter was copied
 _GONE = "the version of the adapter that this request began with is no longer loaded; send the request again"
 
@@ -63,6 +64,7 @@ class _Place:
     num_running: int = 0  # requests that use it
     used_at: float = 0.0  # seconds of the scheduler's clock; later for a place that is reserved
     ready_at: float = 0.0  # the copy is done then, about
+    loaded_at: float = 0.0
 
 
 class AdapterPlaces:
@@ -187,7 +189,7 @@ class AdapterPlaces:
                 self.forget(self._places[victim].digest)
         place = self._places[number]
         place.digest, place.pages = digest, [self._free_pages.pop() for _ in range(version.num_pages)]
-        place.ready_at = self._now + version.copy_seconds
+        place.loaded_at, place.ready_at = self._now, self._now + version.copy_seconds
         place.used_at = place.ready_at + RESERVED_SECONDS
         self._by_digest[digest] = number
         self._closed.discard(number)
@@ -196,11 +198,11 @@ class AdapterPlaces:
         return number
 
     def _close_place(self) -> None:
-        """Let the place with the fewest requests run empty: the requests after this one in the
-        queue do not prolong its use."""
-        open_places = [number for number in range(len(self._places)) if number not in self._closed]
-        if open_places:
-            self._closed.add(min(open_places, key=lambda number: self._places[number].num_running))
+        """Let the place whose adapter is there longest run empty: the requests after this one in
+        the queue do not prolong its use."""
+        opened = {number: place.loaded_at for number, place in enumerate(self._places) if number not in self._closed}
+        if opened and self._now - min(opened.values()) >= OPEN_SECONDS:
+            self._closed.add(min(opened, key=lambda number: opened[number]))
 
 
 def _find_last(prompt: np.ndarray, tokens: np.ndarray) -> int:

@@ -65,6 +65,23 @@ def test_a_busy_adapter_is_followed_by_one_that_waits() -> None:
     assert places.acquire(other, is_idle=False)
 
 
+def test_requests_of_an_adapter_share_its_turn() -> None:
+    """Of adapters that come in turn, each serves what has come meanwhile, not one request."""
+    places = _places(num_places=1, num_pages=1)
+    queue = [_request(digest) for _ in range(4) for digest in "abc"]
+    for request in queue:
+        places.start_request(request)
+    turns = []
+    for now in range(3):
+        places.begin_pass(queue, 128, float(now))
+        started = [request for request in queue if places.acquire(request, is_idle=True)]
+        turns.append([request.adapter for request in started])
+        for request in started:
+            queue.remove(request)
+            places.release(request)
+    assert turns == [["a"] * 4, ["b"] * 4, ["c"] * 4]
+
+
 def test_a_place_is_kept_for_the_request_that_it_was_filled_for() -> None:
     places = _places(num_places=1, num_pages=1)
     places._versions.by_digest["a"].copy_seconds = 0.1
