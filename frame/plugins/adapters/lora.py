@@ -60,8 +60,8 @@ class LoraFormat(AdapterFormat):
                 raise AdapterError(f"{_some_name(levels[1])}: target_parameters names no parameter of {module!r:.200}: {_AGAIN}")
 
     def read_layer(self, module: str, factors: Factors, scales: LayerScales, options: PeftConfig) -> LowRankDelta:
-        """The delta of a layer with a weight of its own. `fan_in_fan_out` says how PEFT's base stored
-        its weight, not these factors; a checkpoint of Conv1D layers has the transposed axes."""
+        """The delta of a layer with a weight of its own. `fan_in_fan_out` says how PEFT's base
+        stored its weight, not these factors; a checkpoint of Conv1D layers has transposed axes."""
         kind = "embedding_" if any(kind.startswith("embedding") for kind in factors) else ""
         a, b = _read_pair(factors, scales.find_rank(module), kind)
         if kind:  # whose weight is stored [inputs, outputs]
