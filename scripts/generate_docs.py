@@ -251,10 +251,11 @@ def models() -> str:
                 _yes(able.graphs and not able.encoder),
                 "none" if able.encoder else ", ".join(groups),
                 "`mtp`" if able.draft_layers else "none",
+                _yes(able.adapters),
                 checked,
             ]
         )
-    head = ["plugin", "architectures", "form", "tp", "quantization", "graphs", "cache groups", "draft layers", "checked against"]
+    head = ["plugin", "architectures", "form", "tp", "quantization", "graphs", "cache groups", "draft layers", "LoRA", "checked against"]
     return "\n\n".join([
         "# Models",
         NOTE,
@@ -263,7 +264,7 @@ def models() -> str:
         "weight formats of [quantization](quantization.md). `graphs`: CUDA graphs. `cache groups`: what layers may store, keys "
         "and values of all tokens, those of a sliding window, a snapshot of a recurrent state, in a sidecar the keys of an "
         "indexer, or in write_once the keys and values of an "
-        "encoder's output. `draft layers`: the drafter of the multi-token-prediction module that checkpoints may have. `checked against`: "
+        "encoder's output. `draft layers`: the drafter of the multi-token-prediction module that checkpoints may have. `LoRA`: [adapters](lora.md). `checked against`: "
         "tests compare the logits and the greedy tokens of small random checkpoints in float32. A "
         "`ForConditionalGeneration` checkpoint other than [Whisper](speech.md) is served without its image and audio encoders."),
         table(head, rows),
