@@ -8,7 +8,7 @@ Must not know files, requests or models.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -78,6 +78,24 @@ class DeltaOperations(Protocol):
         """For each row with an adapter that changes the layer, in place: out = (out - bias + shrunk
         times `b`) * scale + bias, where the scale is 1 without `has_scale`. out [rows, outputs],
         whose last stride is 1. Other rows are not written."""
+        ...
+
+
+@runtime_checkable
+class SupportsGated(Protocol):
+    """Optional, for layers of two equal parts without experts."""
+
+    def expand_gated(
+        self,
+        product: torch.Tensor,
+        shrunk: torch.Tensor,
+        layer: LayerPages,
+        plan: RowPlan,
+        place_pages: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """SiLU(first part) * second part of what `expand` computes, of all rows -> [rows, outputs
+        // 2]. `product` is not written."""
         ...
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frame.adapters.deltas import DeltaOperations, LayerPages, RowPlan
+from frame.adapters.deltas import DeltaOperations, LayerPages, RowPlan, SupportsGated
 from frame.core.interfaces.adapter import PAGE_RANKS
 
 if TYPE_CHECKING:
@@ -64,6 +64,12 @@ class PooledLayer:
         return self.rows.is_active
 
     @property
+    def can_gate(self) -> bool:
+        """See `LayerDelta.can_gate`."""
+        sizes = [span.size for span in self.outputs]
+        return not self.num_experts and len(sizes) == 2 and sizes[0] == sizes[1] and isinstance(self.rows.operations, SupportsGated)
+
+    @property
     def num_stacks(self) -> int:
         """Matrices `a` of one page."""
         return max(1, self.num_experts) * len(self.outputs)
@@ -100,10 +106,21 @@ class PooledLayer:
 
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         plan, place_pages = self.rows.select_plan(self.num_experts)
-        if self._is_beside and (streams := self.rows.streams) is not None:
-            streams.get_current_stream().wait_stream(streams.get_side_stream())
+        self._await_shrink()
         self.rows.operations.expand(out, shrunk, self._allocated, plan, place_pages, bias)
         return out
+
+    def expand_gated(self, product: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See `LayerDelta.expand_gated`."""
+        plan, place_pages = self.rows.select_plan(self.num_experts)
+        self._await_shrink()
+        operations = self.rows.operations
+        assert isinstance(operations, SupportsGated), "can_gate"
+        return operations.expand_gated(product, shrunk, self._allocated, plan, place_pages, bias)
+
+    def _await_shrink(self) -> None:
+        if self._is_beside and (streams := self.rows.streams) is not None:
+            streams.get_current_stream().wait_stream(streams.get_side_stream())
 
     @property
     def _allocated(self) -> LayerPages:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from frame import kernels
 from frame.adapters.deltas import LayerPages, RowPlan
 from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes, expand, list_blocks, shrink
 from frame.kernels.lora.row_tiles import choose_block, group_rows, list_thresholds
@@ -28,11 +29,13 @@ class TritonDeltas:
 
     The kernels are compiled, and a table of each layer's shape is copied to the device, at the
     first use, which therefore must not be captured in a CUDA graph. `choose`: the sizes of a
-    layer's programs, by (rows of a tile, inputs, outputs of each part, bytes of a value).
+    layer's programs, by (rows of a tile, inputs, outputs of each part, bytes of a value, shared
+    memory of a program).
     """
 
-    def __init__(self, choose: Callable[[int, int, tuple[int, ...], int], ProductSizes] = choose_sizes) -> None:
+    def __init__(self, choose: Callable[[int, int, tuple[int, ...], int, int], ProductSizes] = choose_sizes) -> None:
         self._choose = choose
+        self._sizes: dict[tuple[int, int, tuple[int, ...], int], ProductSizes] = {}
         self._blocks: dict[tuple[tuple[int, ...], int, torch.device], tuple[torch.Tensor, int]] = {}
 
     def list_row_counts(self, num_experts: int = 0) -> list[int]:
@@ -53,7 +56,7 @@ class TritonDeltas:
     def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
         """-> float32 [splits, rows, parts, ranks]; `expand` adds up the splits of the inputs."""
         tiles = _get_tiles(plan)
-        sizes = self._choose(tiles.block, layer.a.shape[-1], layer.splits, x.element_size())
+        sizes = self._choose_sizes(tiles, layer)
         return shrink(x, layer.a, layer.num_parts, tiles, plan.sources, layer.counts, place_pages, sizes)
 
     def expand(
@@ -65,16 +68,49 @@ class TritonDeltas:
         place_pages: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
+        self._expand(out, shrunk, layer, plan, place_pages, bias, None)
+
+    def expand_gated(
+        self,
+        product: torch.Tensor,
+        shrunk: torch.Tensor,
+        layer: LayerPages,
+        plan: RowPlan,
+        place_pages: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `SupportsGated`."""
+        gated = product.new_empty(len(product), product.shape[1] // 2)
+        self._expand(product, shrunk, layer, plan, place_pages, bias, gated)
+        return gated
+
+    def _expand(
+        self,
+        out: torch.Tensor,
+        shrunk: torch.Tensor,
+        layer: LayerPages,
+        plan: RowPlan,
+        place_pages: torch.Tensor,
+        bias: torch.Tensor | None,
+        gated: torch.Tensor | None,
+    ) -> None:
         tiles = _get_tiles(plan)
         if shrunk.dim() == 3:  # that an embedding has looked up
             shrunk = shrunk.unsqueeze(0).float()
-        sizes = self._choose(tiles.block, layer.a.shape[-1], layer.splits, out.element_size())
-        key = layer.splits, sizes.outputs, out.device
+        sizes = self._choose_sizes(tiles, layer)
+        splits, outputs = (layer.splits, sizes.outputs) if gated is None else (layer.splits[:1], sizes.gated_outputs)
+        key = splits, outputs, out.device
         if key not in self._blocks:
-            blocks, unit = list_blocks(layer.splits, sizes.outputs)
+            blocks, unit = list_blocks(splits, outputs)
             self._blocks[key] = torch.tensor(blocks, dtype=torch.int32, device=out.device), unit
         scales = layer.scales, layer.has_scale
-        expand(out, shrunk, layer.b, tiles, layer.counts, place_pages, scales, bias, self._blocks[key], sizes)
+        expand(out, shrunk, layer.b, tiles, layer.counts, place_pages, scales, bias, self._blocks[key], sizes, gated)
+
+    def _choose_sizes(self, tiles: Tiles, layer: LayerPages) -> ProductSizes:
+        key = tiles.block, layer.a.shape[-1], layer.splits, layer.a.element_size()
+        if key not in self._sizes:
+            self._sizes[key] = self._choose(*key, kernels.get_shared_memory(layer.a.device))
+        return self._sizes[key]
 
 
 def _get_tiles(plan: RowPlan) -> Tiles:

@@ -9,6 +9,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame.adapters.triton_deltas import TritonDeltas
+    from frame.kernels.elementwise.activation import silu_mul
     from tests.kernels.lora import *  # noqa: F403
     from tests.kernels.lora import Case, draw_places
 
@@ -56,18 +57,55 @@ def test_a_graph_reads_the_places_of_its_replay(rows: int, experts: int, dtype: 
         assert (got.double() - expected).abs().max() <= unit * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 64, 300, 700])
+def test_a_graph_of_the_gated_form_reads_the_places_of_its_replay(rows: int, dtype: torch.dtype) -> None:
+    """Every row is written once, with or without an adapter."""
+    inner, inputs = 1536, 2048
+    case = Case(inputs, (inner, inner), places=[-1] * rows, scaled=(1,), dtype=dtype)
+    operations, (x, _), plan = TritonDeltas(), case.make_rows(), case.make_plan()
+    weight = (torch.randn(2 * inner, inputs, device="cuda") * inputs**-0.5).to(dtype)
+    bias = torch.randn(2 * inner, device="cuda").to(dtype)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        product = x @ weight.t()
+        tiled = operations.plan_rows(plan, len(case.counts))
+        shrunk = operations.shrink(x, case.layer, tiled, case.place_pages)
+        return product, operations.expand_gated(product, shrunk, case.layer, tiled, case.place_pages, bias)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product, got = step()
+    for _ in range(4):
+        plan.places.copy_(torch.tensor(draw_places(rows, 4), dtype=torch.int32))
+        x.normal_()
+        got.fill_(torch.nan)
+        graph.replay()
+        gate, up = case.compute_reference(x, product, plan, bias).chunk(2, 1)
+        kept = [row for row, place in enumerate(plan.places.tolist()) if place < 0 or not case.counts[place]]
+        assert torch.equal(got[kept], silu_mul(product)[kept])
+        expected = torch.nn.functional.silu(gate) * up
+        unit = {torch.float32: 2**-16, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
+        assert (got.double() - expected).abs().max() <= unit * expected.abs().max()
+
+
 @pytest.mark.parametrize("experts", [0, 8])
 def test_the_row_counts_of_a_warm_up_compile_every_variant(experts: int) -> None:
     """Later rows of any number launch nothing that is not compiled."""
     from triton import knobs
 
-    case = Case(2048, (4096, 1024, 1024), experts=experts, dtype=torch.bfloat16)
+    cases = [Case(2048, splits, experts=experts, dtype=torch.bfloat16) for splits in ((4096, 1024, 1024), (1536, 1536))]
     operations = TritonDeltas()
 
     def run(rows: int) -> None:
-        case.places = draw_places(rows, 4)
-        x, out = case.make_rows()
-        case.compute(operations, x, out, case.make_plan(len(x)), None)
+        for case in cases:
+            case.places = draw_places(rows, 4)
+            x, out = case.make_rows()
+            if len(case.layer.splits) == 2 and not experts:
+                case.compute_gated(operations, x, out, case.make_plan(), None)
+            case.compute(operations, x, out, case.make_plan(len(x)), None)
 
     for rows in operations.list_row_counts(experts):
         run(rows)

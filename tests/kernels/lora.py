@@ -16,6 +16,7 @@ import torch
 from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
 from frame.adapters.triton_deltas import TritonDeltas
 from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.lora.products import list_blocks
 from frame.kernels.lora.row_tiles import choose_block, group_rows
 
@@ -95,6 +96,29 @@ class Case:
         TorchDeltas().expand(result, shrunk, layer, plan, self.place_pages, None if bias is None else bias.double())
         return result
 
+    def compute_gated(
+        self, operations: TritonDeltas, x: torch.Tensor, product: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        plan = operations.plan_rows(plan, len(self.counts))
+        shrunk = operations.shrink(x, self.layer, plan, self.place_pages)
+        return operations.expand_gated(product, shrunk, self.layer, plan, self.place_pages, bias)
+
+    def check_gated(self, biased: bool = False) -> None:
+        """Against two kernels: the same bits, but on a GPU sums of another order."""
+        x, product = self.make_rows()
+        plan, before = self.make_plan(), product.clone()
+        bias = torch.randn(product.shape[1], device=DEVICE).to(self.dtype) if biased else None
+        got = self.compute_gated(TritonDeltas(), x, product, plan, bias)
+        assert torch.equal(product, before)
+        expanded = product.clone()
+        self.compute(TritonDeltas(), x, expanded, plan, bias)
+        expected = silu_mul(expanded)
+        if ON_GPU:
+            assert (got.double() - expected.double()).abs().max() <= 4 * UNIT[self.dtype] * expected.abs().max().clamp_min(1)
+            kept = [row for row, place in enumerate(self.places) if place < 0 or not self.counts[place]]
+            got, expected = got[kept], expected[kept]
+        assert torch.equal(got, expected)
+
     def check(self, biased: bool = False) -> None:
         x, out = self.make_rows()
         whole = out if not self.gap else out._base
@@ -153,6 +177,27 @@ def test_output_scales(biased: bool, rows: int, dtype: torch.dtype) -> None:
     Case(places=[row % 5 - 1 for row in range(1, rows + 1)], scaled=(0, 3), dtype=dtype).check(biased)
 
 
+@each_type
+@pytest.mark.parametrize("inner", [24, 40] + [14336] * ON_GPU)
+@pytest.mark.parametrize("rows", [1, 6, 20] + [300, 700] * ON_GPU)
+def test_gated_outputs_have_the_bits_of_the_activation(rows: int, inner: int, dtype: torch.dtype) -> None:
+    Case(40, (inner, inner), places=draw_places(rows, 4), scaled=(0, 3), dtype=dtype, gap=16).check_gated(biased=rows > 1)
+
+
+@pytest.mark.parametrize("rows", [3, 30])
+@pytest.mark.parametrize("place", [-1, 2, 3])
+def test_gated_rows_of_one_adapter(place: int, rows: int) -> None:
+    """No adapter; one that leaves the layer alone; one with several pages."""
+    Case(40, (33, 33), places=[place] * rows).check_gated()
+
+
+@each_type
+@pytest.mark.parametrize("rows", [70] + [600] * ON_GPU)
+def test_gated_tiles_of_64_rows(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
+    Case(40, (72, 72), places=draw_places(rows, 4), scaled=(1,), dtype=dtype).check_gated(True)
+
+
 @pytest.mark.parametrize("pairs", [1, 16, 40] + [100, 2048] * ON_GPU)
 def test_pairs_get_the_deltas_of_their_experts(pairs: int) -> None:
     Case(48, (16, 16), experts=3, places=draw_places(pairs, 4)).check()
@@ -194,12 +239,12 @@ def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
     tiles = [
         (key, [row for row in lanes if row < rows])
         for key, lanes in zip(keys.tolist(), tiled.view(-1, block).tolist(), strict=True)
-        if key >= 0
+        if lanes[0] < rows  # else unused, with the key -1
     ]
-    assert sorted(row for _, lanes in tiles for row in lanes) == [row for row, key in enumerate(row_keys) if key >= 0]
-    assert all(row_keys[row] == key for key, lanes in tiles for row in lanes)
-    counts = Counter(key for key in row_keys if key >= 0)
-    assert len(tiles) == sum(-(-count // block) for count in counts.values())
+    assert sorted(row for _, lanes in tiles for row in lanes) == list(range(rows))
+    assert all(max(row_keys[row], -1) == key for key, lanes in tiles for row in lanes)
+    assert len(tiles) == sum(-(-count // block) for count in Counter(row_keys).values())
+    assert (keys < 0).sum() == len(keys) - sum(key >= 0 for key, _ in tiles)
 
 
 @pytest.mark.parametrize("experts", [0, 8, 128])

@@ -57,6 +57,16 @@ class LayerDelta(Protocol):
         Rows without an adapter are not written. bias: what `out` has already got. -> `out`."""
         ...
 
+    @property
+    def can_gate(self) -> bool:
+        """Whether the layer has `expand_gated`."""
+        ...
+
+    def expand_gated(self, product: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """SiLU(first half of the outputs) * second half of what `expand` computes, of all rows ->
+        [rows, outputs // 2]. `product` is not written."""
+        ...
+
 
 class AdapterLayers(Protocol):
     """What layers register with when they are built (`BuildContext.adapters`), and what tells them

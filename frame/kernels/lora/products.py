@@ -5,7 +5,8 @@ times `a`) and `expand` (that times `b`, added to a layer's outputs in place).
 Tiles of one row use the CUDA cores, larger ones the tensor cores. What a tile reads is found on the
 device, from tables that a CUDA graph reads again at each replay: the pages of the adapter's place
 and how many of them the layer has. `shrink` splits the inputs over programs and `expand` adds the
-sums, so that few rows occupy the device without a launch that clears sums.
+sums, so that few rows occupy the device without a launch that clears sums. For a gated layer
+`expand` may also compute the activation.
 Used by `frame.adapters.triton_deltas`; depends on no layer.
 """
 
@@ -20,6 +21,8 @@ import triton.language as tl
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
 
+_LARGE_SHARED_MEMORY = 200 << 10  # bytes: room for three loads of 64 rows and 64 columns, each 512 bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ProductSizes:
@@ -32,6 +35,12 @@ class ProductSizes:
     shrink_warps: int = 4
     expand_warps: int = 4
     stages: int = 3  # loads of `shrink` under way
+    registers: int | None = None  # of a thread of `expand` at most
+
+    @property
+    def gated_outputs(self) -> int:
+        """`outputs` of one program that has gates and what they multiply."""
+        return max(16, self.outputs // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +59,22 @@ class Tiles:
         return {"BLOCK": self.block, "HAS_EXPERTS": self.num_experts > 0, "UPCAST": INTERPRETED}
 
 
-def choose_sizes(block: int, inputs: int, splits: tuple[int, ...], value_bytes: int) -> ProductSizes:
-    """Sizes for tiles of `block` rows of a layer whose parts have `splits` outputs."""
-    is_large = sum(splits) > 8192
+def choose_sizes(block: int, inputs: int, splits: tuple[int, ...], value_bytes: int, shared_memory: int) -> ProductSizes:
+    """Sizes for tiles of `block` rows of a layer whose parts have `splits` outputs. shared_memory:
+    of one program at most, in bytes."""
+    is_large, is_long = sum(splits) > 8192, inputs > 8192
     outputs = next_power_of_2(max(16, *splits))
     if block == 1:
         each = min(1024, next_power_of_2(ceil_div(inputs, 4)))
-        return ProductSizes(4, max(16, each), 16, min(256 if is_large else 128, outputs), 8 if each > 512 else 4, stages=1)
+        warps, num_splits = 8 if each > 512 else 4, 8 if is_long else 4
+        return ProductSizes(num_splits, max(16, each), 16, min(256 if is_large else 128, outputs), warps, stages=1)
     if block < 64:  # shared memory for two copies beside a kernel that streams a base weight
-        return ProductSizes(4, 512 // value_bytes, 16, min(512 if is_large else 256, outputs), expand_warps=8 if is_large else 4)
+        num_splits = 8 if is_long or len(splits) > 2 else 4
+        return ProductSizes(num_splits, 512 // value_bytes, 16, min(512 if is_large else 256, outputs), expand_warps=8 if is_large else 4)
     columns = min(64, next_power_of_2(16 * len(splits)))
-    return ProductSizes(2, 256 // value_bytes, columns, min(128, outputs), expand_warps=8)
+    loaded = 512 if shared_memory >= _LARGE_SHARED_MEMORY else 256
+    registers = 80 if value_bytes == 2 else None  # three programs on a multiprocessor
+    return ProductSizes(2, loaded // value_bytes, columns, min(128, outputs), expand_warps=8, registers=registers)
 
 
 def list_blocks(splits: tuple[int, ...], outputs: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -159,81 +173,128 @@ def shrink(
     return out
 
 
+@triton.jit
+def _sum_splits(rows, stride, mask, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """What `shrink` computed of 16 ranks, float32 [BLOCK, 16]."""
+    inner = tl.zeros([BLOCK, 16], tl.float32)
+    for split in tl.static_range(SPLITS):
+        inner += tl.load(rows + stride * split, mask=mask, other=0.0)
+    return inner
+
+
+@triton.jit
+def _multiply_b(b_tile, inner, total, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    """total [BLOCK, OUTPUTS] for tall tiles, else [OUTPUTS, BLOCK]: it and the product."""
+    if UPCAST or BLOCK == 1:
+        b_tile = b_tile.to(tl.float32)
+    inner = inner.to(b_tile.dtype)
+    if BLOCK == 1:
+        total += tl.sum(b_tile * inner, 1)[:, None]
+    elif BLOCK >= 64:
+        total = tl.dot(inner, tl.trans(b_tile), total, input_precision="ieee")
+    else:
+        total = tl.dot(b_tile, tl.trans(inner), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _add_delta(result, total, column, inside, scales, bias, is_scaled, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """result [BLOCK, OUTPUTS] and the delta `total`, scaled, in the type of `result`."""
+    if BLOCK < 64:
+        total = tl.trans(total)
+    total = total.to(result.dtype).to(tl.float32) + result.to(tl.float32)
+    if is_scaled:
+        scale = tl.load(scales + column, mask=inside, other=0.0)[None, :]
+        if HAS_BIAS:
+            shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            total = (total - shift) * scale + shift
+        else:
+            total = total * scale
+    return total.to(result.dtype)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
-    out, shrunk, b, keys, rows, counts, place_pages, blocks, scales, has_scale, bias,
-    num_rows, outputs, parts, num_experts, max_pages, out_stride, b_stride,
-    SPLITS: tl.constexpr, OUTPUTS: tl.constexpr, UNIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    product, shrunk, b, keys, rows, counts, place_pages, blocks, scales, has_scale, bias, out,
+    num_rows, outputs, half, parts, num_experts, max_pages, product_stride, out_stride, b_stride,
+    SPLITS: tl.constexpr, OUTPUTS: tl.constexpr, UNIT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of OUTPUTS, tiles)."""
+    """Grid: (blocks of OUTPUTS, tiles). IS_GATED: outputs of the gate, each with the one `half`
+    after it, also of rows without an adapter."""
     block = blocks + 3 * tl.program_id(0)
     first, end, part = tl.load(block) * UNIT, tl.load(block + 1) * UNIT, tl.load(block + 2)
     launch_dependents(PDL)
     wait_for_previous(PDL)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # backwards: the last rows of a long prompt are still in the L2 cache
     place, expert, row = _find_tile(tile, keys, rows, num_experts, BLOCK, HAS_EXPERTS)
-    if place < 0:
-        return
+    if not IS_GATED:
+        if place < 0:
+            return
+    elif BLOCK > 1:  # noqa: SIM102 - a constant
+        if tl.load(rows + tile * BLOCK) >= num_rows:
+            return
+    has_place = place >= 0
     page_numbers = place_pages + place * max_pages
-    page = tl.load(page_numbers)
-    count = tl.load(counts + place)
-    is_scaled = tl.load(has_scale + place) != 0
-    if count == 0:
+    page = tl.load(page_numbers, mask=has_place, other=0)
+    count = tl.load(counts + place, mask=has_place, other=0)
+    is_scaled = tl.load(has_scale + place, mask=has_place & (count > 0), other=0) != 0
+    column, rank = first + tl.arange(0, OUTPUTS), tl.arange(0, 16)
+    is_row, is_column = (row < num_rows)[:, None], column < end
+    row = row.to(tl.int64)
+    inside = is_row & is_column[None, :]
+    result_tile = product + row[:, None] * product_stride + column[None, :]
+    result = tl.load(result_tile, mask=inside, other=0.0)  # before what depends on the page
+    if IS_GATED:
+        up = tl.load(result_tile + half, mask=inside, other=0.0)
+    elif count == 0:
         return
-    column = first + tl.arange(0, OUTPUTS)
-    rank = tl.arange(0, 16)
-    is_row = (row < num_rows)[:, None]
-    inside = is_row & (column < end)[None, :]
-    out_tile = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-    result = tl.load(out_tile, mask=inside, other=0.0)
     b_rows = b + (tl.cast(expert, tl.int64) * outputs + column)[:, None] * 16 + rank[None, :]
-    IS_TALL: tl.constexpr = BLOCK >= 64
-    total = tl.zeros([BLOCK, OUTPUTS] if IS_TALL else [OUTPUTS, BLOCK], tl.float32)
-    inner_rows = shrunk + ((row.to(tl.int64) * parts + part) * max_pages * 16)[:, None] + rank[None, :]
+    inner_rows = shrunk + ((row * parts + part) * max_pages * 16)[:, None] + rank[None, :]
     split_stride = tl.cast(num_rows, tl.int64) * parts * max_pages * 16
+    total = tl.zeros([BLOCK, OUTPUTS] if BLOCK >= 64 else [OUTPUTS, BLOCK], tl.float32)
+    up_total = total
     for number in range(count):
-        b_tile = tl.load(b_rows + page.to(tl.int64) * b_stride, mask=(column < end)[:, None], other=0.0)
-        if BLOCK == 1:
-            inner = tl.zeros([1, 16], tl.float32)
-            for split in tl.static_range(SPLITS):
-                inner += tl.load(inner_rows + split_stride * split + number * 16)
-        else:
-            splits = (tl.arange(0, SPLITS) * split_stride + number * 16)[:, None, None]
-            inner = tl.sum(tl.load(inner_rows[None, :, :] + splits, mask=is_row[None, :, :], other=0.0), 0)
-        if UPCAST or BLOCK == 1:
-            b_tile = b_tile.to(tl.float32)
-        inner = inner.to(b_tile.dtype)
-        if BLOCK == 1:
-            total += tl.sum(b_tile * inner, 1)[:, None]
-        elif IS_TALL:
-            total = tl.dot(inner, tl.trans(b_tile), total, input_precision="ieee")
-        else:
-            total = tl.dot(b_tile, tl.trans(inner), total, input_precision="ieee")
+        b_page = b_rows + page.to(tl.int64) * b_stride
+        b_tile = tl.load(b_page, mask=is_column[:, None], other=0.0)
+        inner = _sum_splits(inner_rows + number * 16, split_stride, is_row, SPLITS, BLOCK)
+        if BLOCK >= 64:  # fewer registers
+            total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
+        if IS_GATED:
+            up_b_tile = tl.load(b_page + half * 16, mask=is_column[:, None], other=0.0)
+            up_inner = _sum_splits(inner_rows + (max_pages + number) * 16, split_stride, is_row, SPLITS, BLOCK)
+        if BLOCK < 64:  # all loads before the first product
+            total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
+        if IS_GATED:
+            up_total = _multiply_b(up_b_tile, up_inner, up_total, BLOCK, UPCAST)
         page = tl.load(page_numbers + number + 1, mask=number + 1 < count, other=0)
-    if not IS_TALL:
-        total = tl.trans(total)
-    total = total.to(result.dtype).to(tl.float32) + result.to(tl.float32)
-    if is_scaled:
-        scale = tl.load(scales + tl.cast(place, tl.int64) * outputs + column, mask=column < end, other=0.0)[None, :]
-        if HAS_BIAS:
-            shift = tl.load(bias + column, mask=column < end, other=0.0).to(tl.float32)[None, :]
-            total = (total - shift) * scale + shift
-        else:
-            total = total * scale
-    tl.store(out_tile, total.to(out.dtype.element_ty), mask=inside)
+    scales += tl.cast(place, tl.int64) * outputs
+    result = _add_delta(result, total, column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK)
+    if IS_GATED:
+        up = _add_delta(up, up_total, half + column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK).to(tl.float32)
+        gate = result.to(tl.float32)
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row[:, None] * out_stride + column[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
 def expand(
     out: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, tiles: Tiles, counts: torch.Tensor, place_pages: torch.Tensor,
     scales: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None, blocks: tuple[torch.Tensor, int], sizes: ProductSizes,
+    gated: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add the product of `shrunk` with `b` to `out` in place, then scale. scales: `scales` and
-    `has_scale`. blocks: of `list_blocks`, the first on the device, int32 [blocks, 3]."""
+    `has_scale`. blocks: of `list_blocks`, the first on the device, int32 [blocks, 3].
+
+    gated [rows, outputs // 2]: `out` is kept, and SiLU(first half of the result) * second half of
+    all rows is written to `gated`, in the precision of `silu_mul`; `blocks` are those of the first
+    half by `gated_outputs`."""
     table, unit = blocks
+    target = out if gated is None else gated
     _expand_kernel[(len(table), len(tiles.keys))](
-        out, shrunk, b, tiles.keys, tiles.rows, counts, place_pages, table, *scales, out if bias is None else bias,
-        tiles.num_rows, out.shape[1], shrunk.shape[2], max(1, tiles.num_experts), place_pages.shape[1], out.stride(0), b.stride(0),
-        SPLITS=len(shrunk), OUTPUTS=sizes.outputs, UNIT=unit, HAS_BIAS=bias is not None,
-        **tiles.constants, **launch_options(out.device, sizes.expand_warps), num_stages=1,
+        out, shrunk, b, tiles.keys, tiles.rows, counts, place_pages, table, *scales, out if bias is None else bias, target,
+        tiles.num_rows, out.shape[1], out.shape[1] // 2, shrunk.shape[2], max(1, tiles.num_experts), place_pages.shape[1],
+        out.stride(0), target.stride(0), b.stride(0),
+        SPLITS=len(shrunk), OUTPUTS=sizes.outputs if gated is None else sizes.gated_outputs, UNIT=unit,
+        HAS_BIAS=bias is not None, IS_GATED=gated is not None,
+        **tiles.constants, **launch_options(out.device, sizes.expand_warps), num_stages=1, maxnreg=sizes.registers,
     )  # fmt: skip

@@ -36,7 +36,8 @@ def group_rows(
     places: torch.Tensor, experts: torch.Tensor | None, num_places: int, num_experts: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> int32 [tiles] the key of each tile, -1 for an unused one; int32 [tiles * block] its rows,
-    `len(places)` for none. A row whose place is -1 may be in a tile of the key -1."""
+    `len(places)` for none. Rows whose place is -1 are in tiles of the key -1, so each row is in one
+    tile. The rows of a tile come before the lanes without one."""
     num_rows, num_keys = len(places), num_places * max(1, num_experts)
     groups = min(num_keys + 1, num_rows)
     num_tiles = groups + (num_rows - groups) // block
@@ -80,13 +81,13 @@ def _sort_kernel(
     key = order // LANES
     _, length = tl.associative_scan((key, tl.full([LANES], 1, tl.int32)), 0, _join_runs)
     lane = length - 1
-    is_active = key < num_keys
-    is_first = is_active & (lane % BLOCK == 0)
+    is_row = order % LANES < num_rows  # the other lanes are the last of the rows without an adapter
+    is_first = is_row & (lane % BLOCK == 0)
     tile = tl.cumsum(is_first.to(tl.int32), 0) - 1
     for start in range(0, num_tiles, LANES):
         tl.store(keys + start + lanes, tl.full([LANES], -1, tl.int32), mask=start + lanes < num_tiles)
     for start in range(0, num_tiles * BLOCK, LANES):
         tl.store(rows + start + lanes, tl.zeros([LANES], tl.int32) + num_rows, mask=start + lanes < num_tiles * BLOCK)
     tl.debug_barrier()  # the stores of other threads come first
-    tl.store(keys + tile, key, mask=is_first)
-    tl.store(rows + tile * BLOCK + lane % BLOCK, order % LANES, mask=is_active)
+    tl.store(keys + tile, tl.where(key < num_keys, key, -1), mask=is_first)
+    tl.store(rows + tile * BLOCK + lane % BLOCK, order % LANES, mask=is_row)

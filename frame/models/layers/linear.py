@@ -84,9 +84,12 @@ class Linear(nn.Module):
 
     def apply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """SiLU(first half of the outputs) * second half, fused; None where the GEMM has no fused
-        form for these rows, or a row has an adapter."""
+        form for these rows, or, if a row has an adapter, the deltas have none."""
         if self.delta is not None and self.delta.is_active:
-            return None
+            if not self.delta.can_gate:
+                return None
+            shrunk = self.delta.shrink(x)
+            return self.delta.expand_gated(self.gemm(x, self.bias), shrunk, self.bias)  # type: ignore[misc]
         gated = getattr(self.gemm, "multiply_gated", None)
         return None if gated is None else gated(x, self.bias)  # type: ignore[no-any-return]
 

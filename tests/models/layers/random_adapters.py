@@ -114,6 +114,7 @@ class RandomDelta:
     """One layer's."""
 
     operations = TorchDeltas()
+    can_gate = False
 
     def __init__(self, layers: RandomAdapters, pages: LayerPages) -> None:
         self.layers, self.pages = layers, pages

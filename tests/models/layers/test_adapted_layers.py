@@ -15,6 +15,7 @@ from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.weight_format import FormatContext
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.linear import ColumnLinear
+from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.parameter import load_parameters
 from frame.models.layers.router import RoutingRule
@@ -23,7 +24,7 @@ from frame.plugins.moe_dispatchers.all_reduce import AllReduce
 from frame.plugins.moe_runners.torch_native import TorchNative
 from frame.quantization.plain import Plain
 from frame.testing.gemm_kernels import make_gemm_kernels
-from tests.models.layers.random_adapters import RandomAdapters
+from tests.models.layers.random_adapters import RandomAdapters, RandomDelta
 from tests.models.ranks import on_ranks
 
 HIDDEN, INNER, EXPERTS = 16, 24, 6
@@ -158,6 +159,34 @@ class FusedExperts:
 
     def mix(self, *arguments: Any) -> torch.Tensor:
         raise AssertionError
+
+
+class GatedDelta(RandomDelta):
+    """One that also computes the activation."""
+
+    can_gate = True
+
+    def expand_gated(self, product: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self.expand(product, shrunk, bias).chunk(2, -1)
+        return F.silu(gate) * up
+
+
+def test_deltas_of_a_gated_layer_join_its_activation() -> None:
+    adapters, x = RandomAdapters(), draw(len(PLACES), HIDDEN)
+    mlp = GatedMLP(make_context(adapters), "mlp", HIDDEN, INNER, bias=True)
+    shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    weights = [(f"mlp.{name}.weight", draw(*shape, seed=seed)) for seed, (name, shape) in enumerate(shapes.items())]
+    biases = [(f"mlp.{name}.bias", draw(shape[0], seed=seed)) for seed, (name, shape) in enumerate(shapes.items())]
+    load_parameters(mlp, iter(weights + biases))
+    for part in (mlp.gate_up_proj, mlp.down_proj):
+        part.finish()
+    adapters.places = PLACES
+    want, plain = mlp(x), mlp.gate_up_proj.delta
+    assert isinstance(plain, RandomDelta)
+    assert mlp.gate_up_proj.apply_gated(x) is None
+    mlp.gate_up_proj.delta = GatedDelta(adapters, plain.pages)
+    assert mlp.gate_up_proj.apply_gated(x) is not None
+    torch.testing.assert_close(mlp(x), want)
 
 
 def test_fused_forms_step_aside() -> None:
