@@ -3,8 +3,10 @@ and without low-rank deltas on a GPU, and prints a line of JSON for each case.
 
 All runs are CUDA graphs. `ratio` is the speed that is left with the shrink on a side stream, as
 layers run it, and `one_stream` without. `plan`, `shrink` and `expand` are microseconds: of one
-plan, and of each layer's launch alone. Variants change the sizes that `choose_sizes` picks, and the
-rows of a tile.
+plan, and of each layer's launch alone. `gated` is of gate and up in microseconds, without the
+shrink: `base` without adapters, `separate` with product, `expand` and `silu_mul`, `fused` with
+product and `expand_gated`, and the last three alone. Variants change the sizes that `choose_sizes`
+picks, and the rows of a tile.
 
     python benchmarks/lora_kernels.py --out benchmarks/results/lora-kernels.json
     python benchmarks/lora_kernels.py --rank 64 --case 64 1 --variant default splits*2
@@ -26,8 +28,10 @@ import torch.nn.functional as F
 from frame.adapters.deltas import LayerPages, RowPlan
 from frame.adapters.triton_deltas import TiledPlan, TritonDeltas
 from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes
 from frame.kernels.lora.row_tiles import group_rows
+from frame.models.layers.plain_matmul import PlainMatmul
 
 SHAPES = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336)), "down": (14336, (4096,))}
 CASES = (1, 1), (8, 1), (8, 8), (64, 0), (64, 1), (64, 32), (256, 1), (256, 32), (4096, 1), (4096, 4)  # rows, adapters
@@ -47,6 +51,7 @@ VARIANTS: dict[str, dict[str, float]] = {  # factors of fields of `ProductSizes`
     "expand_warps*2": {"expand_warps": 2},
     "shrink_warps*2": {"shrink_warps": 2},
     "stages+1": {"stages": 4 / 3},
+    "registers*2": {"registers": 2},
     "block1": {"block": 1},
     "block8": {"block": 8},
     "block16": {"block": 16},
@@ -98,9 +103,10 @@ def microseconds(call: Callable[[], object], repeats: int = 9) -> float:
 
 
 def make_operations(factors: dict[str, float]) -> TritonDeltas:
-    def choose(block: int, inputs: int, splits: tuple[int, ...], value_bytes: int) -> ProductSizes:
-        sizes = choose_sizes(block, inputs, splits, value_bytes)
-        return replace(sizes, **{name: max(1, int(getattr(sizes, name) * factor)) for name, factor in factors.items() if name != "block"})
+    def choose(block: int, inputs: int, splits: tuple[int, ...], value_bytes: int, shared_memory: int) -> ProductSizes:
+        sizes = choose_sizes(block, inputs, splits, value_bytes, shared_memory)
+        chosen = {name: value for name in factors if name != "block" and (value := getattr(sizes, name)) is not None}
+        return replace(sizes, **{name: max(1, int(value * factors[name])) for name, value in chosen.items()})
 
     return TritonDeltas(choose)
 
@@ -152,6 +158,35 @@ def measure(layers: Layers, rows: int, adapters: int, variant: str) -> dict[str,
         shrinks = microseconds(lambda: [operations.shrink(x, layer, tiled, pages) for _, layer in of_name])  # noqa: B023 - runs at once
         expands = microseconds(lambda: [operations.expand(out, shrunk, layer, tiled, pages) for _, layer in of_name])  # noqa: B023
         found[name] = {"shrink": round(shrinks / len(of_name), 2), "expand": round(expands / len(of_name), 2)}
+    found["gated"] = measure_gated(layers, operations, tiled, xs[4096])
+    return found
+
+
+def measure_gated(layers: Layers, operations: TritonDeltas, tiled: TiledPlan, x: torch.Tensor) -> dict[str, float]:
+    linears = [(PlainMatmul(weight), weight, layer) for name, weight, layer in layers.linears if name == "gate_up"]
+    pages = layers.place_pages
+    shrunk, out = operations.shrink(x, linears[0][2], tiled, pages), F.linear(x, linears[0][1])
+
+    def base(matmul: PlainMatmul, weight: torch.Tensor, layer: LayerPages) -> None:
+        if matmul.multiply_gated(x, weight) is None:
+            silu_mul(matmul(x, weight))
+
+    def separate(matmul: PlainMatmul, weight: torch.Tensor, layer: LayerPages) -> None:
+        product = matmul(x, weight)
+        operations.expand(product, shrunk, layer, tiled, pages)
+        silu_mul(product)
+
+    def fused(matmul: PlainMatmul, weight: torch.Tensor, layer: LayerPages) -> None:
+        operations.expand_gated(matmul(x, weight), shrunk, layer, tiled, pages)
+
+    parts: dict[str, Callable[[PlainMatmul, torch.Tensor, LayerPages], object]] = {
+        "base": base, "separate": separate, "fused": fused,
+        "expand": lambda *linear: operations.expand(out, shrunk, linear[2], tiled, pages), "silu_mul": lambda *linear: silu_mul(out),
+        "expand_gated": lambda *linear: operations.expand_gated(out, shrunk, linear[2], tiled, pages),
+    }  # fmt: skip
+    found = {}
+    for name, call in parts.items():
+        found[name] = round(microseconds(lambda: [call(*linear) for linear in linears * 4]) / (4 * DEPTH), 2)  # noqa: B023 - runs at once
     return found
 
 
