@@ -226,7 +226,7 @@ def _expand_kernel(
     first, end, part = tl.load(block) * UNIT, tl.load(block + 1) * UNIT, tl.load(block + 2)
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # backwards: the last rows of a long prompt are still in the L2 cache
+    tile = tl.program_id(1)
     place, expert, row = _find_tile(tile, keys, rows, num_experts, BLOCK, HAS_EXPERTS)
     if not IS_GATED:
         if place < 0:
@@ -238,7 +238,7 @@ def _expand_kernel(
     page_numbers = place_pages + place * max_pages
     page = tl.load(page_numbers, mask=has_place, other=0)
     count = tl.load(counts + place, mask=has_place, other=0)
-    is_scaled = tl.load(has_scale + place, mask=has_place & (count > 0), other=0) != 0
+    is_scaled = tl.load(has_scale + place, mask=has_place, other=0) != 0
     column, rank = first + tl.arange(0, OUTPUTS), tl.arange(0, 16)
     is_row, is_column = (row < num_rows)[:, None], column < end
     row = row.to(tl.int64)
@@ -269,6 +269,7 @@ def _expand_kernel(
             up_total = _multiply_b(up_b_tile, up_inner, up_total, BLOCK, UPCAST)
         page = tl.load(page_numbers + number + 1, mask=number + 1 < count, other=0)
     scales += tl.cast(place, tl.int64) * outputs
+    is_scaled &= count > 0
     result = _add_delta(result, total, column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK)
     if IS_GATED:
         up = _add_delta(up, up_total, half + column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK).to(tl.float32)

@@ -37,7 +37,9 @@ def group_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> int32 [tiles] the key of each tile, -1 for an unused one; int32 [tiles * block] its rows,
     `len(places)` for none. Rows whose place is -1 are in tiles of the key -1, so each row is in one
-    tile. The rows of a tile come before the lanes without one."""
+    tile. The rows of a tile come before the lanes without one, and unused tiles come last, whose
+    programs then delay no others. Many rows are backwards: in a long prompt, the last ones are
+    still in the L2 cache."""
     num_rows, num_keys = len(places), num_places * max(1, num_experts)
     groups = min(num_keys + 1, num_rows)
     num_tiles = groups + (num_rows - groups) // block
@@ -46,7 +48,8 @@ def group_rows(
         row_keys = places if experts is None else torch.where(places < 0, -1, places * num_experts + experts).int()
         row_keys, order = row_keys.sort()
         lanes = torch.arange(num_rows, device=places.device) - torch.searchsorted(row_keys, row_keys)  # in the rows of the key
-        tiles = (lanes % block == 0).cumsum(0) - 1
+        tiles = (lanes % block == 0).cumsum(0)
+        tiles = tiles[-1] - tiles
         keys.fill_(-1)[tiles] = row_keys
         rows.fill_(num_rows)[tiles * block + lanes % block] = order.int()
         return keys, rows
