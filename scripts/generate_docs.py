@@ -264,7 +264,8 @@ def models() -> str:
         "weight formats of [quantization](quantization.md). `graphs`: CUDA graphs. `cache groups`: what layers may store, keys "
         "and values of all tokens, those of a sliding window, a snapshot of a recurrent state, in a sidecar the keys of an "
         "indexer, or in write_once the keys and values of an "
-        "encoder's output. `draft layers`: the drafter of the multi-token-prediction module that checkpoints may have. `LoRA`: [adapters](lora.md). `checked against`: "
+        "encoder's output. `draft layers`: the drafter of the multi-token-prediction module that checkpoints may have. "
+        "`LoRA`: [adapters](lora.md). `checked against`: "
         "tests compare the logits and the greedy tokens of small random checkpoints in float32. A "
         "`ForConditionalGeneration` checkpoint other than [Whisper](speech.md) is served without its image and audio encoders."),
         table(head, rows),
