@@ -7,12 +7,11 @@ A page holds `PAGE_RANKS` ranks of all layers, so that an adapter takes its own 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from frame.adapters.deltas import LayerPages
 from frame.adapters.output_scales import compute_scales
 from frame.adapters.pooled_layers import PooledLayer, StepRows
 from frame.core.interfaces.platform import SupportsStreams
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import AdapterLoad
     from frame.core.interfaces.collective import Collective
     from frame.core.interfaces.platform import Platform
+
+
+_Layer = TypeVar("_Layer", bound=PooledLayer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,9 @@ class AdapterPool:
         self._streams = platform if isinstance(platform, SupportsStreams) else None
         self._copy_stream: Any = None
 
-    def add_layer(self, layer: PooledLayer) -> PooledLayer:
+    def add_layer(self, layer: _Layer) -> _Layer:
         """Give a layer its part of each page. -> the layer."""
-        layer.first = self.page_elements
+        layer.begin_at(len(self.layers), self.page_elements)
         self.layers.append(layer)
         return layer
 
@@ -79,17 +81,17 @@ class AdapterPool:
         self._copy_stream = None if self._streams is None else self._streams.create_stream()
         self._place_pages = rows.place_pages = torch.zeros(places, self.sizes.max_pages, dtype=torch.int32, device=device)
         self._pages = torch.zeros(self.sizes.pages, self.page_elements, dtype=self.dtype, device=device)
+        self._host_counts = rows.counts = np.zeros((len(self.layers), places), np.int32)
         self._counts, self._has_scale = (torch.zeros(len(self.layers), places, dtype=torch.int32, device=device) for _ in range(2))
         for index, layer in enumerate(self.layers):
             scales = torch.ones(places, 0 if layer.num_experts else layer.num_outputs, device=device)
-            splits = tuple(span.size for span in layer.outputs)
-            tables = self._counts[index], scales, self._has_scale[index]
-            layer.pages = LayerPages(*layer.view_page(self._pages), splits, *tables, layer.num_experts)
+            layer.open_pages(self._pages, self._counts[index], scales, self._has_scale[index])
 
     def load(self, load: AdapterLoad, adapter: HostAdapter) -> None:
         """Copy an adapter to its place and pages beside the steps in flight, none of which reads
         them any more once those launched before have ended."""
         self._find_scales(adapter)
+        self._host_counts[:, load.place] = adapter.counts.numpy()
         if self._streams is None:
             self._copy(adapter, load)
             return

@@ -17,6 +17,7 @@ import torch
 
 from frame.adapters.checkpoint_names import PlacedDelta, Rename, place_delta, place_experts
 from frame.adapters.host_adapters import HostAdapter
+from frame.adapters.latent_layers import LatentLayer
 from frame.core.interfaces.adapter import PAGE_RANKS, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
 from frame.core.interfaces.platform import SupportsStreams
 
@@ -42,7 +43,8 @@ class AdapterReader:
     """Reads adapters for one rank. `read` is called by one thread at a time.
 
     rename: (name, tensor) of a checkpoint -> the same under the names that the model's layers bind.
-    foreign: regular expressions of names that other ranks or stages bind.
+    foreign: regular expressions of names that other ranks or stages bind. tensors: names that the
+    model's layers bind, with and without adapters.
     """
 
     def __init__(
@@ -51,13 +53,14 @@ class AdapterReader:
         pool: AdapterPool,
         rename: Rename,
         foreign: Sequence[str],
+        tensors: Iterable[str],
     ) -> None:
         self._formats = formats
         self._pool = pool
         self._rename = rename
         self._foreign = re.compile("|".join(f"(?:{pattern})" for pattern in foreign)) if foreign else None
+        self._tensors = tuple(tensors)
         self._bound = {name: (layer, place) for layer in pool.layers for place, name in enumerate(layer.names)}
-        self._indices = {id(layer): index for index, layer in enumerate(pool.layers)}
         self._placed: dict[tuple[str, tuple[int, ...]], list[PlacedDelta]] = {}  # what renaming depends on
 
     def read(self, folder: Path) -> HostAdapter:
@@ -117,10 +120,9 @@ class AdapterReader:
         placed = self._placed[name, shape]
         for part in placed or [PlacedDelta(name, None, *(torch.empty(0),) * 2, is_transposed=False)]:
             if part.name not in self._bound and not (self._foreign is not None and self._foreign.match(f"{part.name}.weight")):
-                raise AdapterError(
-                    f"the adapter changes {name}, and this model has no such layer that takes an adapter; "
-                    "train it without this target module"
-                )
+                is_known = any(tensor.startswith(f"{part.name}.") for tensor in self._tensors)
+                why = "which takes no adapter here" if is_known else "and this model has no such layer"
+                raise AdapterError(f"the adapter changes {name}, {why}; train it without this target module")
         return [part for part in placed if part.name in self._bound]
 
     def _find_size(self, name: str) -> tuple[int, int] | None:
@@ -133,8 +135,7 @@ class AdapterReader:
 
     def _write(self, host: HostAdapter, name: str, delta: LowRankDelta, placed: PlacedDelta) -> None:
         layer, place = self._bound[placed.name]
-        index, parts = self._indices[id(layer)], len(layer.outputs)
-        expert, part = divmod(place, parts)
+        part = place % len(layer.outputs)
         output, span = layer.outputs[part], layer.inputs
         rows, columns = (span, output) if layer.is_lookup else (output, span)
         if (len(placed.outputs), len(placed.inputs)) != (rows.full, columns.full):
@@ -142,25 +143,28 @@ class AdapterReader:
                 f"the adapter's delta of {name} is [{len(placed.outputs)}, {len(placed.inputs)}], and the layer "
                 f"[{rows.full}, {columns.full}]; train the adapter on this model"
             )
+        if host.config.invocation and isinstance(layer, LatentLayer):
+            raise AdapterError(
+                f"the adapter starts at its invocation tokens and changes {name}, which makes keys and values of the tokens before "
+                "them too; train it without this target module"
+            )
         if placed.expert is not None and placed.expert >= len(delta.a):
             raise AdapterError(f"the adapter changes {len(delta.a)} experts of {name}, and the model has more; train it on this model")
         a, b = placed.cut(delta, rows, columns)
         if layer.is_lookup:
             a, b = b.t(), a.t()
-        ranks, first = a.shape[0], sum(each.size for each in layer.outputs[:part])
-        for number in range(-(-ranks // PAGE_RANKS)):
-            page_a, page_b = layer.view_page(host.pages[number])
-            ranks_here = slice(number * PAGE_RANKS, min(ranks, (number + 1) * PAGE_RANKS))
-            size = ranks_here.stop - ranks_here.start
-            page_a[expert * parts + part, :size] = a[ranks_here].to(page_a.dtype)
-            page_b[expert, first : first + output.size, :size] = (b[:, ranks_here].float() * delta.scale).to(page_b.dtype)
-        host.counts[index] = max(int(host.counts[index]), -(-ranks // PAGE_RANKS))
+        b = b.float() * delta.scale
+        count = -(-len(a) // PAGE_RANKS)
+        for page, some_a, some_b in zip(host.pages[:count], a.split(PAGE_RANKS), b.split(PAGE_RANKS, 1), strict=True):
+            layer.write_page(page, place, some_a, some_b)
+        host.counts[layer.index] = max(int(host.counts[layer.index]), count)
+        first = sum(each.size for each in layer.outputs[:part])
         for values, table, filler in ((delta.output_scale, host.scales, 1.0), (delta.output_norm, host.norms, float("nan"))):
             if values is None:
                 continue
             if layer.num_experts or layer.gemm is None:
                 raise AdapterError(f"the adapter scales the rows of {name}, which is no linear layer; train it without DoRA there")
-            row = table.setdefault(index, torch.full((layer.num_outputs,), filler))
+            row = table.setdefault(layer.index, torch.full((layer.num_outputs,), filler))
             row[first : first + output.size] = values.float()[placed.outputs[output.start : output.start + output.size]]
 
 

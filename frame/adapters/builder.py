@@ -83,7 +83,8 @@ def build_commands(
 
 def _make_reader(formats: Sequence[ChosenFormat], pool: AdapterPool, model: Any) -> AdapterReader:
     foreign = [pattern for module in model.modules() for pattern in getattr(module, "foreign_weights", ())]
-    return AdapterReader(formats, pool, partial(_rename, model), foreign)
+    tensors = [name for parameter in model.parameters() for name in getattr(parameter, "sources", ())]
+    return AdapterReader(formats, pool, partial(_rename, model), foreign, tensors)
 
 
 def _rename(model: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

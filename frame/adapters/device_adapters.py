@@ -16,6 +16,7 @@ import torch
 
 from frame.adapters.adapter_pool import AdapterPool
 from frame.adapters.deltas import DeltaOperations, RowPlan
+from frame.adapters.latent_layers import LatentLayer
 from frame.adapters.pooled_layers import PooledLayer, StepRows
 from frame.core.interfaces.platform import SupportsStreams
 
@@ -45,6 +46,10 @@ class DeviceAdapters:
         """See `AdapterLayers.add_layer`."""
         return self.pool.add_layer(PooledLayer(tuple(names), inputs, tuple(outputs), num_experts, lookup, self._rows))
 
+    def add_latent_layer(self, name: str, latent: Span, heads: Span, widths: tuple[Span, Span]) -> LatentLayer:
+        """See `AdapterLayers.add_latent_layer`."""
+        return self.pool.add_layer(LatentLayer.create(name, latent, heads, widths, self._rows))
+
     def allocate(self, limits: Limits) -> None:
         """Allocate the pool and the tables."""
         device = self.pool.platform.device
@@ -59,7 +64,7 @@ class DeviceAdapters:
 
     @is_active.setter
     def is_active(self, value: bool) -> None:
-        self._rows.is_active = value
+        self._rows.is_active, self._rows.used = value, None
 
     def begin_step(self, batch: ScheduledBatch) -> None:
         """See `StepAdapters.begin_step`."""
@@ -67,7 +72,9 @@ class DeviceAdapters:
             self.pool.load(load, self.host[load.digest])
         self._slots.update(batch)
         places = self._slots.host[0, batch.slots]
-        self.is_active = self.is_warming_up or bool((places >= 0).any())
+        used = np.unique(places[places >= 0])
+        self.is_active = self.is_warming_up or len(used) > 0
+        self._rows.used = None if self.is_warming_up else used
         self.pool.await_copies(places)
 
     def place_tokens(self, batch: ForwardBatch, size: int) -> None:
@@ -84,7 +91,7 @@ class DeviceAdapters:
 
     def end_step(self) -> None:
         """See `StepAdapters.end_step`."""
-        self.is_active, self._rows.plan = False, None
+        self.is_active, self._rows.plan, self._rows.heads = False, None, None
 
     @contextmanager
     def select_rows(self, indices: torch.Tensor | None) -> Iterator[None]:
@@ -93,12 +100,12 @@ class DeviceAdapters:
             yield
             return
         before = self._rows.plan
-        self.is_active = indices is not None
+        self._rows.is_active = indices is not None
         self._rows.plan = None if indices is None else self._plan(RowPlan(self._token_places.index_select(0, indices)))
         try:
             yield
         finally:
-            self.is_active, self._rows.plan = True, before
+            self._rows.is_active, self._rows.plan = True, before
 
     @contextmanager
     def select_pairs(self, tokens: torch.Tensor, experts: torch.Tensor) -> Iterator[None]:

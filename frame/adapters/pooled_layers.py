@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from frame.adapters.deltas import DeltaOperations, LayerPages, RowPlan, SupportsGated
@@ -35,6 +36,9 @@ class StepRows:
     plan: RowPlan | None = None
     pairs: RowPlan | None = None
     place_pages: torch.Tensor | None = None  # None before the pool is allocated
+    counts: np.ndarray | None = None  # int32 [layers, places]; as `LayerPages.counts`, on the host
+    used: np.ndarray | None = None  # places of the step; None: it may have any
+    heads: tuple[RowPlan, int, RowPlan, RowPlan] | None = None
 
     def select_plan(self, num_experts: int) -> tuple[RowPlan, torch.Tensor]:
         """The rows that a layer computes now, and the pages of places."""
@@ -42,11 +46,27 @@ class StepRows:
         assert plan is not None and self.place_pages is not None, "the rows of a step are set before its layers run"
         return plan, self.place_pages
 
+    def select_heads(self, count: int) -> tuple[RowPlan, RowPlan, torch.Tensor]:
+        """The rows that a layer computes now, each `count` times: with their heads as experts, and
+        without experts; and the pages of places. Both plans are made once for all layers."""
+        plan, place_pages = self.select_plan(0)
+        if self.heads is None or self.heads[0] is not plan or self.heads[1] != count:
+            places = plan.places.repeat_interleave(count)
+            heads = torch.arange(count, device=places.device).repeat(len(plan.places))
+            pairs = self.operations.plan_rows(RowPlan(places, heads), len(place_pages), count)
+            self.heads = plan, count, pairs, self.operations.plan_rows(RowPlan(places), len(place_pages))
+        return *self.heads[2:], place_pages
+
+    def may_change(self, index: int) -> bool:
+        """Whether an adapter of the step changes the layer of this index."""
+        return self.is_active and (self.used is None or self.counts is None or bool(self.counts[index, self.used].any()))
+
 
 @dataclass(slots=True)
 class PooledLayer:
-    """`names`: checkpoint layers, of each expert in turn. first: element of a page at which the
-    layer's part begins. gemm: x -> the product without deltas; the layer's `finish` sets it."""
+    """`names`: checkpoint layers, of each expert in turn. index: in the pool. first: element of a
+    page at which the layer's part begins. gemm: x -> the product without deltas; the layer's
+    `finish` sets it."""
 
     names: Sequence[str]
     inputs: Span
@@ -54,6 +74,7 @@ class PooledLayer:
     num_experts: int
     is_lookup: bool
     rows: StepRows
+    index: int = 0
     first: int = 0
     pages: LayerPages | None = None  # None before the pool is allocated
     gemm: Any = None
@@ -84,16 +105,35 @@ class PooledLayer:
         sizes = self.num_stacks * PAGE_RANKS * self.inputs.size, max(1, self.num_experts) * self.num_outputs * PAGE_RANKS
         return -(-sizes[0] // _ALIGNMENT) * _ALIGNMENT, -(-sizes[1] // _ALIGNMENT) * _ALIGNMENT
 
+    def begin_at(self, index: int, first: int) -> None:
+        """Set what the pool decides."""
+        self.index, self.first = index, first
+
+    def open_pages(self, pages: torch.Tensor, counts: torch.Tensor, scales: torch.Tensor, has_scale: torch.Tensor) -> None:
+        """Take the layer's part of the pool's pages. The tables: see `LayerPages`."""
+        self.pages = LayerPages(
+            *self.view_page(pages), tuple(span.size for span in self.outputs), counts, scales, has_scale, self.num_experts
+        )
+
+    def write_page(self, page: torch.Tensor, place: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Write the delta a [ranks, inputs], b [outputs, ranks] of the name at `place` to a
+        page."""
+        expert, part = divmod(place, len(self.outputs))
+        first = sum(span.size for span in self.outputs[:part])
+        page_a, page_b = self.view_page(page)
+        page_a[place, : len(a)] = a
+        page_b[expert, first : first + len(b), : len(a)] = b
+
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
         plan, place_pages = self.rows.select_plan(self.num_experts)
         operations, streams = self.rows.operations, self.rows.streams
         self._is_beside = streams is not None and len(plan.places) <= _BESIDE_ROWS
         if streams is None or not self._is_beside:
-            return operations.shrink(x, self._allocated, plan, place_pages)
+            return operations.shrink(x, self.allocated, plan, place_pages)
         side = streams.get_side_stream()
         side.wait_stream(streams.get_current_stream())
         with streams.use_stream(side):
-            return operations.shrink(x, self._allocated, plan, place_pages)
+            return operations.shrink(x, self.allocated, plan, place_pages)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """See `LayerDelta.look_up`."""
@@ -101,13 +141,13 @@ class PooledLayer:
         self._is_beside = False
         is_local = (ids >= 0) & (ids < self.inputs.size)
         pages = place_pages.index_select(0, plan.places.clamp_min(0)).long()  # [rows, pages]
-        columns = self._allocated.a[pages, 0, :, ids.masked_fill(~is_local, 0).unsqueeze(1)]  # [rows, pages, PAGE_RANKS]
+        columns = self.allocated.a[pages, 0, :, ids.masked_fill(~is_local, 0).unsqueeze(1)]  # [rows, pages, PAGE_RANKS]
         return columns.flatten(1).mul_(is_local.unsqueeze(1)).unsqueeze(1)
 
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         plan, place_pages = self.rows.select_plan(self.num_experts)
         self._await_shrink()
-        self.rows.operations.expand(out, shrunk, self._allocated, plan, place_pages, bias)
+        self.rows.operations.expand(out, shrunk, self.allocated, plan, place_pages, bias)
         return out
 
     def expand_gated(self, product: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,14 +156,15 @@ class PooledLayer:
         self._await_shrink()
         operations = self.rows.operations
         assert isinstance(operations, SupportsGated), "can_gate"
-        return operations.expand_gated(product, shrunk, self._allocated, plan, place_pages, bias)
+        return operations.expand_gated(product, shrunk, self.allocated, plan, place_pages, bias)
 
     def _await_shrink(self) -> None:
         if self._is_beside and (streams := self.rows.streams) is not None:
             streams.get_current_stream().wait_stream(streams.get_side_stream())
 
     @property
-    def _allocated(self) -> LayerPages:
+    def allocated(self) -> LayerPages:
+        """`pages`, once they are allocated."""
         assert self.pages is not None, "the pool is allocated before the first step"
         return self.pages
 

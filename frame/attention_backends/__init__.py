@@ -27,6 +27,7 @@ from frame.registration import KindRegistry, hookimpl
 TORCH_NATIVE = AttentionCapabilities(
     devices=("cpu", "cuda"),
     kinds=("mha", "mla"),
+    latent_heads=True,
     sliding_window=True,
     chunked=True,
     soft_cap=True,
@@ -56,6 +57,7 @@ TRITON = KernelCapabilities(
     compute_capability=((8, 0), (12, 1)),
     kinds=("mha", "mla"),
     max_head_dim=512,
+    latent_heads=True,
     sliding_window=True,
     chunked=True,
     soft_cap=True,

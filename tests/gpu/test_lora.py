@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 if torch.cuda.is_available():
     from frame.adapters.triton_deltas import TritonDeltas
     from frame.kernels.elementwise.activation import silu_mul
+    from tests.adapters.test_latent_layers import test_products_of_kernels  # noqa: F401
     from tests.kernels.lora import *  # noqa: F403
     from tests.kernels.lora import Case, draw_places
 

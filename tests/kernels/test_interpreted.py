@@ -1,5 +1,5 @@
-"""Runs the kernel tests beside this file, and those of a backend's schedules, under Triton's
-interpreter; tests/gpu collects the kernel tests on a GPU."""
+"""Runs the kernel tests beside this file, those of a backend's schedules and those of latent layers
+under Triton's interpreter; tests/gpu collects the kernel tests on a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tests.interpreter import needs_triton, run_interpreted
 
 FILES = sorted(file for file in Path(__file__).parent.glob("*.py") if not file.name.startswith(("test_", "_")))
 FILES.append(Path(__file__).parents[1] / "attention_backends" / "test_triton_split_schedule.py")
+FILES.append(Path(__file__).parents[1] / "adapters" / "test_latent_layers.py")
 NEED_A_GPU = {"fp8"}  # some of their tests need a GPU
 
 

@@ -57,7 +57,9 @@ class NaivePool:
 class NaiveAttention(AttentionBackend):
     """Attention of each row separately, in float32, by the definition."""
 
-    capabilities = AttentionCapabilities(devices=("cpu",), kinds=("mha", "mla"), sliding_window=True, chunked=True, soft_cap=True)
+    capabilities = AttentionCapabilities(
+        devices=("cpu",), kinds=("mha", "mla"), latent_heads=True, sliding_window=True, chunked=True, soft_cap=True
+    )
 
     def plan(self, batch: ForwardBatch) -> None:
         return None

@@ -74,6 +74,22 @@ def test_rows_have_their_adapters(architecture: str, checkpoint: Callable[..., P
     compare(checkpoint(architecture, tie_word_embeddings=False), monkeypatch)
 
 
+def test_latent_attention_of_a_backend_that_expands(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint("DeepseekV3ForCausalLM", tie_word_embeddings=False, first_k_dense_replace=2)
+    adapters = compare(folder, monkeypatch, attention="torch_native")
+    assert "model.layers.1.self_attn.kv_b_proj" in adapters.made
+
+
+def test_a_backend_without_latent_heads_has_no_deltas_of_their_projection(checkpoint: Callable[..., Path]) -> None:
+    class Narrow(NaiveAttention):
+        capabilities = replace(NaiveAttention.capabilities, latent_heads=False)
+
+    adapters = RandomAdapters()
+    open_session(checkpoint("DeepseekV3ForCausalLM"), adapters=adapters, attention=Narrow)
+    assert "model.layers.1.self_attn.q_b_proj" in adapters.made
+    assert "model.layers.1.self_attn.kv_b_proj" not in adapters.made
+
+
 class PairRunner(TorchNative):
     """A runner with a matmul of pairs."""
 
@@ -150,9 +166,9 @@ def test_layers_without_deltas(checkpoint: Callable[..., Path]) -> None:
         adapters = RandomAdapters()
         open_session(checkpoint(architecture), adapters=adapters)
         names |= adapters.made.keys()
-    unknown = ("classifier", "pooler", "score", "kv_b_proj")
+    unknown = ("classifier", "pooler", "score")
     assert not [name for name in names if name.endswith(unknown)]
-    layers = ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "mlp.shared_expert_gate", "mlp.gate")
+    layers = ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "mlp.shared_expert_gate", "mlp.gate")
     assert {"lm_head", *(f"model.layers.1.{layer}" for layer in layers)} < names
 
 

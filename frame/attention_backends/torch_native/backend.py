@@ -274,7 +274,7 @@ def _expands(layer: LatentProjections, group: Group, itemsize: int) -> bool:
         return False
     expanded = group.key_len * (projection + group.query_len * widths)
     absorbed = group.query_len * (projection + group.key_len * (2 * rank + rope))
-    return expanded <= absorbed
+    return expanded < absorbed  # equal for heads as wide as the latent
 
 
 def _assemble(tokens: int, groups: list[Group], results: list[torch.Tensor]) -> torch.Tensor:

@@ -193,7 +193,7 @@ class TritonBackend(AttentionBackend):
             return False
         expanded = keys * rank * projected + plan.num_pairs * (projected + layer.qk_rope_head_dim)
         absorbed = queries * rank * projected + plan.num_pairs * (2 * rank + layer.qk_rope_head_dim)
-        return expanded <= absorbed
+        return expanded < absorbed  # equal for heads as wide as the latent
 
 
 def _plan(batch: ForwardBatch) -> StepPlan:

@@ -118,7 +118,10 @@ class HybridAttention(AttentionBackend):
         super().__init__(decodes.context)
         prompts = extends.capabilities
         self.capabilities = replace(  # type: ignore[misc]  # a class attribute of other backends
-            decodes.capabilities, expanded_bytes=prompts.expanded_bytes, dequantized_bytes=prompts.dequantized_bytes
+            decodes.capabilities,
+            expanded_bytes=prompts.expanded_bytes,
+            dequantized_bytes=prompts.dequantized_bytes,
+            latent_heads=prompts.latent_heads and decodes.capabilities.latent_heads,
         )
         self._extends = extends
         self._decodes = decodes

@@ -6,7 +6,7 @@ each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,7 +68,43 @@ class LayerDelta(Protocol):
         ...
 
 
-class AdapterLayers(Protocol):
+class LatentDelta(Protocol):
+    """The deltas of a latent attention's projection from the latent to keys and values. Queries and
+    results have them, not the cached tokens, whose keys and values so follow the adapter of the
+    query. `gemm`: as that of `LayerDelta`."""
+
+    gemm: Any
+
+    @property
+    def is_active(self) -> bool:
+        """Whether an adapter of this step may change the layer."""
+        ...
+
+    @property
+    def adapted_rows(self) -> torch.Tensor:
+        """Whether each row that layers compute now has an adapter, bool [rows]."""
+        ...
+
+    def absorb(self, q_nope: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """[rows, heads, nope] -> [rows, heads, rank]. multiply: the contiguous product without
+        deltas."""
+        ...
+
+    def unabsorb(self, out: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """[rows, heads, rank] -> [rows, heads, value]. multiply: as that of `absorb`."""
+        ...
+
+
+class AdaptedRows(Protocol):
+    """Told by those that compute some rows of a step alone."""
+
+    def select_rows(self, indices: torch.Tensor | None) -> AbstractContextManager[object]:
+        """In the block, layers compute these rows of the batch's tokens alone, int64 [n]; None:
+        rows that have no adapter."""
+        ...
+
+
+class AdapterLayers(AdaptedRows, Protocol):
     """What layers register with when they are built (`BuildContext.adapters`), and what tells them
     the adapter of each row at run time."""
 
@@ -83,9 +119,9 @@ class AdapterLayers(Protocol):
         for `b`."""
         ...
 
-    def select_rows(self, indices: torch.Tensor | None) -> AbstractContextManager[object]:
-        """In the block, layers compute these rows of the batch's tokens alone, int64 [n]; None:
-        rows that have no adapter."""
+    def add_latent_layer(self, name: str, latent: Span, heads: Span, widths: tuple[Span, Span]) -> LatentDelta:
+        """The deltas of the checkpoint layer `name`, whose inputs are the latent, and whose outputs
+        are the heads, each of as many keys and values as `widths` has entries."""
         ...
 
     def select_pairs(self, tokens: torch.Tensor, experts: torch.Tensor) -> AbstractContextManager[object]:
@@ -94,7 +130,7 @@ class AdapterLayers(Protocol):
         ...
 
 
-class StepAdapters(AdapterLayers, Protocol):
+class StepAdapters(AdaptedRows, Protocol):
     """A rank's adapters, as its runner uses them. In each step `begin_step`, then before each
     forward pass `place_tokens` and `plan_tokens`, and `end_step` after the last layer."""
 

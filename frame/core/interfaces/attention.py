@@ -111,6 +111,7 @@ class AttentionCapabilities:
     soft_cap: bool = False
     sinks: bool = False
     sparse: bool = False  # `run_mla` reads `SparseKeys`
+    latent_heads: bool = False  # `run_mla` computes heads as wide as the latent; without it, adapters change no `kv_b_proj`
     bidirectional: bool = False
     tree_mask: bool = False  # `run` and `run_mla` read `TreeMask`
     graphs: Literal["none", "decode"] = "none"  # steps that a CUDA graph may capture

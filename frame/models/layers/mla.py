@@ -18,13 +18,14 @@ from torch import nn
 from frame import kernels
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import SparseKeys
-from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, split_range
+from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, scale_range, split_range
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.packed import can_pack, pack_weight, packed_linear
 from frame.models.layers.parameter import Range
 from frame.models.layers.weights.kv_scales import KVScales
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.adapter_layers import LatentDelta
     from frame.core.interfaces.attention import LatentProjections
     from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
@@ -69,7 +70,8 @@ class LatentAttention(nn.Module):
         if context.attention is None:
             raise TypeError("the build context of a model needs an attention backend")
         sizes = LatentSizes.from_model_config(model_config)
-        heads = split_range(context, "attention heads", model_config.num_heads).size
+        head_range = split_range(context, "attention heads", model_config.num_heads)
+        heads = head_range.size
         self.kv_lora_rank = sizes.kv_lora_rank
         self.qk_nope_head_dim = sizes.nope
         self.qk_rope_head_dim = sizes.rope
@@ -78,7 +80,7 @@ class LatentAttention(nn.Module):
         self.backend = context.attention
         self.spec = AttentionSpec(layer, heads, 1, sizes.nope + sizes.rope, sizes.value, scale)
         self.projections = LatentInputs(context, model_config, prefix, sizes, bool(model_config.config.get("attention_bias", False)))
-        self.kv_b_proj = LatentExpansion(context, model_config.num_heads, heads, prefix, sizes)
+        self.kv_b_proj = LatentExpansion(context, head_range, prefix, sizes)
         out_bias = bool(model_config.config.get("attention_bias", False))
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", model_config.num_heads * sizes.value, model_config.hidden_size, out_bias)
         self.kv_scales = KVScales(prefix, Range.whole(1))
@@ -124,8 +126,23 @@ class LatentAttention(nn.Module):
             self.kernel.rotate_(q_rope, batch)
         if not (is_stored or self.backend.capabilities.stores_kv):
             batch.store_kv(self.spec, row)
-        out = self.backend.run_mla(layer, q_nope, q_rope, row, batch).flatten(1)
+        delta = self.kv_b_proj.delta
+        if delta is not None and delta.is_active:
+            out = self._attend_adapted(delta, q_nope, q_rope, row, batch).flatten(1)
+        else:
+            out = self.backend.run_mla(layer, q_nope, q_rope, row, batch).flatten(1)
         return self.o_proj(out) if folded is None else packed_linear(out, folded.out, None)
+
+    def _attend_adapted(
+        self, delta: LatentDelta, q_nope: torch.Tensor, q_rope: torch.Tensor, row: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """`AttentionBackend.run_mla` with the deltas of `kv_b_proj`, outside of the backend."""
+        attended = self.backend.run_mla(LatentHeads.of(self), delta.absorb(q_nope, self.absorb), q_rope, row, batch)
+        out = delta.unabsorb(attended, self.unabsorb)
+        if out.device.type != "cpu" or (is_adapted := delta.adapted_rows).all():
+            return out
+        # without an adapter the backend selects the form; on a CPU such rows keep their bits
+        return torch.where(is_adapted[:, None, None], out, self.backend.run_mla(self, q_nope, q_rope, row, batch))
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         return self.kv_b_proj.absorb(q_nope)
@@ -138,20 +155,20 @@ class LatentAttention(nn.Module):
 
 
 @dataclass(slots=True)
-class FoldedProjections:
-    """A latent layer for decode steps whose `kv_b_proj` is multiplied into the neighbouring
-    projections.
-
-    Queries come absorbed and results stay latent, so a backend projects nothing: to it, this is a
-    layer whose heads are as wide as the latent.
-    """
+class LatentHeads:
+    """A latent layer whose queries come absorbed and whose results stay latent, so that a backend
+    projects nothing: to it, this is a layer whose heads are as wide as the latent."""
 
     spec: AttentionSpec
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
-    q: torch.Tensor  # packed [heads * (rank + rope), inputs of the queries]
-    out: torch.Tensor  # packed [hidden, heads * rank]
+
+    @classmethod
+    def of(cls, layer: LatentAttention) -> LatentHeads:
+        """The heads of a layer whose spec is complete."""
+        rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
+        return cls(replace(layer.spec, head_dim=rank + rope, v_head_dim=rank), rank, rank, rope)
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         return q_nope
@@ -162,6 +179,14 @@ class FoldedProjections:
     def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         same = latent.unsqueeze(1).expand(-1, self.spec.num_heads, -1)
         return same, same
+
+
+@dataclass(slots=True)
+class FoldedProjections(LatentHeads):
+    """For decode steps: `kv_b_proj` is multiplied into the neighbouring projections."""
+
+    q: torch.Tensor  # packed [heads * (rank + rope), inputs of the queries]
+    out: torch.Tensor  # packed [hidden, heads * rank]
 
 
 def fold_projections(layer: LatentAttention) -> FoldedProjections | None:
@@ -179,7 +204,7 @@ def fold_projections(layer: LatentAttention) -> FoldedProjections | None:
     out = _dense(layer.o_proj, spec.num_heads * spec.v_head_dim, w_uk).unflatten(1, (spec.num_heads, -1))  # [hidden, heads, value]
     out = torch.einsum("dhv,hvr->dhr", out, w_uv.float())
     return FoldedProjections(
-        replace(spec, head_dim=rank + rope, v_head_dim=rank), rank, rank, rope,
+        LatentHeads.of(layer).spec, rank, rank, rope,
         pack_weight(q.flatten(0, 1).to(w_uk.dtype)), pack_weight(out.flatten(1).to(w_uk.dtype)),
     )  # fmt: skip
 
@@ -266,15 +291,18 @@ class LatentExpansion(nn.Module):
     w_uk: torch.Tensor
     w_uv: torch.Tensor
 
-    def __init__(self, context: BuildContext, all_heads: int, heads: int, prefix: str, sizes: LatentSizes) -> None:
+    def __init__(self, context: BuildContext, heads: Range, prefix: str, sizes: LatentSizes) -> None:
         super().__init__()
-        self.heads = heads
+        name, width = f"{prefix}.kv_b_proj", sizes.nope + sizes.value
+        self.heads = heads.size
         self.sizes = sizes
         self.dtype = context.dtype
-        # Deltas would have to follow each cached token, whose keys and values are expanded in later
-        # steps: adapters with this layer are refused, as their names find none.
-        context = replace(context, adapters=None)
-        self.stored = ColumnLinear(context, (f"{prefix}.kv_b_proj",), sizes.kv_lora_rank, (all_heads * (sizes.nope + sizes.value),))
+        self.stored = ColumnLinear(replace(context, adapters=None), (name,), sizes.kv_lora_rank, (heads.full * width,))
+        self.delta: LatentDelta | None = None
+        if context.adapters is not None and context.attention is not None and context.attention.capabilities.latent_heads:
+            ranges = Range.whole(sizes.kv_lora_rank), scale_range(heads, width)
+            self.delta = context.adapters.add_latent_layer(name, *ranges, (Range.whole(sizes.nope), Range.whole(sizes.value)))
+            self.delta.gemm = lambda latent: torch.cat(self.expand(latent), -1).flatten(1)
 
     def count_growth(self) -> int:
         """The bytes by which the two weights exceed the GEMM of the stored one, on the meta

@@ -46,6 +46,8 @@ def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str,
     candidates += [*_sparse_cases(), *_tree_cases()]
     if thorough:
         candidates += [*_large_cases(), *_fuzzed_cases(60)]
+    if getattr(capabilities, "latent_heads", False):
+        candidates += [*_wide_cases(32, 16), *(_wide_cases(512, 64) if thorough else ())]
     names = [name for name in DTYPES if name in getattr(capabilities, "dtypes", DTYPES)]
     for index, (name, case) in enumerate(candidates):
         one = np.random.default_rng(index).integers(len(names)) if thorough else index % len(names)
@@ -125,6 +127,13 @@ def _latent_cases() -> Iterator[tuple[str, Case]]:
     yield "mla-large-scores", Case(MIXED, scores=40.0, **LATENT)
     yield "mla-window", Case(MIXED, window=12, **LATENT)
     yield "mla-soft-cap", Case(MIXED, soft_cap=1.5, **LATENT)
+
+
+def _wide_cases(rank: int, rope: int) -> Iterator[tuple[str, Case]]:
+    """Heads as wide as the latent."""
+    sizes: dict[str, Any] = {"rank": rank, "rope": rope, "head_dim": rank + rope, "v_head_dim": rank, "heads": 4}
+    for rows, name in ((DECODES, "decodes"), (EXTENDS, "extends"), (MIXED, "mixed")):
+        yield f"mla-latent-heads-{rank}-{name}", Case(rows, **sizes)
 
 
 SHARED_ROWS = Rows.of([600, 593, 640, 700, 594, 601, 602, 603, 604, 30])

@@ -90,6 +90,11 @@ FAMILIES: dict[str, Family] = {
         {**_each(*MLA), "mla": Target(MLA), "shared_experts": _SHARED, **_COMMON, **_EXPERTS}
         | {"dense_layer": Target(MLP, at="layers.0.mlp", is_plain=True), "mlp": Target(MLP), "everything": _BESIDE},
     ),
+    "deepseek_dense": Family(
+        "DeepseekV3ForCausalLM",
+        {**_each("kv_b_proj", "lm_head"), "everything": Target((*MLA, *MLP, "embed_tokens", "lm_head"), is_plain=True)},
+        {"first_k_dense_replace": 2},
+    ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         {**_each(*ATTENTION, *RECURRENT, "shared_expert_gate"), "recurrent": Target(RECURRENT), "shared_expert": _SHARED}

@@ -161,9 +161,10 @@ def test_a_merged_checkpoint_gives_the_same_tokens(family: str, bases: Any, tmp_
     assert [output.token_ids for output in adapted] == [output.token_ids for output in merged]
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_dense"])
 def test_base_rows_are_bit_equal_to_an_engine_without_adapters(family: str, bases: Any, tmp_path: Path) -> None:
-    """In the same batches: alone, and beside rows of adapters."""
+    """In the same batches: alone, and beside rows of adapters. Of dense models: an expert's product
+    of a row depends on its other rows, and their adapters change which these are."""
     folder, model = bases(family)
     references = make_all(model, [Case(family, "everything", "r8"), Case(family, "lm_head", "r64")], tmp_path)
     mixed: list[Row] = [((None, *references)[i % 3], prompt) for i, prompt in enumerate(prompts() * 2)]

@@ -14,7 +14,7 @@ import torch
 
 from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
 from frame.core.interfaces.adapter import PAGE_RANKS, LowRankDelta
-from frame.core.interfaces.adapter_layers import LayerDelta, Span
+from frame.core.interfaces.adapter_layers import LatentDelta, LayerDelta, Span
 from frame.models.layers import decoder, encoder
 
 RANKS = (5, 20)  # of the adapter of each place: one page, and two
@@ -46,6 +46,11 @@ class RandomAdapters:
     ) -> LayerDelta:
         with torch.device("cpu"):  # models are built on the meta device
             return RandomDelta(self, self._draw(names, inputs, outputs, num_experts, lookup))
+
+    def add_latent_layer(self, name: str, latent: Span, heads: Span, widths: tuple[Span, Span]) -> LatentDelta:
+        with torch.device("cpu"):
+            deltas = self.make(name, heads.full, latent.full, scales=True)
+        return RandomLatentDelta(self, deltas, slice(heads.start, heads.start + heads.size), (widths[0].size, widths[1].size))
 
     def _draw(self, names: Sequence[str], inputs: Span, outputs: Sequence[Span], num_experts: int, lookup: bool) -> LayerPages:
         assert not set(names) & self.made.keys(), "a layer registers twice"
@@ -150,6 +155,53 @@ class RandomDelta:
         assert out.stride(-1) == 1
         self.operations.expand(out, shrunk.unflatten(1, (self.pages.num_parts, -1)), self.pages, plan, PAGES, bias)
         return out
+
+
+class RandomLatentDelta:
+    """Those of the keys and values that a latent makes, row by row."""
+
+    gemm: Any = None
+
+    def __init__(self, layers: RandomAdapters, deltas: Sequence[LowRankDelta], rows: slice, widths: tuple[int, int]) -> None:
+        self.layers, self.widths = layers, widths
+        self.heads = [delta.b[rows].unflatten(0, (-1, sum(widths))) for delta in deltas]  # [heads, nope + value, r]
+        self.latents = [delta.a for delta in deltas]  # [r, rank]
+        self.scales = [
+            torch.ones(rows.stop)[rows].unflatten(0, (-1, sum(widths))) if scale is None else scale[rows].unflatten(0, (-1, sum(widths)))
+            for scale in (delta.output_scale for delta in deltas)
+        ]
+
+    @property
+    def is_active(self) -> bool:
+        return self.layers.places is not None
+
+    @property
+    def adapted_rows(self) -> torch.Tensor:
+        assert self.layers.places is not None
+        return self.layers.places >= 0
+
+    def absorb(self, q_nope: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        assert self.layers.places is not None
+        assert len(q_nope) == len(self.layers.places)
+        nope = self.widths[0]
+        q = q_nope.clone()
+        for row, place in self._list_rows():
+            q[row] *= self.scales[place][:, :nope]
+        out = multiply(q)
+        for row, place in self._list_rows():
+            out[row] += torch.einsum("hn,hnr,ri->hi", q[row], self.heads[place][:, :nope], self.latents[place])
+        return out
+
+    def unabsorb(self, out: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        nope, values = self.widths[0], multiply(out)
+        for row, place in self._list_rows():
+            values[row] += torch.einsum("hi,ri,hvr->hv", out[row], self.latents[place], self.heads[place][:, nope:])
+            values[row] *= self.scales[place][:, nope:]
+        return values
+
+    def _list_rows(self) -> list[tuple[int, int]]:
+        assert self.layers.places is not None
+        return [(row, place) for row, place in enumerate(self.layers.places.tolist()) if place >= 0]
 
 
 def follow_rows(session: Any, adapters: RandomAdapters, places: Mapping[int, int]) -> Any:
