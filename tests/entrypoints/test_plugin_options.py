@@ -41,6 +41,7 @@ CONFIG: dict[str, Any] = {
     "text": {"reasoning_parser": "fake", "tool_call_parser": "fake"},
     "execution": {"device": "fake", "threads": 1},
     "speculative": {"algorithm": "fake"},
+    "adapters": {"enabled": True, "format": "fake", "max_rank": 8, "max_active": 1},
 }
 
 

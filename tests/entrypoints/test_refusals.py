@@ -142,7 +142,7 @@ SETTINGS: Mapping[str, Setting] = {
     "a drafter without its model": Setting(("--speculative-algorithm", "draft_model"), "draft"),
     "more ranks than heads": Setting(("--tp", "64"), "64"),
     "a device that is not there": Setting(("--device", "cuda"), "cuda"),
-    "an unknown flag": Setting(("--lora-modules", "a=b"), "No such option"),
+    "an unknown flag": Setting(("--swap-space", "4"), "No such option"),
     "a flag of another type": Setting(("--max-running-requests", "many"), "many"),
     "no tokenizer folder": Setting(("--tokenizer", "{folder}/none"), "tokenizer"),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from frame.core.ipc import interpreter
+from frame.host import interpreter
 from frame.host.interpreter import child_environment, python_command
 
 LEAVE = f"import runpy; runpy.run_path({interpreter.__file__!r})['leave_working_folder']()\n"

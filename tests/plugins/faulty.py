@@ -46,6 +46,7 @@ OUR_PLUGINS = {
     "tool_call_parser": "hermes",
     "stat_logger": "log",
     "drafter": "ngram",
+    "adapter": "lora",
 }
 SECTIONS = {
     "model": ("model", "implementation"),

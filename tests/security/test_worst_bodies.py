@@ -53,6 +53,7 @@ MINIMUM: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "model": "", "max_tokens": 1, "query": "hi",
     "documents": ["hi"], "tokens": [5], "input_file_id": "file-1", "endpoint": "/v1/completions", "metadata": {}, "items": [],
     "tools": [], "inputs": "hi", "text": "hi", "text_1": "hi", "text_2": "hi", "sampling_params": {"max_new_tokens": 1},
+    "lora_name": "a", "lora_path": "/a",
 }  # fmt: skip
 # For routes that need one of several fields.
 ALSO = {"/generate": ("text", "sampling_params"), "tokenize": ("text",), "score": ("text_1", "text_2")}

@@ -145,6 +145,7 @@ class Played(SimpleNamespace):
     def __init__(self, case: Case, steps: list[StepTokens], rng: random.Random) -> None:
         super().__init__(
             resolved=SimpleNamespace(served_name="m"),
+            response_model=lambda model: model or "m",
             fingerprint="f",
             tokenizer=case.tokenizer,
             reasoning=parser("reasoning_parser", case.reasoning),
