@@ -47,7 +47,7 @@ def make_adapters(sizes: AdapterSizes, layers: Mapping[str, tuple[int, Sequence[
 
 def make_reader(adapters: DeviceAdapters, foreign: Sequence[str] = ()) -> AdapterReader:
     plain = ChosenFormat("plain", lambda config: config.get("peft_type") != "OTHER", Plain(AdapterContext(torch.float32)))
-    return AdapterReader([plain], adapters.pool, lambda tensors: tensors, foreign)
+    return AdapterReader([plain], adapters.pool, lambda tensors: tensors, foreign, ())
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: str = '{"rank": 4}') -> Path:
