@@ -78,7 +78,7 @@ class AdapterPlaces:
         self._loads: list[AdapterLoad] = []
         self._closed: set[int] = set()  # places that admit no further request in this pass
         self._now = 0.0
-        self.num_loads = 0
+        self._num_copies = 0
 
     def start_request(self, request: Request) -> Finish | None:
         """A request arrives: find where its adapter is active. -> how it ends if its version is
@@ -160,7 +160,7 @@ class AdapterPlaces:
         return {
             "adapters_on_device": len(self._by_digest),
             "adapters_running": sum(place.num_running > 0 for place in self._places),
-            "adapter_loads": self.num_loads,
+            "adapter_copies": self._num_copies,
         }
 
     def forget(self, digest: str) -> None:
@@ -175,15 +175,12 @@ class AdapterPlaces:
         """Copy an adapter to a place; None: there is none, or there are too few pages, even without
         the adapters that no request uses."""
         version = self._versions.by_digest[digest]
-        idle = sorted(
-            (number for number, place in enumerate(self._places) if not place.num_running and place.used_at <= self._now),
-            key=lambda number: self._places[number].used_at,
-        )
-        empty = [number for number in idle if not self._places[number].digest]
+        idle = [number for number, place in enumerate(self._places) if not place.num_running and place.used_at <= self._now]
         available = len(self._free_pages) + sum(len(self._places[number].pages) for number in idle)
         if not idle or available < version.num_pages:
             return None
-        number = (empty or idle)[0]
+        idle.sort(key=lambda number: self._places[number].used_at)
+        number = next((number for number in idle if not self._places[number].digest), idle[0])
         for victim in (number, *(other for other in idle if other != number)):
             if victim == number or len(self._free_pages) < version.num_pages:
                 self.forget(self._places[victim].digest)
@@ -194,7 +191,7 @@ class AdapterPlaces:
         self._by_digest[digest] = number
         self._closed.discard(number)
         self._loads.append(AdapterLoad(number, digest, place.pages))
-        self.num_loads += 1
+        self._num_copies += 1
         return number
 
     def _close_place(self) -> None:

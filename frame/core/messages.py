@@ -161,9 +161,9 @@ class Heartbeat(Message, frozen=True):
     accepted_tokens: int = 0  # counter: drafted tokens that are output
     accepted_at: list[int] = []  # counters: drafts whose token number i, from 0, is output
     drafter_seconds: float = 0.0  # counter: time in the drafter
-    adapters_on_device: int = 0
+    adapters_on_device: int = 0  # in their places, with or without requests
     adapters_running: int = 0  # those that a running request uses
-    adapter_loads: int = 0  # counter: copies of adapters to the device
+    adapter_copies: int = 0  # counter: copies of adapters to the device
 
 
 class Fatal(Message, frozen=True):

@@ -107,7 +107,7 @@ class AdapterRegistry:
     def check_name(self, name: str, owner: str = "") -> None:
         """Raise AdapterError for a name that a new adapter cannot have."""
         if not NAME.fullmatch(name):
-            raise AdapterError("an adapter's name has up to 128 letters, digits and ._/+- and begins with a letter or digit")
+            raise AdapterError("an adapter's name has up to 128 letters, digits and ._/+- and begins with a letter, a digit or _")
         if name in self._reserved:
             raise AdapterError(f"{name!r} is the base model's name; choose another for the adapter")
         if len(self._names) >= MAX_NAMES and (owner, name) not in self._names:

@@ -49,7 +49,7 @@ async def acquire(registry: AdapterRegistry, name: str, tenant: str = "") -> Ada
     return (await registry.acquire([name], tenant))[name]
 
 
-async def settle(condition: Callable[[], Any]) -> None:
+async def wait_for(condition: Callable[[], Any]) -> None:
     """Wait for background work."""
     while not condition():  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0.001)
@@ -82,7 +82,7 @@ async def test_requests_end_on_the_version_that_they_began_with(tmp_path: Path) 
         assert later.adapters == f"a@{new.digest[:12]}"
         assert len(registry.list_versions()) == 2
         links[0].finish(running)
-        await settle(lambda: all(link.orders.held == [new.digest] for link in links))
+        await wait_for(lambda: all(link.orders.held == [new.digest] for link in links))
         links[0].finish(later)
         await registry.unload("a")
         check_empty(registry, links)
@@ -112,7 +112,7 @@ async def test_loads_of_one_name_happen_in_their_order(tmp_path: Path) -> None:
         named = registry.find("a", "")
         assert named is not None
         assert named.folder == folders[-1]
-        await settle(lambda: len(link.orders.held) == 1)
+        await wait_for(lambda: len(link.orders.held) == 1)
         await registry.unload("a")
         check_empty(registry, [link])
 
@@ -143,7 +143,7 @@ async def test_reloads_under_streams(tmp_path: Path) -> None:
 
         await asyncio.gather(reload(), *map(stream, range(64)))
         await registry.unload("a")
-        await settle(lambda: not registry.list_versions())
+        await wait_for(lambda: not registry.list_versions())
         check_empty(registry, links)
         assert not any(registry.counts.running.values())
 
@@ -356,7 +356,7 @@ async def test_an_adapter_that_an_engine_refuses(tmp_path: Path) -> None:
         links[1].orders.refuses[digest] = "rank 8 is above adapters.max_rank"
         with pytest.raises(AdapterError, match=r"above adapters.max_rank"):
             await registry.load_folder("a", folder)
-        await settle(lambda: not registry.list_versions())
+        await wait_for(lambda: not registry.list_versions())
         assert all(not link.orders.held for link in links)
         assert registry.find("a", "") is None
         with pytest.raises(ConfigurationError, match=r"adapters.modules: a=/none: there is no folder"):
@@ -379,7 +379,7 @@ async def test_a_crash_during_a_load(tmp_path: Path) -> None:
             with pytest.raises((EngineDeadError, AdapterError), match="crashed"):
                 await loading
             link.client.resume_requests()
-            await settle(lambda: link.client.unavailable_reason is None)
+            await wait_for(lambda: link.client.unavailable_reason is None)
         with pytest.raises(AdapterError, match="crashed 2 times while it loaded this adapter, which is loaded no more"):
             await registry.load_folder("bad", folder)
         assert request.num_unfinished == 1
@@ -388,7 +388,7 @@ async def test_a_crash_during_a_load(tmp_path: Path) -> None:
         assert len(messages) == 3
         link.finish(request)
         await registry.unload("good")
-        await settle(lambda: not registry.list_versions())
+        await wait_for(lambda: not registry.list_versions())
 
 
 @run
@@ -407,7 +407,7 @@ async def test_adapters_are_back_before_their_requests(tmp_path: Path) -> None:
         links[0].orders.pause = 0.01
         links[0].client.resume_requests()
         assert links[0].client.unavailable_reason is not None
-        await settle(lambda: links[0].client.unavailable_reason is None)
+        await wait_for(lambda: links[0].client.unavailable_reason is None)
         assert len(links[0].orders.held) == 3  # a2 has no request
         assert {m.rid.partition("~")[0] for m in links[0].sent if isinstance(m, Generate)} == {"a0", "a1", "late", "plain"}
         assert len(links[1].orders.held) == 4
@@ -432,7 +432,7 @@ async def test_a_second_crash_during_the_recovery(tmp_path: Path) -> None:
             link.crash()
         link.orders.is_silent = False
         link.client.resume_requests()
-        await settle(lambda: link.client.unavailable_reason is None)
+        await wait_for(lambda: link.client.unavailable_reason is None)
         assert of_a.sequences[0].finish.error.endswith("loaded no more; check its files")  # type: ignore[union-attr]
         assert [of_b.num_unfinished, plain.num_unfinished] == [1, 1]
         with pytest.raises(AdapterError, match="loaded no more"):
@@ -447,7 +447,7 @@ async def test_an_adapter_that_is_refused_at_the_recovery(tmp_path: Path) -> Non
         link.crash()
         link.orders.refuses[version.digest] = "the file is gone."
         link.client.resume_requests()
-        await settle(lambda: not request.num_unfinished)
+        await wait_for(lambda: not request.num_unfinished)
         assert (
             request.sequences[0].finish.error
             == "the adapter of this request could not be loaded again after a crash of the engine: the file is gone."
@@ -478,6 +478,6 @@ async def test_thousands_of_loads_leave_nothing(tmp_path: Path) -> None:
                 await registry.unload(f"n{turn % 3}", aborts=True)
         for named in registry.list_adapters(None):
             await registry.unload(named.name)
-        await settle(lambda: not registry.list_versions())
+        await wait_for(lambda: not registry.list_versions())
         check_empty(registry, [link])
-        await settle(lambda: not registry._tasks)
+        await wait_for(lambda: not registry._tasks)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from frame.core.messages import Heartbeat
 from tests.entrypoints.adapter_engine import make_adapter
 from tests.entrypoints.inprocess import InProcess, Response, serving
 
@@ -140,11 +141,15 @@ async def test_models_have_a_parent(tmp_path: Path) -> None:
 async def test_metrics_and_information(tmp_path: Path) -> None:
     async with adapters_of(tmp_path, "sql", server={"metrics_aliases": ["vllm"]}) as server:
         await server.post("/v1/completions", {"prompt": "a", "max_tokens": 3, "model": "sql", "ignore_eos": True})
+        server.services.client.load = Heartbeat("engine", adapters_on_device=3, adapters_running=2, adapter_copies=5)  # type: ignore[misc]
         text = (await server.request("GET", "/metrics")).body.decode()
         name = 'model_name="frame-tiny"'
         assert f'frame_adapter_generation_tokens_total{{adapter="sql",{name}}} 3.0' in text
         assert f'frame_adapter_requests{{adapter="sql",{name}}} 0.0' in text
         assert f"frame_adapter_loads_total{{{name}}} 1.0" in text
+        assert f"frame_adapters_on_device{{{name}}} 3.0" in text
+        assert f"frame_adapters_running{{{name}}} 2.0" in text
+        assert f"frame_adapter_copies_total{{{name}}} 5.0" in text
         assert f"frame_adapters_loaded{{{name}}} 1.0" in text
         assert 'vllm:lora_requests_info{engine="0",max_lora="8",' in text
         (adapter,) = (await server.request("GET", "/server_info")).json()["adapters"]

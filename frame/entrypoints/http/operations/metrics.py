@@ -140,6 +140,10 @@ class ServerMetrics:
         yield _gauge("adapters_loaded_limit", "Most versions of adapters in host memory.", registry.placement.max_loaded)
         yield _gauge("adapter_requests_waiting", "Requests whose adapter is not in host memory yet.", registry.num_waiting)
         yield _counter("adapter_loads", "Loads of adapters into the host memory of engines.", registry.placement.num_loads)
+        if (load := self._services.client.load) is not None:
+            yield _gauge("adapters_on_device", "Adapters on the device.", load.adapters_on_device)
+            yield _gauge("adapters_running", "Adapters on the device that running requests use.", load.adapters_running)
+            yield _counter("adapter_copies", "Copies of adapters from host memory to the device.", load.adapter_copies)
         yield _labelled("adapter_requests", "Requests of an adapter that are not finished.", "adapter", registry.counts.running)
         running = ",".join(sorted(name for name, count in registry.counts.running.items() if count))
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
