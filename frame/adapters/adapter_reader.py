@@ -22,9 +22,6 @@ from frame.core.interfaces.adapter import PAGE_RANKS, AdapterConfig, AdapterErro
 from frame.core.interfaces.platform import SupportsStreams
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from frame.adapters.adapter_pool import AdapterPool
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

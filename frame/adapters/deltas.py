@@ -45,7 +45,6 @@ class RowPlan:
 
     places: torch.Tensor  # int32 [rows]; -1: no adapter
     experts: torch.Tensor | None = None  # int64 [rows]; the row's expert on this rank; None: no experts
-    sources: torch.Tensor | None = None  # int64 [rows]; the row of x that `shrink` reads; None: its own
 
 
 class DeltaOperations(Protocol):
@@ -61,9 +60,9 @@ class DeltaOperations(Protocol):
         ...
 
     def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
-        """x [n, inputs], contiguous rows -> [rows, parts, ranks], ranks the width of `place_pages`
-        times `PAGE_RANKS`: x times `a` of the row's adapter (and expert). What belongs to pages
-        that the adapter does not have, and to rows without one, is undefined."""
+        """x [rows, inputs], contiguous rows -> [rows, parts, ranks], ranks the width of
+        `place_pages` times `PAGE_RANKS`: x times `a` of the row's adapter (and expert). What
+        belongs to pages that the adapter does not have, and to rows without one, is undefined."""
         ...
 
     def expand(
@@ -112,8 +111,7 @@ class TorchDeltas:
             pages = place_pages[place, : int(layer.counts[place])].long()
             a = layer.a[pages, expert * parts : (expert + 1) * parts]  # [pages, parts, PAGE_RANKS, inputs]
             a = a.transpose(0, 1).flatten(1, 2)  # [parts, ranks, inputs]
-            selected = x.index_select(0, rows if plan.sources is None else plan.sources.index_select(0, rows))
-            out[rows, :, : a.shape[1]] = torch.einsum("ni,pri->npr", selected, a)
+            out[rows, :, : a.shape[1]] = torch.einsum("ni,pri->npr", x[rows], a)
         return out
 
     def expand(

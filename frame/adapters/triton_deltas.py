@@ -13,7 +13,7 @@ import torch
 from frame import kernels
 from frame.adapters.deltas import LayerPages, RowPlan
 from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes, expand, list_blocks, shrink
-from frame.kernels.lora.row_tiles import choose_block, group_rows, list_thresholds
+from frame.kernels.lora.row_tiles import choose_block, group_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,6 @@ class TritonDeltas:
         self._sizes: dict[tuple[int, int, tuple[int, ...], int], ProductSizes] = {}
         self._blocks: dict[tuple[tuple[int, ...], int, torch.device], tuple[torch.Tensor, int]] = {}
 
-    def list_row_counts(self, num_experts: int = 0) -> list[int]:
-        """Numbers of rows that use every variant of the kernels for a layer with so many experts,
-        for a warm-up; with experts, a row is a pair of a token and an expert."""
-        return list_thresholds(num_experts)
-
     def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> TiledPlan:
         places, experts, num_rows = plan.places, plan.experts, len(plan.places)
         block = choose_block(num_rows, num_experts)
@@ -51,13 +46,13 @@ class TritonDeltas:
         else:
             keys, rows = group_rows(places, experts, num_places, num_experts, block)
         tiles = Tiles(keys, rows, block, num_rows, 0 if experts is None else num_experts)
-        return TiledPlan(places, experts, plan.sources, tiles=tiles)
+        return TiledPlan(places, experts, tiles=tiles)
 
     def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
         """-> float32 [splits, rows, parts, ranks]; `expand` adds up the splits of the inputs."""
         tiles = _get_tiles(plan)
         sizes = self._choose_sizes(tiles, layer)
-        return shrink(x, layer.a, layer.num_parts, tiles, plan.sources, layer.counts, place_pages, sizes)
+        return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, sizes)
 
     def expand(
         self,

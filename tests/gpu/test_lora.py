@@ -12,7 +12,7 @@ if torch.cuda.is_available():
     from frame.kernels.elementwise.activation import silu_mul
     from tests.adapters.test_latent_layers import test_products_of_kernels  # noqa: F401
     from tests.kernels.lora import *  # noqa: F403
-    from tests.kernels.lora import Case, draw_places
+    from tests.kernels.lora import Case, draw_places, list_thresholds
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -24,12 +24,12 @@ def test_a_graph_reads_the_places_of_its_replay(rows: int, experts: int, dtype: 
     case = Case(2048, splits, experts=experts, places=[-1] * rows, scaled=(1,), dtype=dtype)
     operations, side = TritonDeltas(), torch.cuda.Stream()
     x, _ = case.make_rows()
-    plan = case.make_plan(len(x))
+    plan = case.make_plan()
     weight = (torch.randn(sum(splits), 2048, device="cuda") * 2048**-0.5).to(dtype)
     bias = torch.randn(sum(splits), device="cuda").to(dtype)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        base = (x if plan.sources is None else x[plan.sources]) @ weight.t()
+        base = x @ weight.t()
         tiled = operations.plan_rows(plan, len(case.counts), experts)
         main = torch.cuda.current_stream()
         side.wait_stream(main)
@@ -106,9 +106,9 @@ def test_the_row_counts_of_a_warm_up_compile_every_variant(experts: int) -> None
             x, out = case.make_rows()
             if len(case.layer.splits) == 2 and not experts:
                 case.compute_gated(operations, x, out, case.make_plan(), None)
-            case.compute(operations, x, out, case.make_plan(len(x)), None)
+            case.compute(operations, x, out, case.make_plan(), None)
 
-    for rows in operations.list_row_counts(experts):
+    for rows in list_thresholds(experts):
         run(rows)
     compiled: list[object] = []
     previous, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **named: compiled.append(named)

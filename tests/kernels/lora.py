@@ -18,7 +18,7 @@ from frame.adapters.triton_deltas import TritonDeltas
 from frame.core.interfaces.adapter import PAGE_RANKS
 from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.lora.products import list_blocks
-from frame.kernels.lora.row_tiles import choose_block, group_rows
+from frame.kernels.lora.row_tiles import SORTED_ROWS, choose_block, group_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -71,17 +71,14 @@ class Case:
     def _numbers(self, numbers: object) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
-    def make_plan(self, tokens: int = 0) -> RowPlan:
-        rows = len(self.places)
+    def make_plan(self) -> RowPlan:
         if not self.experts:
             return RowPlan(self._numbers(self.places))
-        sources = torch.randint(tokens, (rows,), device=DEVICE)
-        return RowPlan(self._numbers(self.places), torch.randint(self.experts, (rows,), device=DEVICE), sources)
+        return RowPlan(self._numbers(self.places), torch.randint(self.experts, (len(self.places),), device=DEVICE))
 
     def make_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         rows, outputs = len(self.places), sum(self.splits)
-        tokens = max(1, rows // 2) if self.experts else rows
-        x = torch.randn(tokens, self.inputs, device=DEVICE).to(self.dtype)
+        x = torch.randn(rows, self.inputs, device=DEVICE).to(self.dtype)
         return x, torch.randn(rows, outputs + self.gap, device=DEVICE).to(self.dtype)[:, :outputs]
 
     def compute(self, operations: TritonDeltas, x: torch.Tensor, out: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None) -> None:
@@ -122,7 +119,7 @@ class Case:
     def check(self, biased: bool = False) -> None:
         x, out = self.make_rows()
         whole = out if not self.gap else out._base
-        plan, before = self.make_plan(len(x)), whole.clone()
+        plan, before = self.make_plan(), whole.clone()
         bias = torch.randn(out.shape[1], device=DEVICE).to(self.dtype) if biased else None
         expected = self.compute_reference(x, out, plan, bias)
         self.compute(TritonDeltas(), x, out, plan, bias)
@@ -135,6 +132,12 @@ class Case:
 
 def draw_places(rows: int, num_places: int) -> list[int]:
     return (torch.randint(num_places + 1, (rows,)) - 1).tolist()
+
+
+def list_thresholds(experts: int) -> list[int]:
+    """Numbers of rows that use every block and every kernel of `group_rows`."""
+    blocks = [count for count in range(2, 10_000) if choose_block(count, experts) != choose_block(count - 1, experts)]
+    return [1, *blocks, *(size + 1 for size in SORTED_ROWS)]
 
 
 ROWS = [1, 7, 70] + [300, 4096] * ON_GPU
@@ -249,8 +252,7 @@ def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
 
 @pytest.mark.parametrize("experts", [0, 8, 128])
 def test_warm_up_rows_use_every_block(experts: int) -> None:
-    counts = TritonDeltas().list_row_counts(experts)
-    assert {choose_block(count, experts) for count in counts} == {1, 8, 64}
+    assert {choose_block(count, experts) for count in list_thresholds(experts)} == {1, 8, 64}
 
 
 def test_blocks_of_outputs_lie_in_one_part() -> None:

@@ -108,10 +108,10 @@ def _find_tile(tile, keys, rows, num_experts, BLOCK: tl.constexpr, HAS_EXPERTS: 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
-    x, a, keys, rows, sources, counts, place_pages, out,
+    x, a, keys, rows, counts, place_pages, out,
     num_rows, inputs, columns, num_experts, max_pages, x_stride, a_stride,
     split,  # inputs of one split, a multiple of INPUTS
-    COLUMNS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, HAS_SOURCES: tl.constexpr,
+    COLUMNS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of COLUMNS of each page, tiles, splits)."""
@@ -125,12 +125,9 @@ def _shrink_kernel(
     if number >= tl.load(counts + place):
         return
     is_row = row < num_rows
-    source = row
-    if HAS_SOURCES:
-        source = tl.load(sources + row, mask=is_row, other=0)
     column = tl.program_id(0) // max_pages * COLUMNS + tl.arange(0, COLUMNS)
     lanes = tl.arange(0, INPUTS)
-    x_rows = x + source.to(tl.int64)[:, None] * x_stride + lanes[None, :]
+    x_rows = x + row.to(tl.int64)[:, None] * x_stride + lanes[None, :]
     a_rows = a + page * a_stride + (tl.cast(expert, tl.int64) * columns + column)[:, None] * inputs + lanes[None, :]
     IS_TALL: tl.constexpr = BLOCK >= 64  # the side of 64 rows comes first, as warp-group MMA requires
     total = tl.zeros([BLOCK, COLUMNS] if IS_TALL else [COLUMNS, BLOCK], tl.float32)
@@ -155,8 +152,8 @@ def _shrink_kernel(
 
 
 def shrink(
-    x: torch.Tensor, a: torch.Tensor, parts: int, tiles: Tiles, sources: torch.Tensor | None,
-    counts: torch.Tensor, place_pages: torch.Tensor, sizes: ProductSizes,
+    x: torch.Tensor, a: torch.Tensor, parts: int, tiles: Tiles, counts: torch.Tensor,
+    place_pages: torch.Tensor, sizes: ProductSizes,
 ) -> torch.Tensor:  # fmt: skip
     """-> float32 [splits, rows, parts, ranks], whose sum over the splits is the product. Arguments
     as in `LayerPages`."""
@@ -165,9 +162,9 @@ def shrink(
     out = torch.empty((sizes.splits, tiles.num_rows, parts, 16 * max_pages), dtype=torch.float32, device=x.device)
     split = ceil_div(ceil_div(inputs, sizes.splits), sizes.inputs) * sizes.inputs
     _shrink_kernel[(max_pages * ceil_div(columns, sizes.columns), len(tiles.keys), sizes.splits)](
-        x, a, tiles.keys, tiles.rows, x if sources is None else sources, counts, place_pages, out,
+        x, a, tiles.keys, tiles.rows, counts, place_pages, out,
         tiles.num_rows, inputs, columns, max(1, tiles.num_experts), max_pages, x.stride(0), a.stride(0), split,
-        COLUMNS=sizes.columns, INPUTS=sizes.inputs, STAGES=sizes.stages, HAS_SOURCES=sources is not None,
+        COLUMNS=sizes.columns, INPUTS=sizes.inputs, STAGES=sizes.stages,
         **tiles.constants, **launch_options(x.device, sizes.shrink_warps),
     )  # fmt: skip
     return out

@@ -26,12 +26,6 @@ def choose_block(num_rows: int, num_experts: int) -> int:
     return 64 if num_rows >= max(_MANY_ROWS, 32 * num_experts) else 8
 
 
-def list_thresholds(num_experts: int) -> list[int]:
-    """Numbers of rows that use every block and every kernel of `group_rows`."""
-    few, many = _FEW_PAIRS if num_experts else _FEW_ROWS, max(_MANY_ROWS, 32 * num_experts)
-    return [1, few + 1, *(size + 1 for size in SORTED_ROWS), many]
-
-
 def group_rows(
     places: torch.Tensor, experts: torch.Tensor | None, num_places: int, num_experts: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
