@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict
 
 from frame.config.hardware import Accelerator, Hardware
 from frame.config.resolve import ResolveError, pinned, resolve
-from frame.config.resolve_task import find_adapter_conflicts
 from frame.config.schema import FrameConfig
 from frame.config.selection import UnknownPluginError
 from frame.core.errors import PluginError
@@ -326,27 +325,6 @@ def test_a_small_cache_shortens_an_open_context() -> None:
     assert "holds 512 tokens" in resolved.reasons["model.max_context"]
 
 
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"adapters": {"modules": ("a=/x",)}}, "adapters.modules is set, but adapters.enabled is false"),
-        ({"adapters": {"uploads": True}}, "adapters.uploads is set, but adapters.enabled is false"),
-        ({"adapters": {"enabled": True, "modules": ("a=/x", "a=/y")}}, "has the name 'a' twice"),
-        ({"adapters": {"enabled": True}, "parallel": {"tp": 2, "nnodes": 2}}, "adapters are read on one host"),
-    ],
-)
-def test_adapters_that_cannot_be_served(sections: dict[str, dict[str, object]], words: str) -> None:
-    with pytest.raises(ResolveError, match=words):
-        resolve(config(**sections), H200, LLAMA, records())
-
-
-def test_encoder_decoder_models_take_no_adapters() -> None:
-    whisper = dataclasses.replace(LLAMA, config={**LLAMA.config, "is_encoder_decoder": True, "max_source_positions": 10})
-    (conflict,) = find_adapter_conflicts(config(adapters={"enabled": True}), whisper)
-    assert str(conflict).startswith("adapters.enabled is true, but encoder-decoder models take no adapters.")
-    assert not list(find_adapter_conflicts(config(adapters={"enabled": True}), LLAMA))
-
-
 def test_a_list_names_the_logits_processors_in_order() -> None:
     assert names(resolve(config(), LAPTOP, LLAMA, records()))["logits_processor"] == ["penalties"]
     for listed, expected in (
@@ -359,19 +337,6 @@ def test_a_list_names_the_logits_processors_in_order() -> None:
         assert names(result)["logits_processor"] == expected
     with pytest.raises(UnknownPluginError, match="did you mean 'theirs'"):
         resolve(config(sampling={"processors": ["their"]}), LAPTOP, LLAMA, records())
-
-
-def test_adapter_formats_are_all_chosen_or_the_named_one() -> None:
-    broken = record("adapter", "broken", problems=(Reason("needs more"),))
-    known = records(adapter=[record("adapter", "low"), record("adapter", "high", rank=5), broken])
-    assert "adapter" not in resolve(config(), LAPTOP, LLAMA, known).plugins
-    resolved = resolve(config(adapters={"enabled": True}), LAPTOP, LLAMA, known)
-    assert names(resolved)["adapter"] == ["high", "low"]
-    assert resolved.reasons["adapters.format"] == "by each adapter's configuration: high, low"
-    assert resolved.rejected["adapters.format"] == {"broken": ["needs more"]}
-    assert names(resolve(config(adapters={"enabled": True, "format": "low"}), LAPTOP, LLAMA, known))["adapter"] == ["low"]
-    with pytest.raises(UnknownPluginError, match="did you mean 'low'"):
-        resolve(config(adapters={"enabled": True, "format": "lov"}), LAPTOP, LLAMA, known)
 
 
 def test_a_prefix_cache_is_chosen_by_name_and_capabilities() -> None:

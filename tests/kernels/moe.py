@@ -294,16 +294,23 @@ def test_products_of_float8_blocks(swap: bool) -> None:
     torch.testing.assert_close(got, compute_down(Rows(stands_for(act)), Weights(down_), pairs, order, tile, torch.float32), **SUMS)
 
 
+def round_experts(experts: PlainExperts) -> None:
+    """Store experts in float8. Their tensors before become the dequantized ones."""
+    for name in ("gate_up", "down"):
+        plain = getattr(experts, name).data
+        made, numbers = rounded(plain)
+        plain.copy_(numbers)
+        setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
+        setattr(experts, f"{name}_fp8_scale", made.scale)
+
+
 @pytest.mark.parametrize("form", ["plain", "clamped", "ungated", "unfused"])
 def test_float8_experts_are_close_to_plain_ones(form: str) -> None:
     x, ids, weights, *plain = drawn(9, (4, 2, 256, 128), torch.float32)
     experts = PlainExperts(*plain, hidden_first=False) if form == "plain" else with_form(form, *plain)
     tokens = DispatchOutput(x, ids, weights)
     want = reference(x, ids, weights, *plain) if form == "plain" else run_biased(tokens, experts)
-    for name in ("gate_up", "down"):
-        made, _ = rounded(getattr(experts, name).data)
-        setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
-        setattr(experts, f"{name}_fp8_scale", made.scale)
+    round_experts(experts)
     got = Triton(CONTEXT).run(tokens, experts).double()
     assert (got - want).norm() < 0.08 * want.norm()
 
@@ -363,20 +370,14 @@ def test_deep_gemm(is_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, ids, weights, first, second = drawn(7, (5, 2, 256, 128), torch.float32)
     experts = PlainExperts(first, second, hidden_first=False)
     if is_float8:
-        for name, plain in (("gate_up", first), ("down", second)):
-            made, numbers = rounded(plain)
-            setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
-            setattr(experts, f"{name}_fp8_scale", made.scale)
-            plain.copy_(numbers)
+        round_experts(experts)
     want = reference(x, ids, weights, first, second)
     error = runner.run(DispatchOutput(x, ids, weights), experts).double() - want
     assert error.norm() < (0.08 if is_float8 else 1e-5) * want.norm()
-    check_pairs(runner, experts, x, ids, (first, second))
+    check_pairs(runner, experts, x, ids, first, second)
 
 
-def check_pairs(
-    runner: SupportsPairMatmul, experts: PlainExperts, x: torch.Tensor, ids: torch.Tensor, plain: tuple[torch.Tensor, ...]
-) -> None:
+def check_pairs(runner: SupportsPairMatmul, experts: PlainExperts, x: torch.Tensor, ids: torch.Tensor, *plain: torch.Tensor) -> None:
     """The products of single pairs, close to those of the dequantized weights."""
     gates = runner.multiply_pairs(x, ids, experts, "gate_up")
     out = runner.multiply_pairs(gates[:, : plain[1].shape[2]].contiguous(), ids.flatten()[:, None], experts, "down")
@@ -392,12 +393,8 @@ def test_products_of_pairs(tokens: int, is_float8: bool) -> None:
     x, ids, _, first, second = drawn(tokens, (5, 2, 256, 128), torch.float32)
     experts = with_form("clamped", first, second)  # whose biases are not added
     if is_float8:
-        for name, plain in (("gate_up", first), ("down", second)):
-            made, numbers = rounded(plain)
-            setattr(experts, name, torch.nn.Parameter(made.values, requires_grad=False))
-            setattr(experts, f"{name}_fp8_scale", made.scale)
-            plain.copy_(numbers)
-    check_pairs(Triton(CONTEXT), experts, x, ids, (first, second))
+        round_experts(experts)
+    check_pairs(Triton(CONTEXT), experts, x, ids, first, second)
 
 
 def test_a_deep_gemm_error_names_the_library_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,19 +460,23 @@ def test_sum_with_the_shared_expert(dtype: torch.dtype, tokens: int, hidden: int
     check(add_shared_expert(routed, shared, *((x, gate) if gated else ())), want)
 
 
-def test_layer_with_a_gated_shared_expert() -> None:
-    """A layer's fused sum against its operations in PyTorch."""
+def make_layer(is_shared: bool, adapters: RandomAdapters | None = None) -> MoE:
     plain = replace(CONTEXT, weight_format=Plain(FormatContext(torch.float32)), gemm_kernels=make_gemm_kernels(CONTEXT))
-    context = replace(plain, moe_runner=Triton(plain), moe_dispatcher=AllReduce(plain))
+    context = replace(plain, moe_runner=Triton(plain), moe_dispatcher=AllReduce(plain), adapters=adapters)
     with DEVICE:
-        shared = GatedSharedExpert(context, "s", "g", 64, 32)
+        shared = GatedSharedExpert(context, "s", "g", 64, 32) if is_shared else None
         layer = MoE(context, "m", ExpertSizes(4, 64, 32), RoutingRule(2), shared)
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        x = torch.randn(5, 64)
     for module in layer.modules():
         if module is not layer and hasattr(module, "finish"):
             module.finish()
+    return layer
+
+
+def test_layer_with_a_gated_shared_expert() -> None:
+    """A layer's fused sum against its operations in PyTorch."""
+    layer, x = make_layer(True), torch.randn(5, 64, device=DEVICE)
     got = layer(x)
     layer._add_shared = None
     check(got, layer(x).double())
@@ -487,16 +488,8 @@ def test_layer_with_a_gated_shared_expert() -> None:
 def test_layer_with_adapters(tokens: int, is_shared: bool) -> None:
     """By the kernels, as by PyTorch, also where the parts of a token's experts are summed later."""
     adapters = RandomAdapters()
-    plain = replace(CONTEXT, weight_format=Plain(FormatContext(torch.float32)), gemm_kernels=make_gemm_kernels(CONTEXT))
-    context = replace(plain, moe_runner=Triton(plain), moe_dispatcher=AllReduce(plain), adapters=adapters)
-    shared = GatedSharedExpert(context, "s", "g", 64, 32) if is_shared else None
-    layer = MoE(context, "m", ExpertSizes(4, 64, 32), RoutingRule(2), shared)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    for module in layer.modules():
-        if module is not layer and hasattr(module, "finish"):
-            module.finish()
-    x, norm = torch.randn(tokens, 64), RMSNorm(plain, "n", 64, 1e-6)
+    layer = make_layer(is_shared, adapters)
+    x, norm = torch.randn(tokens, 64), RMSNorm(CONTEXT, "n", 64, 1e-6)
     torch.nn.init.ones_(norm.weight)
     norm.finish()
     adapters.places = torch.randint(-1, 2, (tokens,), dtype=torch.int32)
