@@ -174,7 +174,7 @@ def main() -> None:
     if options.run:
         run_engine(options)
         return
-    report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(options).items()}}
+    report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(options).items() if key not in ("out", "run")}}
     for name in ("on",) if options.rotate else ("off", "on"):
         done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--run", name], stdout=subprocess.PIPE, text=True, check=True)
         report[name] = json.loads(done.stdout.splitlines()[-1])
