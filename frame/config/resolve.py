@@ -13,15 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from frame.checkpoint.model_config import EMBEDDED, find_model
+from frame.checkpoint.model_config import find_model, name_model
 from frame.config.hardware import Hardware
-from frame.config.resolve_attention import choose_attention, shared_page_sizes
-from frame.config.resolve_drafter import check_speculation, find_tree
-from frame.config.resolve_machine import budgets, dtypes_to_try, graph_sizes
-from frame.config.resolve_moe import pair_experts
-from frame.config.resolve_parallel import choose_collective, find_conflicts, find_host_conflicts, make_plan, require_launcher
-from frame.config.resolve_platform import choose_platform, get_capabilities, rank_preferred
-from frame.config.resolve_plugins import (
+from frame.config.resolution.attention import choose_attention, choose_page_size
+from frame.config.resolution.drafter import check_speculation, find_tree
+from frame.config.resolution.machine import budgets, choose_jump, dtypes_to_try, graph_sizes
+from frame.config.resolution.media import choose_media, may_serve, plan_media
+from frame.config.resolution.parallel import (
+    check_transfers,
+    choose_collective,
+    find_conflicts,
+    find_host_conflicts,
+    make_plan,
+    require_launcher,
+)
+from frame.config.resolution.platform import choose_platform, get_capabilities, rank_preferred
+from frame.config.resolution.plugins import (
     KEYS,
     Choices,
     check_unused_options,
@@ -30,9 +37,11 @@ from frame.config.resolve_plugins import (
     choose_list,
     choose_parser,
     find_refused_params,
+    pair_experts,
     plugin_choice,
 )
-from frame.config.resolve_task import check_step, choose_pooling, choose_task, find_adapter_conflicts
+from frame.config.resolution.task import check_step, choose_pooling, choose_task, find_adapter_conflicts
+from frame.config.resolution.tiers import choose_tiers
 from frame.config.resolved import PluginChoice, Resolved
 from frame.config.schema import FrameConfig
 from frame.config.section import PHASES
@@ -56,6 +65,7 @@ from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelReq
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.step_media import MediaPlan
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.core.interfaces.weights import WeightSourceRequirements
 
@@ -65,7 +75,6 @@ _T = TypeVar("_T")
 
 PLAIN_WEIGHTS = "none"  # what `model.quantization` calls weights as they are
 NO_PARSER = "none"  # what `text.reasoning_parser` and `text.tool_call_parser` call no parser
-PREFERRED_PAGE_SIZE = 16
 
 
 def resolve(config: FrameConfig, hardware: Hardware, model_config: ModelConfig, records: Mapping[str, Sequence[PluginRecord]]) -> Resolved:
@@ -112,11 +121,14 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "scheduler.chunked_prefill_size": resolved.chunked_prefill_size,
         "scheduler.overlap": resolved.overlap,
         "sampling.jump_forward": resolved.jump_forward,
+        "media.enabled": resolved.media is not None,
         "execution.device": resolved.device,
         "execution.threads": resolved.threads,
         "execution.cuda_graph_max_bs": resolved.cuda_graph_max_bs,
         "execution.prompt_graph_max_tokens": resolved.prompt_graph_max_tokens,
     }
+    if resolved.media is not None:
+        values |= {"media.table_rows": resolved.media.table_rows, "media.encode_budget": resolved.media.encode_budget}
     data = user.model_dump()
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -126,8 +138,7 @@ def pinned(resolved: Resolved) -> FrameConfig:
 
 @dataclass
 class _Solver:
-    """One attempt with a fixed platform and dtype. Fills `chosen` and `reasons` value by value, and
-    `conflicts` with what stands against it."""
+    """One attempt with a fixed platform and dtype. Fills `chosen`, `reasons` and `conflicts`."""
 
     config: FrameConfig
     hardware: Hardware
@@ -150,8 +161,10 @@ class _Solver:
         page_size = self._page_size()
         whole_prompts = pooling is not None and pooling.needs_whole_prompts(self.model_config.encoder)
         self._collect(self._prefix_cache, PrefixCacheRequirements(page_size, whole_prompts))
+        self._collect(choose_tiers, self.chosen, self.records, config, self._plain, self.plan, self.hardware)
         max_context = self._collect(self._max_context, page_size) or self.model_config.max_context
         sizes = self._sizes(task, whole_prompts, kv_dtype, max_context)
+        media = self._media(task, sizes["chunked_prefill_size"], max_context)
         plugins: dict[str, list[PluginChoice]] = {kind: [] for kind in self.chosen.selected}
         self._collect(check_unused_options, config, self.records, self.chosen)
         for kind, selections in self.chosen.selected.items():
@@ -161,7 +174,7 @@ class _Solver:
         if self.conflicts:
             raise join_conflicts(self.conflicts)
         path = str(find_model(config.model.path))
-        served_name = self._value("model.served_name", config.model.served_name, _name_of(config.model.path), "the model folder's name")
+        served_name = self._value("model.served_name", config.model.served_name, name_model(config.model.path), "from model.path")
         named = config.model.tokenizer and str(find_model(config.model.tokenizer))
         tokenizer = None if config.model.skip_tokenizer_init else self._value("model.tokenizer", named, path, "the model's own")
         return Resolved(
@@ -180,6 +193,7 @@ class _Solver:
             max_total_tokens=config.cache.max_total_tokens,
             task=task,
             pooling=pooling,
+            media=media,
             plugins=plugins,
             reasons=self.reasons | self.chosen.reasons,
             rejected=self.chosen.rejected,
@@ -188,8 +202,7 @@ class _Solver:
         )
 
     def _collect(self, choose: Callable[..., _T], *arguments: Any) -> _T | None:
-        """Call `choose`. Its conflict is recorded, and the result None, so that one error has all
-        conflicts."""
+        """Call `choose`. Its conflict is recorded, so that one error has all, and None returned."""
         try:
             return choose(*arguments)
         except ConfigurationError as error:
@@ -248,8 +261,19 @@ class _Solver:
             sizes["chunked_prefill_size"] = self._collect(self._whole_prompts, chunk, max_context) or chunk
         graphs = self._collect(self._graph_sizes, task, sizes["max_running_requests"])
         sizes |= graphs or {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
-        sizes["jump_forward"] = self._jump_forward(sizes["cuda_graph_max_bs"] > 0)
+        jump = choose_jump(has_graphs=sizes["cuda_graph_max_bs"] > 0)
+        sizes["jump_forward"] = int(self._value("sampling.jump_forward", self.config.sampling.jump_forward, *jump))
         return sizes
+
+    def _media(self, task: Task, chunk: int, max_context: int) -> MediaPlan | None:
+        """Choose the modalities. -> how media are placed; None: requests have text alone."""
+        served = self._collect(choose_media, self.chosen, self.records, self.config, self.model_config, self._plain, task, self.plan)
+        if not served:
+            return None
+        capabilities = self.chosen.selected["model"][0].record.capabilities
+        plan, reasons = plan_media(self.config, self.model_config, capabilities, served, self.dtype, chunk, max_context)
+        self.reasons |= reasons
+        return plan
 
     def _graph_sizes(self, task: Task, max_running: int) -> dict[str, Any]:
         """The sizes of captured steps, by name."""
@@ -277,6 +301,10 @@ class _Solver:
     def _compatible(self) -> tuple[str, ...]:
         """The platforms whose plugins run on this one too."""
         return get_capabilities(self.platform.record).compatible
+
+    @property
+    def _plain(self) -> PlainRequirements:
+        return PlainRequirements(self.device, self._compatible)
 
     def _value(self, key: str, explicit: Any, chosen: Any, why: str) -> Any:
         """The user's value, or else `chosen`, whose reason is recorded."""
@@ -358,6 +386,7 @@ class _Solver:
             sinks=self._model_has("sinks"),
             sparse=self._model_has("sparse"),
             chunked=self._model_has("chunked"),
+            spans=self._model_has("media_spans") and may_serve(self.config, self.model_config),
             bidirectional=model_config.encoder,
             tree_mask=self.tree is not None,
             group=model_config.num_heads // max(1, model_config.num_kv_heads),
@@ -373,15 +402,7 @@ class _Solver:
 
     def _page_size(self) -> int:
         records = [selection.record for selection in self.chosen.selected.get("attention_backend", ())]
-        sizes = shared_page_sizes(records)
-        if sizes is None or PREFERRED_PAGE_SIZE in sizes:
-            size, why = PREFERRED_PAGE_SIZE, "small enough to share prefixes finely, large enough for short page tables"
-        else:
-            size = min(sizes, key=lambda size: (abs(size - PREFERRED_PAGE_SIZE), size))
-            why = (
-                f"of the page sizes {list(sizes)} of {' and '.join(record.name for record in records)} the nearest to {PREFERRED_PAGE_SIZE}"
-            )
-        return int(self._value("cache.page_size", self.config.cache.page_size, size, why))
+        return int(self._value("cache.page_size", self.config.cache.page_size, *choose_page_size(records)))
 
     def _prefix_cache(self, requirements: PrefixCacheRequirements) -> None:
         """Choose the prefix cache, and the eviction policy if it takes one."""
@@ -393,9 +414,16 @@ class _Solver:
             self._select("eviction_policy", PlainRequirements(self.device), self.config.cache.eviction, "")
 
     def _policies(self, task: Task) -> None:
-        config, requirements = self.config, PlainRequirements(self.device, self._compatible)
+        config, requirements = self.config, self._plain
         self._collect(self._select, "scheduling_policy", requirements, config.scheduler.policy, "")
-        for kind, names in (("http_extension", config.server.extensions), ("stat_logger", config.log.stat_loggers)):
+        named, key = config.parallel.routing_policy, KEYS["routing_policy"]
+        if config.parallel.dp > 1:
+            self._collect(self._select, "routing_policy", requirements, named, "No routing policy chooses replicas")
+        elif named is not None:
+            self.conflicts.append(ResolveError(f"{key} is {named}, but parallel.dp is 1: there is one replica.", change=f"{key}: null"))
+        self._collect(check_transfers, config)
+        transfers = ("weight_transfer", config.execution.weight_transfer)
+        for kind, names in (("http_extension", config.server.extensions), ("stat_logger", config.log.stat_loggers), transfers):
             self._collect(choose_list, self.chosen, self.records, kind, names, requirements)
         if config.adapters.enabled:
             self._collect(choose_adapter_formats, self.chosen, self.records, config.adapters.format, requirements)
@@ -466,18 +494,7 @@ class _Solver:
             return int(self._value("model.max_context", None, max_length, f"sentence_bert_config.json; positions go to {trained}"))
         return int(self._value("model.max_context", explicit, trained, "what the checkpoint was made for"))
 
-    def _jump_forward(self, has_graphs: bool) -> int:
-        """The shortest run of forced tokens that is computed in one step."""
-        size, why = 2, "a row of several tokens costs a step little more than one of one"
-        if has_graphs:
-            size, why = 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
-        return int(self._value("sampling.jump_forward", self.config.sampling.jump_forward, size, why))
-
     def _budgets(self, kv_dtype: str) -> dict[str, Any]:
         """The sizes that follow from the machine's cores and memory, by name."""
         sizes = budgets(self.config, self.hardware, self.platform.record, self.model_config, kv_dtype)
         return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in sizes}
-
-
-def _name_of(path: str) -> str:
-    return EMBEDDED if path == EMBEDDED else find_model(path).name

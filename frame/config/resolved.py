@@ -15,6 +15,9 @@ from frame.config.schema import FrameConfig
 from frame.core.interfaces.drafter import DrafterContext, TreeShape
 from frame.core.interfaces.model import ModelConfig, Pooling, Task
 from frame.core.interfaces.parallel import ParallelPlan
+from frame.core.interfaces.step_media import MediaPlan
+
+LOST_WEIGHTS = "the weights {!r} came from a trainer and were lost in a crash; update the weights, or keep them by --keep-updates FOLDER"
 
 
 class PluginChoice(BaseModel):
@@ -58,6 +61,7 @@ class Resolved(BaseModel):
     threads: int | None  # of one rank, on the CPU
     task: Task = "generate"
     pooling: Pooling | None = None  # None: the task is generate
+    media: MediaPlan | None = None  # None: the model reads text alone, or its encoder's output is no part of the prompt (Whisper)
     # By kind. One choice each, except logits processors, and attention backends: [prefill, decode]
     # if they differ.
     plugins: dict[str, list[PluginChoice]]
@@ -65,6 +69,9 @@ class Resolved(BaseModel):
     refused_params: dict[str, str] = {}  # by request parameter that no chosen logits processor implements: why, for the client
     custom_params: tuple[str, ...] | None = None  # keys of `custom` that the chosen logits processors read; None: any
     tree: TreeShape | None = None  # of drafts; None: chains, or there is no drafter
+    weights_path: str | None = None  # the checkpoint that the weights were last updated to; None: model_path
+    weight_version: str = "default"  # of the weights, as the updates name them
+    awaits_weights: str = ""  # why those of the checkpoint must not be served before an update; empty: they may
     draft: Resolved | None = None  # of a drafter whose model is that of a model plugin
     rejected: dict[str, dict[str, list[str]]] = {}  # by setting, then by plugin: why it was rejected
 
@@ -72,6 +79,11 @@ class Resolved(BaseModel):
     def computes_whole_prompts(self) -> bool:
         """Whether each prompt is computed in one step, without chunks or a cached prefix."""
         return self.pooling is not None and self.pooling.needs_whole_prompts(self.model.encoder)
+
+    @property
+    def weights_folder(self) -> str:
+        """The checkpoint whose weights a start loads."""
+        return self.weights_path or self.model_path
 
     @property
     def max_drafted(self) -> int:
@@ -91,6 +103,12 @@ class Resolved(BaseModel):
             draft_model_path=self.user.speculative.draft_model_path,
             tree=self.tree,
         )
+
+    def with_weights(self, folder: str | None, version: str) -> Resolved:
+        """The same for an engine that is started after an update. folder: of the checkpoint with
+        the weights; None: they came from a trainer, and were not kept."""
+        served = {"weights_path": folder, "weight_version": version, "awaits_weights": "" if folder else LOST_WEIGHTS.format(version)}
+        return self.model_copy(update=served)
 
     def choice(self, kind: str) -> PluginChoice:
         """The first selected plugin of a kind. Raises KeyError if the kind is not used."""

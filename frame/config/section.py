@@ -3,6 +3,7 @@ validators that fields share. Used by `frame.config.schema`. It must not know a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,32 @@ def _module_as_text(value: Any) -> Any:
 
 
 Module = BeforeValidator(_module_as_text)
+
+
+def _parse_counts(value: Any) -> Any:
+    """NAME=COUNT,NAME=COUNT as a mapping, also of a list of such texts, or of JSON."""
+    if isinstance(value, list | tuple):
+        value = ",".join(map(str, value))
+    if not isinstance(value, str) or value.lstrip().startswith("{"):
+        return _parse_object(value)
+    pairs = [piece.partition("=") for piece in value.split(",") if piece.strip()]
+    if not all(name.strip() and count.strip().isdigit() for name, _, count in pairs):
+        raise ValueError(f"be NAME=COUNT,NAME=COUNT, not {value!r}")
+    return {name.strip(): int(count) for name, _, count in pairs}
+
+
+def _parse_object(value: Any) -> Any:
+    """A mapping of JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError(f"be a JSON object, not {value!r}") from None
+
+
+Counts = BeforeValidator(_parse_counts)
+JsonObject = BeforeValidator(_parse_object)
 PHASES = ("prefill", "decode")
 Phases = BeforeValidator(_phases_as_text)  # one attention backend, or one a phase
 

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from frame.config.hardware import Hardware
+from frame.config.resolution.plugins import KEYS
 from frame.config.resolve import ResolveError, resolve
-from frame.config.resolve_moves import find_moves
-from frame.config.resolve_plugins import KEYS
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, Speed
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord, Reason
+from frame.entrypoints.configuration.find_moves import find_moves
 from tests.config.test_resolve import DEEPSEEK, H200, LAPTOP, LLAMA, config, names, record, records
 
 UNMET = (Reason("it needs kernels>=2, installed is 1 (pip install 'kernels>=2')"),)
@@ -74,8 +74,7 @@ CASES = {
     ),
     "replicas": Impossible(
         {"parallel": {"tp": 2, "dp": 3}},
-        "parallel.tp 2 x parallel.pp 1 x parallel.dp 3 = 6 ranks, but this machine has 4 cuda device(s).\n"
-        "Nearest change: parallel.dp: 2",
+        "parallel.tp 2 x parallel.pp 1 x parallel.dp 3 = 6 ranks, but this machine has 4 cuda device(s).\nNearest change: parallel.dp: 2",
         hardware=H200,
     ),
     "weight format": Impossible(

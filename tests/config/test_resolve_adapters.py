@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from frame.config.resolution.task import find_adapter_conflicts
 from frame.config.resolve import ResolveError, resolve
-from frame.config.resolve_task import find_adapter_conflicts
 from frame.config.selection import UnknownPluginError
 from frame.core.interfaces.plugin import Reason
 from tests.config.test_resolve import H200, LAPTOP, LLAMA, config, names, record, records

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from frame.config.resolve_plugins import plugin_options
+from frame.config.resolution.plugins import plugin_options
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
 from frame.core.errors import PluginError

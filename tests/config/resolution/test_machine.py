@@ -9,10 +9,10 @@ import pytest
 
 from frame.checkpoint.model_config import EMBEDDED
 from frame.config.hardware import Accelerator, Hardware
+from frame.config.resolution.drafter import resolve_draft_model
+from frame.config.resolution.machine import MAX_PROMPT_TOKENS, MAX_RUNNING, MIN_RUNNING, count_weights, launch_bound_tokens
+from frame.config.resolution.parallel import find_conflicts
 from frame.config.resolve import ResolveError, resolve
-from frame.config.resolve_drafter import resolve_draft_model
-from frame.config.resolve_machine import MAX_PROMPT_TOKENS, MAX_RUNNING, MIN_RUNNING, count_weights, launch_bound_tokens
-from frame.config.resolve_parallel import find_conflicts
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.model import ModelConfig

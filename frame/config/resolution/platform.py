@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from frame.config.hardware import Hardware
-from frame.config.resolve_plugins import KEYS
+from frame.config.resolution.plugins import KEYS
 from frame.config.schema import FrameConfig
 from frame.config.selection import Rejected, ResolveError, Selection, UnknownPluginError, by_rank
 from frame.core.interfaces.platform import PlatformCapabilities

@@ -7,8 +7,8 @@ plugin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,8 @@ from frame.config.selection import PlainRequirements, Rejected, ResolveError, Se
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed, choose_ranges
 from frame.core.interfaces.kinds import KINDS
+from frame.core.interfaces.moe import MoECapabilities, MoERequirements
+from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.sampling import PROCESSOR_PARAMS, ProcessorCapabilities
@@ -27,6 +29,7 @@ from frame.core.interfaces.weight_format import FormatCapabilities, QuantType
 
 KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values() if kind.key})
 
+DISPATCHER, RUNNER = "moe_dispatcher", "moe_runner"
 BUILT_IN = "builtin"  # in a list of plugins: all in-tree ones of its kind, except those with a rank below 0
 FRAME_DISTRIBUTION = "frame-serve"
 
@@ -245,3 +248,60 @@ def check_unused_options(config: FrameConfig, records: Mapping[str, Sequence[Plu
                 plugin_options(known[name], values)
         else:
             raise PluginError(f"plugins.options holds {name!r}, but no such plugin is installed{did_you_mean(name, known) or '.'}")
+
+
+def pair_experts(
+    chosen: Choices,
+    records: Mapping[str, Sequence[PluginRecord]],
+    named: Mapping[str, str | None],
+    requirements: MoERequirements,
+    plan: ParallelPlan,
+) -> None:
+    """Replace the choices of a dispatcher and a runner by the best-ranked pair that shares a
+    layout, where the two that were chosen share none. Raises ResolveError where no pair with the
+    `named` ones does."""
+    first, second = (chosen.selected[kind][-1].record for kind in (DISPATCHER, RUNNER))
+    conflict = _find_conflict(first, second)
+    if not conflict:
+        return
+    fits = {
+        kind: [record for record in sorted(records.get(kind, ()), key=by_rank) if not objections(record, needed, chosen.impossible)]
+        for kind, needed in ((DISPATCHER, replace(requirements, plan=plan, biased=False)), (RUNNER, requirements))
+    }
+    open_to = {kind: [r for r in fitting if named[kind] in (None, r.name)] for kind, fitting in fits.items()}
+    pair = next(_pairs(open_to[DISPATCHER], open_to[RUNNER]), None)
+    if pair is None:
+        raise _refusal(first, second, conflict, fits)
+    for kind, record, other in zip((DISPATCHER, RUNNER), pair, reversed(pair), strict=True):
+        if record.name != chosen.selected[kind][-1].record.name:
+            why = f"the best-ranked that fits {KEYS[other.kind]} {other.name}"
+            chosen.selected[kind].pop()
+            chosen.note(kind, KEYS[kind], Selection(record, why), is_open=True)
+
+
+def _pairs(dispatchers: Sequence[PluginRecord], runners: Sequence[PluginRecord]) -> Iterator[tuple[PluginRecord, PluginRecord]]:
+    for runner in runners:  # the runner's rank counts first: experts take most of the time
+        for dispatcher in dispatchers:
+            if not _find_conflict(dispatcher, runner):
+                yield dispatcher, runner
+
+
+def _find_conflict(dispatcher: PluginRecord, runner: PluginRecord) -> str:
+    """Why the runner cannot take what the dispatcher produces; empty if it can."""
+    produced, taken = dispatcher.capabilities, runner.capabilities
+    if not (isinstance(produced, MoECapabilities) and isinstance(taken, MoECapabilities)) or set(produced.layouts) & set(taken.layouts):
+        return ""
+    return f"{dispatcher.name} produces the layout {' or '.join(produced.layouts)}, {runner.name} takes {' or '.join(taken.layouts)}"
+
+
+def _refusal(first: PluginRecord, second: PluginRecord, conflict: str, fits: Mapping[str, Sequence[PluginRecord]]) -> ResolveError:
+    """The nearest change replaces one of the two; the runner stays where that is possible."""
+    for kind, pairs in ((DISPATCHER, _pairs(fits[DISPATCHER], [second])), (RUNNER, _pairs([first], fits[RUNNER]))):
+        if (pair := next(pairs, None)) is not None:
+            change = f"{KEYS[kind]}: {pair[0 if kind == DISPATCHER else 1].name}"
+            break
+    else:
+        change = None
+    remedy = "" if change else "; install a dispatcher or a runner for the other's layout"
+    both = f"{KEYS[DISPATCHER]}: {first.name} and {KEYS[RUNNER]}: {second.name}"
+    return ResolveError(f"{both} do not fit: {conflict}{remedy}.", change=change)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from frame.config.hardware import Accelerator, Hardware
-from frame.config.resolve_machine import GIB, count_weights, indivisible
-from frame.config.resolve_platform import get_capabilities
-from frame.config.resolve_plugins import KEYS, Choices
+from frame.config.resolution.machine import GIB, count_weights, indivisible
+from frame.config.resolution.platform import get_capabilities
+from frame.config.resolution.plugins import KEYS, Choices
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError, by_rank, nearest_change, select
 from frame.core.interfaces.collective import CollectiveRequirements
@@ -79,6 +79,14 @@ def find_host_conflicts(config: FrameConfig) -> Iterator[ResolveError]:
     if plan.num_ranks % plan.hosts:
         sentence = f"parallel.nnodes is {plan.hosts}, which does not divide {plan.num_ranks} rank(s)."
         yield ResolveError(sentence, change="parallel.nnodes: 1")
+
+
+def check_transfers(config: FrameConfig) -> None:
+    """Raise ResolveError for a trainer's updates of replicas, of which each would change alone."""
+    plan = make_plan(config)
+    if config.execution.weight_transfer and plan.num_replicas > 1:
+        sentence = f"execution.weight_transfer is set, but parallel.dp is {plan.dp}: a trainer's tensors go to servers of one replica."
+        raise ResolveError(sentence, change="parallel.dp: 1")
 
 
 def find_conflicts(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from frame.config.resolve_plugins import KEYS, Choices
+from frame.config.resolution.plugins import KEYS, Choices
 from frame.config.section import phase_backends
 from frame.config.selection import Rejected, ResolveError, Selection, by_rank, nearest_change, objections, select
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements, Phase
@@ -20,6 +20,7 @@ KIND = "attention_backend"
 KEY = KEYS[KIND]
 UNITS: Mapping[str, str] = {"extend": "TFLOP/s", "decode": "TB/s"}
 PHASES: Mapping[str, Phase] = {"prefill": "extend", "decode": "decode"}  # by the names that users give them
+PREFERRED_PAGE_SIZE = 16  # tokens
 
 
 def choose_attention(
@@ -148,3 +149,13 @@ def _note(chosen: Choices, pair: tuple[Selection, Selection], named: Mapping[str
         chosen.note(KIND, KEY, candidate, is_open=False)
     if len(named) < len(PHASES):
         chosen.reasons[KEY] = "; ".join(f"{user}: {c.record.name} is {c.reason}" for user, c in zip(PHASES, pair, strict=True))
+
+
+def choose_page_size(records: Sequence[PluginRecord]) -> tuple[int, str]:
+    """(tokens of a page that all of these attention backends support, why)."""
+    sizes = shared_page_sizes(records)
+    if sizes is None or PREFERRED_PAGE_SIZE in sizes:
+        return PREFERRED_PAGE_SIZE, "small enough to share prefixes finely, large enough for short page tables"
+    size = min(sizes, key=lambda size: (abs(size - PREFERRED_PAGE_SIZE), size))
+    names = " and ".join(record.name for record in records)
+    return size, f"of the page sizes {list(sizes)} of {names} the nearest to {PREFERRED_PAGE_SIZE}"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from frame.config.hardware import Hardware
-from frame.config.resolve_platform import get_capabilities
-from frame.config.resolve_plugins import KEYS, Choices
+from frame.config.resolution.platform import get_capabilities
+from frame.config.resolution.plugins import KEYS, Choices
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
 from frame.core.interfaces.model import ModelConfig, Task, find_dense_layers
@@ -238,3 +238,10 @@ def _attention_weights(model_config: ModelConfig) -> int:
         heads = model_config.num_heads * (model_config.head_dim + model_config.v_head_dim)
         return hidden * (ranks + model_config.num_heads * model_config.v_head_dim) + heads * model_config.latent[0]
     return hidden * (2 * model_config.num_heads + 2 * model_config.num_kv_heads) * model_config.head_dim
+
+
+def choose_jump(*, has_graphs: bool) -> tuple[int, str]:
+    """The fewest forced tokens in a row that are computed in one step, and the reason."""
+    if has_graphs:
+        return 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
+    return 2, "a row of several tokens costs a step little more than one of one"

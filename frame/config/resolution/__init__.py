@@ -1,0 +1,1 @@
+"""The parts of `frame.config.resolve`, one for each group of settings."""

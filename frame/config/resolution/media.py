@@ -1,0 +1,155 @@
+"""The part of `resolve` that decides whether media are served, and how they are placed.
+
+Pure; it must not import or name a plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from frame.config.resolution.plugins import KEYS, Choices, choose_list
+from frame.config.schema import FrameConfig
+from frame.config.selection import PlainRequirements, ResolveError, Selection, by_rank
+from frame.core.interfaces.modality import ModalityCapabilities
+from frame.core.interfaces.model import ModelCapabilities, ModelConfig, Task
+from frame.core.interfaces.parallel import ParallelPlan
+from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.step_media import MediaPlan
+
+KIND = "modality"
+TEXT_ALONE = "media.enabled: false"
+_TABLE_BYTES = 512 << 20
+_MIN_ROWS, _MAX_ROWS = 4096, 65_536
+_CONFIGS = {"image": "vision_config", "video": "vision_config", "audio": "audio_config"}  # of config.json, by modality
+_WIDTHS = {"float32": 4}  # bytes of a number; others have 2
+
+
+def may_serve(config: FrameConfig, model_config: ModelConfig) -> bool:
+    """Whether a model that reads media may be served with them, before its plugins are chosen."""
+    return config.media.enabled is not False and model_config.has_processor and bool(model_config.full_config)
+
+
+def choose_media(
+    chosen: Choices,
+    records: Mapping[str, Sequence[PluginRecord]],
+    config: FrameConfig,
+    model_config: ModelConfig,
+    requirements: PlainRequirements,
+    task: Task,
+    plan: ParallelPlan,
+) -> tuple[str, ...]:
+    """The modalities that are served; () for text alone, with the reason. Raises ResolveError where
+    the user wants media and something stands against it."""
+    media = config.media
+    if media.enabled is False:
+        chosen.reasons[KEYS[KIND]] = "none: media.enabled is false"
+        return ()
+    capabilities = next((each.record.capabilities for each in chosen.selected.get("model", ())), None)
+    readable = _find_readable(capabilities, model_config)
+    loads_drafter = any(getattr(each.record.capabilities, "loads_model", False) for each in chosen.selected.get("drafter", ()))
+    obstacle = next(_find_obstacles(config, model_config, readable, task, plan, loads_drafter=loads_drafter), None)
+    if obstacle is not None:
+        why, change = obstacle
+        if media.enabled or media.modalities:
+            name = "media.enabled is true" if media.enabled else "media.modalities is set"
+            raise ResolveError(f"{name}, but {why}.", change=change)
+        chosen.reasons["media.enabled"] = f"false: {why}"
+        return ()
+    served = _choose_plugins(chosen, records, media.modalities, readable, requirements)
+    if not served and media.enabled:
+        rejected = chosen.reject(KEYS[KIND], KIND, records, requirements)
+        raise ResolveError("media.enabled is true, but no modality can be used.", rejected, change=TEXT_ALONE)
+    lacking = [name for name in readable if name not in served]
+    if media.enabled is None:
+        without = f"; not {' and '.join(lacking)}, whose plugins cannot be used" if lacking and served else ""
+        unusable = f"false: no plugin for {' and '.join(readable)} can be used"
+        chosen.reasons["media.enabled"] = f"true: the model reads {' and '.join(served)}{without}" if served else unusable
+    return served
+
+
+def plan_media(
+    config: FrameConfig, model_config: ModelConfig, capabilities: Any, served: tuple[str, ...], dtype: str, chunk: int, max_context: int
+) -> tuple[MediaPlan, dict[str, str]]:
+    """The sizes of the table and of a step, and the reasons of those that the user left open."""
+    media, reasons = config.media, dict[str, str]()
+    vision = model_config.full_config.get("vision_config") or {}
+    rows, budget = media.table_rows, media.encode_budget
+    if not rows:
+        layers = len(vision.get("deepstack_visual_indexes") or ())
+        row_bytes = model_config.hidden_size * (1 + layers) * _WIDTHS.get(dtype, 2)
+        rows = max(_MIN_ROWS, min(_MAX_ROWS, _TABLE_BYTES // row_bytes, 2 * max_context))
+        reasons["media.table_rows"] = f"{rows * row_bytes >> 20} MiB of {row_bytes} bytes each, at most for two whole prompts"
+    if budget is None:
+        merged = int(vision.get("spatial_merge_size") or 1) ** 2
+        budget = max(_MIN_ROWS, chunk * merged)
+        reasons["media.encode_budget"] = f"rows of a step's prompt tokens, {merged} of these positions each"
+    plan = MediaPlan(
+        table_rows=rows,
+        encode_budget=budget,
+        modalities=served,
+        whole_items=isinstance(capabilities, ModelCapabilities) and capabilities.media_spans,
+        rotary_positions=model_config.has_mrope,
+    )
+    return plan, reasons
+
+
+def _find_readable(capabilities: Any, model_config: ModelConfig) -> tuple[str, ...]:
+    """The modalities that the model plugin and the checkpoint both have encoders for."""
+    if not isinstance(capabilities, ModelCapabilities) or model_config.encoder_length:
+        return ()
+    full = model_config.full_config
+    return tuple(name for name in capabilities.modalities if _CONFIGS.get(name, "") in full or "thinker_config" in full)
+
+
+def _find_obstacles(
+    config: FrameConfig, model_config: ModelConfig, readable: tuple[str, ...], task: Task, plan: ParallelPlan, *, loads_drafter: bool
+) -> Iterator[tuple[str, str]]:
+    """What stands against media, each with the change that helps."""
+    vision = model_config.full_config.get("vision_config") or {}
+    if not readable:
+        yield f"the model {model_config.architecture} reads text alone here", TEXT_ALONE
+    if not model_config.has_processor:
+        yield "the checkpoint has no preprocessor_config.json", TEXT_ALONE
+    if task != "generate":
+        yield f"model.task is {task}, which takes text alone", "model.task: generate"
+    if config.model.skip_tokenizer_init:
+        yield "model.skip_tokenizer_init is true, and placeholders need a tokenizer", "model.skip_tokenizer_init: false"
+    if plan.num_groups > 1:
+        yield "parallel.dp_attention takes text alone", "parallel.dp_attention: false"
+    if config.parallel.nnodes > 1:
+        yield f"parallel.nnodes is {config.parallel.nnodes}, and features are files of one host", "parallel.nnodes: 1"
+    if loads_drafter:
+        yield f"the draft model of speculative.algorithm: {config.speculative.algorithm} reads text alone", TEXT_ALONE
+    if config.parallel.pp > 1 and vision.get("deepstack_visual_indexes"):
+        yield f"parallel.pp is {config.parallel.pp}, and the encoder's output goes to several layers", "parallel.pp: 1"
+
+
+def _choose_plugins(
+    chosen: Choices,
+    records: Mapping[str, Sequence[PluginRecord]],
+    named: Sequence[str] | None,
+    readable: tuple[str, ...],
+    requirements: PlainRequirements,
+) -> tuple[str, ...]:
+    """Choose the named plugins, or for each modality the best one. -> what is served."""
+    if named is not None:
+        choose_list(chosen, records, KIND, named, requirements)
+        served = [_reads(each.record) for each in chosen.selected[KIND]]
+        wrong = next((name for name in served if name not in readable or served.count(name) > 1), None)
+        if wrong is not None:
+            why = "twice" if wrong in readable else f"and the model reads {' and '.join(readable)}"
+            raise ResolveError(f"media.modalities has a plugin for {wrong}, {why}.", change=f"media.modalities: {','.join(readable)}")
+        return tuple(served)
+    refused = {each.record.name for each in chosen.reject(KEYS[KIND], KIND, records, requirements)}
+    usable = [record for record in sorted(records.get(KIND, ()), key=by_rank) if record.name not in refused]
+    best = {name: record for record in reversed(usable) for name in [_reads(record)] if name in readable}
+    served = [name for name in readable if name in best]
+    chosen.selected[KIND] = [Selection(best[name], "reads it") for name in served]
+    chosen.reasons[KEYS[KIND]] = f"what the model reads: {', '.join(served) or 'none'}"
+    return tuple(served)
+
+
+def _reads(record: PluginRecord) -> str:
+    """What a part of a request says, whose files the plugin reads."""
+    return record.capabilities.modality if isinstance(record.capabilities, ModalityCapabilities) else record.name
