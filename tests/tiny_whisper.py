@@ -3,11 +3,17 @@ ones. Its window has one second."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from frame.testing.checkpoints import _generator, _save_tokenizer, _scaled
+import numpy as np
+
+from frame.core.interfaces.media import MediaItem
+from frame.media.files import write_features
+from frame.testing.checkpoints import _generator, _scaled, save_tokenizer
 
 MELS, POSITIONS, CONTEXT = 8, 50, 128
 SPECIAL = (
@@ -37,7 +43,7 @@ def make_whisper(folder: Path, **changes: Any) -> Path:
             tensor.copy_(_scaled(name, noise, False))
     model.tie_weights()
     model.save_pretrained(folder)
-    _save_tokenizer(folder, CONTEXT)
+    save_tokenizer(folder, CONTEXT)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = None
     while len(tokenizer) < FIRST:  # as many tokens as the merges leave open
@@ -57,6 +63,15 @@ def make_whisper(folder: Path, **changes: Any) -> Path:
     }  # fmt: skip
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
+
+
+def make_items(folder: Path, inputs: Iterable[np.ndarray]) -> list[list[MediaItem]]:
+    """The media of requests with these encoder inputs, float32 [mel bins, frames], with files in
+    `folder`."""
+    return [
+        [MediaItem("audio", hashlib.sha256(given.tobytes()).digest(), [], POSITIONS, *write_features(folder, {"input_features": given}))]
+        for given in inputs
+    ]
 
 
 def load_whisper(folder: Path) -> Any:

@@ -14,19 +14,41 @@ def _forms(family: str) -> tuple[str, ...]:
     return (f"{family}ForCausalLM", f"{family}Model", f"{family}ForSequenceClassification")
 
 
+def _media(*families: str) -> tuple[str, ...]:
+    """Checkpoints of a language model with encoders."""
+    return tuple(f"{family}ForConditionalGeneration" for family in families)
+
+
 _TASKS: tuple[Task, ...] = ("generate", "embed", "classify")
 _DECODERS = (
     (
         "llama",
         "llama:LlamaForCausalLM",
-        (*_forms("Llama"), *_forms("Mistral"), *_forms("Ministral"), *_forms("Ministral3"), "Mistral3ForConditionalGeneration"),
-        "Llama 2 and 3, Mistral, Mistral Small, Ministral",
+        (
+            *_forms("Llama"),
+            *_forms("Mistral"),
+            *_forms("Ministral"),
+            *_forms("Ministral3"),
+            *_media("Mistral3", "Llava", "LlavaNext", "Voxtral"),
+        ),
+        "Llama 2 and 3, Mistral, Mistral Small, Ministral, Voxtral, and LLaVA over them",
     ),
-    ("qwen2", "qwen2:Qwen2ForCausalLM", _forms("Qwen2"), "Qwen2 and Qwen2.5"),
-    ("qwen3", "qwen3:Qwen3ForCausalLM", _forms("Qwen3"), "Qwen3, with its embedding models and rerankers"),
+    (
+        "qwen2",
+        "qwen2:Qwen2ForCausalLM",
+        (*_forms("Qwen2"), *_media("Qwen2VL", "Qwen2_5_VL", "LlavaOnevision", "Qwen2Audio")),
+        "Qwen2, Qwen2.5, Qwen2-VL, Qwen2.5-VL, LLaVA-OneVision, Qwen2-Audio",
+    ),
+    (
+        "qwen3",
+        "qwen3:Qwen3ForCausalLM",
+        (*_forms("Qwen3"), *_media("Qwen3VL")),
+        "Qwen3, with its embedding models and rerankers, and Qwen3-VL",
+    ),
+    ("internvl", "internvl:InternVLForConditionalGeneration", _media("InternVL"), "InternVL 3 and 3.5"),
     ("mixtral", "mixtral:MixtralForCausalLM", ("MixtralForCausalLM",), "Mixtral"),
     ("qwen2_moe", "qwen2_moe:Qwen2MoeForCausalLM", ("Qwen2MoeForCausalLM",), "Qwen2-MoE, Qwen1.5-MoE"),
-    ("qwen3_moe", "qwen3_moe:Qwen3MoeForCausalLM", ("Qwen3MoeForCausalLM",), "Qwen3-MoE"),
+    ("qwen3_moe", "qwen3_moe:Qwen3MoeForCausalLM", ("Qwen3MoeForCausalLM", *_media("Qwen3VLMoe")), "Qwen3-MoE and Qwen3-VL-MoE"),
     ("deepseek_v2", "deepseek_v2:DeepseekV2ForCausalLM", ("DeepseekV2ForCausalLM",), "DeepSeek-V2, with latent attention"),
     (
         "deepseek_v3",
@@ -49,27 +71,42 @@ _DECODERS = (
         "qwen3_next:Qwen3NextForCausalLM",
         tuple(f"Qwen3{form}" for form in ("NextForCausalLM", "_5ForCausalLM", "_5ForConditionalGeneration"))
         + tuple(f"Qwen3_5Moe{form}" for form in ("ForCausalLM", "ForConditionalGeneration")),
-        "Qwen3-Next, Qwen3.5 and Qwen3.6 without images, dense and MoE",
+        "Qwen3-Next, Qwen3.5 and Qwen3.6, dense and MoE",
     ),
-    ("llama4", "llama4:Llama4ForCausalLM", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "Llama 4 without images"),
+    ("llama4", "llama4:Llama4ForCausalLM", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "Llama 4"),
     ("kimi_linear", "kimi_linear:KimiLinearForCausalLM", ("KimiLinearForCausalLM",), "Kimi Linear"),
     ("nemotron_h", "nemotron_h:NemotronHForCausalLM", ("NemotronHForCausalLM",), "Nemotron-H, Nemotron Nano 2 and 3"),
     ("falcon_h1", "falcon_h1:FalconH1ForCausalLM", ("FalconH1ForCausalLM",), "Falcon-H1"),
-    ("glm4_moe", "glm4_moe:Glm4MoeForCausalLM", ("Glm4MoeForCausalLM",), "GLM-4.5 and GLM-4.6"),
+    ("glm4_moe", "glm4_moe:Glm4MoeForCausalLM", ("Glm4MoeForCausalLM", *_media("Glm4vMoe")), "GLM-4.5, GLM-4.6 and GLM-4.5V"),
+    ("glm4v", "glm4v:Glm4vForConditionalGeneration", _media("Glm4v", "Glm46V"), "GLM-4.1V and GLM-4.6V-Flash"),
     ("minimax_m2", "minimax_m2:MiniMaxM2ForCausalLM", ("MiniMaxM2ForCausalLM",), "MiniMax-M2"),
     (
         "gemma3",
         "gemma3:Gemma3ForCausalLM",
         ("Gemma2ForCausalLM", "Gemma2Model", "Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration"),
-        "Gemma 2, and Gemma 3 without images",
+        "Gemma 2 and 3",
     ),
     ("gemma4", "gemma4:Gemma4ForCausalLM", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "Gemma 4 without images and sound"),
 )
 _RECURRENT = ("falcon_h1", "kimi_linear", "nemotron_h", "qwen3_next")
 _WINDOWED = (
-    "cohere", "gemma3", "gemma4", "gpt_oss", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"
+    "cohere", "gemma3", "gemma4", "gpt_oss", "internvl", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe",
 )  # fmt: skip
 _DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "nemotron_h", "qwen3_next")
+_IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"
+_MODALITIES = {
+    "gemma3": (_IMAGE,),
+    "glm4_moe": (_IMAGE, _VIDEO),
+    "glm4v": (_IMAGE, _VIDEO),
+    "internvl": (_IMAGE,),
+    "llama": (_IMAGE, _AUDIO),
+    "llama4": (_IMAGE,),
+    "qwen2": (_IMAGE, _VIDEO, _AUDIO),
+    "qwen3": (_IMAGE, _VIDEO),
+    "qwen3_moe": (_IMAGE, _VIDEO),
+    "qwen3_next": (_IMAGE, _VIDEO),
+}
 _ENCODERS = (
     ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and similar encoders"),
     (
@@ -96,6 +133,8 @@ def register_models(registry: KindRegistry) -> None:
             draft_layers=name in _DRAFTS,
             biased_experts=name in ("gemma4", "gpt_oss", "nemotron_h"),
             sparse=name == "deepseek_v32",
+            modalities=_MODALITIES.get(name, ()),
+            media_spans=name == "gemma3",
         )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:

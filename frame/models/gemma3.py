@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (text): norms before and after attention and feed-forward, and alternating
+"""Gemma 2 and Gemma 3: norms before and after attention and feed-forward, and alternating
 sliding windows.
 
 Gemma 2 caps the scores; Gemma 3 norms queries and keys and has two rotary bases.
@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from frame.core.errors import ConfigurationError
+from frame.models.encoders import ReadsMedia
 from frame.models.layers.attention import AttentionOptions, find_layer_window
-from frame.models.layers.decoder import Decoder, NormedOutputLayer
+from frame.models.layers.decoder import NormedOutputLayer
 from frame.models.layers.mlp import GatedMLP, read_activation
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.rotary import Rotary, read_rope_parameters
@@ -23,7 +24,7 @@ _OFFSET = 1.0  # the checkpoints store the weights of norms minus one
 _THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}  # of Gemma 3, unless the config says otherwise
 
 
-class Gemma3ForCausalLM(Decoder):
+class Gemma3ForCausalLM(ReadsMedia):
     """Every second layer of Gemma 2 and every sixth of Gemma 3 has full attention, unless the
     config lists the layers."""
 

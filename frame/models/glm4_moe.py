@@ -1,12 +1,13 @@
-"""GLM-4.5 and GLM-4.6: grouped-query attention with partly rotated heads, and DeepSeek-V3's
-routing."""
+"""GLM-4.5, GLM-4.6 and GLM-4.5V: grouped-query attention with partly rotated heads, and
+DeepSeek-V3's routing."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from frame.models.encoders import ReadsMedia
 from frame.models.layers.attention import AttentionOptions
-from frame.models.layers.decoder import Decoder, match_draft_layers
+from frame.models.layers.decoder import match_draft_layers
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.rotary import Rotary, read_rope_parameters
@@ -15,7 +16,7 @@ from frame.models.layers.router import read_sigmoid_rule
 _ROTATED = 0.5  # share of a head that rotates, unless the config says otherwise
 
 
-class Glm4MoeForCausalLM(Decoder):
+class Glm4MoeForCausalLM(ReadsMedia):
     """The first `first_k_dense_replace` layers are dense. The multi-token-prediction layer after
     the last one is not loaded."""
 
@@ -31,7 +32,8 @@ class Glm4MoeForCausalLM(Decoder):
     def get_attention_options(self, layer: int) -> AttentionOptions:
         config = self.model_config.config
         eps = config.get("rms_norm_eps", 1e-5) if config.get("use_qk_norm", False) else None
-        return AttentionOptions(qkv_bias=bool(config.get("attention_bias", False)), qk_norm=eps)
+        has_bias = config.get("attention_bias", self.model_config.architecture.startswith("Glm4v"))
+        return AttentionOptions(qkv_bias=bool(has_bias), qk_norm=eps)
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config, hidden = self.model_config.config, self.model_config.hidden_size

@@ -1,18 +1,18 @@
-"""Llama 2 and 3, Mistral and Ministral: grouped-query attention with rotary embedding, gated
-feed-forward, pre-norm."""
+"""Llama 2 and 3, Mistral and Ministral, and the text models of LLaVA, Mistral 3 and Voxtral:
+grouped-query attention with rotary embedding, gated feed-forward, pre-norm."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import ClassVar
 
+from frame.models.encoders import ReadsMedia
 from frame.models.layers.attention import AttentionOptions, find_layer_window
-from frame.models.layers.decoder import Decoder
 
 _MISTRAL = ("Mistral", "Ministral")
 
 
-class LlamaForCausalLM(Decoder):
+class LlamaForCausalLM(ReadsMedia):
     """Mistral has no biases, whatever the config says. Its sliding window applies to the layers in
     `layer_types`, or to all."""
 
@@ -24,7 +24,8 @@ class LlamaForCausalLM(Decoder):
 
     @property
     def is_mistral(self) -> bool:
-        return self.model_config.architecture.startswith(_MISTRAL)
+        kind = str(self.model_config.config.get("model_type"))
+        return self.model_config.architecture.startswith(_MISTRAL) or kind.startswith("mistral")
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
         window = self.model_config.sliding_window if self.is_mistral else None

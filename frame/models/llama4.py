@@ -1,4 +1,4 @@
-"""Llama 4 (text): attention in chunks, with every fourth layer whole and without positions, and one
+"""Llama 4: attention in chunks, with every fourth layer whole and without positions, and one
 expert of each token beside a shared one."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import nn
 
 from frame.core.errors import ConfigurationError
+from frame.models.encoders import ReadsMedia
 from frame.models.layers.attention import AttentionOptions
-from frame.models.layers.decoder import Decoder
 from frame.models.layers.mlp import GatedMLP, read_activation
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.rotary import Rotary, read_rope_parameters
@@ -25,7 +25,7 @@ _INTERVAL = 4  # every fourth layer does not rotate, unless the config lists the
 _TEMPERATURE = (0.1, 8192)  # beta and scale of the query temperature, unless the config names them
 
 
-class Llama4ForCausalLM(Decoder):
+class Llama4ForCausalLM(ReadsMedia):
     """The checkpoint stores all experts of a layer in one tensor, and names the feed-forward part
     `feed_forward` and its router `router`."""
 
@@ -66,7 +66,7 @@ class Llama4ForCausalLM(Decoder):
         return MoE(self.context, prefix, sizes, RoutingRule(1, scoring="sigmoid", scales_input=True), shared)
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
-        for name, tensor in weights:
+        for name, tensor in super().map_weights(weights):
             prefix, _, last = name.rpartition(".")
             if last == "gate_up_proj":
                 yield from split_experts(prefix, tensor, ("gate_proj", "up_proj"), interleaved=False)

@@ -1,13 +1,14 @@
-"""Qwen2 and Qwen2.5: Llama's layers, with biased query, key and value, and an optional sliding
-window in the upper layers."""
+"""Qwen2 and Qwen2.5, and the text models of Qwen2-VL, Qwen2.5-VL, LLaVA-OneVision and Qwen2-Audio:
+Llama's layers, with biased query, key and value, and an optional sliding window in the upper
+layers."""
 
 from __future__ import annotations
 
+from frame.models.encoders import ReadsMedia
 from frame.models.layers.attention import AttentionOptions, get_layer_window
-from frame.models.layers.decoder import Decoder
 
 
-class Qwen2ForCausalLM(Decoder):
+class Qwen2ForCausalLM(ReadsMedia):
     """A config's `layer_types` takes precedence over `max_window_layers`."""
 
     def get_attention_options(self, layer: int) -> AttentionOptions:

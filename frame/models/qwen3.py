@@ -1,14 +1,15 @@
-"""Qwen3: no biases, RMSNorm over each head's queries and keys, explicit head dimension."""
+"""Qwen3 and Qwen3-VL: no biases, RMSNorm over each head's queries and keys, explicit head
+dimension."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from frame.models.encoders import ReadsMedia
 from frame.models.layers.attention import AttentionOptions, get_layer_window
-from frame.models.layers.decoder import Decoder
 
 
-class Qwen3ForCausalLM(Decoder):
+class Qwen3ForCausalLM(ReadsMedia):
     """Biases only if the config sets `attention_bias`."""
 
     def get_attention_options(self, layer: int) -> AttentionOptions:

@@ -1,18 +1,25 @@
-"""Qwen3-MoE: Qwen3's attention with normed queries and keys, and experts without a shared one."""
+"""Qwen3-MoE and Qwen3-VL-MoE: Qwen3's attention with normed queries and keys, and experts without a
+shared one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from frame.models.encoders import ReadsMedia
 from frame.models.layers.attention import AttentionOptions
-from frame.models.layers.decoder import Decoder
 from frame.models.layers.moe import ExpertSizes, MoE, is_moe_layer
 from frame.models.layers.router import RoutingRule
+from frame.models.layers.weights.fused_tensors import split_experts, split_stacked_experts
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import LazyTensor
 
 
-class Qwen3MoeForCausalLM(Decoder):
+class Qwen3MoeForCausalLM(ReadsMedia):
     """Layers in `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
@@ -26,5 +33,21 @@ class Qwen3MoeForCausalLM(Decoder):
             return super().build_mlp(layer, prefix)
         num_experts = config.get("num_experts") or config["num_local_experts"]
         sizes = ExpertSizes(num_experts, hidden, config["moe_intermediate_size"])
-        rule = RoutingRule(config["num_experts_per_tok"], renormalize=bool(config.get("norm_topk_prob", False)))
+        rule = RoutingRule(
+            config["num_experts_per_tok"],
+            renormalize=bool(config.get("norm_topk_prob", self.model_config.architecture.startswith("Qwen3VL"))),
+        )
         return MoE(self.context, prefix, sizes, rule)
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        """Qwen3-VL-MoE stores all experts of a layer in one tensor, [experts, inputs, outputs], as
+        published, or [experts, outputs, inputs]."""
+        hidden = self.model_config.hidden_size
+        for name, tensor in super().map_weights(weights):
+            prefix, _, last = name.rpartition(".")
+            is_fused = prefix.endswith(".experts") and last in ("gate_up_proj", "down_proj")
+            if is_fused and tensor.shape[2 if last == "gate_up_proj" else 1] != hidden:
+                names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+                yield from split_experts(prefix, tensor, names, interleaved=False)
+            else:
+                yield from split_stacked_experts([(name, tensor)])

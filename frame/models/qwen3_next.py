@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
+from frame.models.encoders import ReadsMedia
 from frame.models.layers.attention import AttentionOptions
-from frame.models.layers.decoder import Decoder, DecoderLayer, DraftNames
+from frame.models.layers.decoder import DecoderLayer, DraftNames
 from frame.models.layers.linear_attention.convolution import StepPositions
 from frame.models.layers.linear_attention.gated_delta import DeltaSizes, GatedDeltaNet
 from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE, is_moe_layer
@@ -27,9 +28,8 @@ _INTERVAL = 4  # every fourth layer has full attention, unless the config lists 
 _ROTATED = 0.25  # share of a head that rotates, unless the config says otherwise
 
 
-class Qwen3NextForCausalLM(Decoder):
-    """Qwen3-Next stores the projections of its linear attention by key head. Images are
-    not loaded."""
+class Qwen3NextForCausalLM(ReadsMedia):
+    """Qwen3-Next stores the projections of its linear attention by key head."""
 
     ignored_weights: ClassVar[tuple[str, ...]] = (r"(?:model\.)?mtp\.",)
 
@@ -81,4 +81,4 @@ class Qwen3NextForCausalLM(Decoder):
         return MoE(self.context, prefix, sizes, rule, shared)
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
-        return split_layers(split_stacked_experts(weights), self.sizes.fused)
+        return split_layers(split_stacked_experts(super().map_weights(weights)), self.sizes.fused)

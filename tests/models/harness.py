@@ -7,7 +7,7 @@ backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,9 @@ from frame.core.interfaces.batch import ForwardBatch, HostView, SequenceStates
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.cache_groups import LayerCache
 from frame.core.interfaces.collective import LocalGroup
+from frame.core.interfaces.media import MediaSpans
 from frame.core.interfaces.model import CausalLM, LazyTensor, ModelConfig, ModelContext
+from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
@@ -58,7 +60,7 @@ class NaiveAttention(AttentionBackend):
     """Attention of each row separately, in float32, by the definition."""
 
     capabilities = AttentionCapabilities(
-        devices=("cpu",), kinds=("mha", "mla"), latent_heads=True, sliding_window=True, chunked=True, soft_cap=True
+        devices=("cpu",), kinds=("mha", "mla"), latent_heads=True, sliding_window=True, chunked=True, soft_cap=True, spans=True
     )
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -66,7 +68,10 @@ class NaiveAttention(AttentionBackend):
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         keys, values = batch.kv.layer(spec.layer)
-        return torch.cat([self._row(spec, q[span], keys[places], values[places]) for span, places in self._rows(batch)]).to(q.dtype)
+        spans = batch.get(MediaSpans)
+        ends = torch.zeros(len(q), dtype=torch.int32) if spans is None else spans.ends
+        rows = [self._row(spec, q[span], keys[places], values[places], ends[span]) for span, places in self._rows(batch)]
+        return torch.cat(rows).to(q.dtype)
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
@@ -94,7 +99,9 @@ class NaiveAttention(AttentionBackend):
             rows.append((slice(start, stop), (pages, positions % size)))
         return rows
 
-    def _row(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _row(
+        self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
         k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
@@ -102,7 +109,7 @@ class NaiveAttention(AttentionBackend):
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         here = torch.arange(len(k) - len(q), len(k))[:, None]
         there = torch.arange(len(k))[None]
-        hidden = there > here
+        hidden = there > (here if ends is None else torch.maximum(here, ends[:, None] - 1))
         if spec.sliding_window:
             window = spec.sliding_window
             hidden |= there < here // window * window if spec.chunked else there <= here - window
@@ -140,19 +147,21 @@ class Session:
         return [layer for group in declared.groups for layer in group.layers]
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+    def step(self, rows: Sequence[tuple[int, Sequence[int]]], extensions: Mapping[type, Any] | None = None) -> list[torch.Tensor]:
         """rows: (slot, next tokens). Rows with one token and a past are decodes and come first.
-        Returns logits [tokens, vocab] per row."""
+        extensions: further ones of the batch. Returns logits [tokens, vocab] per row."""
         decodes = [row for row in rows if len(row[1]) == 1 and self.computed.get(row[0], 0)]
         ordered = decodes + [row for row in rows if row not in decodes]
-        batch = self.batch(ordered, len(decodes))
+        batch = self.batch(ordered, len(decodes), extensions or {})
         logits = self.model.compute_logits(self.model.forward(batch))
         for slot, tokens in ordered:
             self.computed[slot] = self.computed.get(slot, 0) + len(tokens)
         parts = dict(zip([slot for slot, _ in ordered], logits.split([len(tokens) for _, tokens in ordered]), strict=True))
         return [parts[slot] for slot, _ in rows]
 
-    def batch(self, rows: Sequence[tuple[int, Sequence[int]]], num_decodes: int) -> ForwardBatch:
+    def batch(
+        self, rows: Sequence[tuple[int, Sequence[int]]], num_decodes: int, extensions: Mapping[type, Any] | None = None
+    ) -> ForwardBatch:
         starts = [self.computed.get(slot, 0) for slot, _ in rows]
         lens = [len(tokens) for _, tokens in rows]
         positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, lens, strict=True)])
@@ -173,7 +182,7 @@ class Session:
             "logits_indices": torch.arange(len(positions)),
             "kv": self.pool,
             "host": host,
-            "extensions": {SequenceStates: SequenceStates(torch.from_numpy(host.slots).long() + 1)},
+            "extensions": {SequenceStates: SequenceStates(torch.from_numpy(host.slots).long() + 1), **(extensions or {})},
         }
         assert self.backend is not None
         plan = self.backend.plan(ForwardBatch(**fields))
@@ -208,6 +217,7 @@ def build_context(
         moe_runner=names.get("moe_runner", part("moe_runner", "torch_native"))(bare) if model_config.num_experts else None,
         moe_dispatcher=part("moe_dispatcher", "all_reduce")(bare) if model_config.num_experts else None,
         adapters=names.get("adapters"),
+        media=MediaSizes(256, 4096) if names.get("encoders", False) else None,
     )
 
 

@@ -29,7 +29,7 @@ REQUIRED = frozenset(
     {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size", "eos_token_id", "layers_block_type"}
 )
 HEADS = 16  # no default of a number of key-value heads, so that such a default shows
-NOT_COMPARED = ("whisper",)  # plugins without a small configuration here
+NOT_COMPARED = ("glm4v", "internvl", "whisper")  # plugins without a small configuration here
 
 
 @cache
@@ -90,7 +90,7 @@ def find_differences(architecture: str, folder: Path) -> list[str]:
     made = CONFIG_MAPPING[kind]
     full = json.loads(made(**json.loads(json.dumps({**_BASE, **changes, "num_attention_heads": HEADS}))).to_json_string(use_diff=False))
     full |= {"architectures": [architecture], "model_type": kind}
-    found = []
+    whole, found = build(full, folder), []
     for key in full:
         if f'"{key}"' not in read_source() or key in ("architectures", "model_type", *REQUIRED):
             continue
@@ -99,7 +99,7 @@ def find_differences(architecture: str, folder: Path) -> list[str]:
             value = json.loads(made(**json.loads(json.dumps(rest))).to_json_string(use_diff=False)).get(key)
         except Exception:  # the default does not fit the other sizes
             value = json.loads(made().to_json_string(use_diff=False)).get(key)
-        absent, present = build(rest, folder), build({**rest, key: value}, folder)
+        absent, present = build(rest, folder), whole if value == full[key] else build({**rest, key: value}, folder)
         if absent != present and not (value is None and "which this architecture needs" in absent):
             found.append(f"{key} {value!r:.80}: {explain(absent, present)}")
     return found

@@ -122,7 +122,7 @@ class Attention(nn.Module):
             values = qkv[:, -self.spec.num_kv_heads * self.spec.v_head_dim :].unflatten(-1, (-1, self.spec.v_head_dim))
             values.copy_(F.rms_norm(values.float(), values.shape[-1:], None, self.value_norm))
         if self.kernel is not None and not torch.compiler.is_compiling():
-            q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch)
+            q, k, v, is_stored = self.kernel(self.spec, qkv, self.qk_norm, batch, rows)
         elif rows is not None or self.rotary is None:
             q, k, v = self._rotated(qkv, rows)
             is_stored = False
@@ -228,7 +228,10 @@ class QueryTemperature(nn.Module):
         return cls(context, float(beta), float(rope["original_max_position_embeddings"])) if beta else None
 
     def finish(self) -> None:
-        """Compute the factors of all positions."""
+        """Compute the factors of all positions. They depend on no weight: a second call does
+        nothing."""
+        if not self.factors.is_meta:
+            return
         beta, scale, shift = self.rule
         positions = torch.arange(self.length, dtype=torch.float32)
         factors = 1 + beta * torch.log(1 + torch.floor((positions + shift) / scale))

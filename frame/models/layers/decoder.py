@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from frame.core.interfaces.batch import HiddenStateOutputs, SelectedTokens, StageInput
+from frame.core.interfaces.media import MediaRows
 from frame.core.interfaces.model import CausalLM, is_classifier
 from frame.models.layers.attention import Attention, AttentionOptions
 from frame.models.layers.embedding import Head, VocabEmbedding
@@ -164,6 +165,14 @@ def _add_residual(norm: Norm | None, x: torch.Tensor | RankSum, residual: torch.
     return stream, stream
 
 
+def _add_media(media: MediaRows | None, layer: int, residual: torch.Tensor, selected: SelectedTokens | None = None) -> torch.Tensor:
+    """The residual stream after a layer, with further columns of media added to it (DeepStack)."""
+    if media is None or layer >= media.count_layers(hidden_size := residual.shape[1]):
+        return residual
+    addition = media.get_addition(layer, hidden_size)
+    return residual + (addition if selected is None else addition.index_select(0, selected.indices))
+
+
 @dataclass(frozen=True, slots=True)
 class DraftNames:
     """Checkpoint names of a multi-token-prediction module: of its tensors' prefix, the norms of the
@@ -264,20 +273,20 @@ class Decoder(CausalLM, nn.Module):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """As `Model.forward`; on all stages of a pipeline but the last, the residual stream after
         the stage's layers."""
-        # None: each layer's kernel reads the table by position
-        reads_table = self.rotary.fused and not torch.compiler.is_compiling()
-        rows = {rotary: None if reads_table else rotary.gather_rows(batch.positions) for rotary in dict.fromkeys(self.rotaries)}
-        stage_input = batch.get(StageInput)
-        x: torch.Tensor | RankSum = self.embed(batch.token_ids) if stage_input is None else stage_input.hidden
+        rows = {rotary: rotary.prepare_rows(batch) for rotary in dict.fromkeys(self.rotaries)}
+        stage_input, media = batch.get(StageInput), batch.get(MediaRows)
+        x: torch.Tensor | RankSum = self.embed_inputs(batch) if stage_input is None else stage_input.hidden
         residual: torch.Tensor | None = None
         *body, last = zip(self.layers, self.rotaries, strict=True)
         hidden_outputs, first = batch.get(HiddenStateOutputs), self.first_layer
         for index, (layer, rotary) in enumerate(body, first):
             x = self._add_hidden_output(hidden_outputs, index, x, residual)
             x, residual = layer(x, residual, rows[rotary], batch)
+            residual = _add_media(media, index, residual)
         selected = batch.get(SelectedTokens) if self.is_last else None
         x = self._add_hidden_output(hidden_outputs, first + len(body), x, residual)
         x, residual = last[0](x, residual, rows[last[1]], batch, None if selected is None else selected.indices)
+        residual = _add_media(media, first + len(body), residual, selected)
         if self.norm is None:
             x = add_up(x)
             return (x if x.dim() == 2 else x.sum(1)) + residual
@@ -299,9 +308,15 @@ class Decoder(CausalLM, nn.Module):
         return x
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [tokens] -> [tokens, hidden], the input of the first layer."""
+        """Of text: int64 [tokens] -> [tokens, hidden]."""
         embedded: torch.Tensor = self.embed_tokens(token_ids)
         return embedded
+
+    def embed_inputs(self, batch: ForwardBatch) -> torch.Tensor:
+        """The input of the first layer, [tokens, hidden]: the embeddings of text, and the rows of
+        media in place of placeholders."""
+        embedded, media = self.embed(batch.token_ids), batch.get(MediaRows)
+        return embedded if media is None else media.place(embedded)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:

@@ -58,6 +58,8 @@ class VocabEmbedding(nn.Module):
             size = min(_ROWS, rows.size - start)
             other = stored[rows.start + start : rows.start + start + size]
             mine = self.weight.data[start : start + size]
+            if other.is_meta:  # only the names and shapes of a checkpoint are compared
+                continue
             if not other.is_floating_point() or not torch.equal(mine, other.to(mine)):
                 return False
         return True
@@ -109,6 +111,11 @@ class Head(nn.Module):
         self.weights = LayerWeight(self, self._context, (self.name,), Range.whole(hidden_size), (rows,), "head")
         self.weights.bind(0, span, Range.whole(hidden_size))
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the weight is that of the embedding."""
+        return self.weights is None
+
     def untie(self) -> None:
         """Replace the embedding's weight by one of the head's own, which is to be loaded."""
         device, hidden_size = self.weight.device, self.weight.shape[1]
@@ -131,7 +138,7 @@ class Head(nn.Module):
             built = build_gemm(self._context.gemm_kernels, [weight], self.name)
             for key in weight.tensors:
                 setattr(self, key, None)
-            if self.gemm is None or not replace_values(self.gemm.tensors, built.tensors):
+            if self.gemm is None or not replace_values(self.gemm.tensors, built.tensors, self.name):
                 self.gemm = built
             register_tensors(self, "packed", self.gemm.tensors)
         if self.delta is not None:

@@ -23,6 +23,7 @@ from frame.models.layers.norm import RMSNorm
 from frame.models.layers.packed import can_pack, pack_weight, packed_linear
 from frame.models.layers.parameter import Range
 from frame.models.layers.weights.kv_scales import KVScales
+from frame.models.layers.weights.layer_weight import set_buffer
 
 if TYPE_CHECKING:
     from frame.core.interfaces.adapter_layers import LatentDelta
@@ -320,8 +321,8 @@ class LatentExpansion(nn.Module):
         identity = torch.eye(self.sizes.kv_lora_rank, dtype=self.dtype, device=device)
         dense = self.stored(identity).t().unflatten(0, (self.heads, -1))
         w_uk, w_uv = dense.split((self.sizes.nope, self.sizes.value), 1)
-        self.register_buffer("w_uk", w_uk.contiguous(), persistent=False)
-        self.register_buffer("w_uv", w_uv.contiguous(), persistent=False)
+        set_buffer(self, "w_uk", w_uk.contiguous())
+        set_buffer(self, "w_uv", w_uv.contiguous())
         self.stored.release()
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:

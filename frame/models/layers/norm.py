@@ -14,6 +14,7 @@ from frame import kernels
 from frame.core.interfaces.collective import SupportsReduceNorm
 from frame.models.layers.linear import RankSum, add_up
 from frame.models.layers.parameter import ShardedParameter
+from frame.models.layers.weights.layer_weight import set_buffer
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
@@ -52,17 +53,17 @@ class RMSNorm(nn.Module):
         self.register_buffer("twice", None, persistent=False)
         self.kernel = _add_norm(context, size)
         self.sums_partials = kernels.can_use_triton(context.device)  # the kernel takes [tokens, parts, size]
-        self.scale = None
+        self.register_buffer("scale", None, persistent=False)
         self._group = context.tp if isinstance(context.tp, SupportsReduceNorm) else None
 
     def finish(self) -> None:
         """Lay the weight out for the fast path."""
         if self.offset:
-            self.scale = self.weight.data.float() + self.offset  # a 16-bit sum would lose the small weights
+            set_buffer(self, "scale", self.weight.data.float() + self.offset)  # a 16-bit sum would lose the small weights
         elif self.kernel is not None:
-            self.scale = self.weight.data if self.sums_partials else self.weight.data.float()
+            set_buffer(self, "scale", self.weight.data if self.sums_partials else self.weight.data.float())
         elif self.weight.dtype is not torch.float32 and self.weight.device.type == "cpu":
-            self.twice = torch.cat((self.weight.data, self.weight.data))
+            set_buffer(self, "twice", torch.cat((self.weight.data, self.weight.data)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kernel is not None and self.scale is not None and not torch.compiler.is_compiling():

@@ -166,7 +166,7 @@ class ShardedParameter(nn.Parameter):
 
     def allocate(self) -> None:
         """Allocate the memory that `release` freed, or whose values another form replaced."""
-        if self.data.numel() == 0 or self.dtype != self.stored_dtype:
+        if self.shape != self.whole_shape or self.dtype != self.stored_dtype:
             self.data = torch.zeros(self.whole_shape, dtype=self.stored_dtype, device=self.device)
 
     def write(self, shard: TensorShard, value: torch.Tensor) -> None:
@@ -195,7 +195,7 @@ def find_sharded_parameters(module: nn.Module) -> Iterator[tuple[str, ShardedPar
 
 def load_parameters(module: nn.Module, weights: Iterable[tuple[str, LazyTensor]], ignored: Iterable[str] = ()) -> set[str]:
     """Load a stream of checkpoint tensors, and return the names of the parameters that are
-    complete.
+    complete, with what earlier calls loaded.
 
     `ignored`: regular expressions, matched from the start of a name. A module's attribute
     `foreign_weights` holds those of tensors that other ranks load. Plain parameters (of
@@ -211,8 +211,6 @@ def load_parameters(module: nn.Module, weights: Iterable[tuple[str, LazyTensor]]
         source: parameter for parameter in parameters.values() if isinstance(parameter, ShardedParameter) for source in parameter.sources
     }
     plain = {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, ShardedParameter)}
-    for parameter in sinks.values():
-        parameter.loaded.clear()
     done: set[str] = set()
     for name, tensor in weights:
         if name in sinks:

@@ -16,6 +16,7 @@ from frame import kernels
 from frame.core.interfaces.row_operations import KVCacheTarget, QKVLayout
 from frame.models.layers.linear import HeadLayout
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.models.layers.weights.layer_weight import set_buffer
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec
@@ -49,9 +50,9 @@ class QKNorm(nn.Module):
         """Expand the two weights to all heads, and stack them for the kernel."""
         q, k = (tensor.data.float() + self.offset if self.offset else tensor.data for tensor in (self.q, self.k))
         weight = torch.cat((q.expand(self.heads[0], -1), k.expand(self.heads[1], -1)))
-        self.register_buffer("weight", weight, persistent=False)
+        set_buffer(self, "weight", weight)
         pair = torch.stack((q, k))
-        self.register_buffer("pair", pair.float() if pair.device.type == "cpu" else pair, persistent=False)
+        set_buffer(self, "pair", pair.float() if pair.device.type == "cpu" else pair)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """[tokens, q heads + kv heads, head_dim] -> the same shape."""
@@ -153,10 +154,10 @@ class FusedQKVKernel:
         return self.has_fp8 or dtype is not torch.float8_e4m3fn
 
     def __call__(
-        self, spec: AttentionSpec, qkv: torch.Tensor, norm: nn.Module | None, batch: ForwardBatch
+        self, spec: AttentionSpec, qkv: torch.Tensor, norm: nn.Module | None, batch: ForwardBatch, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
         """Queries, keys and values in the layout of a backend, and whether keys and values are
-        already stored in the cache."""
+        already stored in the cache. rows: those of `Rotary.prepare_rows`."""
         cache = None
         if self.stores:
             k_cache, v_cache = batch.kv.layer(spec.layer)
@@ -167,7 +168,7 @@ class FusedQKVKernel:
         if norm is not None and weights is None:  # a norm that the kernel does not compute
             qk = qkv.unflatten(-1, (-1, spec.head_dim))[:, : spec.num_heads + spec.num_kv_heads]
             qk.copy_(norm(qk))
-        q = self.run(qkv, batch.positions, self.rotary.table, self.heads, weights, cache)
+        q = self.run(qkv, *self.rotary.choose_table(batch, rows), self.heads, weights, cache)
         k, v = qkv.unflatten(-1, (-1, spec.head_dim))[:, -2 * spec.num_kv_heads :].chunk(2, 1)
         return q, k, v, cache is not None
 

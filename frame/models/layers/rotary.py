@@ -3,13 +3,14 @@ table for all layers.
 
 Reads both spellings of config.json: `rope_parameters` (transformers 5), and `rope_theta` with
 `rope_scaling` (transformers 4). Depends on no layer: a model gathers a batch's rows once, or the
-layers pass the table to a kernel (`fused`).
+layers pass the table to a kernel (`fused`). With positions of three components (M-RoPE, arXiv
+2409.12191) each pair of a head turns by one of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import nn
 
 from frame import kernels
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.media import RotaryPositions
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import ModelConfig
 
@@ -41,6 +44,8 @@ def read_rope_parameters(model_config: ModelConfig, kind: str | None = None, the
         stored = {}
     stored = dict(stored)
     stored["rope_type"] = stored.get("rope_type") or stored.get("type") or "default"
+    if stored["rope_type"] == "mrope":  # of transformers 4: the plain frequencies, by `mrope_section`
+        stored["rope_type"] = "default"
     if "long_factor" in stored:  # early Phi-3 checkpoints call it "su" or "yarn"
         stored["rope_type"] = "longrope"
     stored.setdefault("rope_theta", config.get(theta_key) or 10000.0)
@@ -70,6 +75,8 @@ class Rotary(nn.Module):
     """
 
     table: torch.Tensor
+    components: torch.Tensor  # int64 [dim]; which component of a position each entry turns by
+    places: torch.Tensor  # int64 [tokens of a step]; 0, 1, 2 ...
 
     def __init__(self, context: BuildContext, dim: int, parameters: Mapping[str, Any], interleaved: bool = False) -> None:
         super().__init__()
@@ -82,6 +89,12 @@ class Rotary(nn.Module):
         self.length = context.limits.max_context + SPARE_POSITIONS
         self.device = context.device
         self.dtype = context.dtype
+        self.max_tokens = context.limits.max_tokens_per_step
+        self.sections: tuple[int, ...] = tuple(parameters.get("mrope_section") or ())  # pairs of each component; empty: one component
+        if self.sections and 2 * sum(self.sections) != self.dim:
+            raise ConfigurationError(
+                f"config.json: mrope_section {list(self.sections)} has {sum(self.sections)} pairs, and heads turn {self.dim // 2}"
+            )
         self.fused = kernels.can_use_triton(context.device)
         # The size of the model is counted before `finish`.
         self.register_buffer("table", torch.empty(self.length, 2, 1, self.dim, dtype=self.dtype, device="meta"), persistent=False)
@@ -89,8 +102,10 @@ class Rotary(nn.Module):
             compute_frequencies(self.scheme, dim)  # refuse an unknown scheme before weights are read
 
     def finish(self) -> None:
-        """Compute the table in float32, like the reference, then convert it to the model's
-        dtype."""
+        """Compute the table in float32, like the reference, then convert it to the model's dtype.
+        It depends on no weight: a second call does nothing."""
+        if not self.table.is_meta:
+            return
         angles = _angles(self.scheme, self.scheme["dim"], self.length)
         factor = compute_attention_factor(self.scheme)
         cos, sin = angles.cos() * factor, angles.sin() * factor  # [positions, dim / 2]
@@ -100,6 +115,27 @@ class Rotary(nn.Module):
             cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         table = torch.stack((cos, sin), 1).unsqueeze(2)
         self.register_buffer("table", table.to(device=self.device, dtype=self.dtype), persistent=False)
+        if self.sections:
+            pairs = find_components(self.sections, bool(self.scheme.get("mrope_interleaved")))
+            components = pairs.repeat_interleave(2) if self.interleaved else pairs.repeat(2)
+            self.register_buffer("components", components.to(self.device), persistent=False)
+            self.register_buffer("places", torch.arange(self.max_tokens, device=self.device), persistent=False)
+
+    def prepare_rows(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """The batch's rows of the table, [tokens, 2, 1, dim]; None where kernels read it by
+        position."""
+        turned = batch.get(RotaryPositions) if self.sections else None
+        if turned is not None:
+            rows = self.gather_rows(turned.positions.reshape(-1)).unflatten(0, (3, -1))
+            return rows.gather(0, self.components.expand(1, *rows.shape[1:])).squeeze(0)
+        return None if self.fused and not torch.compiler.is_compiling() else self.gather_rows(batch.positions)
+
+    def choose_table(self, batch: ForwardBatch, rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a kernel that reads a table by position gets: int64 [tokens], and the table. rows:
+        those of `prepare_rows`."""
+        if rows is None or not self.sections or batch.get(RotaryPositions) is None:
+            return batch.positions, self.table
+        return self.places[: len(rows)], rows
 
     def gather_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """positions int64 [tokens] -> [tokens, 2, 1, dim]."""
@@ -119,6 +155,18 @@ class Rotary(nn.Module):
         else:
             swapped = x.roll(self.dim // 2, -1)
         return torch.addcmul(x * cos, swapped, sin)  # the sign is in the table
+
+
+def find_components(sections: Sequence[int], interleaved: bool) -> torch.Tensor:
+    """The component of a position that each pair of a head turns by: 0 frame, 1 height, 2 width;
+    int64 [pairs]. interleaved: the components take turns, as long as height and width have
+    sections; else one section follows another."""
+    if not interleaved:
+        return torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
+    components = torch.zeros(sum(sections), dtype=torch.int64)
+    for component in (1, 2):
+        components[component : 3 * sections[component] : 3] = component
+    return components
 
 
 def compute_attention_factor(parameters: Mapping[str, Any]) -> float:

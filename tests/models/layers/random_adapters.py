@@ -119,7 +119,7 @@ class RandomDelta:
     """One layer's."""
 
     operations = TorchDeltas()
-    can_gate = False
+    can_gate = can_pair = False
 
     def __init__(self, layers: RandomAdapters, pages: LayerPages) -> None:
         self.layers, self.pages = layers, pages
@@ -208,9 +208,9 @@ def follow_rows(session: Any, adapters: RandomAdapters, places: Mapping[int, int
     """The session, whose steps now have the adapters of `places`, by slot."""
     build = session.batch
 
-    def batch(rows: Sequence[tuple[int, Sequence[int]]], num_decodes: int) -> Any:
+    def batch(rows: Sequence[tuple[int, Sequence[int]]], num_decodes: int, *others: Any) -> Any:
         adapters.places = torch.tensor([places[slot] for slot, tokens in rows for _ in tokens], dtype=torch.int32)
-        return build(rows, num_decodes)
+        return build(rows, num_decodes, *others)
 
     session.batch = batch
     return session

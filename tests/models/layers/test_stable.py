@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from frame.config.schema import PluginsSection
+from frame.config.server_sections import PluginsSection
 from frame.core.interfaces.kinds import KINDS
 from frame.models import layers
 from frame.plugins.loader import load_configured
@@ -37,6 +37,7 @@ ARGUMENTS = {
     "Decoder.build_norm": "self name",
     "Decoder.build_rotary": "self",
     "Decoder.embed": "self token_ids",
+    "Decoder.embed_inputs": "self batch",
     "Decoder.find_draft_names": "self",
     "Decoder.forward": "self batch",
     "Decoder.get_attention_options": "self layer",
@@ -68,7 +69,9 @@ ARGUMENTS = {
     "RMSNorm.join_sum": "self x residual",
     "ReplicatedLinear": "context names input_size output_sizes bias",
     "Rotary": "context dim parameters interleaved",
+    "Rotary.choose_table": "self batch rows",
     "Rotary.gather_rows": "self positions",
+    "Rotary.prepare_rows": "self batch",
     "Rotary.rotate": "self x rows",
     "RoutingRule": "top_k scoring renormalize scale groups top_groups group_score correction precise",
     "RowLinear": "context name input_size output_size bias",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from frame.core.interfaces.moe import SupportsPairMatmul
+from frame.core.interfaces.moe import SupportsPairDeltas, SupportsPairMatmul
 from frame.models.layers.weights.expert_activation import activate
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class ExpertDeltas:
         """As `MoERunner.run`, or with `parts` as `run_parts`, by the runner's matmul of pairs, in
         the order of the tokens."""
         assert self.runner is not None
+        if isinstance(self.runner, SupportsPairDeltas) and self.gate_up.can_pair and self.down.can_pair:
+            summed = self.runner.run_with_deltas(tokens, experts, self.gate_up.shrink_pairs, self.down.shrink_pairs)
+            if summed is not None:
+                return summed
         multiply, ids, (count, top) = self.runner.multiply_pairs, tokens.ids.flatten(), tokens.ids.shape
         source = torch.arange(count * top, device=ids.device).div_(top, rounding_mode="floor")
 

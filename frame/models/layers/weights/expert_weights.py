@@ -17,7 +17,7 @@ from frame import kernels
 from frame.models.layers.packed import can_pack, pack_weight
 from frame.models.layers.weights.expert_activation import activate
 from frame.models.layers.weights.gemms import build_grouped, find_kernel
-from frame.models.layers.weights.layer_weight import count_growth, describe_layer, register_tensors, replace_values
+from frame.models.layers.weights.layer_weight import count_growth, describe_layer, register_tensors, replace_values, set_buffer
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class ExpertWeights:
             "down": StoredWeight(module, second, WeightSizes(inner.size, inner.full, (hidden,), experts), context.dtype, "down"),
         }
         self.version = -1
+        self.exposed: dict[str, torch.Tensor] = {}  # the values of parameters that the runner multiplies, by name
         self.grouped: dict[str, GroupedGemm] = {}  # by name of the weight; empty: the runner multiplies
 
     def bind(self, place: int, expert: int, hidden: Range, inner: Range) -> None:
@@ -96,7 +97,7 @@ class ExpertWeights:
             return
         for name, parts in decoded.items():
             gemm = build_grouped(self.choices, parts, f"{self.prefix} ({name})")
-            if name not in self.grouped or not replace_values(self.grouped[name].tensors, gemm.tensors):
+            if name not in self.grouped or not replace_values(self.grouped[name].tensors, gemm.tensors, self.prefix):
                 self.grouped[name] = gemm
             register_tensors(self.module, f"{name}_packed", self.grouped[name].tensors)
             self.stored[name].release(self.grouped[name].tensors)
@@ -153,12 +154,14 @@ class ExpertWeights:
             pack_small_experts(module, module.gate_up, module.down)
 
     def _expose_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Set an attribute that the runner reads; in place if it has the form of the one before."""
-        before = getattr(self.module, name, None)
-        if isinstance(before, nn.Parameter):
-            before.data = tensor
-        elif before is None or not replace_values([before], [tensor]):
-            self.module.register_buffer(name, tensor, persistent=False)
+        """Set an attribute that the runner reads, at the address of the one before."""
+        parameter = getattr(self.module, name, None)
+        if not isinstance(parameter, nn.Parameter):
+            set_buffer(self.module, name, tensor)
+            return
+        before = self.exposed.setdefault(name, tensor)
+        replace_values([before], [tensor], self.prefix)
+        parameter.data = before
 
     def _select_scales(self, weights: dict[str, PackedWeight]) -> dict[str, torch.Tensor] | None:
         """The float8 scales in a form that the runner takes; None if it takes none, on this device

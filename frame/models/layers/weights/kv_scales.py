@@ -15,6 +15,7 @@ from torch import nn
 
 from frame.core.errors import CheckpointError
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
+from frame.models.layers.weights.layer_weight import set_buffer
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention_spec import AttentionSpec
@@ -54,8 +55,11 @@ class KVScales(nn.Module):
         k, v = (torch.tensor(parameter.list_values(), device=parameter.device)[:, None] for parameter in (self.k_scale, self.v_scale))
         self.by_head = self.is_fp8 and not (bool((k == k[0]).all()) and bool((v == v[0]).all()))
         group = num_heads // len(k)
-        self.of_queries, self.of_keys = k.repeat_interleave(group, 0), k.reciprocal()
-        self.of_values, self.of_results = v.reciprocal(), v.repeat_interleave(group, 0)
+        for name, factors in (
+            ("of_queries", k.repeat_interleave(group, 0)), ("of_keys", k.reciprocal()),
+            ("of_values", v.reciprocal()), ("of_results", v.repeat_interleave(group, 0)),
+        ):  # fmt: skip
+            set_buffer(self, name, factors)
         return self.by_head
 
     def divide_keys(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

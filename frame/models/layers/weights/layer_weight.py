@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import LayerFormat, LayerKind, QuantType
 from frame.models.layers.weights.gemms import build_gemm, count_bytes
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
@@ -78,7 +79,7 @@ class LayerWeight:
         self.version = version
         weights = [weight for _, stored in self.stored for weight in stored.decode()]
         built = build_gemm(self.choices, weights, self.names[0])
-        if self.gemm is None or not replace_values(self.gemm.tensors, built.tensors):
+        if self.gemm is None or not replace_values(self.gemm.tensors, built.tensors, self.names[0]):
             self.gemm = built
         register_tensors(self.module, "packed", self.gemm.tensors)
         for _, stored in self.stored:
@@ -99,14 +100,28 @@ def count_growth(choices: Sequence[GemmChoice], stored: Sequence[StoredWeight], 
     return count_bytes(choices, weights, name) - sum(each.num_bytes for each in stored)
 
 
-def replace_values(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
-    """Copy `new` into `old`, which a captured graph may read; False if they differ in form."""
-    if len(old) != len(new) or not all(_is_alike(before, after) for before, after in zip(old, new, strict=True)):
+def replace_values(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], name: str) -> bool:
+    """Copy `new` into `old`, which a captured graph may read. False: they are opaque tensors of
+    oneDNN, which no graph reads. Raises CheckpointError if they differ in form. `name`: the layer
+    that an error names."""
+    if any(tensor.is_mkldnn for tensor in (*old, *new)):
         return False
+    if [(each.shape, each.dtype) for each in old] != [(each.shape, each.dtype) for each in new]:
+        raise CheckpointError(
+            f"{name}: the weights loaded again have another form than those before, which captured graphs read: start the engine anew."
+        )
     for before, after in zip(old, new, strict=True):
         if before.data_ptr() != after.data_ptr():
             before.copy_(after)
     return True
+
+
+def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Set a derived buffer, at the address that a captured graph may read if it has been set
+    before."""
+    before = module._buffers.get(name)  # noqa: SLF001 - an attribute may have this name before it is a buffer
+    if before is None or before.is_meta or not replace_values([before], [value], name):
+        module.register_buffer(name, value, persistent=False)
 
 
 def register_tensors(module: nn.Module, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -116,7 +131,3 @@ def register_tensors(module: nn.Module, name: str, tensors: Sequence[torch.Tenso
     for index, tensor in enumerate(tensors):
         if tensor.is_mkldnn or tensor.untyped_storage().data_ptr() not in places:
             module.register_buffer(f"{name}_{index}", tensor, persistent=False)
-
-
-def _is_alike(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return not before.is_mkldnn and not after.is_mkldnn and before.shape == after.shape and before.dtype == after.dtype

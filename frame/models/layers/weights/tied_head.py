@@ -35,15 +35,18 @@ def load_tied(
     plain, stored = f"{name}.weight", dict[str, "LazyTensor"]()
     loaded = load_parameters(model, _set_aside(weights, f"{name}.", stored), ignored)
     shared = embedding.weight
-    if plain in stored and shared.pending:
+    if plain in stored and shared.pending and (head is None or head.is_tied):
         for source in shared.pending:
             shared.load(source, stored[plain])
         loaded |= {key for key, parameter in model.named_parameters(remove_duplicate=False) if parameter is shared}
         return loaded
-    if head is None or not stored or (list(stored) == [plain] and embedding.is_equal(stored[plain])):
+    if head is None or not stored:
         return loaded
-    _log.warning("config.json ties %s to the embedding, but the checkpoint stores another matrix, which is used", name)
-    head.untie()
+    if head.is_tied:  # weights that are loaded again stay where captured graphs read them
+        if list(stored) == [plain] and embedding.is_equal(stored[plain]):
+            return loaded
+        _log.warning("config.json ties %s to the embedding, but the checkpoint stores another matrix, which is used", name)
+        head.untie()
     path = next(key for key, module in model.named_modules() if module is head)
     loaded -= {key for key in loaded if key.startswith(f"{path}.")}
     return loaded | {f"{path}.{key}" for key in load_parameters(head, stored.items())}

@@ -1,0 +1,1 @@
+"""Media of requests beside the core: feature files, cache keys, rows on the device, the encoder."""

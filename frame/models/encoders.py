@@ -1,0 +1,217 @@
+"""Encoders of images, videos and audio: transformers' own towers and projectors, beside a decoder
+of ours.
+
+`ReadsMedia` is the base of the architectures with encoders. transformers' modelling code is
+imported only where `BuildContext.media` says so. Must not know a file format, a processor or the
+placement of rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from frame.core.errors import ConfigurationError
+from frame.models.layers.decoder import Decoder
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
+
+Arrays = Mapping[str, torch.Tensor]
+
+_SCALE, _OFFSET = ".scale", ".offset"  # see `Modality.compute_features`
+_PREFIX = "encoders.model."  # of the encoders' parameters, and of their tensors while they are loaded
+_IGNORED = (r"(?:model\.)?image_newline$", rf"{re.escape(_PREFIX)}.*\.position_ids$")
+# keys of config.json that choose code or quantize; the towers have none of it
+_DROPPED = re.compile(r"_.*|.*_implementation|auto_map|quantization_config")
+
+
+class ReadsMedia(Decoder):
+    """A decoder whose checkpoint has encoders (`HasEncoders`). An architecture derives from it
+    first, and then from its text model."""
+
+    def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        has_encoders = context.media is not None and self.is_first and bool(context.model_config.full_config)
+        self.encoders = TransformersEncoders(context) if has_encoders else None
+
+    @property
+    def encoder_width(self) -> int:
+        vision = self.model_config.full_config.get("vision_config") or {}
+        return self.model_config.hidden_size * (1 + len(vision.get("deepstack_visual_indexes") or ()))
+
+    def encode(self, modality: str, items: Sequence[Arrays]) -> list[torch.Tensor]:
+        if self.encoders is None:
+            raise TypeError(f"{type(self).__name__} was built without its encoders")
+        return self.encoders.encode(modality, items)
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
+        return super().map_weights(weights if self.encoders is None else self.encoders.rename_weights(weights))
+
+    def get_ignored(self) -> tuple[str, ...]:
+        return (*super().get_ignored(), *_IGNORED)
+
+
+class TransformersEncoders(nn.Module):
+    """The towers and projectors of an architecture's base model in transformers, without its
+    language model."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        self.device = context.device
+        self.dtype = context.dtype
+        self.model: Any = _build_model(context.model_config, context.dtype)
+        self.family = str(self.model.config.model_type)
+
+    def rename_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        """The tensors, those of the encoders under the names of their parameters. transformers 4
+        has a module `vision_model` in towers of SigLIP and CLIP, and no `model` around them."""
+        known = {name.partition(".")[0] for name, _ in self.model.named_parameters()}
+        tower = getattr(self.model, "vision_tower", None)
+        has_inner = hasattr(tower, "vision_model")
+        for name, tensor in weights:
+            short = name.removeprefix("model.")
+            if short.partition(".")[0] in known:
+                if not has_inner:
+                    short = short.replace("vision_tower.vision_model.", "vision_tower.", 1)
+                name = f"{_PREFIX}{short}"
+            yield name, tensor
+
+    def finish(self) -> None:
+        """Compute the buffers that no checkpoint stores, such as rotary frequencies, as
+        transformers does after loading."""
+        for tensor in self.model.parameters():
+            tensor._is_hf_initialized = True  # noqa: SLF001 - these have their values
+        for module in self.model.modules():
+            module._is_hf_initialized = False  # noqa: SLF001
+            for name, buffer in module.named_buffers(recurse=False):
+                if not buffer.is_meta:  # they depend on no weight
+                    return
+                module.register_buffer(name, torch.empty_like(buffer, device=self.device), persistent=False)
+        self.model.initialize_weights()
+
+    @torch.inference_mode()
+    def encode(self, modality: str, items: Sequence[Arrays]) -> list[torch.Tensor]:
+        """As `HasEncoders.encode`."""
+        compute, names = _FAMILIES.get(self.family) or (_call_model, _list_inputs(self.model, modality))
+        # processors write other arrays for the text
+        prepared = [{name: self._prepare(item, name) for name in item if name in names} for item in items]
+        units = [min(len(array) for array in item.values()) for item in prepared]
+        pooled, further = compute(self.model, modality, _join(prepared))
+        columns = [_split(features, units) for features in (pooled, *further)]
+        return [torch.cat([torch.cat(list(parts)) for parts in rows], -1).to(self.dtype) for rows in zip(*columns, strict=True)]
+
+    def _prepare(self, item: Arrays, name: str) -> torch.Tensor:
+        """An array as the encoder reads it: bytes rescaled and normalised in float32, then in the
+        model's dtype."""
+        array = item[name]
+        if array.dtype == torch.uint8 and f"{name}{_SCALE}" in item:
+            shape = (-1, *(1,) * (array.dim() - 2))
+            array = array.float() * item[f"{name}{_SCALE}"].view(shape) + item[f"{name}{_OFFSET}"].view(shape)
+            if array.dim() == 5:  # patches
+                frames = self.model.config.vision_config.temporal_patch_size
+                array = array.expand(-1, -1, max(frames, array.shape[2]), -1, -1).flatten(1)
+            elif name == "pixel_values_videos":
+                array = array[None]
+        return array.to(self.dtype) if array.is_floating_point() else array
+
+
+def _build_model(model_config: ModelConfig, dtype: torch.dtype) -> Any:
+    """The architecture's base model in transformers, on the current device, without its language
+    model. Raises ConfigurationError if transformers has none."""
+    import transformers
+
+    stored = _clean(model_config.full_config)
+    kind = stored.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigurationError(
+            f"transformers {transformers.__version__} has no encoders for model_type {kind!r} of config.json: install a newer one, or set "
+            "media.enabled: false."
+        )
+    config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
+    model = transformers.AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+    del model.language_model
+    for module in model.modules():  # so that they are loaded and counted as the others
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001
+                delattr(module, name)
+                setattr(module, name, nn.Parameter(buffer, requires_grad=False))
+    return model
+
+
+def _clean(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without the keys that choose code."""
+    return {key: _clean(value) if isinstance(value, Mapping) else value for key, value in config.items() if not _DROPPED.fullmatch(key)}
+
+
+def _join(items: Sequence[Arrays]) -> dict[str, torch.Tensor]:
+    """The arrays of all items along their first axis; images of different sizes are padded with
+    zeros at their ends, which the encoder cuts off."""
+    joined = {}
+    for name in items[0]:
+        arrays = [item[name] for item in items]
+        shape = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
+        if any(list(array.shape[1:]) != shape for array in arrays):
+            arrays = [_pad(array, shape) for array in arrays]
+        joined[name] = torch.cat(arrays)
+    return joined
+
+
+def _pad(array: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """An array with zeros at the ends of all axes but the first, to `shape`."""
+    return F.pad(array, [pad for size, have in zip(shape[::-1], array.shape[:0:-1], strict=True) for pad in (0, size - have)])
+
+
+def _split(features: Any, units: Sequence[int]) -> Iterator[Sequence[torch.Tensor]]:
+    """The features of each item. features: one tensor for each unit, such as a tile, or one of all
+    units."""
+    total = sum(units)
+    parts = features.reshape(total, -1, features.shape[-1]).unbind() if isinstance(features, torch.Tensor) else features
+    start = 0
+    for count in units:
+        yield parts[start : start + count]
+        start += count
+
+
+def _list_inputs(model: Any, modality: str) -> Collection[str]:
+    """The arrays that transformers' method for the modality takes, by name."""
+    return inspect.signature(getattr(model, f"get_{modality}_features")).parameters
+
+
+def _call_model(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """-> the rows, and those for each further layer (DeepStack), by the method that transformers
+    has for the modality."""
+    output = getattr(model, f"get_{modality}_features")(**arrays, return_dict=True)
+    return output.pooler_output, getattr(output, "deepstack_features", None) or ()
+
+
+def _encode_qwen2_audio(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """The tower attends to an audio's own frames; its rows are those of whole pairs of
+    positions."""
+    mask = arrays["feature_attention_mask"]
+    positions, rows = model.audio_tower._get_feat_extract_output_lengths(mask.sum(-1))  # noqa: SLF001
+    inner = torch.arange((mask.shape[-1] - 2) // 2 + 1, device=mask.device) < positions[:, None]
+    output = model.audio_tower(arrays["input_features"], attention_mask=inner[:, None, None])
+    encoded = model.multi_modal_projector(output.last_hidden_state)
+    return [each[:count] for each, count in zip(encoded, rows.tolist(), strict=True)], ()
+
+
+def _encode_llama4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """The projector is outside of transformers' method."""
+    output = model.get_image_features(arrays["pixel_values"], return_dict=True)
+    return model.multi_modal_projector(output.last_hidden_state), ()
+
+
+# by model_type, with the names of the arrays; the others by transformers' methods
+_FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[Any]]], Collection[str]]] = {
+    "llama4": (_encode_llama4, ("pixel_values",)),
+    "qwen2_audio": (_encode_qwen2_audio, ("input_features", "feature_attention_mask")),
+}

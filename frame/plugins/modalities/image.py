@@ -1,0 +1,210 @@
+"""`ImageModality`: images by the checkpoint's image processor in its PIL form (arXiv 2409.12191 and
+others name what an image becomes).
+
+What an item becomes in the prompt is computed by the same processor, whose resizing then makes no
+pixels; so header and decoder agree. Must not know a model by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.modality import MediaError, MediaLayout, MediaSize, ModalityContext
+from frame.plugins.modalities.pictures import decode_picture, read_picture_size
+from frame.plugins.modalities.processor import (
+    ProcessorModality,
+    as_arrays,
+    build_processor,
+    check_names,
+    find_row_token,
+    load_image_processor,
+    load_tokenizer,
+    refuse_unknown,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from pydantic import BaseModel
+
+_log = logging.getLogger(__name__)
+_PIXELS = "pixel_values"
+_DETAILS = ("auto", "high", "low")
+_LOW_EDGE = 512  # pixels; longest edge of an image with the detail "low"
+_TOLERANCE = 1e-6  # of bytes that the encoder normalises, against the processor's numbers
+_SAMPLES = ((96, 160), (200, 64), (33, 47))  # sizes of the images that are compared
+
+
+class ImageModality(ProcessorModality):
+    """Images for one checkpoint. Raises ConfigurationError for one whose processor transformers
+    cannot build, or that has no image token."""
+
+    def __init__(self, context: ModalityContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        tokenizer = load_tokenizer(context.folder)
+        images = load_image_processor(context.folder)
+        self._processor = build_processor(context.folder, context.model_config, tokenizer, image_processor=images)
+        placeholder = getattr(self._processor, "image_token", None)
+        if not isinstance(placeholder, str):
+            raise ConfigurationError(f"the processor of {context.folder} has no image token; media.enabled: false serves its text.")
+        self._placeholder = placeholder
+        self._row_token = find_row_token(context.model_config, tokenizer, "image", placeholder)
+        check_names(context.processor_options, set(images.valid_kwargs.__annotations__), "image processor")
+        merged = self._processor._merge_kwargs(  # noqa: SLF001 - the defaults of a processor are nowhere else
+            tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}), images_kwargs=dict(context.processor_options)
+        )
+        self._arguments: dict[str, Any] = {**merged["images_kwargs"], "return_tensors": "np", "do_convert_rgb": False}
+        self._shapes = copy.copy(self._processor)
+        self._shapes.image_processor = _without_pixels(images)
+        self._has_grids = context.model_config.has_mrope
+        self._scaling = self._find_scaling()
+
+    def read_size(self, data: bytes) -> MediaSize:
+        return read_picture_size(data, self.context.limits)
+
+    def lay_out(self, size: MediaSize, options: Mapping[str, Any]) -> MediaLayout:
+        height, width = _reduced(size.height, size.width, options)
+        blank = np.broadcast_to(np.uint8(0), (3, height, width))
+        outputs, expansion = self._process(self._shapes, blank, {"input_data_format": "channels_first", **self._raw})
+        arrays = as_arrays(outputs)
+        grid = arrays.get("image_grid_thw")
+        if grid is None:
+            return MediaLayout(expansion, patches=self._count_patches(arrays[_PIXELS]))
+        frames, rows, columns = (int(each) for each in grid[0])
+        merge = self._processor.image_processor.merge_size
+        runs = len(re.findall(f"(?:{re.escape(self._row_token)})+", expansion))
+        grids = ((frames, rows // merge, columns // merge),) if self._has_grids and runs == 1 else ()
+        return MediaLayout(expansion, grids, patches=frames * rows * columns)
+
+    def compute_features(self, data: bytes, size: MediaSize, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        image = decode_picture(data, self.context.limits)
+        if (image.width, image.height) != (size.width, size.height):
+            raise MediaError("the file's header says another size than its pixels have; send it again as PNG")
+        height, width = _reduced(size.height, size.width, options)
+        if (height, width) != (size.height, size.width):
+            image = image.resize((width, height))
+        return self.process(image)
+
+    def process(self, image: Image) -> dict[str, np.ndarray]:
+        """The features of a picture in mode RGB, as bytes if the processor allows it."""
+        if self._scaling is None:
+            return as_arrays(self._process(self._processor, image, {})[0])
+        arrays = as_arrays(self._process(self._processor, image, self._raw)[0])
+        pixels = self._arrange(arrays[_PIXELS])
+        return {**arrays, _PIXELS: pixels.astype(np.uint8), **self._scaling}
+
+    def _process(self, processor: Any, image: Any, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+        """-> the processor's outputs, and the expansion of the placeholder."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outputs, texts = processor._process_images([image], **self._arguments | dict(arguments))  # noqa: SLF001 - the step before tokenizing
+        except (ValueError, ZeroDivisionError) as error:
+            _log.info("the image processor refuses an image: %s", error)
+            raise MediaError("the image is too narrow, too flat or too small for the model; send one nearer to a square") from None
+        return outputs, texts[0]
+
+    @property
+    def _raw(self) -> dict[str, Any]:
+        """Arguments that leave bytes as they are."""
+        return {"do_rescale": False, "do_normalize": False}
+
+    def _arrange(self, pixels: np.ndarray) -> np.ndarray:
+        """Pixels with their channels on axis 1: [tiles, channels, height, width], or of patches
+        [patches, channels, 1, height, width], which transformers flattens, a frame doubled in
+        time."""
+        if pixels.ndim == 2:
+            images = self._processor.image_processor
+            side, frames = images.patch_size, images.temporal_patch_size
+            return pixels.reshape(len(pixels), -1, frames, side, side)[:, :, :1]
+        return pixels[0] if pixels.ndim == 5 else pixels  # of an image's tiles
+
+    def _find_scaling(self) -> dict[str, np.ndarray] | None:
+        """The factors and summands of bytes. None: bytes and these do not give the processor's
+        numbers, which are then the features."""
+        images = self._processor.image_processor
+        settings = {name: self._arguments.get(name, getattr(images, name, None)) for name in ("do_rescale", "do_normalize")}
+        factor = float(self._arguments.get("rescale_factor") or images.rescale_factor) if settings["do_rescale"] else 1.0
+        mean, deviation = np.zeros(3), np.ones(3)
+        if settings["do_normalize"]:
+            mean = np.broadcast_to(np.asarray(self._arguments.get("image_mean") or images.image_mean, np.float64), 3)
+            deviation = np.broadcast_to(np.asarray(self._arguments.get("image_std") or images.image_std, np.float64), 3)
+        self._scaling = {
+            f"{_PIXELS}.scale": (factor / deviation).astype(np.float32),
+            f"{_PIXELS}.offset": (-mean / deviation).astype(np.float32),
+        }
+        try:
+            return self._scaling if all(self._scales(np.random.default_rng(0), *size) for size in _SAMPLES) else None
+        except (AttributeError, KeyError, ValueError):  # patches in another order
+            return None
+
+    def _scales(self, generator: np.random.Generator, height: int, width: int) -> bool:
+        from PIL import Image
+
+        image = Image.fromarray(generator.integers(0, 256, (height, width, 3), np.uint8))
+        expected = as_arrays(self._process(self._processor, image, {})[0])[_PIXELS]
+        arrays = self.process(image)
+        values = normalise(arrays, _PIXELS)
+        expected = self._arrange(expected)
+        return values.shape == expected.shape and bool(np.abs(values - expected).max() < _TOLERANCE)
+
+    def _count_patches(self, pixels: np.ndarray) -> int:
+        """Positions of the encoder for these pixels."""
+        if pixels.ndim < 4:
+            return math.prod(pixels.shape[:-1])
+        side = (self.context.model_config.full_config.get("vision_config") or {}).get("patch_size") or 14
+        side = side if isinstance(side, int) else side[0]
+        return math.prod(pixels.shape[:-3]) * (pixels.shape[-2] // side) * (pixels.shape[-1] // side)
+
+
+def normalise(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """What the model's encoder does with bytes, see `Modality.compute_features`."""
+    values = arrays[name].astype(np.float32)
+    shape = (1, -1, *(1,) * (values.ndim - 2))
+    return values * arrays[f"{name}.scale"].reshape(shape) + arrays[f"{name}.offset"].reshape(shape)
+
+
+def _reduced(height: int, width: int, options: Mapping[str, Any]) -> tuple[int, int]:
+    """The size that the processor gets, by a part's options. Raises MediaError."""
+    refuse_unknown(options, ("detail",))
+    detail = options.get("detail", "auto")
+    if detail not in _DETAILS:
+        raise MediaError(f"detail is {str(detail)[:40]!r}; it must be auto, high or low")
+    ratio = _LOW_EDGE / max(height, width)
+    if detail != "low" or ratio >= 1:
+        return height, width
+    return max(1, round(height * ratio)), max(1, round(width * ratio))
+
+
+def _without_pixels(images: Any) -> Any:
+    """A copy of an image processor whose resizing gives zeros of the right size, which take no
+    memory."""
+    from transformers import image_processing_backends as backends
+
+    class Shapes(backends.PilBackend):
+        def resize(self, image: np.ndarray, size: Any, **_: Any) -> np.ndarray:
+            channels, height, width = image.shape
+            if size.shortest_edge and size.longest_edge:
+                height, width = backends.get_size_with_aspect_ratio((height, width), size.shortest_edge, size.longest_edge)
+            elif size.shortest_edge:
+                arguments = {"size": size.shortest_edge, "default_to_square": False, "input_data_format": "channels_first"}
+                height, width = backends.get_resize_output_image_size(image, **arguments)
+            elif size.max_height and size.max_width:
+                height, width = backends.get_image_size_for_max_height_width((height, width), size.max_height, size.max_width)
+            else:
+                height, width = size.height, size.width
+            return np.broadcast_to(np.uint8(0), (channels, height, width))
+
+    base = type(images)
+    blank = copy.copy(images)
+    if issubclass(base, backends.PilBackend):
+        blank.__class__ = type(base.__name__, (base, Shapes), {"__module__": base.__module__})
+    return blank

@@ -1,0 +1,169 @@
+"""`VideoModality`: videos for the Qwen-VL models (arXiv 2409.12191, arXiv 2502.13923).
+
+The video processors of transformers exist for torchvision alone; here are their rules: which frames
+are sampled, and how large they become. Must not know a container.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.modality import MediaError, MediaLayout, MediaSize, ModalityContext
+from frame.plugins.modalities.frames import decode_frames, read_video_size
+from frame.plugins.modalities.processor import (
+    ProcessorModality,
+    build_processor,
+    check_names,
+    find_row_token,
+    load_image_processor,
+    load_tokenizer,
+    number,
+    refuse_unknown,
+)
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_PIXELS = "pixel_values_videos"
+_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
+_SAMPLED = ("qwen2_vl", "qwen2_5_vl")  # frames at equal steps; others: from the first to the last
+_EVEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_OPTIONS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
+_MAX_RATIO = 200
+
+
+class VideoModality(ProcessorModality):
+    """Videos for one checkpoint. Raises ConfigurationError for an architecture whose rules it does
+    not know."""
+
+    def __init__(self, context: ModalityContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        full = context.model_config.full_config
+        self._kind = str(full.get("model_type"))
+        if self._kind not in (*_SAMPLED, *_EVEN):
+            sentence = f"video of the model type {self._kind} is not supported, only of {' and '.join((*_SAMPLED, *_EVEN))}"
+            raise ConfigurationError(f"{sentence}; leave video out of media.modalities.")
+        check_names(context.processor_options, set(_OPTIONS), "video processor")
+        images = load_image_processor(context.folder)
+        settings = {**self._read_settings(), **context.processor_options}
+        self._patch = int(settings.get("patch_size", images.patch_size))
+        self._merge = int(settings.get("merge_size", images.merge_size))
+        self._frames = int(settings.get("temporal_patch_size", images.temporal_patch_size))
+        factor = self._patch * self._merge
+        size = settings.get("size") or {}
+        self._min_pixels = int(settings.get("min_pixels") or size.get("shortest_edge") or 128 * factor**2)
+        self._max_pixels = int(settings.get("max_pixels") or size.get("longest_edge") or 768 * factor**2)
+        self._fps = float(settings.get("fps") or 2)
+        self._min_frames, self._max_frames = int(settings.get("min_frames") or 4), int(settings.get("max_frames") or 768)
+        self._max_frames = min(self._max_frames, context.limits.max_frames)
+        self._scaling = _find_scaling(settings, images)
+        tokenizer = load_tokenizer(context.folder)
+        sizes = SimpleNamespace(merge_size=self._merge, temporal_patch_size=self._frames, patch_size=self._patch)
+        self._processor = build_processor(context.folder, context.model_config, tokenizer, image_processor=images, video_processor=sizes)
+        self._placeholder = self._processor.video_token
+        self._row_token = find_row_token(context.model_config, tokenizer, "video", self._placeholder)
+        self._has_grids = context.model_config.has_mrope
+        self._per_second = float((full.get("vision_config") or {}).get("tokens_per_second") or 0)
+
+    def read_size(self, data: bytes) -> MediaSize:
+        return read_video_size(data, self.context.limits)
+
+    def lay_out(self, size: MediaSize, options: Mapping[str, Any]) -> MediaLayout:
+        indices = self.sample(size, options)
+        height, width = self.resize(size, len(indices))
+        grid = (-(-len(indices) // self._frames), height // self._patch, width // self._patch)
+        fps = size.frames / size.seconds
+        metadata = SimpleNamespace(fps=fps, frames_indices=indices, total_num_frames=size.frames)
+        inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [metadata]}
+        expansion: str = self._processor.replace_video_token(inputs, 0)
+        rows, columns = grid[1] // self._merge, grid[2] // self._merge
+        runs = len(re.findall(f"(?:{re.escape(self._row_token)})+", expansion))
+        each = (grid[0], rows, columns) if runs == 1 else (1, rows, columns)
+        seconds = self._frames * size.seconds / len(indices)  # of a temporal patch
+        step = self._per_second * seconds if self._per_second and runs == 1 else 1.0
+        return MediaLayout(expansion, (each,) * runs if self._has_grids else (), step, math.prod(grid))
+
+    def compute_features(self, data: bytes, size: MediaSize, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        from PIL.Image import Resampling
+
+        indices = self.sample(size, options)
+        height, width = self.resize(size, len(indices))
+        frames = [
+            np.asarray(picture.resize((width, height), Resampling.BICUBIC))
+            for picture in decode_frames(data, indices.tolist(), size, self.context.limits)
+        ]
+        if len(frames) != len(indices):
+            raise MediaError("the video has fewer frames than its header says; send it again as MP4")
+        frames += frames[-1:] * (-len(frames) % self._frames)
+        video = np.stack(frames)  # [frames, height, width, channels]
+        grid = (len(video) // self._frames, height // self._patch, width // self._patch)
+        return {_PIXELS: self._cut(video, grid), "video_grid_thw": np.array([grid], np.int64), **self._scaling}
+
+    def sample(self, size: MediaSize, options: Mapping[str, Any]) -> np.ndarray:
+        """The numbers of the frames that the model gets, int64 [n], ascending. Raises MediaError
+        for options that cannot be used."""
+        refuse_unknown(options, ("fps", "max_frames"))
+        fps = number(options, "fps", 0.01, 240) or self._fps
+        maximum = int(number(options, "max_frames", 1, self._max_frames) or self._max_frames)
+        total, minimum = size.frames, min(self._min_frames, maximum)
+        target = size.seconds * fps
+        if self._kind in _SAMPLED:
+            maximum = min(maximum, total) // self._frames * self._frames
+            count = math.floor(min(max(target, minimum), maximum, total) / self._frames) * self._frames
+            count = count or 1  # a single frame
+            return np.minimum((np.arange(count) * (total / count)).astype(np.int64), total - 1)
+        count = min(max(int(target), minimum), maximum, total)
+        return np.linspace(0, total - 1, count).round().astype(np.int64)
+
+    def resize(self, size: MediaSize, count: int) -> tuple[int, int]:
+        """Height and width of `count` frames for the encoder. Raises MediaError for a shape that it
+        does not take."""
+        height, width, factor = size.height, size.width, self._patch * self._merge
+        if max(height, width) > _MAX_RATIO * min(height, width):
+            raise MediaError("the video is too narrow or too flat for the model; send one nearer to a square")
+        frames = rounded = 1  # the bounds are those of a frame, or else of all frames
+        if self._kind in _EVEN:
+            frames, rounded = count, max(1, round(count / self._frames)) * self._frames
+            if height < factor or width < factor:
+                scale = max(factor / height, factor / width)
+                height, width = int(height * scale), int(width * scale)
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        if rounded * rows * columns > self._max_pixels:
+            ratio = math.sqrt(frames * height * width / self._max_pixels)
+            return tuple(max(factor, math.floor(each / ratio / factor) * factor) for each in (height, width))  # type: ignore[return-value]
+        if rounded * rows * columns < self._min_pixels:
+            ratio = math.sqrt(self._min_pixels / (frames * height * width))
+            return tuple(math.ceil(each * ratio / factor) * factor for each in (height, width))  # type: ignore[return-value]
+        return rows, columns
+
+    def _cut(self, video: np.ndarray, grid: tuple[int, int, int]) -> np.ndarray:
+        """Frames as bytes of patches, [patches, channels, frames, side, side], merged ones
+        together."""
+        merge, side = self._merge, self._patch
+        cut = video.reshape(grid[0], self._frames, grid[1] // merge, merge, side, grid[2] // merge, merge, side, 3)
+        return cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, self._frames, side, side)
+
+    def _read_settings(self) -> dict[str, Any]:
+        for name in _FILES:
+            if (file := self.context.folder / name).is_file():
+                settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+                return settings
+        return {}
+
+
+def _find_scaling(settings: Mapping[str, Any], images: Any) -> dict[str, np.ndarray]:
+    factor = float(settings.get("rescale_factor") or 1 / 255)
+    mean = np.asarray(settings.get("image_mean") or images.image_mean, np.float64)
+    deviation = np.asarray(settings.get("image_std") or images.image_std, np.float64)
+    return {
+        f"{_PIXELS}.scale": (factor / deviation).astype(np.float32),
+        f"{_PIXELS}.offset": (-mean / deviation).astype(np.float32),
+    }

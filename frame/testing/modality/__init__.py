@@ -1,0 +1,1 @@
+"""The conformance suite of modalities: tiny checkpoints, generated files, checks."""

@@ -1,0 +1,134 @@
+"""transformers' model and image processor over a checkpoint with encoders: the tokens and the
+log-probabilities that an engine must give. Videos and sounds are read as frame prepared them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.media import MediaItem
+from tests.media.reference.prompts import Prompt
+from tests.models.media_checkpoints import load_media_reference
+
+_NESTED = ("mistral3", "llava_next", "gemma3")  # processors that take a list for each prompt
+_TIE = 1e-4  # logits that are closer are equal within rounding
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What transformers generates."""
+
+    token_ids: list[int]
+    logits: torch.Tensor  # float32 [tokens, vocabulary]
+
+    def check(self, token_ids: Sequence[int], name: str) -> None:
+        """Raises AssertionError unless the tokens are these, up to a tie of two logits."""
+        assert len(token_ids) == len(self.token_ids), name
+        for place, (token, reference) in enumerate(zip(token_ids, self.token_ids, strict=True)):
+            if token != reference:
+                lead = float(self.logits[place, reference] - self.logits[place, token])
+                assert lead < _TIE, f"{name}: token {place} is {token} instead of {reference}, whose logit is {lead} above it"
+                return
+
+
+def _find_positions(find: Callable[..., Any], input_ids: torch.Tensor, mm_token_type_ids: torch.Tensor, **keys: Any) -> Any:
+    """M-RoPE positions of a prompt, int64 [3, 1, tokens], and their offset. What follows a file has
+    the largest position of the file plus one (arXiv 2409.12191, section 2.1); transformers 5 counts
+    the height and the width alone, and texts after a video repeat positions of frames."""
+    positions, _ = find(input_ids, mm_token_type_ids=mm_token_type_ids, **keys)
+    place = following = 0
+    for _, group in itertools.groupby(mm_token_type_ids[0].tolist()):
+        count = len(list(group))
+        some = positions[:, 0, place : place + count]
+        some += following - some.min()
+        place, following = place + count, int(some.max()) + 1
+    return positions, torch.tensor([[following - place]])
+
+
+class Reference:
+    """One checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoImageProcessor
+
+        self._config = json.loads((folder / "config.json").read_text())
+        self.family = str(self._config["model_type"])
+        self.model = load_media_reference(folder)
+        has_images = "vision_config" in self._config and self.family != "llama4"  # its processor needs torchvision
+        if hasattr(self.model.model, "get_rope_index"):
+            self.model.model.get_rope_index = partial(_find_positions, self.model.model.get_rope_index)
+        self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil") if has_images else None
+
+    @torch.inference_mode()
+    def generate(self, prompt: Prompt, ids: list[int], items: Sequence[MediaItem], num_tokens: int) -> Expected:
+        inputs = self._make_inputs(prompt, ids, items)
+        output = self.model.generate(
+            **inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
+        )  # fmt: skip
+        return Expected(output.sequences[0, len(ids) :].tolist(), torch.cat(output.logits).float())
+
+    @torch.inference_mode()
+    def score(self, prompt: Prompt, ids: list[int], items: Sequence[MediaItem]) -> torch.Tensor:
+        """The log-probabilities after each token of the prompt."""
+        return self.model(**self._make_inputs(prompt, ids, items)).logits[0].float().log_softmax(-1)
+
+    def _make_inputs(self, prompt: Prompt, ids: list[int], items: Sequence[MediaItem]) -> dict[str, Any]:
+        from frame.media.files import map_features
+
+        tokens = torch.tensor([ids])
+        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        kinds = torch.zeros_like(tokens)
+        for item in items:
+            for run in item.runs:
+                kinds[0, run.start : run.start + run.count] = 2 if item.modality == "video" else 1
+        if "mrope_section" in json.dumps(self._config):
+            inputs["mm_token_type_ids"] = kinds
+        elif self.family == "gemma3":
+            inputs["token_type_ids"] = kinds
+        if prompt.images and self._processor is not None:
+            inputs |= self._read_images(prompt.images)
+        others = [item for item in items if item.modality != "image" or self._processor is None]
+        if others:
+            arrays = [self._read_arrays(map_features(item)) for item in others]
+            inputs |= {name: torch.cat([each[name] for each in arrays]) for name in arrays[0]}
+        if self.family == "qwen2_5_vl" and others:
+            speed = self._config["vision_config"]["tokens_per_second"]
+            inputs["second_per_grid_ts"] = torch.tensor([item.runs[0].frame_step / speed for item in others])
+        return inputs
+
+    def _read_images(self, images: Sequence[Any]) -> dict[str, Any]:
+        assert self._processor is not None
+        given = [list(images)] if self.family in _NESTED else list(images)
+        arguments: dict[str, Any] = {}
+        if self.family == "mistral3":  # as PixtralProcessor does: images are cut to whole merged patches
+            side = self._config["vision_config"]["patch_size"] * self._config["spatial_merge_size"]
+            arguments["patch_size"] = {"height": side, "width": side}
+        features = dict(self._processor(given, return_tensors="pt", **arguments))
+        for name in ("num_crops", "num_patches"):
+            features.pop(name, None)
+        if self.family == "llava_onevision":
+            features["batch_num_images"] = torch.ones(len(images), dtype=torch.int64)
+        return features
+
+    def _read_arrays(self, stored: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Arrays as transformers takes them: bytes are rescaled and normalised."""
+        arrays = {name: torch.from_numpy(np.array(array)) for name, array in stored.items()}
+        for name in [name for name in arrays if f"{name}.scale" in arrays]:
+            scale, offset, array = arrays.pop(f"{name}.scale"), arrays.pop(f"{name}.offset"), arrays[name]
+            shape = (-1, *(1,) * (array.dim() - 2))
+            array = array.float() * scale.view(shape) + offset.view(shape)
+            if array.dim() == 5:
+                frames = self._config["vision_config"]["temporal_patch_size"]
+                array = array.expand(-1, -1, max(frames, array.shape[2]), -1, -1).flatten(1)
+            elif name == "pixel_values_videos":
+                array = array[None]
+            arrays[name] = array
+        return arrays

@@ -1,0 +1,199 @@
+"""Media in the scheduler: refusals, budgets, rows, hits, failed steps and drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from frame.core.interfaces.media import MediaItem, PlaceholderRun
+from frame.core.interfaces.step_media import MediaPlan
+from frame.core.messages import Generate
+from frame.core.scheduling.step_features import NoMedia
+from frame.testing.scheduler_rig import InOrder
+from tests.core.scheduling.small_rig import config, params, prompt
+from tests.media.media_rig import MediaRig, make_item
+
+PLACEHOLDER = 100
+FEW = params(max_tokens=2)
+
+
+def make_rig(table_rows: int = 64, encode_budget: int = 64, *, whole: bool = False, rotary: bool = False, **changes: Any) -> MediaRig:
+    plan = MediaPlan(table_rows=table_rows, encode_budget=encode_budget, modalities=("image",), whole_items=whole, rotary_positions=rotary)
+    return MediaRig(plan, config(**changes), InOrder())
+
+
+def with_image(name: str, count: int = 8, before: int = 4, after: int = 4, patches: int | None = None) -> tuple[list[int], list[MediaItem]]:
+    tokens = [*prompt(before), *[PLACEHOLDER] * count, *prompt(after, 50)]
+    return tokens, [make_item(name, PlaceholderRun(before, count), patches=patches)]
+
+
+def run_in_turn(rig: MediaRig, *requests: tuple[list[int], list[MediaItem]]) -> list[int | None]:
+    """The cached tokens of these requests, each after the one before."""
+    for tokens, items in requests:
+        rig.add(tokens, FEW, media=items)
+        while not rig.scheduler.is_idle:
+            rig.step()
+    rig.check()
+    return [request.cached for request in rig.requests.values()]
+
+
+def refusal(rig: MediaRig, tokens: list[int], items: list[MediaItem], **fields: Any) -> str:
+    finish = rig.scheduler.add_request(Generate(rid="r", token_ids=tokens, params=params(max_tokens=9), media=items, **fields))
+    assert finish is not None
+    assert finish.code == "invalid_request"
+    assert finish.param == "messages"
+    return finish.error or ""
+
+
+@pytest.mark.parametrize(
+    ("item", "sentence"),
+    [
+        (make_item("x", PlaceholderRun(18, 4)), "outside of the prompt"),
+        (make_item("x", PlaceholderRun(2, 4), PlaceholderRun(5, 2)), "overlap"),
+        (make_item("x", PlaceholderRun(2, 0)), "overlap others or lie outside"),
+        (make_item("x", PlaceholderRun(2, 4, (1, 2, 3))), "4 placeholders for a grid of 1 x 2 x 3"),
+        (make_item("x", PlaceholderRun(2, 4, (4, 1, 1), float("nan"))), "a frame step of nan"),
+        (make_item("x"), "has no placeholders"),
+        (MediaItem("image", b"short", [PlaceholderRun(2, 4)], 4, "", []), "no digest of 32 bytes"),
+        (make_item("x", PlaceholderRun(2, 4), modality="audio"), "reads no audio; it reads image"),
+        (make_item("x", PlaceholderRun(2, 17)), "needs 17 rows of the encoders' output, and the table holds 16"),
+    ],
+)
+def test_items_that_cannot_be_served_are_refused(item: MediaItem, sentence: str) -> None:
+    assert sentence in refusal(make_rig(table_rows=16), prompt(20), [item])
+
+
+def test_items_do_not_lie_in_the_output() -> None:
+    tokens, items = with_image("x")
+    assert "outside of the prompt" in refusal(make_rig(), tokens, items, output_len=6)
+
+
+def test_a_server_of_text_refuses_media() -> None:
+    rig = make_rig()
+    rig.scheduler._planner.media = NoMedia()
+    assert "reads text alone" in refusal(rig, *with_image("x"))
+
+
+def test_an_item_that_a_step_cannot_hold_whole_is_refused() -> None:
+    rig = make_rig(whole=True, token_budget=10)
+    assert "serve with --chunked-prefill-size 12" in refusal(rig, *with_image("x", 12))
+    rig.add(*with_image("x", 10)[:1], FEW, media=with_image("x", 10)[1])
+    rig.run()
+
+
+def test_an_item_is_encoded_once_for_several_requests() -> None:
+    rig = make_rig()
+    for _ in range(3):
+        tokens, items = with_image("x")
+        rig.add(tokens, FEW, media=items)
+    rig.run()
+    assert len(rig.encoded) == 1
+    assert rig.scheduler.get_load()["media_encoded"] == 1
+
+
+def test_nothing_is_shared_between_tenants() -> None:
+    rig = make_rig()
+    for namespace in ("a:", "b:", "b:"):
+        tokens, items = with_image("x")
+        rig.add(tokens, FEW, namespace=namespace, media=items)
+    rig.run()
+    assert len(rig.encoded) == 2
+
+
+def test_other_images_do_not_hit_and_equal_ones_do() -> None:
+    cached = run_in_turn(make_rig(page_size=1), *(with_image(name) for name in "xyx"))
+    assert cached == [0, 4, 15]  # the text before the image; all but the last token
+
+
+def test_a_hit_inside_an_item_encodes_it_again_if_it_is_gone() -> None:
+    rig = make_rig(table_rows=8, page_size=8, num_pages=40)
+    assert run_in_turn(rig, *(with_image(name, after=1) for name in "xyx")) == [0, 0, 8]
+    assert len(rig.encoded) == 3
+
+
+def test_a_step_encodes_within_its_budget_and_a_large_item_alone() -> None:
+    rig = make_rig(encode_budget=10)
+    for name, patches in (("x", 6), ("y", 6), ("z", 30)):  # the rig checks the sum of each step
+        tokens, items = with_image(name, patches=patches)
+        rig.add(tokens, FEW, media=items)
+    rig.run()
+    assert len(rig.encoded) == 3
+
+
+def test_small_items_do_not_delay_a_large_one_for_ever() -> None:
+    """A request that waits for the encoder has its turn before new ones."""
+    rig = make_rig(encode_budget=10, max_running=4, token_budget=32, num_pages=129)
+    rig.add(*with_image("large", patches=30)[:1], FEW, media=with_image("large", patches=30)[1])
+    for number in range(6):
+        tokens, items = with_image(str(number), patches=10)
+        rig.add(tokens, FEW, media=items)
+    rig.run()
+    assert rig.encoded[0] == with_image("large")[1][0].digest
+
+
+def test_a_held_item_is_encoded_again_after_a_failed_step() -> None:
+    """Of another request: the step has no row of the one that is between two chunks of its item."""
+    rig = make_rig(token_budget=8, short_prompt_share=0.0)
+    tokens, items = with_image("x", 12)
+    rig.add(tokens, FEW, media=items)
+    rig.step()
+    held = next(iter(rig.media._table._items.values()))
+    assert held.num_readers == 1
+    assert held.is_encoded
+    assert rig.media.fail_step(100, rig.scheduler._running.requests) == []
+    rig.run()
+    assert len(rig.encoded) == 2
+
+
+def test_rows_that_a_failed_step_did_not_encode_void_later_steps() -> None:
+    rig = make_rig(overlap=True, max_running=4)
+    rig.fails_next = True
+    for number in range(2):
+        tokens, items = with_image("x", before=4 + number)
+        rig.add(tokens, FEW, media=items)
+        rig.step()  # the second request reads the rows in the step after
+    rig.run()
+    assert len(rig.encoded) >= 2
+    assert all(request.finish is not None for request in rig.requests.values())
+
+
+def test_placeholders_are_not_drafted() -> None:
+    """A drafter that copies its context is cut, and goes on."""
+    rig = make_rig(num_pages=129)
+    seen = list[list[int]]()
+
+    def copy(setup: Any, tokens: Any, maximum: int) -> list[int]:
+        seen.append(list(tokens))
+        return list(tokens[4:7])
+
+    rig.enable_drafts(copy, 3)
+    for name in ("x", "y"):
+        tokens, items = with_image(name)
+        rig.add(tokens, params(max_tokens=6), media=items)
+    rig.run()
+    assert rig.scheduler.speculation.is_active
+    assert rig.scheduler.get_load()["drafted_tokens"] == 0
+    assert len({tokens[4] for tokens in seen}) == 2  # keys, not the id of the placeholder
+    assert all(token < 0 for tokens in seen for token in tokens[4:12])
+
+
+def test_positions_of_decodes_have_an_offset() -> None:
+    rig = make_rig(rotary=True, token_budget=5, short_prompt_share=0.0, overlap=True)
+    items = [make_item("x", PlaceholderRun(3, 6, (1, 2, 3)), PlaceholderRun(11, 4, (2, 2, 1), 2.0))]
+    rig.add([*prompt(3), *[PLACEHOLDER] * 6, *prompt(2), *[PLACEHOLDER] * 4, *prompt(2)], FEW, media=items)
+    batch = rig.scheduler.schedule_batch(0.0)
+    assert batch is not None
+    assert batch.setups[0].position_offset == -4
+    rig._in_flight.append((batch, rig.runner.launch(batch)))
+    rig.run()
+
+
+def test_steps_of_text_carry_nothing() -> None:
+    rig = make_rig(rotary=True, whole=True, overlap=True)
+    rig.add(prompt(12), FEW)
+    batch = rig.scheduler.schedule_batch(0.0)
+    assert batch is not None
+    assert (batch.encodes, batch.media_rows, batch.rotary_positions, batch.media_spans) == ([], None, None, None)
+    rig._in_flight.append((batch, rig.runner.launch(batch)))
+    rig.run()

@@ -1,0 +1,400 @@
+"""Tiny random checkpoints of models with encoders: weights and configuration saved by transformers,
+a tokenizer with the architecture's special tokens, a chat template, and the processor's files.
+
+Used by the tests of models and of the whole path of media. Equal arguments give equal bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from frame.testing.checkpoints import save_tokenizer, set_weights
+
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+HALF = [0.5, 0.5, 0.5]
+
+_TEXT = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+_QWEN3_TOWER = {**_QWEN_TOWER, "patch_size": 16, "num_position_embeddings": 64}
+_SIGLIP = {**_TOWER, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14, "vision_use_head": False}
+_CLIP = {**_TOWER, "model_type": "clip_vision_model", "image_size": 56, "patch_size": 14, "projection_dim": 32}
+_WHISPER_TOWER = {"num_mel_bins": 16, "max_source_positions": 1500}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GLM_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 16}
+_DELTA = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+}  # fmt: skip
+_LLAMA4 = {
+    "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
+    "moe_layers": [1], "floor_scale": 8,
+}  # fmt: skip
+
+
+def _rope(*section: int, interleaved: bool = False, **others: Any) -> dict[str, Any]:
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section), **others}
+    return {"rope_parameters": {**parameters, "mrope_interleaved": True} if interleaved else parameters}
+
+
+def _pictures(kind: str, size: dict[str, int], mean: list[float] = HALF, std: list[float] = HALF, **others: Any) -> dict[str, Any]:
+    """The contents of preprocessor_config.json."""
+    steps = {"do_convert_rgb": True, "do_resize": True, "resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+    return {**steps, "image_processor_type": kind, "size": size, "image_mean": mean, "image_std": std, **others}
+
+
+def _qwen_pictures(kind: str, patch: int, mean: list[float] = HALF, std: list[float] = HALF) -> dict[str, Any]:
+    size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": 64 * (2 * patch) ** 2}
+    return _pictures(kind, size, mean, std, patch_size=patch, temporal_patch_size=2, merge_size=2)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the architectures."""
+
+    model_type: str
+    text: Mapping[str, Any]
+    towers: Mapping[str, Mapping[str, Any]]  # by key of the configuration
+    tokens: Mapping[str, str]  # key of the configuration -> the special token whose id it gets
+    special: tuple[str, ...]  # beginning, end, padding, and the others
+    turn: tuple[str, str, str]  # before the role, after it, and at a message's end
+    placeholders: Mapping[str, str]  # type of a part -> what the chat template writes for it
+    processor: Mapping[str, Any]  # processor_config.json
+    files: Mapping[str, Mapping[str, Any]]  # other files
+    config: Mapping[str, Any] = field(default_factory=dict)  # other keys of the configuration
+    named: Mapping[str, str] = field(default_factory=dict)  # attributes of the tokenizer, such as `image_token`
+
+
+_IM = ("<|im_start|>", "\n", "<|im_end|>\n")
+_QWEN_SPECIAL = (
+    "<|endoftext|>", "<|im_end|>", "<|pad|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+)  # fmt: skip
+_QWEN_TOKENS = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+_QWEN_PLACEHOLDERS = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video": "<|vision_start|><|video_pad|><|vision_end|>",
+}
+
+
+def _qwen(model_type: str, processor: str, text: Mapping[str, Any], tower: Mapping[str, Any]) -> Family:
+    is_third = model_type.startswith("qwen3")
+    mean, std = (HALF, HALF) if is_third else (CLIP_MEAN, CLIP_STD)
+    pictures = _qwen_pictures("Qwen2VLImageProcessorFast" if is_third else "Qwen2VLImageProcessor", tower.get("patch_size", 14), mean, std)
+    film = {**pictures, "video_processor_type": "Qwen3VLVideoProcessor" if is_third else "Qwen2VLVideoProcessor"}
+    del film["image_processor_type"]
+    return Family(
+        model_type,
+        text,
+        {"vision_config": tower},
+        _QWEN_TOKENS,
+        _QWEN_SPECIAL,
+        _IM,
+        _QWEN_PLACEHOLDERS,
+        {"processor_class": processor},
+        {"preprocessor_config.json": pictures, "video_preprocessor_config.json": film},
+    )
+
+
+_ONEVISION_PICTURES = _pictures(
+    "LlavaOnevisionImageProcessor", {"height": 56, "width": 56}, image_grid_pinpoints=[[56, 56], [56, 112], [112, 56], [112, 112]],
+    do_pad=True,
+)  # fmt: skip
+_ONEVISION_FILM = {
+    **_pictures("", {"height": 56, "width": 56}), "video_processor_type": "LlavaOnevisionVideoProcessor",
+}  # fmt: skip
+del _ONEVISION_FILM["image_processor_type"]
+_GEMMA_TURN = ("<start_of_turn>", "\n", "<end_of_turn>\n")
+_GLM_SPECIAL = (
+    "[gMASK]", "<|endoftext|>", "<|pad|>", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|begin_of_image|>", "<|end_of_image|>",
+    "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>",
+)  # fmt: skip
+_GLM_TOKENS = {
+    "image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>",
+    "image_end_token_id": "<|end_of_image|>", "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>",
+}  # fmt: skip
+
+
+def _glm(model_type: str, processor: str, text: Mapping[str, Any], **tower: Any) -> Family:
+    name = processor.removesuffix("Processor")
+    pictures = _qwen_pictures(f"{name}ImageProcessor", 14, CLIP_MEAN, CLIP_STD)
+    film = {**pictures, "video_processor_type": f"{name}VideoProcessor", "fps": 2}
+    del film["image_processor_type"]
+    return Family(
+        model_type,
+        text,
+        {"vision_config": {**_QWEN_TOWER, "image_size": 112, "patch_size": 14, **tower}},
+        _GLM_TOKENS,
+        _GLM_SPECIAL,
+        ("<|", "|>\n", ""),
+        {"image": "<|begin_of_image|><|image|><|end_of_image|>", "video": "<|begin_of_video|><|video|><|end_of_video|>"},
+        {"processor_class": processor},
+        {"preprocessor_config.json": pictures, "video_preprocessor_config.json": film},
+    )
+
+
+FAMILIES: Mapping[str, Family] = {
+    "Qwen2VLForConditionalGeneration": _qwen(
+        "qwen2_vl", "Qwen2VLProcessor", _rope(2, 3, 3), {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    ),
+    "Qwen2_5_VLForConditionalGeneration": _qwen(
+        "qwen2_5_vl",
+        "Qwen2_5_VLProcessor",
+        _rope(2, 3, 3),
+        {**_QWEN_TOWER, "window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+    ),
+    "Qwen3VLForConditionalGeneration": _qwen(
+        "qwen3_vl",
+        "Qwen3VLProcessor",
+        {"head_dim": 16, **_rope(4, 2, 2, interleaved=True)},
+        {**_QWEN3_TOWER, "deepstack_visual_indexes": [0, 1]},
+    ),
+    "Qwen3VLMoeForConditionalGeneration": _qwen(
+        "qwen3_vl_moe",
+        "Qwen3VLProcessor",
+        {"head_dim": 16, **_MOE, **_rope(4, 2, 2, interleaved=True)},
+        {**_QWEN3_TOWER, "deepstack_visual_indexes": [0, 1]},
+    ),
+    "Qwen3_5ForConditionalGeneration": _qwen(
+        "qwen3_5",
+        "Qwen3VLProcessor",
+        {**_DELTA, **_rope(2, 1, 1, interleaved=True, partial_rotary_factor=0.25)},
+        _QWEN3_TOWER,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": _qwen(
+        "qwen3_5_moe",
+        "Qwen3VLProcessor",
+        {**_DELTA, **_MOE, "shared_expert_intermediate_size": 48, **_rope(2, 1, 1, interleaved=True, partial_rotary_factor=0.25)},
+        _QWEN3_TOWER,
+    ),
+    "Gemma3ForConditionalGeneration": Family(
+        "gemma3",
+        {
+            "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {"vision_config": _SIGLIP},
+        {"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+        ("<bos>", "<eos>", "<pad>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        _GEMMA_TURN,
+        {"image": "<start_of_image>"},
+        {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+        {"preprocessor_config.json": _pictures("Gemma3ImageProcessor", {"height": 56, "width": 56}, image_seq_length=4)},
+        {"mm_tokens_per_image": 4},
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    ),
+    "LlavaOnevisionForConditionalGeneration": Family(
+        "llava_onevision",
+        {"model_type": "qwen2"},
+        {"vision_config": _SIGLIP},
+        {"image_token_index": "<image>", "video_token_index": "<video>"},
+        ("<|endoftext|>", "<|im_end|>", "<|pad|>", "<|im_start|>", "<image>", "<video>"),
+        _IM,
+        {"image": "<image>", "video": "<video>"},
+        {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+        {"preprocessor_config.json": _ONEVISION_PICTURES, "video_preprocessor_config.json": _ONEVISION_FILM},
+        {"image_grid_pinpoints": _ONEVISION_PICTURES["image_grid_pinpoints"], "vision_aspect_ratio": "anyres_max_9"},
+    ),
+    "LlavaForConditionalGeneration": Family(
+        "llava",
+        {"model_type": "llama"},
+        {"vision_config": _CLIP},
+        {"image_token_index": "<image>"},
+        ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<image>"),
+        _IM,
+        {"image": "<image>"},
+        {
+            "processor_class": "LlavaProcessor", "patch_size": 14, "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        {
+            "preprocessor_config.json": _pictures(
+                "CLIPImageProcessor", {"shortest_edge": 56}, CLIP_MEAN, CLIP_STD, do_center_crop=True, crop_size={"height": 56, "width": 56}
+            )
+        },
+        {"image_seq_length": 16},
+    ),
+    "LlavaNextForConditionalGeneration": Family(
+        "llava_next",
+        {"model_type": "mistral", "sliding_window": None},
+        {"vision_config": _CLIP},
+        {"image_token_index": "<image>"},
+        ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<image>"),
+        _IM,
+        {"image": "<image>"},
+        {
+            "processor_class": "LlavaNextProcessor", "patch_size": 14, "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        {
+            "preprocessor_config.json": _pictures(
+                "LlavaNextImageProcessor", {"shortest_edge": 56}, CLIP_MEAN, CLIP_STD, do_center_crop=True,
+                crop_size={"height": 56, "width": 56}, image_grid_pinpoints=_ONEVISION_PICTURES["image_grid_pinpoints"],
+            )
+        },
+        {"image_seq_length": 16, "image_grid_pinpoints": _ONEVISION_PICTURES["image_grid_pinpoints"]},
+    ),
+    "InternVLForConditionalGeneration": Family(
+        "internvl",
+        {"model_type": "qwen3", "head_dim": 16},
+        {"vision_config": {**_TOWER, "image_size": [56, 56], "patch_size": [14, 14]}},
+        {"image_token_id": "<IMG_CONTEXT>"},
+        ("<|endoftext|>", "<|im_end|>", "<|pad|>", "<|im_start|>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+        _IM,
+        {"image": "<IMG_CONTEXT>\n", "video": "<video>\n"},
+        {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        {
+            "preprocessor_config.json": _pictures(
+                "GotOcr2ImageProcessorFast", {"height": 56, "width": 56}, crop_to_patches=True, min_patches=1, max_patches=4
+            ),
+            "video_preprocessor_config.json": {
+                **_pictures("", {"height": 56, "width": 56}), "video_processor_type": "InternVLVideoProcessor"
+            },
+        },
+        {"image_seq_length": 4},
+        {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        "mistral3",
+        {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        {"vision_config": {**_TOWER, "model_type": "pixtral", "image_size": 112, "patch_size": 14, "head_dim": 16}},
+        {"image_token_index": "[IMG]"},
+        ("<s>", "</s>", "<pad>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        ("[INST]", ":", "[/INST]"),
+        {"image": "[IMG]"},
+        {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+        {
+            "preprocessor_config.json": _pictures(
+                "PixtralImageProcessor", {"longest_edge": 112}, CLIP_MEAN, CLIP_STD, patch_size={"height": 14, "width": 14}
+            )
+        },
+        {"spatial_merge_size": 2, "vision_feature_layer": -1},
+    ),
+    "Glm4vForConditionalGeneration": _glm("glm4v", "Glm4vProcessor", _rope(2, 1, 1, partial_rotary_factor=0.5)),
+    "Glm46VForConditionalGeneration": _glm(
+        "glm46v", "Glm46VProcessor", {"model_type": "glm4v_text", **_rope(2, 1, 1, partial_rotary_factor=0.5)}
+    ),
+    "Glm4vMoeForConditionalGeneration": _glm(
+        "glm4v_moe",
+        "Glm4vProcessor",
+        {**_GLM_MOE, **_rope(2, 1, 1, partial_rotary_factor=0.5)},
+    ),
+    "Qwen2AudioForConditionalGeneration": Family(
+        "qwen2_audio",
+        {"model_type": "qwen2"},
+        {
+            "audio_config": {
+                **_WHISPER_TOWER, "model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 48,
+            }
+        },
+        {"audio_token_index": "<|AUDIO|>"},
+        ("<|endoftext|>", "<|im_end|>", "<|pad|>", "<|im_start|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+        _IM,
+        {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>\n"},
+        {"processor_class": "Qwen2AudioProcessor"},
+        {
+            "preprocessor_config.json": {
+                "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "return_attention_mask": True
+            }
+        },
+    ),
+    "VoxtralForConditionalGeneration": Family(
+        "voxtral",
+        {"model_type": "llama", "head_dim": 16},
+        {"audio_config": {**_TOWER, **_WHISPER_TOWER, "intermediate_size": 128}},
+        {"audio_token_id": "[AUDIO]"},
+        ("<s>", "</s>", "<pad>", "[INST]", "[/INST]", "[AUDIO]", "[BEGIN_AUDIO]"),
+        ("[INST]", ":", "[/INST]"),
+        {"audio": "[BEGIN_AUDIO][AUDIO]"},
+        {"processor_class": "VoxtralProcessor"},
+        {"preprocessor_config.json": {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16}},
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        "llama4",
+        _LLAMA4,
+        {
+            "vision_config": {
+                **_TOWER, "image_size": 56, "patch_size": 14, "vision_output_dim": 48, "projector_input_dim": 48,
+                "projector_output_dim": 48, "intermediate_size": 128,
+            }
+        },
+        {"image_token_index": "<|patch|>", "boi_token_index": "<|image_start|>", "eoi_token_index": "<|image_end|>"},
+        (
+            "<|begin_of_text|>", "<|eot|>", "<|pad|>", "<|header_start|>", "<|header_end|>", "<|image|>", "<|patch|>", "<|image_start|>",
+            "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
+        ),
+        ("<|header_start|>", "<|header_end|>\n\n", "<|eot|>"),
+        {"image": "<|image|>"},
+        {"processor_class": "Llama4Processor", "patch_size": 14},
+        {
+            "preprocessor_config.json": _pictures(
+                "Llama4ImageProcessorFast", {"height": 56, "width": 56}, max_patches=4, resize_to_max_canvas=False
+            )
+        },
+    ),
+}  # fmt: skip
+
+
+def make_media_checkpoint(folder: str | Path, architecture: str, seed: int = 0, **text: Any) -> Path:
+    """Write a checkpoint of one of `FAMILIES` to `folder`, and return the folder. text: fields of
+    the language model's configuration."""
+    import torch
+    import transformers
+
+    folder, family = Path(folder), FAMILIES[architecture]
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = save_tokenizer(folder, 4096, family.special, _write_template(family), family.named)
+    ids = tokenizer.convert_tokens_to_ids
+    numbers = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), ids(list(family.special[:3])), strict=True))
+    nested = {"text_config": {**_TEXT, **numbers, **family.text, **text}, **family.towers}
+    tied = bool(nested["text_config"]["tie_word_embeddings"])
+    others = {key: ids(token) for key, token in family.tokens.items()} | {"tie_word_embeddings": tied}
+    config_class = transformers.CONFIG_MAPPING[family.model_type]
+    config = config_class(**copy.deepcopy(nested), **others, **copy.deepcopy(dict(family.config)))
+    config.architectures = [architecture]
+    model = getattr(transformers, architecture)._from_config(config, attn_implementation="eager").to(torch.float32)
+    set_weights(model, seed)
+    model.save_pretrained(folder)
+    files = {**family.files, "processor_config.json": family.processor}
+    for name, contents in files.items():
+        stored = {**contents, "processor_class": family.processor["processor_class"]}
+        (folder / name).write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n")
+    return folder
+
+
+def load_media_reference(folder: str | Path) -> Any:
+    """The checkpoint as transformers runs it, with its encoders: float32, eager attention."""
+    import torch
+    import transformers
+
+    architecture = json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _write_template(family: Family) -> str:
+    """A chat template in the form of the architecture's own: contents are texts or lists of
+    parts."""
+    before, after, end = (json.dumps(text) for text in family.turn)
+    branches = "".join(
+        f"{{% elif part['type'].startswith({json.dumps(kind)}) %}}{{{{ {json.dumps(text)} }}}}"
+        for kind, text in family.placeholders.items()
+    )
+    parts = (
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+        f"{{% if part['type'] == 'text' %}}{{{{ part['text'] }}}}{branches}{{% endif %}}{{% endfor %}}{{% endif %}}"
+    )
+    return (
+        f"{{{{ {json.dumps(family.special[0])} }}}}{{% for message in messages %}}{{{{ {before} + message['role'] + {after} }}}}{parts}"
+        f"{{{{ {end} }}}}{{% endfor %}}{{% if add_generation_prompt %}}{{{{ {before} + 'assistant' + {after} }}}}{{% endif %}}"
+    )

@@ -1,0 +1,92 @@
+"""Inputs of encoders as processors of transformers write them, and prompts with their
+placeholders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Item = dict[str, torch.Tensor]
+
+_GRIDS = {"image": ((1, 4, 6), (1, 2, 4)), "video": ((2, 4, 4), (3, 2, 4))}  # in patches
+_FRAMED = ("qwen3", "glm4")  # the prompt has a text before each frame of a video
+
+
+def make_items(folder: Path, modality: str) -> list[Item]:
+    """Two items of unequal size."""
+    config = json.loads((folder / "config.json").read_text())
+    family, vision = config["model_type"], config.get("vision_config") or {}
+    draw = torch.Generator().manual_seed(3)
+    if modality == "audio":
+        sounds = [torch.randn(count, 16, 3000, generator=draw) for count in ((1, 2) if family == "voxtral" else (1, 1))]
+        if family == "voxtral":
+            return [{"input_features": sound} for sound in sounds]
+        masks = [(torch.arange(3000) < length).long()[None] for length in (300, 124)]
+        return [{"input_features": sound, "feature_attention_mask": mask} for sound, mask in zip(sounds, masks, strict=True)]
+    if family.startswith(("qwen", "glm")):
+        width = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+        name = "pixel_values" if modality == "image" else "pixel_values_videos"
+        grids = [torch.tensor([grid]) for grid in _GRIDS[modality]]
+        return [{name: torch.randn(int(grid.prod()), width, generator=draw), f"{modality}_grid_thw": grid} for grid in grids]
+    if modality == "video":
+        return [{"pixel_values_videos": torch.randn(1, frames, 3, 56, 56, generator=draw)} for frames in (2, 2)]
+    if family == "mistral3":
+        sizes = ((56, 84), (112, 28))
+        return [{"pixel_values": torch.randn(1, 3, *size, generator=draw), "image_sizes": torch.tensor([size])} for size in sizes]
+    if family in ("llava_onevision", "llava_next"):
+        tiles = ((3, (100, 50)), (5, (100, 90)))  # one of the whole picture, and those of its parts
+        return [
+            {"pixel_values": torch.randn(count, 3, 56, 56, generator=draw), "image_sizes": torch.tensor([size])} for count, size in tiles
+        ]
+    counts = (1, 3) if family in ("internvl", "llama4") else (1, 1)
+    return [{"pixel_values": torch.randn(count, 3, 56, 56, generator=draw)} for count in counts]
+
+
+def join_items(items: Sequence[Item]) -> Item:
+    """The items as transformers gets them at once."""
+    joined = {}
+    for name in items[0]:
+        arrays = [item[name] for item in items]
+        height, width = (max(array.shape[axis] for array in arrays) for axis in (-2, -1))
+        if name == "pixel_values" and arrays[0].dim() == 4:
+            arrays = [torch.nn.functional.pad(each, (0, width - each.shape[-1], 0, height - each.shape[-2])) for each in arrays]
+        joined[name] = torch.cat(arrays)
+    return joined
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with the placeholders of items."""
+
+    token_ids: list[int]
+    kinds: torch.Tensor  # int64 [tokens]; 0: text, 1: an image, 2: a video
+    rows: torch.Tensor  # int64 [tokens]; of the items' joined rows; -1: text
+    ends: torch.Tensor  # int32 [tokens]; see `MediaSpans`
+
+
+def make_prompt(folder: Path, modality: str, counts: Sequence[int], frames: Sequence[int]) -> Prompt:
+    """Texts and items by turns. counts: rows of each item; frames: of each, of a video."""
+    config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
+    written = "image" if config["model_type"].startswith("glm") else modality  # GLM writes frames as images
+    names = (f"{written}_token_id", f"{written}_token_index")
+    placeholder = next(config[name] for name in names if name in config)
+    start = config.get("vision_start_token_id")
+    is_framed = modality == "video" and config["model_type"].startswith(_FRAMED)
+    ids, rows, ends, row = [20, 31, 42, 53, 64], [-1] * 5, [0] * 5, 0
+    for number, (count, frame_count) in enumerate(zip(counts, frames, strict=True)):
+        pieces = frame_count if is_framed else 1
+        for _ in range(pieces):
+            size = count // pieces
+            before = [] if start is None else [start]
+            ids += [*before, *[placeholder] * size, 70 + number, 81]
+            rows += [-1] * len(before) + list(range(row, row + size)) + [-1, -1]
+            ends += [0] * len(before) + [len(ends) + len(before) + size] * size + [0, 0]
+            row += size
+    kind = {"image": 1, "video": 2, "audio": 3}[modality]
+    placed = torch.tensor(rows)
+    return Prompt(ids, torch.where(placed >= 0, kind, 0), placed, torch.tensor(ends, dtype=torch.int32))

@@ -1,0 +1,230 @@
+"""Models with encoders against transformers, which gets the same arrays: the rows of media, and the
+logits of prompts that hold them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from frame.core.errors import CheckpointError, ConfigurationError
+from frame.core.interfaces.media import HasEncoders, MediaRows, MediaSpans, RotaryPositions
+from tests.models.harness import Session, open_session
+from tests.models.media_checkpoints import FAMILIES, load_media_reference, make_media_checkpoint
+from tests.models.media_inputs import Item, Prompt, join_items, make_items, make_prompt
+
+SPANS = ("Gemma3ForConditionalGeneration",)
+CASES = [
+    (architecture, modality) for architecture, family in FAMILIES.items() for modality in family.placeholders
+    if (architecture, modality) != ("InternVLForConditionalGeneration", "video")  # its frames are images
+]  # fmt: skip
+
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def media_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    @cache
+    def make(architecture: str) -> Path:
+        return make_media_checkpoint(tmp_path_factory.mktemp("media"), architecture)
+
+    return make
+
+
+def encode(session: Session, modality: str, items: list[Item]) -> list[torch.Tensor]:
+    model = session.model
+    assert isinstance(model, HasEncoders)
+    return model.encode(modality, items)
+
+
+def compute_logits(model: Any, **arguments: Any) -> torch.Tensor:
+    """[tokens, vocab]. Llama 4's class in transformers 5.24 reads an attribute that its language
+    model's output lacks, after the logits are computed."""
+    if type(model).__name__ != "Llama4ForConditionalGeneration":
+        logits: torch.Tensor = model(**arguments).logits[0]
+        return logits
+    outputs: list[torch.Tensor] = []
+    model.language_model.register_forward_hook(lambda module, args, output: outputs.append(output.logits[0]))
+    with contextlib.suppress(AttributeError):
+        model(**arguments)
+    return outputs[0]
+
+
+def run_reference(folder: Path, modality: str, items: list[Item], prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """-> (logits [tokens, vocab], inputs of the language model's layers [tokens, hidden], rotary
+    positions int64 [3, tokens] or None)."""
+    model = load_media_reference(folder)
+    seen: list[torch.Tensor] = []
+    text = model.model.language_model if hasattr(model, "model") else model.language_model.model
+    text.register_forward_pre_hook(lambda module, args, named: seen.append(named["inputs_embeds"]), with_kwargs=True)
+    arguments: dict[str, Any] = {**join_items(items), "input_ids": torch.tensor([prompt.token_ids])}
+    arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    has_rope = hasattr(getattr(model, "model", None), "get_rope_index")
+    if has_rope:
+        arguments["mm_token_type_ids"] = prompt.kinds[None]
+    if type(model).__name__ in SPANS:
+        arguments["token_type_ids"] = prompt.kinds[None]
+    with torch.inference_mode():
+        logits = compute_logits(model, **arguments)
+        positions = None
+        if has_rope:
+            grids = {name: array for name, array in arguments.items() if name.endswith("grid_thw")}
+            named = {"input_ids": arguments["input_ids"], "mm_token_type_ids": prompt.kinds[None], **grids}
+            positions = model.model.get_rope_index(**named)[0][:, 0]
+    return logits, seen[0][0], positions
+
+
+@pytest.mark.parametrize(("architecture", "modality"), CASES)
+def test_logits_of_prompts_with_media(media_checkpoint: Make, architecture: str, modality: str) -> None:
+    folder = media_checkpoint(architecture)
+    items = make_items(folder, modality)
+    session = open_session(folder, encoders=True, max_tokens=1280, max_context=1280)
+    rows = encode(session, modality, items)  # together, and each alone
+    torch.testing.assert_close(rows, [encode(session, modality, [item])[0] for item in items], atol=1e-5, rtol=1e-5)
+    assert {each.shape[1] for each in rows} == {session.model.encoder_width}  # type: ignore[attr-defined]
+    frames = [int(item.get("video_grid_thw", torch.ones(1, 1))[0, 0]) for item in items]
+    prompt = make_prompt(folder, modality, [len(each) for each in rows], frames)
+    logits, inputs, positions = run_reference(folder, modality, items, prompt)
+    table = torch.cat(rows)
+    hidden = session.model_config.hidden_size
+    torch.testing.assert_close(table[:, :hidden], inputs[prompt.rows >= 0], atol=1e-5, rtol=1e-5)
+    assert table.std() > 0.1
+    chunks = [len(prompt.token_ids)]
+    if architecture not in SPANS:
+        chunks = [9, chunks[0] - 9]  # splits the first item
+    start = 0
+    for size in chunks:
+        part = slice(start, start + size)
+        extensions: dict[type, Any] = {MediaRows: MediaRows(prompt.rows[part], table)}
+        if positions is not None:
+            extensions[RotaryPositions] = RotaryPositions(positions[:, part])
+        if architecture in SPANS:
+            extensions[MediaSpans] = MediaSpans(prompt.ends[part])
+        (computed,) = session.step([(1, prompt.token_ids[part])], extensions)
+        torch.testing.assert_close(computed, logits[part], atol=2e-4, rtol=1e-4)
+        start += size
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_text_alone_needs_no_encoder(media_checkpoint: Make, architecture: str) -> None:
+    folder = media_checkpoint(architecture)
+    session = open_session(folder)
+    reference = load_media_reference(folder)
+    ids = torch.randint(20, 380, (1, 30), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = compute_logits(reference, input_ids=ids)
+    (computed,) = session.step([(1, ids[0].tolist())])
+    torch.testing.assert_close(computed, expected, atol=2e-4, rtol=1e-4)
+    assert not [name for name, _ in session.model.named_parameters() if name.startswith("encoders.")]  # type: ignore[attr-defined]
+
+
+def test_arrays_for_the_text_do_not_divide_items(media_checkpoint: Make) -> None:
+    folder = media_checkpoint("InternVLForConditionalGeneration")
+    items = make_items(folder, "image")
+    session = open_session(folder, encoders=True)
+    counted = [{**item, "num_patches": torch.tensor([len(item["pixel_values"])])} for item in items]
+    assert [len(rows) for rows in encode(session, "image", counted)] == [4, 12]
+    torch.testing.assert_close(encode(session, "image", counted), encode(session, "image", items), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration"])
+def test_bytes_are_rescaled_by_channel(media_checkpoint: Make, architecture: str) -> None:
+    session = open_session(media_checkpoint(architecture), encoders=True)
+    draw = torch.Generator().manual_seed(5)
+    scale, offset = torch.tensor([0.011, 0.013, 0.017]), torch.tensor([-1.0, -1.3, -0.8])
+    if architecture.startswith("Qwen"):
+        stored = torch.randint(0, 256, (24, 3, 1, 14, 14), generator=draw, dtype=torch.uint8)
+        grid = {"image_grid_thw": torch.tensor([[1, 4, 6]])}
+        values = (stored.float() * scale.view(-1, 1, 1, 1) + offset.view(-1, 1, 1, 1)).expand(-1, -1, 2, -1, -1).flatten(1)
+    else:
+        stored, grid = torch.randint(0, 256, (1, 3, 56, 56), generator=draw, dtype=torch.uint8), {}
+        values = stored.float() * scale.view(-1, 1, 1) + offset.view(-1, 1, 1)
+    packed = {"pixel_values": stored, "pixel_values.scale": scale, "pixel_values.offset": offset, **grid}
+    (computed,) = encode(session, "image", [packed])
+    (expected,) = encode(session, "image", [{"pixel_values": values, **grid}])
+    torch.testing.assert_close(computed, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "prefixes"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", {"visual.": "model.visual.", "model.": "model.language_model."}),
+        ("Qwen3VLForConditionalGeneration", {"model.visual.": "visual.", "model.language_model.": "language_model.model."}),
+        (
+            "Gemma3ForConditionalGeneration",
+            {"vision_tower.": "model.vision_tower.vision_model.", "language_model.model.": "model.language_model."},
+        ),
+    ],
+)
+def test_names_of_both_versions_of_transformers(
+    media_checkpoint: Make, tmp_path: Path, architecture: str, prefixes: dict[str, str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = media_checkpoint(architecture)
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        tensors[prefixes.get(old, "") + name.removeprefix(old)] = tensor
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    items = make_items(folder, "image")
+    expected, renamed = (encode(open_session(each, encoders=True), "image", items) for each in (folder, tmp_path))
+    torch.testing.assert_close(renamed, expected, atol=0, rtol=0)
+
+
+def test_a_missing_tensor_of_an_encoder_is_named(media_checkpoint: Make, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = media_checkpoint("Qwen2_5_VLForConditionalGeneration")
+    tensors = load_file(folder / "model.safetensors")
+    lost = next(name for name in tensors if name.startswith("visual.blocks.1"))
+    del tensors[lost]
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=lost.replace(".", r"\.")):
+        open_session(tmp_path, encoders=True)
+    tensors["visual.unknown.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="unknown"):
+        open_session(tmp_path, encoders=True)
+
+
+def test_text_alone_imports_no_modelling_code(media_checkpoint: Make) -> None:
+    folder = media_checkpoint("Qwen3VLForConditionalGeneration")
+    code = f"""
+import sys
+from pathlib import Path
+from tests.models.harness import open_session
+open_session(Path({str(folder)!r}))
+assert "transformers.modeling_utils" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=120)
+
+
+def test_keys_of_the_config_choose_no_code(media_checkpoint: Make, tmp_path: Path) -> None:
+    folder = media_checkpoint("Qwen3VLForConditionalGeneration")
+    config = json.loads((folder / "config.json").read_text())
+    hostile = {"_attn_implementation": "someone/kernels", "attn_implementation": "someone/kernels", "auto_map": {"AutoModel": "x.Y"}}
+    config |= hostile
+    config["vision_config"] |= hostile
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    session = open_session(tmp_path, encoders=True)
+    assert session.model.encoders.model.visual.config._attn_implementation == "sdpa"  # type: ignore[attr-defined]
+
+
+def test_an_unknown_family_is_refused_with_a_sentence(media_checkpoint: Make, tmp_path: Path) -> None:
+    folder = media_checkpoint("Qwen3VLForConditionalGeneration")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "other"}))
+    with pytest.raises(ConfigurationError, match="no encoders for model_type 'other'"):
+        open_session(tmp_path, encoders=True)

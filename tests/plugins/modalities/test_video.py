@@ -1,0 +1,150 @@
+"""Videos: sampling and sizes by transformers' rules, frames in order, and hostile files."""
+
+from __future__ import annotations
+
+import io
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.modality import MediaError, MediaLimits, MediaSize, ModalityContext
+from frame.plugins.modalities.image import normalise
+from frame.plugins.modalities.video import VideoModality
+from frame.testing.modality.folders import write_folder
+
+av = pytest.importorskip("av")
+FORMATS = [
+    ("mp4", "libx264"),
+    ("mp4", "libx265"),
+    ("webm", "libvpx"),
+    ("webm", "libvpx-vp9"),
+    ("matroska", "libsvtav1"),
+    ("matroska", "libx264"),
+]
+
+
+def make(count: int = 30, fps: int = 10, width: int = 128, height: int = 96, kind: str = "mp4", codec: str = "libx264") -> bytes:
+    """A video whose frame i has the grey level 8 i."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width, stream.height, stream.pix_fmt, stream.time_base = width, height, "yuv420p", Fraction(1, fps)
+        for number in range(count):
+            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), 8 * (number % 31), np.uint8), "rgb24")
+            frame.pts = number
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoModality]:
+    folder = tmp_path_factory.mktemp("families")
+    names = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+    return {name: VideoModality(ModalityContext(folder / name, write_folder(folder / name, name))) for name in names}
+
+
+def levels(arrays: dict[str, np.ndarray]) -> list[float]:
+    """The grey level of each frame that the model gets."""
+    pixels = arrays["pixel_values_videos"]
+    frames = pixels.reshape(arrays["video_grid_thw"][0][0], -1, *pixels.shape[1:])
+    return [float(frames[at, :, :, each].mean()) for at in range(len(frames)) for each in range(frames.shape[3])]
+
+
+@pytest.mark.parametrize(("kind", "codec"), FORMATS)
+def test_frames_come_in_order(built: dict[str, VideoModality], kind: str, codec: str) -> None:
+    if codec not in av.codec.codecs_available:
+        pytest.skip(f"PyAV has no {codec}")
+    data = make(kind=kind, codec=codec)
+    for modality in built.values():
+        size = modality.read_size(data)
+        assert (size.width, size.height, size.frames, round(size.seconds, 2)) == (128, 96, 30, 3.0)
+        arrays = modality.compute_features(data, size, {})
+        expected = 8.0 * modality.sample(size, {})
+        assert np.abs(np.array(levels(arrays)) - expected).max() < 4
+        layout = modality.lay_out(size, {})
+        assert layout.patches == len(arrays["pixel_values_videos"]) == arrays["video_grid_thw"].prod()
+        assert layout.expansion.count(modality.row_token) * 4 == layout.patches == sum(np.prod(grid) for grid in layout.grids) * 4
+        assert np.abs(normalise(arrays, "pixel_values_videos")).max() < 3
+
+
+def test_sampling_is_the_processors(built: dict[str, VideoModality]) -> None:
+    for total in (1, 2, 3, 4, 5, 7, 30, 97, 240, 2000):
+        for fps in (1.0, 10.0, 23.976, 60.0):
+            size = MediaSize("MP4", 128, 96, total, total / fps)
+            got = built["qwen3_vl"].sample(size, {})
+            count = min(max(int(total / fps * 2), 4), 768, total)
+            assert got.tolist() == np.linspace(0, total - 1, count).round().astype(int).tolist()
+            if total < 2:
+                continue
+            got = built["qwen2_vl"].sample(size, {})
+            most = min(768, total) // 2 * 2
+            count = int(min(max(total / fps * 2, 4), most, total) // 2 * 2)
+            assert got.tolist() == torch.arange(0, total, total / count).int().tolist()[:count]
+
+
+def test_options(built: dict[str, VideoModality]) -> None:
+    data = make(60)
+    modality = built["qwen3_vl"]
+    size = modality.read_size(data)
+    assert [len(modality.sample(size, options)) for options in ({}, {"fps": 1}, {"fps": 10}, {"max_frames": 3})] == [12, 6, 60, 3]
+    for options in ({"fps": 0}, {"fps": "x"}, {"fps": True}, {"max_frames": 10_000}, {"speed": 2}):
+        with pytest.raises(MediaError):
+            modality.lay_out(size, options)
+
+
+def test_positions(built: dict[str, VideoModality]) -> None:
+    data = make(60)
+    size = built["qwen2_5_vl"].read_size(data)
+    layout = built["qwen2_5_vl"].lay_out(size, {})
+    assert (len(layout.grids), layout.frame_step) == (1, 2.0)  # two positions a second, a temporal patch of one
+    assert built["qwen2_vl"].lay_out(size, {}).frame_step == 1.0
+    layout = built["qwen3_vl"].lay_out(size, {})
+    assert len(layout.grids) == 6 == layout.expansion.count(" seconds>") and {grid[0] for grid in layout.grids} == {1}
+    assert layout.expansion.startswith("<0.2 seconds><|vision_start|>")
+
+
+def test_limits_and_hostile_files(built: dict[str, VideoModality], tmp_path: Path) -> None:
+    modality = built["qwen2_vl"]
+    data = make(30)
+    small = VideoModality(ModalityContext(modality.context.folder, modality.context.model_config, MediaLimits(max_pixels=9000)))
+    short = VideoModality(ModalityContext(modality.context.folder, modality.context.model_config, MediaLimits(max_seconds=2)))
+    for one, words in ((small, "9000"), (short, "2 seconds")):
+        with pytest.raises(MediaError, match=words):
+            one.read_size(data)
+    jpeg2000 = make(5, kind="mp4", codec="jpeg2000") if "jpeg2000" in av.codec.codecs_available else b""
+    other = make(5, kind="mp4", codec="mpeg4")
+    for bad in (
+        b"",
+        b"x" * 100,
+        jpeg2000,
+        other,
+        data[:200],
+        b"\0\0\0\x18ftypisom" + bytes(100),
+        b"\x1a\x45\xdf\xa3" + bytes(100),
+        b"#EXTM3U\n",
+    ):
+        with pytest.raises(MediaError) as caught:
+            modality.compute_features(bad, modality.read_size(bad), {})
+        assert "send" in str(caught.value)
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        changed = bytearray(data)
+        for at in generator.integers(0, len(data), 10):
+            changed[at] = generator.integers(256)
+        try:
+            size = modality.read_size(bytes(changed))
+            layout = modality.lay_out(size, {})
+            assert layout.patches == len(modality.compute_features(bytes(changed), size, {})["pixel_values_videos"])
+        except MediaError:
+            continue
+
+
+def test_other_architectures(tmp_path: Path) -> None:
+    config = write_folder(tmp_path, "gemma3")
+    with pytest.raises(ConfigurationError, match="gemma3"):
+        VideoModality(ModalityContext(tmp_path, config))

@@ -1,0 +1,28 @@
+"""The in-tree modalities pass the suite of their kind, and skip nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from frame.plugins.loader import load_registry
+from frame.testing.conformance import Setting, find, run_suite
+from frame.testing.modality.files import Maker, make_sound
+from frame.testing.modality.suite import suite
+
+REGISTRY = load_registry(installed=False)
+SKIPPED = {"image": set(), "video": set(), "audio": {"bytes_have_factors"}}
+
+
+@pytest.mark.parametrize("name", sorted(SKIPPED))
+def test_our_modalities(name: str) -> None:
+    outcomes = run_suite(find(REGISTRY, f"modality:{name}", Setting()))
+    assert [outcome for outcome in outcomes if outcome.result == "failed"] == []
+    assert {outcome.check for outcome in outcomes if outcome.result == "skipped"} == SKIPPED[name]
+
+
+def test_files_are_those_of_the_modality(tmp_path: Path) -> None:
+    subject = find(REGISTRY, "modality:audio", Setting())
+    assert Maker(subject, tmp_path).make(50, seed=3) == make_sound(0.5, seed=3)
+    assert "alpha_is_laid_over_white" not in {check.name for check in suite(subject)}
