@@ -1,0 +1,327 @@
+"""`PrefixLoads`: loads of prefixes for waiting requests.
+
+A load locks the prefix that the device has, allocates pages for the next blocks, lets tiers read
+them into buffers, copies these to the pages and inserts the pages in the prefix cache. Used by
+`TierController`. Must not know where a tier keeps its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frame.core.interfaces.cache import Match
+from frame.core.interfaces.kv_tier import KVTierResult
+from frame.core.scheduling.request import Request
+from frame.kv_tiers.block_keys import BlockKeys, RequestKeys
+from frame.kv_tiers.tier_set import TierSet
+
+if TYPE_CHECKING:
+    import torch
+
+DEADLINE_MARGIN = 1.0  # seconds that a request waits longer than the computation of its prefix takes
+HASHED_BLOCKS = 8192  # most blocks that one call hashes, since a step waits meanwhile
+
+
+@dataclass(slots=True)
+class Segment:
+    """The blocks of a load that one tier reads."""
+
+    blocks: Sequence[torch.Tensor]
+    num_ready: int = -1  # leading blocks that were read; -1: not known yet
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A load under way. Its pages are in transit until it ends."""
+
+    job: int
+    key: bytes  # of its first block
+    tokens: np.ndarray  # cache keys of the matched and the loaded blocks, int32
+    namespace: str
+    priority: int
+    match: Match  # locked; the blocks before the first loaded one
+    pages: np.ndarray  # int32, of the loaded blocks
+    segments: dict[int, Segment]  # by tier, in the order of the blocks
+    num_copied: int = 0  # blocks whose copies to pages have begun; 0: tiers read
+    is_copied: bool = False  # the copies have ended
+    rids: set[str] = field(default_factory=set)  # of the requests that wait for it
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.pages)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all tiers have told what they have read."""
+        return all(segment.num_ready >= 0 for segment in self.segments.values())
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether pages are being written."""
+        return self.num_copied > 0 and not self.is_copied
+
+    def describe_delay(self) -> tuple[int, str]:
+        """-> the tier that the load waits for, and a sentence for the log."""
+        for index, segment in self.segments.items():
+            if segment.num_ready < 0:
+                return index, "it has not read a prefix before the deadline of its request"
+        return next(iter(self.segments)), "a prefix was not copied to the device before the deadline of its request"
+
+    def list_ready(self) -> list[torch.Tensor]:
+        """The leading blocks that tiers have read."""
+        blocks: list[torch.Tensor] = []
+        for segment in self.segments.values():
+            blocks += segment.blocks[: segment.num_ready]
+            if segment.num_ready < len(segment.blocks):
+                break
+        return blocks
+
+
+@dataclass(slots=True)
+class Wait:
+    """What a waiting request does. Without a load it is looked up again."""
+
+    load: Load | None = None
+    computes: bool = False  # it waits for no load until it has started
+    deadline: float | None = None  # seconds of the clock; None: it has not waited
+
+
+class PrefixLoads:
+    """Loads, and the requests that wait for them.
+
+    Requests that lack the same next block wait for one load. A request waits until its deadline in
+    all: the time in which its missing prefix is computed, and `DEADLINE_MARGIN`.
+    """
+
+    def __init__(self, tiers: TierSet, keys: RequestKeys) -> None:
+        self.num_failed = 0  # loads that yielded fewer blocks than the tiers had
+        self.num_late = 0  # requests whose load has not ended before their deadline
+        self.prefill_rate = 2000.0  # tokens a second; measured from the first prompt on
+        self._set = tiers
+        self._keys = keys
+        self._loads: dict[int, Load] = {}  # by job
+        self._by_key: dict[bytes, Load] = {}  # by the key of the first block
+        self._waits: dict[str, Wait] = {}  # by request id
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[Load]:
+        return iter(self._loads.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a load."""
+        return sum(len(load.rids) for load in self._loads.values())
+
+    # requests -------------------------------------------------------------------------------------
+
+    def may_start(self, request: Request) -> bool:
+        """See `RequestTiers.may_start`."""
+        if request.wants_prompt_logprobs or request.num_tokens < max(2, self._set.options.min_load_tokens):
+            return True
+        wait = self._waits.get(request.rid)
+        if wait is None:
+            wait = self._waits[request.rid] = Wait()
+        if not wait.computes and wait.load is None:
+            if wait.deadline is not None and self._set.clock() >= wait.deadline:
+                wait.computes = True
+            else:
+                self._look_up(request, wait)
+        return wait.computes
+
+    def is_loading(self, request: Request) -> bool:
+        """See `RequestTiers.is_loading`."""
+        wait = self._waits.get(request.rid)
+        return wait is not None and wait.load is not None
+
+    def forget(self, request: Request) -> None:
+        """See `RequestTiers.forget`."""
+        wait = self._waits.pop(request.rid, None)
+        if wait is not None and wait.load is not None:
+            self._leave(request.rid, wait)
+
+    def _leave(self, rid: str, wait: Wait) -> None:
+        """A request waits for its load no more. A load that no request waits for is abandoned,
+        unless it is being copied: then its pages are inserted all the same."""
+        load, wait.load = wait.load, None
+        assert load is not None
+        load.rids.discard(rid)
+        if not load.rids and not load.is_writing:
+            self._abandon(load)
+
+    def _look_up(self, request: Request, wait: Wait) -> None:
+        """Begin a load for a request, let it join one, or decide that it computes. It stays
+        undecided while its keys are being hashed and while other loads have all the room."""
+        tokens, size = request.cache_keys(request.all_tokens()), self._set.page_size
+        chain = self._keys.extend(request, tokens, HASHED_BLOCKS)
+        if len(chain.keys) < len(tokens) // size:
+            return
+        match = self._set.kv_manager.cache.match(tokens, request.namespace)
+        first = len(match.pages)
+        missing = (len(chain.keys) - first) * size
+        if wait.deadline is None:
+            wait.deadline = self._set.clock() + missing / self.prefill_rate + DEADLINE_MARGIN
+        minimum = max(1, self._set.options.min_load_tokens)
+        if missing < minimum:
+            wait.computes = True
+            return
+        load = self._by_key.get(chain.keys[first])
+        if load is None:
+            ends = self._find_ends(chain, first)
+            held, room = ends[-1] - first, self._set.max_pages - sum(each.num_blocks for each in self)
+            if min(held, self._set.max_pages) * size < minimum:
+                wait.computes = True
+                return
+            if room * size < minimum:
+                return
+            load = self._begin(request, tokens, chain, match, [min(end, first + room) for end in ends])
+        if load is None:
+            wait.computes = True
+            return
+        load.rids.add(request.rid)
+        wait.load = load
+
+    def _find_ends(self, chain: BlockKeys, first: int) -> list[int]:
+        """Where each tier's segment ends in blocks: the nearest tier gives what it has, the next
+        one goes on."""
+        ends: list[int] = []
+        for named in self._set.tiers:
+            limit = named.limit_blocks(chain)
+            held = named.tier.match(chain.keys[first:limit]) if limit > first else 0
+            first = first + min(held, max(limit - first, 0))
+            ends.append(first)
+        return ends
+
+    def _begin(self, request: Request, tokens: np.ndarray, chain: BlockKeys, match: Match, ends: Sequence[int]) -> Load | None:
+        """Lock, allocate, and let the tiers read; None where pages or the tiers' buffers are
+        short."""
+        kv_manager, first = self._set.kv_manager, len(match.pages)
+        kv_manager.cache.lock(match.handle)
+        pages = kv_manager.allocate_pages(ends[-1] - first)
+        if pages is None:
+            kv_manager.cache.unlock(match.handle)
+            return None
+        job, start, segments = self._set.take_job(), first, dict[int, Segment]()
+        for index, end in enumerate(ends):
+            if end > start:
+                blocks = self._set.tiers[index].tier.load(job, chain.keys[start:end])
+                if blocks is None:
+                    break
+                segments[index], start = Segment(blocks), end
+        kv_manager.allocator.free(pages[start - first :])
+        if not segments:
+            kv_manager.cache.unlock(match.handle)
+            return None
+        kept = np.array(tokens[: start * self._set.page_size])
+        load = Load(job, chain.keys[first], kept, request.namespace, request.priority, match, pages[: start - first], segments)
+        self._loads[job] = self._by_key[load.key] = load
+        if all(self._set.tiers[index].is_in_memory for index in segments):  # their results come while the blocks are copied
+            self._copy(load, [block for segment in segments.values() for block in segment.blocks])
+        return load
+
+    # progress -------------------------------------------------------------------------------------
+
+    def take_result(self, index: int, result: KVTierResult) -> bool:
+        """A tier has read blocks. -> whether the job is a load. When all tiers have, the leading
+        blocks are copied to pages."""
+        load = self._loads.get(result.job)
+        if load is None or index not in load.segments:
+            return False
+        self._set.log_error(index, result.error)
+        load.segments[index].num_ready = result.num_blocks
+        if not load.is_read:
+            return True
+        blocks = load.list_ready()
+        if load.num_copied:
+            if load.is_copied:
+                self._complete(load)
+        elif blocks:
+            self._copy(load, blocks)
+        else:
+            self._fail(load)
+        return True
+
+    def end_copy(self, job: int) -> bool:
+        """The mover has written the pages of a load. -> whether the job is a load."""
+        load = self._loads.get(job)
+        if load is None:
+            return False
+        load.is_copied = True
+        if load.is_read:
+            self._complete(load)
+        elif not load.rids:
+            self._abandon(load)
+        return True
+
+    def _copy(self, load: Load, blocks: Sequence[torch.Tensor]) -> None:
+        load.num_copied = len(blocks)
+        self._set.mover.load(load.job, load.pages[: len(blocks)], blocks)
+
+    def _fail(self, load: Load) -> None:
+        self.num_failed += 1
+        self._abandon(load)
+
+    def _complete(self, load: Load) -> None:
+        """Blocks are read and copied: insert them in the prefix cache."""
+        count = len(load.list_ready())
+        if not count:
+            self._fail(load)
+            return
+        kv_manager, size, first = self._set.kv_manager, self._set.page_size, len(load.match.pages)
+        self._finish(load)
+        pages = np.concatenate((load.match.pages, load.pages[:count]))
+        inserted = kv_manager.cache.insert(load.tokens[: len(pages) * size], pages, load.namespace, load.priority)
+        kv_manager.cache.unlock(load.match.handle)
+        num_duplicates = max(0, inserted.num_cached // size - first)
+        kv_manager.allocator.free(np.concatenate((load.pages[:num_duplicates], load.pages[count:])))
+        is_short = count < load.num_blocks
+        for index, segment in load.segments.items():
+            self._set.counts[index].loaded += min(len(segment.blocks), count) * size
+            count -= min(len(segment.blocks), count)
+        self.num_failed += is_short
+        self._release(load, computes=is_short)
+
+    def abandon_reads(self) -> None:
+        """Abandon the loads whose blocks are not being copied. Their requests compute."""
+        for load in [each for each in self if not each.is_writing]:
+            self._abandon(load)
+
+    def expire(self) -> None:
+        """End the waits for loads whose deadline has passed."""
+        now = self._set.clock()
+        for load in list(self):
+            for rid in list(load.rids):
+                wait = self._waits[rid]
+                if wait.deadline is not None and now >= wait.deadline:
+                    wait.computes = True
+                    self.num_late += 1
+                    self._set.log_error(*load.describe_delay())
+                    self._leave(rid, wait)
+
+    def list_handles(self) -> list[Any]:
+        return [load.match.handle for load in self]
+
+    def _abandon(self, load: Load) -> None:
+        """End a load whose pages nothing writes to."""
+        self._finish(load)
+        self._set.kv_manager.cache.unlock(load.match.handle)
+        self._set.kv_manager.allocator.free(load.pages)
+        self._release(load, computes=True)
+
+    def _finish(self, load: Load) -> None:
+        for index in load.segments:
+            self._set.tiers[index].tier.finish(load.job)
+        del self._loads[load.job]
+        del self._by_key[load.key]
+
+    def _release(self, load: Load, *, computes: bool) -> None:
+        """The requests of a load go on: they compute, or are looked up again, since more blocks may
+        be missing."""
+        for rid in load.rids:
+            self._waits[rid].load, self._waits[rid].computes = None, computes
+        load.rids.clear()

@@ -1,0 +1,110 @@
+"""`PoolBlockMover`: copies blocks between the KV pool and buffers in host memory; implements
+`BlockMover`.
+
+Used by `TierController`. On a device with streams a thread copies, on a stream of its own, so that
+neither steps nor the engine's thread wait; on the CPU `poll` does. Must not know a tier, a request
+or the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from frame.core.interfaces.platform import SupportsStreams
+from frame.kv_tiers.copy_thread import CopyThread
+from frame.kv_tiers.page_copies import PageCopies
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.platform import DeviceEvent, Platform
+    from frame.core.kv_cache.kv_pool import KVPool
+
+STAGING_BYTES = 32 << 20  # of device memory; on the CPU what one call of `poll` copies
+
+
+@dataclass(slots=True)
+class _Job:
+    number: int
+    pages: np.ndarray  # int64 [n]
+    buffers: list[tuple[torch.Tensor, ...]]  # of each page
+    is_load: bool
+    ready: DeviceEvent | None  # the end of the steps that were launched before
+    num_started: int = 0  # pages
+
+
+class PoolBlockMover:
+    """Jobs are copied in pieces of the staging buffer's size: loads before stores, each in their
+    order. A copy that fails raises in `poll`, and the engine ends: its pages are in doubt."""
+
+    def __init__(self, pool: KVPool, platform: Platform, staging_bytes: int = STAGING_BYTES) -> None:
+        self._copies = PageCopies(pool, platform.device, staging_bytes)
+        self._loads: deque[_Job] = deque()
+        self._stores: deque[_Job] = deque()
+        self._ended: deque[int] = deque()
+        self._thread = CopyThread(platform, platform, self._run_piece) if isinstance(platform, SupportsStreams) else None
+
+    @property
+    def block_bytes(self) -> int:
+        """See `BlockMover.block_bytes`."""
+        return self._copies.block_bytes
+
+    def load(self, job: int, pages: np.ndarray, blocks: Sequence[torch.Tensor]) -> None:
+        """See `BlockMover.load`."""
+        self._start(self._loads, job, pages, [(block,) for block in blocks], is_load=True)
+
+    def store(self, job: int, pages: np.ndarray, blocks: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """See `BlockMover.store`."""
+        by_page = [tuple(buffer for buffer in buffers if buffer is not None) for buffers in zip(*blocks, strict=True)]
+        self._start(self._stores, job, pages, by_page, is_load=False)
+
+    def poll(self) -> list[int]:
+        """See `BlockMover.poll`. Raises DeviceLost if the device has failed, and the error of a
+        copy."""
+        if self._thread is not None:
+            self._thread.raise_error()
+        elif (done := self._run_piece()) is not None:
+            done()
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def close(self) -> None:
+        """See `BlockMover.close`. Jobs whose copies have not begun are dropped."""
+        if self._thread is not None:
+            self._thread.close()
+        self._loads.clear()
+        self._stores.clear()
+        self._copies.free()
+
+    def _start(self, queue: deque[_Job], number: int, pages: np.ndarray, buffers: list[tuple[torch.Tensor, ...]], *, is_load: bool) -> None:
+        if len(pages) != len(buffers):
+            raise ValueError(f"{len(pages)} pages have {len(buffers)} blocks")
+        stored = np.array([bool(each) for each in buffers], np.bool_)
+        ready = None if self._thread is None else self._thread.mark_steps()
+        queue.append(_Job(number, pages[stored].astype(np.int64), [each for each in buffers if each], is_load, ready))
+        if self._thread is not None:
+            self._thread.wake()
+
+    def _run_piece(self) -> Callable[[], None] | None:
+        """See `CopyThread`."""
+        queue = self._loads or self._stores
+        if not queue:
+            return None
+        job = queue.popleft()  # not to be tried again if a copy raises
+        if job.ready is not None and self._thread is not None:
+            self._thread.stream.wait_event(job.ready)
+        first, job.num_started = job.num_started, min(job.num_started + self._copies.num_blocks, len(job.pages))
+        piece = slice(first, job.num_started)
+        (self._copies.load if job.is_load else self._copies.store)(job.pages[piece], job.buffers[piece])
+        is_last = job.num_started == len(job.pages)
+        if not is_last:
+            queue.appendleft(job)
+        return partial(self._end_piece, job, is_last=is_last)
+
+    def _end_piece(self, job: _Job, *, is_last: bool) -> None:
+        if is_last:
+            self._ended.append(job.number)

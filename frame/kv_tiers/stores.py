@@ -1,0 +1,158 @@
+"""`BlockStores`: stores of blocks of the prefix cache to tiers.
+
+A store locks a cached prefix, gets buffers of all tiers that lack its blocks, lets the mover copy
+the pages to them, and commits. Used by `TierController`. Must not know requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frame.core.interfaces.cache import Match
+from frame.core.interfaces.kv_tier import KVTierResult
+from frame.kv_tiers.block_keys import BlockKeys
+from frame.kv_tiers.tier_set import NO_PAGES, TierSet
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SEEN = 1 << 18  # keys of blocks that were offered once, of which `write_through_selective` keeps note
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Pages that are being copied to buffers."""
+
+    match: Match  # locked
+    num_blocks: int
+    tiers: Sequence[int]
+
+
+class BlockStores:
+    """Stores under way. Most pages that they lock are `TierSet.max_pages`, unless one long prefix
+    has more: it is locked alone. What finds no room is dropped."""
+
+    def __init__(self, tiers: TierSet) -> None:
+        self.num_dropped = 0  # blocks that found no room
+        self._set = tiers
+        self._stores: dict[int, Store] = {}  # by job
+        self._commits: set[tuple[int, int]] = set()  # (tier, job); buffers are full, and the tier keeps the blocks
+        self._is_selective = tiers.options.write_policy == "write_through_selective"
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._stores or self._commits)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages are read."""
+        return bool(self._stores)
+
+    def offer(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str) -> None:
+        """Store blocks of a sequence. What finds no room is tried again at the next offer.
+        cache_keys: those of the chain's blocks, which the prefix cache holds, int32."""
+        first, count = chain.num_offered, min(len(chain.keys), len(cache_keys) // self._set.page_size)
+        if count > first:
+            allowed = self._count_seen(chain.keys, first, count) if self._is_selective else count
+            chain.num_allowed = allowed if chain.num_allowed == first else chain.num_allowed
+            chain.num_offered = count
+        if chain.num_stored < chain.num_allowed:
+            chain.num_stored = self._store(chain, cache_keys, namespace)
+
+    def _store(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str) -> int:
+        """Store the allowed blocks that a tier lacks. -> the end of those for which there was
+        room."""
+        first, count = chain.num_stored, chain.num_allowed
+        gaps: dict[int, tuple[int, int]] = {}  # by tier: the blocks that it lacks
+        for index, named in enumerate(self._set.tiers):
+            end = min(count, named.limit_blocks(chain))
+            start = first + named.tier.match(chain.keys[first:end]) if first < end else end
+            if start < end:
+                gaps[index] = start, end
+        if not gaps:
+            return count
+        begin, end = min(start for start, _ in gaps.values()), max(end for _, end in gaps.values())
+        kept = min(end, begin + self._set.max_pages - sum(store.num_blocks for store in self._stores.values()))
+        cache = self._set.kv_manager.cache
+        match = cache.match(cache_keys[: max(kept, 0) * self._set.page_size], namespace)
+        kept = min(kept, len(match.pages))
+        if kept <= begin or self._exceeds_room(match.pages):
+            self.num_dropped += end - begin
+            return begin
+        self.num_dropped += end - kept
+        cache.lock(match.handle)
+        if not self._begin(chain.keys, match, (begin, kept), gaps):
+            cache.unlock(match.handle)
+        return count if kept == end else kept
+
+    def _begin(self, keys: Sequence[bytes], match: Match, span: tuple[int, int], gaps: dict[int, tuple[int, int]]) -> bool:
+        """Get buffers and start the copies. -> whether there is any: tiers may hold all blocks, or
+        have no room."""
+        job, (begin, end) = self._set.take_job(), span
+        rows: dict[int, list[torch.Tensor | None]] = {}
+        for index, (start, stop) in gaps.items():
+            stop = min(stop, end)
+            if start >= stop:
+                continue
+            buffers = self._set.tiers[index].tier.store(job, keys[start:stop])
+            if buffers is None:
+                self.num_dropped += stop - start
+            else:
+                rows[index] = [*[None] * (start - begin), *buffers, *[None] * (end - stop)]
+        columns = [column for column in range(end - begin) if any(row[column] is not None for row in rows.values())]
+        if not columns:
+            for index in rows:
+                self._set.tiers[index].tier.finish(job, commit=False)
+            return False
+        blocks = [[row[column] for column in columns] for row in rows.values()]
+        self._stores[job] = Store(match, len(columns), tuple(rows))
+        self._set.mover.store(job, match.pages[begin:end][columns], blocks)
+        return True
+
+    def end_copy(self, job: int) -> None:
+        """The mover has filled the buffers of a store."""
+        store = self._stores.pop(job, None)
+        if store is None:
+            return
+        self._set.kv_manager.cache.unlock(store.match.handle)
+        for index in store.tiers:
+            self._commits.add((index, job))
+            self._set.tiers[index].tier.finish(job, commit=True)
+
+    def take_result(self, index: int, result: KVTierResult) -> None:
+        """A tier has kept the blocks of a store."""
+        if (index, result.job) in self._commits:
+            self._commits.discard((index, result.job))
+            self._set.counts[index].stored += result.num_blocks * self._set.page_size
+            self._set.log_error(index, result.error)
+
+    def list_handles(self) -> list[Any]:
+        return [store.match.handle for store in self._stores.values()]
+
+    def list_locked_pages(self) -> list[np.ndarray]:
+        """The pages that each store locks."""
+        return [store.match.pages for store in self._stores.values()]
+
+    def _exceeds_room(self, pages: np.ndarray) -> bool:
+        """Whether these pages and those of the stores under way are too many to lock."""
+        if not self._stores:
+            return False
+        locked = np.unique(np.concatenate([NO_PAGES, pages, *self.list_locked_pages()]))
+        return len(locked) > self._set.max_pages
+
+    def _count_seen(self, keys: Sequence[bytes], first: int, count: int) -> int:
+        """Take note of offered blocks. -> the end of the leading ones that were offered before."""
+        seen, end = self._seen, first
+        for at in range(first, count):
+            if keys[at] in seen and end == at:
+                end = at + 1
+            seen[keys[at]] = None
+            seen.move_to_end(keys[at])
+        while len(seen) > MAX_SEEN:
+            seen.popitem(last=False)
+        return end

@@ -1,0 +1,98 @@
+"""The tiers of one scheduler, nearest first, with what loads and stores have in common.
+
+Used by `TierController`, `PrefixLoads` and `BlockStores`. Must not know requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from frame.core.interfaces.kv_tier import BlockMover, KVTier
+from frame.core.scheduling.kv_cache_manager import KVCacheManager
+from frame.kv_tiers.block_keys import BlockKeys
+
+log = logging.getLogger(__name__)
+
+WritePolicy = Literal["write_through", "write_through_selective"]
+NO_PAGES = np.empty(0, np.int32)
+LOG_INTERVAL = 60.0  # seconds after which the same error of a tier is logged again
+MAX_LOGGED = 16  # different errors in that time
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTier:
+    """A tier and its name in logs and metrics. `is_local`: it is neither persistent nor shared, so
+    that blocks whose keys have a meaning in this process alone may be stored there."""
+
+    name: str
+    tier: KVTier
+    is_local: bool
+    is_in_memory: bool = False  # see `KVTierCapabilities.in_memory`
+
+    def limit_blocks(self, keys: BlockKeys) -> int:
+        """Leading blocks of a sequence that may be in this tier."""
+        return len(keys.keys) if self.is_local else keys.num_public
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """How tiers are used."""
+
+    secret: bytes  # of the keys; at most 64 bytes
+    identity: str  # see `KVTierContext.identity`
+    write_policy: WritePolicy  # store a block at its first offer, or at its second one
+    min_load_tokens: int  # fewer tokens are computed rather than loaded
+    num_pages: int  # of the KV pool, the reserved page 0 included
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Counters of one tier since the start, in tokens."""
+
+    loaded: int = 0
+    stored: int = 0
+
+
+@dataclass(eq=False)
+class TierSet:
+    """The tiers and the objects that their users share. `max_pages`: most pages in transit by
+    loads, and most that stores lock."""
+
+    tiers: Sequence[NamedTier]
+    mover: BlockMover
+    kv_manager: KVCacheManager
+    options: TierOptions
+    clock: Callable[[], float] = time.monotonic
+    counts: list[TierCounts] = field(init=False)
+    max_pages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = [TierCounts() for _ in self.tiers]
+        self.max_pages = max(1, self.options.num_pages // 2)
+        self._last_job = 0
+        self._no_log_until: dict[tuple[int, str], float] = {}  # by tier and error
+
+    @property
+    def page_size(self) -> int:
+        return self.kv_manager.page_size
+
+    def take_job(self) -> int:
+        """A new job number."""
+        self._last_job += 1
+        return self._last_job
+
+    def log_error(self, index: int, error: str) -> None:
+        """Log why a job of a tier failed, unless the same entry is recent or there are many."""
+        now, cause = self.clock(), (index, error)
+        if not error or now < self._no_log_until.get(cause, now):
+            return
+        self._no_log_until = {each: until for each, until in self._no_log_until.items() if now < until}
+        if len(self._no_log_until) < MAX_LOGGED:
+            self._no_log_until[cause] = now + LOG_INTERVAL
+            log.warning("the KV cache tier %s failed; its blocks are computed: %s", self.tiers[index].name, error)

@@ -1,0 +1,103 @@
+"""`NixlAgent`: NIXL's library behind the few calls that the tier `nixl` needs: register memory,
+know a peer, read from its memory. Must not know a key or a block.
+
+The package is `nixl-cu13`; the package `nixl` brings two versions of CUDA. UCX moves the bytes, and
+between host memories it needs no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frame.core.errors import ConfigurationError
+from frame.plugins.kv_tiers.threaded_tier import BlockError
+
+if TYPE_CHECKING:
+    import torch
+
+_POLL_SECONDS = 0.0002  # between two looks at a transfer
+_DRAM = "DRAM"
+
+
+class NixlAgent:
+    """This process as NIXL knows it. Threads call its methods at the same time."""
+
+    def __init__(self) -> None:
+        """Raises ConfigurationError if the library cannot be used."""
+        try:
+            logging.getLogger("nixl").setLevel(logging.WARNING)  # it reports each agent
+            api: Any = importlib.import_module("nixl_cu13._api")
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+            config = api.nixl_agent_config(backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+            self._agent: Any = api.nixl_agent(secrets.token_hex(8), config)
+            if "UCX" not in self._agent.backends:
+                raise RuntimeError("it has no UCX")
+        except Exception as error:
+            sentence = f"kv_tier/nixl cannot use NIXL ({type(error).__name__}: {error}); install nixl-cu13 anew, or leave out"
+            raise ConfigurationError(f"{sentence} disaggregation.mode") from error
+        self._registered: list[Any] = []
+
+    @property
+    def num_registered(self) -> int:
+        """Pieces of memory that peers may read. `describe` changes with it."""
+        return len(self._registered)
+
+    def register(self, piece: torch.Tensor) -> None:
+        """Let peers read a piece of host memory, and this process read into it."""
+        self._registered.append(self._agent.register_memory([(piece.data_ptr(), piece.numel(), 0, "")], _DRAM))
+
+    def describe(self) -> bytes:
+        """What a peer needs to read this process's registered memory."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, description: bytes) -> str:
+        """Know a peer by its description, which came from an authenticated link. -> its name.
+        Raises BlockError."""
+        try:
+            name = self._agent.add_remote_agent(description)
+        except Exception as error:
+            raise BlockError(f"NIXL does not take the peer's description: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer. Reads of it that are under way fail."""
+        try:
+            self._agent.remove_remote_agent(name)
+        except Exception as error:  # noqa: BLE001 - it is gone
+            logging.getLogger(__name__).info("NIXL cannot forget a peer: %s", error)
+
+    def read(self, peer: str, local: np.ndarray, remote: np.ndarray, is_stopped: Callable[[], bool]) -> None:
+        """Read from a peer's memory, and wait for it. local, remote: uint64 [n, 3] of (address,
+        bytes, 0). Until it returns or raises, the local memory may be written. Raises BlockError,
+        also where `is_stopped` before the end, in which case the memory must not be used again."""
+        agent = self._agent
+        try:
+            transfer = agent.initialize_xfer("READ", agent.get_xfer_descs(local, _DRAM), agent.get_xfer_descs(remote, _DRAM), peer)
+            try:
+                state = agent.transfer(transfer)
+                while state == "PROC" and not is_stopped():
+                    time.sleep(_POLL_SECONDS)
+                    state = agent.check_xfer_state(transfer)
+            finally:
+                agent.release_xfer_handle(transfer)
+        except Exception as error:
+            raise BlockError(f"NIXL cannot read from the prefill server: {error}") from error
+        if state != "DONE":
+            raise BlockError("NIXL cannot read from the prefill server: the transfer has failed")
+
+    def close(self) -> None:
+        """Withdraw the registered memory."""
+        for each in self._registered:
+            try:
+                self._agent.deregister_memory(each)
+            except Exception as error:  # noqa: BLE001 - the process ends
+                logging.getLogger(__name__).info("NIXL cannot withdraw memory: %s", error)
+        self._registered.clear()
+        self._agent = None

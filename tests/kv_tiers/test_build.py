@@ -1,0 +1,127 @@
+"""How tiers are built: the identity of blocks, the refused models, and what is closed after a
+failure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from frame.config.schema import FrameConfig
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
+from frame.core.interfaces.kv_tier import KVTierCapabilities
+from frame.core.interfaces.parallel import ParallelPlan
+from frame.core.interfaces.platform import HOST, PlatformContext
+from frame.core.interfaces.plugin import Anything
+from frame.core.kv_cache.geometry import group_layers
+from frame.core.kv_cache.kv_pool import KVPool
+from frame.entrypoints.configuration.prepare import prepare
+from frame.kv_tiers.block_keys import MAX_BLOCKS
+from frame.kv_tiers.build import (
+    ChosenTier,
+    ControllerBuilder,
+    TierSettings,
+    allocate,
+    describe_blocks,
+    digest_model,
+    divide_options,
+    prepare_tiers,
+)
+from tests.kv_tiers.mover_rig import make_geometry, make_pool
+from tests.plugins.fake_platform import FakePlatform
+
+
+def test_a_tier_without_capabilities_is_local() -> None:
+    """It may be a plugin of a package that registers no record of them."""
+    prepared = prepare(FrameConfig.model_validate({"execution": {"device": "cpu"}, "cache": {"tiers": ["host"]}}))
+    settings = prepare_tiers(prepared.resolved, lambda name: Anything(), prepared.registry.create)
+    assert [tier.capabilities for tier in settings.tiers] == [KVTierCapabilities()]
+
+
+def digest(folder: Path, **sections: dict[str, object]) -> str:
+    values = {"model": {"path": str(folder)}, "execution": {"device": "cpu"}}
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return digest_model(prepare(FrameConfig.model_validate(values)).resolved)
+
+
+def test_the_identity_changes_with_what_computes_keys_and_values(tmp_path: Path) -> None:
+    import frame.models
+
+    folder = tmp_path / "model"
+    shutil.copytree(Path(frame.models.__file__).parent / "frame_tiny", folder)
+    first = digest(folder)
+    assert digest(folder) == first
+    others = {digest(folder, model={"dtype": "bfloat16"}), digest(folder, cache={"kv_dtype": "int8"}), digest(folder, model={"seed": 3})}
+    weights = max(folder.iterdir(), key=lambda path: path.stat().st_size)
+    os.utime(weights, ns=(1, 1))
+    others.add(digest(folder))
+    assert len(others | {first}) == 5
+    geometries = [make_geometry(case, size) for case in ("uniform", "mla", "fp8") for size in (1, 16)]
+    assert len({describe_blocks(first, geometry) for geometry in geometries}) == 6
+    places = [(0, 1, 0, 1), (0, 1, 0, 2), (0, 1, 1, 2), (0, 2, 0, 1), (1, 2, 0, 1)]
+    assert len({describe_blocks(first, geometries[0], place) for place in places}) == 5
+
+
+@pytest.mark.parametrize(
+    ("plan", "host", "disk", "buffers"),
+    [
+        (ParallelPlan(), 8, 40, 4),
+        (ParallelPlan(tp=2, pp=2), 2, 10, 1),
+        (ParallelPlan(tp=4, ep=4, dp=2, dp_attention=True), 2, 20, 1),  # a folder is shared by the groups
+        (ParallelPlan(dp=4), 8, 40, 4),  # each replica has its own
+    ],
+)
+def test_ranks_share_the_sizes_of_a_tier(plan: ParallelPlan, host: float, disk: float, buffers: float) -> None:
+    memory = KVTierCapabilities(in_memory=True, size="size_gib", ratio="ratio", memory=("size_gib",))
+    assert divide_options(memory, {"size_gib": 8, "ratio": None}, plan) == {"size_gib": host, "ratio": None}
+    assert divide_options(memory, {"size_gib": 8, "ratio": 2.0}, plan) == {"size_gib": host, "ratio": 2.0}
+    files = KVTierCapabilities(persistent=True, shared=True, size="size_gib", memory=("buffer_gib",), folder="folder")
+    options = {"size_gib": 40, "buffer_gib": 4, "folder": "/blocks"}
+    assert divide_options(files, options, plan) == {"size_gib": disk, "buffer_gib": buffers, "folder": "/blocks"}
+
+
+def test_the_blocks_of_another_rank_are_counted() -> None:
+    def count(can: KVTierCapabilities, **options: float | None) -> tuple[int, int]:
+        return ChosenTier("tier", can, lambda context: SimpleNamespace(), options).count_blocks(1 << 20, 100 << 20)
+
+    memory = KVTierCapabilities(in_memory=True, size="size_gib", ratio="ratio", memory=("size_gib",))
+    assert count(memory, size_gib=1, ratio=None) == (1024, 1024)
+    assert count(memory, size_gib=1, ratio=1.5) == (150, 150)
+    files = KVTierCapabilities(shared=True, size="size_gib", memory=("buffer_gib",))
+    assert count(files, size_gib=4, buffer_gib=0.5) == (4096, 256), "a load takes half of the buffers"
+    assert count(KVTierCapabilities()) == (MAX_BLOCKS, MAX_BLOCKS)
+
+
+def test_models_with_other_groups_are_refused() -> None:
+    tensors = (CacheTensor((4,)),)
+    geometry = group_layers([LayerCache(0, "tokens", tensors), LayerCache(1, "window", tensors, 8)], 4, torch.float32)
+    pool = KVPool(geometry, (9, 9), torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match="cache.tiers is set, but the model has a KV cache of kind window"):
+        ControllerBuilder(TierSettings([], "", b"", "write_through", 1), pool, HOST).build(0, SimpleNamespace())
+
+
+def test_a_tier_that_fails_closes_the_others() -> None:
+    closed = []
+
+    def fail(context: object) -> None:
+        raise ConfigurationError("full")
+
+    first = SimpleNamespace(close=lambda: closed.append("first"))
+    chosen = [ChosenTier("first", KVTierCapabilities(), lambda context: first), ChosenTier("second", KVTierCapabilities(), fail)]
+    with pytest.raises(ConfigurationError, match="full"):
+        ControllerBuilder(TierSettings(chosen, "", b"", "write_through", 1), make_pool("mla", 4, 9), HOST).build(0, SimpleNamespace())
+    assert closed == ["first"]
+
+
+@pytest.mark.parametrize("platform", [HOST, FakePlatform(PlatformContext())])
+def test_buffers_are_zero(platform) -> None:
+    memory = allocate(platform, 1000)
+    assert memory.shape == (1000,)
+    assert memory.dtype == torch.uint8
+    assert not memory.any()

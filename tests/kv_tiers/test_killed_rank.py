@@ -1,0 +1,40 @@
+"""A server with tiers whose follower is killed under load: its texts are those of a server of one
+rank without tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from frame.testing.checkpoints import make_checkpoint
+from tests.entrypoints.chaos.storm import Storm, restarts
+from tests.entrypoints.serving import RunningServer, wait_until
+
+FLAGS = ("--dtype", "float32", "--page-size", "4", "--chunked-prefill-size", "64", "--max-running-requests", "4")
+TIERS = ("--cache-tiers", "host", "--set", "plugins.options.kv_tier/host.size_gib=0.05", "--min-load-tokens", "8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [("--tp", "2"), ("--pp", "2")], ids=["tp", "pp"])
+def test_texts_are_equal_when_a_follower_is_killed(parallel: tuple[str, str], tmp_path: Path) -> None:
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    storm = Storm(24, 20)
+    for body in storm.bodies:
+        body["temperature"] = 0.0
+    with RunningServer(folder, *FLAGS, "--max-total-tokens", "8192", fake=False) as server:
+        expected = storm(server)
+    assert not any(reply.error for reply in expected)
+    with RunningServer(folder, *FLAGS, *TIERS, *parallel, "--max-total-tokens", "512", fake=False) as server:
+        assert storm(server) == expected
+        follower = next(child for child in psutil.Process(server.process.pid).children() if "follower" in child.cmdline())
+        assert storm(server, storm.progress // 3, follower.kill) == expected
+        assert restarts(server) == 1
+        assert storm(server) == expected
+        wait_until(lambda: (info := server.get("/server_info"))["running"] + info["waiting"] == 0)
+        (tier,) = server.get("/server_info")["tiers"]
+        assert tier["loaded_tokens"] > 0
+        assert server.post("/check_integrity", {}).status_code == 200
+        assert server.post("/flush_cache", {}).status_code == 200
+        wait_until(lambda: server.get("/server_info")["used_pages"] == 0)

@@ -1,0 +1,320 @@
+"""The tier `nixl`: blocks that a prefill server keeps and a decode server reads, with the real
+library between two tiers of this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.kv_tier import KVTierContext, KVTierResult, KVTransfer, TransferSettings
+from frame.plugins.kv_tiers import NixlTierOptions, buffers
+from frame.testing.kv_tier.rig import make_block, make_keys
+from tests.entrypoints.serving import free_port
+
+pytest.importorskip("nixl_cu13")
+
+from frame.plugins.kv_tiers.nixl import NixlTier
+
+BLOCK_BYTES, NUM_BLOCKS = 4096, 32
+PATIENCE = 20.0
+
+
+def allocate(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def settings(mode: Literal["prefill", "decode"], port: int, **changes: Any) -> TransferSettings:
+    values = {"secret": b"s" * 32, "properties": {"the page size": "16"}, **changes}
+    return TransferSettings(mode, "127.0.0.1", port, **values)
+
+
+class Pair:
+    """A prefill server's tier and a decode server's, each driven as its engine does."""
+
+    def __init__(self, stack: ExitStack, decode: dict[str, Any], lease_seconds: float = 30.0, **changes: Any) -> None:
+        self.port, self._job, self._stack = free_port(), 0, stack
+        size = (NUM_BLOCKS + 0.5) * BLOCK_BYTES / buffers.GIB
+        self.options = NixlTierOptions(size_gib=size, lease_seconds=lease_seconds, max_leases=4)
+        self.prefill = self.make("prefill", **changes)
+        self.decode = self.make("decode", **{**changes, **decode})
+
+    def make(self, mode: Literal["prefill", "decode"], **changes: Any) -> NixlTier:
+        context = KVTierContext(BLOCK_BYTES, "model", allocate, transfer=settings(mode, self.port, **changes))
+        tier = NixlTier(context, self.options)
+        self._stack.callback(tier.close)
+        return tier
+
+    def next_job(self) -> int:
+        self._job += 1
+        return self._job
+
+    def begin_store(self, keys: Sequence[bytes]) -> int:
+        job = self.next_job()
+        wait_until(lambda: self.prefill._pool.num_free + len(self.prefill._index) >= NUM_BLOCKS)
+        stored = self.prefill.store(job, keys)
+        assert stored is not None
+        for key, buffer in zip(keys, stored, strict=True):
+            if buffer is not None:
+                buffer.copy_(torch.from_numpy(make_block(key, BLOCK_BYTES)))
+        return job
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        job = self.begin_store(keys)
+        self.prefill.finish(job)
+        wait_for(self.prefill, job)
+
+    def offer(self, lease: str, keys: Sequence[bytes]) -> KVTransfer:
+        """The blocks are kept for a peer. -> what the decode server expects."""
+        self.prefill.open_transfer(KVTransfer(lease, num_blocks=len(keys)), keys)
+        return KVTransfer(lease, "127.0.0.1", self.port, len(keys))
+
+    def begin_load(self, keys: Sequence[bytes]) -> tuple[int, Sequence[torch.Tensor]]:
+        job = self.next_job()
+        wait_until(lambda: self.decode.poll() == [] and self.decode._pool.num_free >= len(keys))
+        loaded = self.decode.load(job, keys)
+        assert loaded is not None
+        return job, loaded
+
+    def load(self, keys: Sequence[bytes]) -> KVTierResult:
+        """Load blocks; those that arrive are those of the keys."""
+        job, loaded = self.begin_load(keys)
+        result = wait_for(self.decode, job)
+        for key, buffer in zip(keys[: result.num_blocks], loaded, strict=False):
+            assert np.array_equal(buffer.numpy(), make_block(key, BLOCK_BYTES))
+        self.decode.finish(job)
+        return result
+
+    def poll_until(self, is_done: Callable[[], bool]) -> None:
+        def look() -> bool:
+            assert self.prefill.poll() == []
+            return is_done()
+
+        wait_until(look)
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def wait_for(tier: NixlTier, job: int) -> KVTierResult:
+    results: list[KVTierResult] = []
+    wait_until(lambda: bool(results.extend(tier.poll()) or results))
+    (result,) = results
+    assert result.job == job
+    return result
+
+
+@contextmanager
+def open_pair(decode: dict[str, Any] | None = None, **changes: Any) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(stack, decode or {}, **changes)
+
+
+def test_a_decode_server_reads_what_a_prefill_server_keeps() -> None:
+    keys = make_keys(8)
+    with open_pair() as pair:
+        pair.store(keys)
+        transfer = pair.offer("one", keys)
+        assert pair.decode.match(keys) == 0
+        pair.decode.open_transfer(transfer, keys)
+        assert pair.decode.match(keys) == 8
+        assert pair.decode.match([*keys[:3], *make_keys(2, "other")]) == 3
+        assert pair.load(keys[:3]) == KVTierResult(pair._job, 3)
+        assert pair.load(keys[3:]) == KVTierResult(pair._job, 5)
+        assert pair.prefill.num_transfers == pair.decode.num_transfers == 1
+        assert pair.prefill.describe_transfers()["leased_blocks"] == 8
+        pair.decode.close_transfer("one")
+        assert pair.decode.match(keys) == 0
+        pair.poll_until(lambda: pair.prefill.num_transfers == 0)
+        assert pair.prefill.describe_transfers()["leased_blocks"] == 0
+        assert pair.prefill.match(keys) == 8, "they stay for other prompts"
+        counts = pair.decode.describe_transfers()
+        assert (counts["transfers"], counts["transfer_bytes"], counts["transfer_failures"]) == (2, 8 * BLOCK_BYTES, 0)
+
+
+def test_a_lease_may_be_asked_for_before_its_blocks_are_stored() -> None:
+    keys = make_keys(4)
+    with open_pair() as pair:
+        store = pair.begin_store(keys)
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+        job, _ = pair.begin_load(keys)
+        time.sleep(0.05)
+        assert pair.decode.poll() == []
+        pair.prefill.finish(store)
+        wait_for(pair.prefill, store)
+        pair.poll_until(lambda: pair.prefill._leases["one"].blocks is not None)
+        assert wait_for(pair.decode, job).num_blocks == 4
+        pair.decode.finish(job)
+
+
+def test_a_lease_is_read_once() -> None:
+    keys = make_keys(4)
+    with open_pair() as pair:
+        pair.store(keys)
+        transfer = pair.offer("one", keys)
+        for count, error in ((4, ""), (0, "was used already")):
+            pair.decode.open_transfer(transfer, keys)
+            result = pair.load(keys)
+            assert result.num_blocks == count
+            assert error in result.error
+            pair.decode.close_transfer("one")
+
+
+def test_blocks_of_a_lease_are_not_evicted() -> None:
+    keys, others = make_keys(8), make_keys(3 * NUM_BLOCKS, "other")
+    with open_pair() as pair:
+        pair.store(keys)
+        transfer = pair.offer("one", keys)
+        for start in range(0, len(others), 8):
+            pair.store(others[start : start + 8])
+        pair.decode.open_transfer(transfer, keys)
+        assert pair.load(keys).num_blocks == 8
+        pair.decode.close_transfer("one")
+        pair.poll_until(lambda: pair.prefill.num_transfers == 0)
+        for start in range(0, len(others), 8):
+            pair.store(others[start : start + 8])
+        assert pair.prefill.match(keys) == 0
+
+
+def test_a_lease_that_was_not_read_expires() -> None:
+    keys = make_keys(4)
+    with open_pair(lease_seconds=0.2) as pair:
+        pair.store(keys)
+        transfer = pair.offer("one", keys)
+        pair.poll_until(lambda: pair.prefill.num_transfers == 0)
+        counts = pair.prefill.describe_transfers()
+        assert (counts["expired_leases"], counts["leased_blocks"]) == (1, 0)
+        pair.decode.open_transfer(transfer, keys)
+        assert "has expired" in pair.load(keys).error
+
+
+def test_leases_are_bounded() -> None:
+    keys = make_keys(5)
+    with open_pair() as pair:
+        pair.store(keys)
+        for number, key in enumerate(keys):
+            pair.offer(f"{number}", [key])
+        counts = pair.prefill.describe_transfers()
+        assert (counts["leases"], counts["refused_leases"]) == (4, 1)
+        pair.prefill.close_transfers()
+        assert pair.prefill.describe_transfers()["leased_blocks"] == 0
+
+
+def test_a_block_that_changes_is_not_served() -> None:
+    """As it is when a lease ends while its blocks are read."""
+    keys = make_keys(4)
+    with open_pair() as pair:
+        pair.store(keys)
+        transfer = pair.offer("one", keys)
+        pair.prefill._leases["one"].pinned[2].buffer[7] += 1
+        pair.decode.open_transfer(transfer, keys)
+        result = pair.load(keys)
+        assert result.num_blocks == 2
+        assert "has changed" in result.error
+
+
+def test_blocks_for_which_there_was_no_room_are_missing() -> None:
+    keys = make_keys(6)
+    with open_pair() as pair:
+        pair.store(keys[:4])
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+        result = pair.load(keys)
+        assert result.num_blocks == 4
+        assert "no room" in result.error
+
+
+def test_servers_that_differ_are_refused_with_both_values() -> None:
+    keys = make_keys(2)
+    with open_pair({"properties": {"the page size": "32"}}) as pair:
+        pair.store(keys)
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+        result = pair.load(keys)
+        assert result.num_blocks == 0
+        assert "the page size is 16 on the prefill server and 32 on the decode server" in result.error
+
+
+def test_a_peer_without_the_secret_is_refused() -> None:
+    keys = make_keys(2)
+    with open_pair({"secret": b"t" * 32}) as pair:
+        pair.store(keys)
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+        result = pair.load(keys)
+        assert result.num_blocks == 0
+        assert "FRAME_DIST_KEY" in result.error
+
+
+def test_a_prefill_server_that_restarts_at_its_address() -> None:
+    keys = make_keys(4)
+    with open_pair() as pair:
+        pair.store(keys)
+        first, second = pair.offer("one", keys[:2]), pair.offer("two", keys[2:])
+        pair.decode.open_transfer(first, keys[:2])
+        assert pair.load(keys[:2]).num_blocks == 2
+        pair.prefill.close()
+        pair.decode.open_transfer(second, keys[2:])
+        assert pair.load(keys[2:]).num_blocks == 0
+        pair.prefill = pair.make("prefill")
+        pair.store(keys)
+        transfer = pair.offer("three", keys)
+        time.sleep(1.1)  # no connection is tried for a second
+        pair.decode.open_transfer(transfer, keys)
+        assert pair.load(keys).num_blocks == 4
+
+
+def test_an_abandoned_load_gives_its_buffers_back() -> None:
+    keys = make_keys(4)
+    with open_pair() as pair:
+        pair.store(keys)
+        transfer = pair.offer("one", keys)
+        for _ in range(3 * NUM_BLOCKS):
+            pair.decode.open_transfer(transfer, keys)
+            job, _ = pair.begin_load(keys)
+            pair.decode.finish(job)
+            pair.decode.close_transfer("one")
+
+        def is_free() -> bool:
+            assert pair.decode.poll() == []
+            return pair.decode._pool.num_free == NUM_BLOCKS and not pair.decode.num_transfers
+
+        wait_until(is_free)
+        pair.poll_until(lambda: pair.prefill.num_transfers == 0)
+
+
+def test_a_decode_server_stores_nothing() -> None:
+    keys = make_keys(4)
+    with open_pair() as pair:
+        assert pair.decode.store(1, keys) == [None] * 4
+        pair.decode.finish(1, commit=False)
+        assert pair.decode.store(1, keys) == [None] * 4
+        pair.decode.finish(1)
+        assert wait_for(pair.decode, 1) == KVTierResult(1, 4)
+        assert pair.decode.match(keys) == 0
+
+
+def test_memory_that_is_registered_later_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "PIECE_BYTES", 4 * BLOCK_BYTES)
+    keys = make_keys(24)
+    with open_pair() as pair:
+        pair.store(keys)
+        transfers = [pair.offer(f"{start}", keys[start : start + 8]) for start in (0, 8, 16)]
+        for start, transfer in zip((0, 8, 16), transfers, strict=True):
+            pair.prefill._agent.register(allocate(BLOCK_BYTES))
+            pair.decode.open_transfer(transfer, keys[start : start + 8])
+            assert pair.load(keys[start : start + 8]).num_blocks == 8
+
+
+def test_an_address_that_is_taken_is_refused() -> None:
+    with open_pair() as pair, pytest.raises(ConfigurationError, match=r"change disaggregation\.host or disaggregation\.port"):
+        context = KVTierContext(BLOCK_BYTES, "model", allocate, transfer=settings("prefill", pair.port))
+        NixlTier(replace(context), pair.options)
