@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from frame.core.interfaces.weights import WeightSource, WeightSourceContext
 from frame.loading.weight_reader import ReadAhead, read_headers, read_weights
 
 M = TypeVar("M", bound=Model | DraftModel)
+T = TypeVar("T")
 
 _NAMED = 4  # missing tensors that an error names; the others are counted
 
@@ -57,6 +58,14 @@ class Checkpoint:
     folder: Path
     open_source: Callable[[WeightSourceContext], WeightSource]
     seed: int = 0  # for sources that make weights up
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatedModel:
+    """A loaded model whose weights change, and what builds another one of the same sizes."""
+
+    model: Any
+    make: Callable[[], Any]
 
 
 def load_model(
@@ -122,6 +131,15 @@ def attention_layers(model: nn.Module) -> list[AttentionSpec | LatentProjections
     return [module if hasattr(module, "kv_lora_rank") else module.spec for module in modules]
 
 
+def record_form(model: nn.Module) -> tuple[dict[str, int], list[tuple[float, float]]]:
+    """What captured graphs have read: the addresses of the tensors, and the scales of the KV
+    cache, which are numbers there."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    specs: list[Any] = [getattr(layer, "spec", layer) for layer in attention_layers(model)]
+    places = {name: tensor.data_ptr() for name, tensor in tensors if not tensor.is_mkldnn}
+    return places, [(spec.k_scale, spec.v_scale) for spec in specs]
+
+
 @torch.no_grad()
 def load_weights(
     model: nn.Module, checkpoint: Checkpoint, progress: bool = False, platform: Platform = HOST, *, is_dry: bool = False
@@ -136,14 +154,39 @@ def load_weights(
         expected_shapes=partial(expected_shapes, model),
         integer_dtypes=partial(_integer_dtypes, model),
     )
+    forget_loaded(model)
     with contextlib.closing(checkpoint.open_source(context)) as source:
         tensors = read_headers(source) if is_dry else read_weights(source, progress, _plan_read_ahead(model, platform))
         loaded = model.load_weights(tensors)  # type: ignore[operator]
-    missing = [name for key, parameter in model.named_parameters() if key not in loaded for name in _pending(key, parameter)]
-    if missing:
-        rest = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        names = ", ".join(missing[:_NAMED])
-        raise CheckpointError(f"{checkpoint.folder} lacks {names}{rest}: is the checkpoint complete, and this config.json its own?")
+    if missing := list_missing(model, loaded):
+        names = join_names(missing)
+        raise CheckpointError(f"{checkpoint.folder} lacks {names}: is the checkpoint complete, and this config.json its own?")
+
+
+def beat_for_each(tensors: Iterable[T], beat: Callable[[], object]) -> Iterator[T]:
+    """The tensors; calls `beat` for each, so that a long update is not taken for a hang."""
+    for each in tensors:
+        beat()
+        yield each
+
+
+def forget_loaded(model: nn.Module) -> None:
+    """Forget which tensors are loaded, before all are loaded anew."""
+    for parameter in model.parameters():
+        if (loaded := getattr(parameter, "loaded", None)) is not None:
+            loaded.clear()
+
+
+def list_missing(model: nn.Module, complete: Container[str]) -> list[str]:
+    """Checkpoint names that must be loaded and are not. complete: names of the parameters that
+    are."""
+    return [name for key, parameter in model.named_parameters() if key not in complete for name in _pending(key, parameter)]
+
+
+def join_names(names: Sequence[str]) -> str:
+    """The first names, for a sentence."""
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + rest
 
 
 def allocate_parameters(model: nn.Module, device: torch.device) -> None:

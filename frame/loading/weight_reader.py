@@ -7,8 +7,7 @@ Used by the loader. Must not know models or file formats.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from frame.core.interfaces.model import LazyTensor
 from frame.core.interfaces.platform import Platform
 from frame.core.interfaces.weights import FileRange, WeightSource
+from frame.host.progress import show_progress
 from frame.loading.weight_stream import WeightStream, cut_rows
 
 
@@ -45,19 +45,20 @@ class AheadTensor:
 
 
 def read_weights(source: WeightSource, progress: bool = False, ahead: ReadAhead | None = None) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the tensors of a source; those of `ahead` are on its device. `progress`: show a bar on
-    a terminal."""
+    """Yield the tensors of a source; those of `ahead` are on its device. `progress`: show how many
+    are loaded."""
     names = source.list_names()
     ranges = {} if ahead is None else _plan_ranges(source, names, ahead)
     with contextlib.ExitStack() as stack:
-        advance = stack.enter_context(_bar(len(names), progress and sys.stderr.isatty()))
+        advance = stack.enter_context(show_progress("loading weights", len(names))) if progress else None
         values: Iterator[torch.Tensor] = iter(())
         if ahead is not None and ranges:
             values = stack.enter_context(WeightStream(ahead.platform)).read(ranges.values())
         for name in names:
             tensor = source.open_tensor(name)
             yield name, AheadTensor(tensor, ahead.rows[name], next(values)) if ahead is not None and name in ranges else tensor
-            advance()
+            if advance is not None:
+                advance(1)
 
 
 class HeaderTensor:
@@ -86,17 +87,3 @@ def _plan_ranges(source: WeightSource, names: Sequence[str], ahead: ReadAhead) -
     """The ranges of the wanted rows, by tensor name, in the order of `names`."""
     ranges = {name: source.find_range(name) for name in names if name in ahead.rows}
     return {name: cut_rows(place, ahead.rows[name]) for name, place in ranges.items() if place is not None}
-
-
-@contextlib.contextmanager
-def _bar(total: int, show: bool) -> Iterator[Callable[[], object]]:
-    """A progress bar on standard error, if it is to be shown."""
-    if not show:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading weights", total=total)
-        yield lambda: bar.advance(task)

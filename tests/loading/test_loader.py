@@ -124,7 +124,7 @@ def test_file_that_is_no_safetensors(folder: Path, content: bytes) -> None:
 
 def test_a_gguf_file_is_named_with_its_package(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model.gguf")
-    broken(folder, "holds a GGUF file and no safetensors weights", "serve it with --load-format gguf --quantization gguf")
+    broken(folder, "holds a GGUF file and no safetensors weights", "leave model.load_format open")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])

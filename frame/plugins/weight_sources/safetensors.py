@@ -126,7 +126,7 @@ def find_files(folder: Path) -> tuple[list[Path], list[str]]:
                 " docs/security.md), or download the checkpoint in that format."
             )
     if any(folder.glob("*.gguf")):
-        raise CheckpointError(f"{folder} holds a GGUF file and no safetensors weights: {describe_gguf()}.")
+        raise CheckpointError(f"{folder} holds a GGUF file and no safetensors weights: leave model.load_format open{describe_gguf()}.")
     raise CheckpointError(
         f"{folder} holds no safetensors weights: check model.path, or set model.load_format to a source of its files (`frame plugins list "
         "--kind weight_source`), or to dummy for random weights."

@@ -1,0 +1,129 @@
+"""`group`: broadcasts of a trainer in a torch process group, whose rank 0 is the trainer.
+
+The rendezvous is SGLang's: the trainer serves a TCP store, and the ranks of engines follow from
+`rank_offset` on. The backend is made directly, beside torch's global groups, so that names of
+groups may be used again and nothing is left after `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+from pydantic import BaseModel
+from torch import distributed
+
+from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart, WeightTransfer, WeightTransferContext
+
+DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # by backend: the prefix that torch puts before the keys of its store
+TRAINER = 0  # its rank
+
+
+class GroupInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """SGLang's `init_weights_update_group`."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+    def check(self, num_ranks: int) -> None:
+        """Raises TransferError for values that make no group."""
+        if self.backend not in DEVICES:
+            raise TransferError(f"backend is {self.backend!r}; the backends are {' and '.join(DEVICES)}")
+        if not distributed.is_nccl_available() and self.backend == "nccl":
+            raise TransferError("backend is nccl, which this build of torch does not have; set backend to gloo")
+        if not 0 < self.master_port < 1 << 16:
+            raise TransferError(f"master_port is {self.master_port}, which is no port")
+        if not self.master_address or not self.group_name:
+            raise TransferError("master_address and group_name must not be empty")
+        if self.rank_offset < 1 or self.rank_offset + num_ranks > self.world_size:
+            raise TransferError(
+                f"rank_offset {self.rank_offset} and the {num_ranks} rank(s) of this engine do not fit into world_size {self.world_size}: "
+                "rank 0 is the trainer"
+            )
+
+
+class GroupTransfer(WeightTransfer):
+    """One process group with a trainer."""
+
+    def __init__(self, context: WeightTransferContext, options: BaseModel | None = None) -> None:
+        self._context = context
+        self._timeout = timedelta(seconds=context.timeout)
+        self._group: Any = None
+
+    def open(self, info: Mapping[str, Any]) -> None:
+        try:
+            settings = msgspec.convert(dict(info), GroupInfo)
+        except msgspec.ValidationError as error:
+            raise TransferError(f"the fields of the group are wrong: {error}") from None
+        settings.check(self._context.num_ranks)
+        if settings.backend == "nccl" and self._context.device.type != "cuda":
+            raise TransferError(f"backend is nccl, but the model is on {self._context.device.type}; set backend to gloo")
+        self.close()
+        try:
+            self._group = self._join(settings)
+        except Exception as error:
+            where = f"{settings.master_address}:{settings.master_port}"
+            raise TransferError(f"the group {settings.group_name!r} at {where} was not formed: {first_line(error)}") from error
+
+    def _join(self, info: GroupInfo) -> Any:
+        rank = info.rank_offset + self._context.rank
+        host = f"[{info.master_address}]" if ":" in info.master_address else info.master_address
+        store, _, _ = next(distributed.rendezvous(f"tcp://{host}:{info.master_port}", rank, info.world_size, timeout=self._timeout))
+        store.set_timeout(self._timeout)
+        for prefix in (info.group_name, f"{info.group_name}/", f"{DEVICES[info.backend]}/"):  # as torch makes it
+            store = distributed.PrefixStore(prefix, store)
+        if info.backend == "gloo":
+            return distributed.ProcessGroupGloo(store, rank, info.world_size, self._timeout)
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout  # noqa: SLF001 - the name that torch gives it
+        return distributed.ProcessGroupNCCL(store, rank, info.world_size, options)
+
+    def receive(self, part: TransferPart) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._group is None:
+            raise TransferError("the group was not formed, or a transfer over it failed; call init_weights_update_group")
+        if part.buffers:
+            raise TransferError("a group sends no buffers; leave them out")
+        if part.layout == "flattened":
+            flat = self._broadcast(torch.empty(part.num_bytes, dtype=torch.uint8, device=self._device))
+            start = 0
+            for spec in part.tensors:
+                piece = flat[start : start + spec.num_bytes].clone()  # of any offset, so that a wider type can view it
+                start += spec.num_bytes
+                yield spec.name, piece.view(getattr(torch, spec.dtype)).view(spec.shape)
+            return
+        for spec in part.tensors:
+            yield spec.name, self._broadcast(make_empty(spec, self._device))
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if isinstance(self._group, distributed.ProcessGroupGloo) else self._context.device
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        options = distributed.BroadcastOptions()
+        options.rootRank = TRAINER
+        try:
+            self._group.broadcast([tensor], options).wait(self._timeout)
+        except Exception as error:
+            self.close()  # the order of broadcasts is lost
+            raise TransferError(f"the trainer's broadcast did not come: {first_line(error)}") from error
+        return tensor
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort() if hasattr(group, "abort") else group.shutdown()
+
+
+def make_empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

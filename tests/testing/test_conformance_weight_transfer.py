@@ -1,0 +1,27 @@
+"""The in-tree weight transfers pass the suite of their kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from frame.plugins.loader import load_registry
+from frame.testing.conformance import Setting, find, run_suite
+
+REGISTRY = load_registry(installed=False)
+SKIPPED = {
+    "ipc": {"a_trainer_that_sends_nothing", "a_trainer_that_does_not_join", "receive_needs_open"},
+    "group": {
+        "the_senders_memory_is_not_written",
+        "a_file_that_is_cut_off_while_it_is_read",
+        "handles_are_names_in_shared_memory",
+        "tensors_outside_of_their_buffer",
+        "abandoned_and_refused_parts_leave_nothing_open",
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(SKIPPED))
+def test_our_transfers(name: str) -> None:
+    outcomes = run_suite(find(REGISTRY, f"weight_transfer:{name}", Setting()))
+    assert [outcome for outcome in outcomes if outcome.result == "failed"] == []
+    assert {outcome.check for outcome in outcomes if outcome.result == "skipped"} == SKIPPED[name]
