@@ -8,8 +8,12 @@ import logging
 import click
 
 
-@click.command(help="Route requests to servers of the same model, by cached prefix and load.")
-@click.option("--replica", "replicas", multiple=True, required=True, metavar="URL", help="A server, as http://HOST:PORT; may be repeated.")
+@click.command(help="Route requests to servers of the same model.")
+@click.option("--replica", "replicas", multiple=True, metavar="URL", help="A server, as http://HOST:PORT; may be repeated.")
+@click.option("--prefill", "prefills", multiple=True, metavar="URL", help="A server with --disaggregation-mode prefill; may be repeated.")
+@click.option("--decode", "decodes", multiple=True, metavar="URL", help="A server with --disaggregation-mode decode; may be repeated.")
+@click.option("--policy", metavar="NAME", help="Routing policy, by plugin name. Default: the best-ranked one.")
+@click.option("--policy-option", "options", multiple=True, metavar="KEY=VALUE", help="A setting of the policy's own; may be repeated.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=30080, help="Port to listen on; 0: a free one.")
 @click.option("--health-interval", type=click.FloatRange(min=0.05), default=2.0, help="Seconds between health checks.")
@@ -19,6 +23,10 @@ import click
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Format of log messages, as of frame serve.")
 def command(
     replicas: tuple[str, ...],
+    prefills: tuple[str, ...],
+    decodes: tuple[str, ...],
+    policy: str | None,
+    options: tuple[str, ...],
     host: str,
     port: int,
     health_interval: float,
@@ -31,16 +39,20 @@ def command(
 
     signals = StartSignals()  # before the other imports, which take most of the start
 
-    from frame.config.schema import LogSection
+    from frame.config.server_sections import LogSection
     from frame.core.errors import ConfigError
     from frame.entrypoints import logs
     from frame.entrypoints.http.protocol.listening import bound_port
     from frame.entrypoints.keys import is_local
-    from frame.entrypoints.router.server import RouterSettings, check_url, route
+    from frame.entrypoints.router.server import RouterSettings, check_url, load_policy, route
 
-    urls = tuple(check_url(url) for url in replicas)
-    if len({*urls}) < len(urls):
-        raise ConfigError("--replica names a server twice")
+    if bool(replicas) == bool(decodes) or bool(prefills) > bool(decodes):
+        raise ConfigError("name servers with --replica, or prefill servers with --prefill and decode servers with --decode")
+    flag, servers = ("--decode", decodes) if decodes else ("--replica", replicas)
+    urls, prefill_urls = tuple(check_url(url, flag) for url in servers), tuple(check_url(url, "--prefill") for url in prefills)
+    if len({*urls, *prefill_urls}) < len(urls) + len(prefill_urls):
+        raise ConfigError(f"{flag if len({*urls}) < len(urls) else '--prefill'} names a server twice")
+    make_policy = load_policy(policy, options)
     logs.configure("router", LogSection.model_validate({"level": log_level, "format": log_format}), logs.LogWriter())
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each request
     if not is_local(host):
@@ -49,4 +61,5 @@ def command(
         )
     signals.hold()
     listener = bound_port(host, port, "--host and --port")
-    asyncio.run(route(RouterSettings(urls, health_interval, max_body_bytes, max_connections), listener, signals))
+    settings = RouterSettings(urls, health_interval, max_body_bytes, max_connections, prefill_urls)
+    asyncio.run(route(settings, make_policy, listener, signals))

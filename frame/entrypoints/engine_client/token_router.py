@@ -25,6 +25,14 @@ class TokenRouter:
         self._sequences = sequences
         self.stats = stats
         self._end = end
+        self.weight_version = "default"  # of the tokens that arrive now
+
+    def change_version(self, version: str) -> None:
+        """Later tokens are of these weights."""
+        if version != self.weight_version:
+            self.weight_version = version
+            for sequence in self._sequences.values():
+                sequence.change_version(version)
 
     def route_step(self, message: StepText | StepTokens, texts: list[str] | None, touched: list[RequestState]) -> None:
         """Append one step's tokens and `texts` (None: there is no text). Requests without earlier
@@ -52,6 +60,8 @@ class TokenRouter:
             if texts is not None:
                 sequence.texts.append(texts[place])
             if not sequence.has_update:
+                if sequence.params.stream_interval > 1 and place not in message.finishes and not sequence.take_interval():
+                    continue
                 sequence.has_update = True
                 request = sequence.request
                 if not request.changed:
@@ -69,7 +79,7 @@ class TokenRouter:
         rids, sequences = message.rids, self._sequences
         for place, cached in message.num_cached_tokens.items():
             if (sequence := sequences.get(rids[place])) is not None:
-                sequence.cached = cached
+                sequence.cached = cached if sequence.recovery.num_cached is None else sequence.recovery.num_cached
                 self.stats.cached_tokens += cached
         for place, queue_time in message.queue_times.items():
             if (sequence := sequences.get(rids[place])) is not None:

@@ -14,18 +14,20 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import httpx
 
+from frame.core.interfaces.routing import RoutingRequest
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError, ResponseCutError
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.request_context import BODY_PAUSE, RequestContext
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 from frame.entrypoints.router.connections import InformationalError, ResponseHeadError
+from frame.entrypoints.router.divided_requests import make_decode_body, make_prefill_body, read_divisible
 from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted
-from frame.entrypoints.router.requests import BROADCAST, hash_prompt, is_pinned, is_repeatable, is_stored
+from frame.entrypoints.router.requests import BROADCAST, STATES, hash_prompt, is_pinned, is_repeatable, is_stored
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +39,11 @@ _HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
      b"content-length", b"expect", b"date")
 )  # fmt: skip
+SESSION = b"x-session-id"
 MAX_REFUSAL_LENGTH = 1 << 20  # bytes of an answer that is read before it is passed on
 REFUSAL_TIME = 5.0  # seconds in which a replica sends the body of a refusal
 BROADCAST_TIME = 40.0  # seconds in which each replica answers a request for all; its engine has 30
+STATES_TIME = 910.0  # the same for those that may wait for running requests, or load weights
 STATUSES = range(200, 600)
 MAX_LOST = 2  # replicas that may be lost while they have the same request
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # what no header may hold
@@ -68,6 +72,11 @@ class RoutedRequest:
     gone: asyncio.Task[None]
     tried: set[int] = field(default_factory=set)
 
+    @property
+    def session(self) -> str:
+        """What the client calls the conversation."""
+        return next((value.decode("latin-1") for name, value in self.headers if name == SESSION), "")
+
 
 @dataclass(frozen=True)
 class ShortReply:
@@ -88,10 +97,13 @@ class ShortReply:
 class Proxy:
     """Passes requests to replicas. `max_body`: bytes of a request. Those of all requests are
     bounded by `AT_ONCE` times as many; a request beyond is refused with status 503. `pause`:
-    seconds between two pieces of a body."""
+    seconds between two pieces of a body. `prefill`: servers that begin requests, which those of
+    `backends` continue."""
 
-    def __init__(self, backends: Backends, client: httpx.AsyncClient, max_body: int, pause: float = BODY_PAUSE) -> None:
-        self.backends, self.metrics = backends, RouterMetrics(backends)
+    def __init__(
+        self, backends: Backends, client: httpx.AsyncClient, max_body: int, pause: float = BODY_PAUSE, prefill: Backends | None = None
+    ) -> None:
+        self.backends, self._prefill, self.metrics = backends, prefill, RouterMetrics(backends, prefill)
         self._client, self._max_body = client, max_body
         self._bodies = Bodies(AT_ONCE * max_body, pause)
 
@@ -100,7 +112,7 @@ class Proxy:
             raise RuntimeError(f"the router does not serve {scope['type']}")
         path = scope["path"]
         if path in ("/health", "/health/ready", "/readyz", "/ping", "/health/live", "/livez"):
-            status = {backend.url: "ok" if backend.is_healthy else "unhealthy" for backend in self.backends.all}
+            status = {backend.url: "ok" if backend.is_healthy else "unhealthy" for backend in self._all}
             is_ok = path in ("/health/live", "/livez") or bool(self.backends.healthy)
             await _respond(send, 200 if is_ok else 503, json.dumps({"replicas": status}).encode(), retry=not is_ok)
         elif path == "/metrics":
@@ -136,11 +148,42 @@ class Proxy:
         finally:
             await context.close()
 
+    @property
+    def _all(self) -> list[Backend]:
+        return [*self.backends.all, *(self._prefill.all if self._prefill is not None else ())]
+
+    async def _begin(self, request: RoutedRequest, routing: RoutingRequest) -> RoutedRequest:
+        """Let a prefill server begin a request. -> the request that a decode server continues; the
+        same one where it is not divided, or where no prefill server has done its part. Raises
+        DisconnectedError."""
+        fields = read_divisible(request.method, request.path, request.body)
+        if fields is None or self._prefill is None:
+            return request
+        headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]  # the response is read here
+        begun = replace(request, body=make_prefill_body(fields, request.path), headers=headers)
+        tried: set[int] = set()
+        while len(tried) < MAX_LOST and (backend := self._prefill.choose(routing, tried)) is not None:
+            tried.add(backend.number)
+            try:
+                with counted(backend):
+                    response = await self._wait(begun, backend, _read_short(await self._open(begun, backend)))
+            except (LostError, ApiError, httpx.HTTPError, OSError) as error:
+                log.warning("the prefill server %s failed: %s", backend.url, error)
+                continue
+            if response.status not in _REFUSED:
+                body = make_decode_body(fields, response.body) if response.status == 200 else None
+                self.metrics.count_prefill("whole" if body is None else "transferred")
+                return request if body is None else replace(request, body=body)
+        self.metrics.count_prefill("lost")
+        return request
+
     async def _route(self, request: RoutedRequest) -> None:
         """Send the request to a replica; to another one where that duplicates nothing."""
         blocks = hash_prompt(request.body) if request.method == "POST" else []
+        routing = RoutingRequest(blocks, request.session)
+        request = await self._begin(request, routing)
         reason, last, num_lost = "no replica is healthy", None, 0
-        while (backend := self._choose(request, blocks)) is not None:
+        while (backend := self._choose(request, routing)) is not None:
             request.tried.add(backend.number)
             with counted(backend):
                 try:
@@ -172,11 +215,11 @@ class Proxy:
         self.metrics.count("refused" if last.status in _REFUSED else "answered")
         await last.send(request.send)
 
-    def _choose(self, request: RoutedRequest, blocks: list[int]) -> Backend | None:
+    def _choose(self, request: RoutedRequest, routing: RoutingRequest) -> Backend | None:
         if is_pinned(request.path):
             first = self.backends.all[0]
             return first if first.is_healthy and not request.tried else None
-        return self.backends.choose(blocks, request.tried)
+        return self.backends.choose(routing, request.tried)
 
     async def _open(self, request: RoutedRequest, backend: Backend) -> httpx.Response:
         """The head of a replica's answer. Raises LostError, ApiError 400 for a request that cannot
@@ -188,13 +231,13 @@ class Proxy:
         try:
             reply = await self._wait(request, backend, self._client.send(forwarded, stream=True))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            self.backends.mark_lost(backend, f"{type(error).__name__} {error}")
+            backend.group.mark_lost(backend, f"{type(error).__name__} {error}")
             raise LostError("it does not accept connections", was_sent=False) from None
         except httpx.LocalProtocolError as error:
             raise ApiError(400, f"the request cannot be passed on to a replica: {error}; send valid HTTP/1.1") from None
         except (httpx.HTTPError, OSError) as error:  # its text may quote bytes of another answer
             log.warning("replica %s: %s %s", backend.url, type(error).__name__, error)
-            await self.backends.check(backend, is_suspect=True)
+            await backend.group.check(backend, is_suspect=True)
             if isinstance(error, ResponseHeadError) and not isinstance(error, InformationalError):
                 raise self._refuse_head(request, backend, str(error)) from None
             reason = f"it sent {error}" if isinstance(error, InformationalError) else type(error).__name__
@@ -223,7 +266,7 @@ class Proxy:
                 chunk = await self._wait(request, backend, _next(chunks))
             except (LostError, httpx.HTTPError, OSError) as error:
                 self.metrics.count("broken")
-                await self.backends.check(backend, is_suspect=True)
+                await backend.group.check(backend, is_suspect=True)
                 log.warning("the response breaks off: replica %s is lost: %s", backend.url, error)
                 if has_length or not reply.headers.get("content-type", "").startswith("text/event-stream"):
                     raise ResponseCutError from None
@@ -255,9 +298,10 @@ class Proxy:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def _broadcast(self, request: RoutedRequest) -> None:
-        """Send a request to all healthy replicas at once: the first answer that is no success, or
-        the first one. A request to abort is answered by the replica that has it."""
-        results = await asyncio.gather(*(self._ask(request, backend) for backend in self.backends.healthy), return_exceptions=True)
+        """Send a request to all replicas that are healthy or asleep: the first answer that is no
+        success, or the first one. A request to abort is answered by the replica that has it."""
+        reachable = [backend for backend in self._all if backend.is_healthy or backend.is_asleep]
+        results = await asyncio.gather(*(self._ask(request, backend) for backend in reachable), return_exceptions=True)
         failed = [result for result in results if isinstance(result, ApiError)]
         for result in results:
             if isinstance(result, BaseException) and result not in failed:
@@ -275,13 +319,14 @@ class Proxy:
     async def _ask(self, request: RoutedRequest, backend: Backend) -> ShortReply:
         """One replica's answer to a request for all. Raises ApiError that names the replica,
         DisconnectedError."""
+        seconds = STATES_TIME if request.path in STATES else BROADCAST_TIME
         with counted(backend):
             try:
-                async with asyncio.timeout(BROADCAST_TIME):
+                async with asyncio.timeout(seconds):
                     reply = await self._open(request, backend)
                     return await self._wait(request, backend, _read_short(reply))
             except TimeoutError:
-                raise ApiError(504, f"replica {backend.url} did not answer within {BROADCAST_TIME:g} s") from None
+                raise ApiError(504, f"replica {backend.url} did not answer within {seconds:g} s") from None
             except (LostError, httpx.HTTPError, OSError) as error:
                 raise ApiError(502, f"replica {backend.url} is lost: {error}") from None
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from frame.core.interfaces.routing import RoutingRequest
 from frame.parallel.replica_choice import ReplicaChooser
 
 log = logging.getLogger(__name__)
@@ -25,11 +26,14 @@ PATIENCE = 2  # failed checks after which a replica is unhealthy
 
 @dataclass(slots=True)
 class Backend:
-    """One server. `lost` is set while it is unhealthy: requests that wait for it give up."""
+    """One server. `lost` is set while it is unhealthy: requests that wait for it give up.
+    `is_asleep`: it gets no new requests, and keeps those that it has."""
 
     url: str
     number: int
+    group: Backends
     is_healthy: bool = True
+    is_asleep: bool = False
     outstanding: int = 0
     failed_checks: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
@@ -38,26 +42,26 @@ class Backend:
 class Backends:
     """All replicas. `interval`: seconds between health checks, and of each."""
 
-    def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, interval: float) -> None:
-        self.all = [Backend(url.rstrip("/"), number) for number, url in enumerate(urls)]
+    def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, interval: float, chooser: ReplicaChooser | None = None) -> None:
+        self.all = [Backend(url.rstrip("/"), number, self) for number, url in enumerate(urls)]
         self._client, self._interval = client, interval
-        self._chooser = ReplicaChooser()
+        self._chooser = chooser or ReplicaChooser(None)
 
     @property
     def healthy(self) -> list[Backend]:
         return [backend for backend in self.all if backend.is_healthy]
 
-    def choose(self, blocks: Sequence[int], tried: Collection[int] = ()) -> Backend | None:
-        """The replica of a prompt with these hashes, among the healthy ones that were not tried."""
+    def choose(self, request: RoutingRequest, tried: Collection[int] = ()) -> Backend | None:
+        """The replica of a request, among the healthy ones that were not tried."""
         loads = {backend.number: backend.outstanding for backend in self.healthy if backend.number not in tried}
-        return self.all[self._chooser.choose_by_blocks(blocks, loads)] if loads else None
+        return self.all[self._chooser.choose(request, loads)] if loads else None
 
     def mark_lost(self, backend: Backend, reason: str) -> None:
         """The replica does not answer."""
         if backend.is_healthy:
             log.warning("replica %s is unhealthy: %s", backend.url, reason)
             self._chooser.forget_replica(backend.number)
-        backend.is_healthy = False
+        backend.is_healthy = backend.is_asleep = False
         backend.lost.set()
 
     async def watch(self) -> None:
@@ -69,17 +73,18 @@ class Backends:
     async def check(self, backend: Backend, *, is_suspect: bool = False) -> None:
         """Ask a replica for its health once. `is_suspect`: a connection broke, or none was
         tried yet, so one failed check is enough."""
-        reason = ""
+        reason, is_asleep = "", False
         try:
             async with asyncio.timeout(max(1.0, self._interval)), self._client.stream("GET", f"{backend.url}/health") as reply:
                 reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"  # its body may not end
+                is_asleep = reply.headers.get("x-frame-state") == "asleep"
         except (httpx.HTTPError, OSError) as error:  # TimeoutError is an OSError
             reason = f"{type(error).__name__} {error}".strip()
-        if not reason:
-            if not backend.is_healthy:
+        if not reason or is_asleep:
+            if not (backend.is_healthy or backend.is_asleep):
                 log.warning("replica %s is healthy again", backend.url)
                 backend.lost = asyncio.Event()
-            backend.is_healthy, backend.failed_checks = True, 0
+            backend.is_healthy, backend.is_asleep, backend.failed_checks = not is_asleep, is_asleep, 0
             return
         backend.failed_checks += 1
         if is_suspect or backend.failed_checks >= PATIENCE:
@@ -98,12 +103,15 @@ def counted(backend: Backend) -> Iterator[None]:
 
 class RouterMetrics:
     """What one router counts. Outcomes: answered, refused (by every replica), retried (on another
-    replica), lost (sent and not repeated), broken (the answer broke off), client_gone."""
+    replica), lost (sent and not repeated), broken (the answer broke off), client_gone. Those at
+    prefill servers: transferred, whole (the prompt has nothing to transfer, or the server refused
+    it), lost (no prefill server is left)."""
 
-    def __init__(self, backends: Backends) -> None:
-        self._backends = backends
+    def __init__(self, backends: Backends, prefill: Backends | None = None) -> None:
+        self._all = [*backends.all, *(prefill.all if prefill is not None else ())]
         self._registry = CollectorRegistry()
         self._requests = Counter("frame_router_requests", "Requests, by outcome.", ["outcome"], registry=self._registry)
+        self._prefills = Counter("frame_router_prefills", "Requests for prefill servers, by outcome.", ["outcome"], registry=self._registry)
         self._healthy = Gauge("frame_router_replica_healthy", "1: the replica answers.", ["replica"], registry=self._registry)
         self._outstanding = Gauge(
             "frame_router_replica_outstanding", "Requests of a replica that are not finished.", ["replica"], registry=self._registry
@@ -113,9 +121,13 @@ class RouterMetrics:
         """A request ended, or is sent again, for `retried`."""
         self._requests.labels(outcome).inc()
 
+    def count_prefill(self, outcome: str) -> None:
+        """A request that may be divided goes on to a decode server."""
+        self._prefills.labels(outcome).inc()
+
     def render(self) -> bytes:
         """All metrics as text."""
-        for backend in self._backends.all:
+        for backend in self._all:
             self._healthy.labels(backend.url).set(backend.is_healthy)
             self._outstanding.labels(backend.url).set(backend.outstanding)
         return generate_latest(self._registry)

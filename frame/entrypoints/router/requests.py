@@ -23,15 +23,24 @@ _STATELESS = frozenset(
         "separate_reasoning", "api/chat", "api/generate", "api/embed", "api/show", "v1/chat/completions", "v1/chat/completions/batch",
         "v1/chat/completions/render", "v1/completions", "v1/completions/render", "v1/embeddings", "v1/classify", "v1/rerank",
         "v1/score", "v1/tokenize", "v1/detokenize", "v1/messages", "v1/messages/count_tokens", "v1/moderations",
-        "v1/responses/input_tokens", "v1/audio/transcriptions", "v1/audio/translations", "v2/embed", "v2/rerank",
+        "v1/responses/input_tokens", "get_weight_version", "v1/audio/transcriptions", "v1/audio/translations", "v2/embed", "v2/rerank",
+        "v1/embed", "v2/chat", "api/embeddings", "predict", "similarity", "",
     )
 )  # fmt: skip
 # Objects that one replica stores. A replica that lacks one answers 404.
 _STORED = ("/v1/responses", "/v1/conversations")
 _PINNED = ("/v1/files", "/v1/batches")  # a batch reads a file, so both are on the first replica
-BROADCAST = frozenset(
-    ("/abort_request", "/flush_cache", "/reset_prefix_cache", "/pause_generation", "/continue_generation", "/check_integrity",
-     "/start_profile", "/stop_profile", "/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+# Those that change the engine's state or weights, which may take minutes
+STATES = frozenset(
+    ("/pause_generation", "/continue_generation", "/release_memory_occupation", "/resume_memory_occupation", "/pause", "/resume",
+     "/sleep", "/wake_up", "/update_weights_from_disk",
+     "/transfer_weights", "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
+     "/update_weights_from_tensor", "/begin_weight_update", "/end_weight_update", "/finish_weight_update", "/cancel_weight_update",
+     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights")
+)  # fmt: skip
+BROADCAST = STATES | frozenset(
+    ("/abort_request", "/flush_cache", "/reset_prefix_cache", "/check_integrity", "/start_profile", "/stop_profile",
+     "/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 )  # fmt: skip
 
 

@@ -1,17 +1,22 @@
 """Runs the router: one asyncio loop, uvicorn in front, httpx behind, health checks beside. Used by
-`frame router`. Imports no torch. Must not know how replicas are chosen."""
+`frame router`. Imports no torch. Must not know a routing policy by name."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
+import json
 import re
+import secrets
 import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from frame.core.errors import ConfigError
+from frame.core.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
 from frame.entrypoints.http.protocol.listening import HttpServer, address
 from frame.entrypoints.logs import report
@@ -19,6 +24,8 @@ from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
+from frame.parallel.replica_choice import ReplicaChooser
+from frame.plugins.loader import load_registry
 
 HEAD = 30.0  # seconds that a client has for a request's head, and to read
 DRAIN = 30.0  # seconds that requests have to finish after a signal
@@ -27,16 +34,18 @@ _HOST = re.compile(r"[\w.:-]+")
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """`urls`: of the replicas. `health_interval`: seconds. `max_body`: bytes of a request."""
+    """`urls`: of the replicas, or of decode servers. `health_interval`: seconds. `max_body`: bytes
+    of a request. `prefill_urls`: of the servers that begin what decode servers continue."""
 
     urls: tuple[str, ...]
     health_interval: float
     max_body: int
     max_connections: int
+    prefill_urls: tuple[str, ...] = ()
 
 
-def check_url(url: str) -> str:
-    """The address of a replica. Raises ConfigError unless it is http(s)://host[:port]."""
+def check_url(url: str, flag: str = "--replica") -> str:
+    """The address of a server. Raises ConfigError unless it is http(s)://host[:port]."""
     address = urlsplit(url)
     try:
         is_valid = address.scheme in ("http", "https") and address.path in ("", "/") and not address.query
@@ -45,13 +54,32 @@ def check_url(url: str) -> str:
     except ValueError:
         is_valid = False
     if address.username is not None:
-        raise ConfigError("--replica has a user name, which the router does not send; write http://HOST:PORT or https://HOST:PORT")
+        raise ConfigError(f"{flag} has a user name, which the router does not send; write http://HOST:PORT or https://HOST:PORT")
     if not is_valid:
-        raise ConfigError(f"--replica is {url!r}; write http://HOST:PORT or https://HOST:PORT")
+        raise ConfigError(f"{flag} is {url!r}; write http://HOST:PORT or https://HOST:PORT")
     return url.rstrip("/")
 
 
-async def route(settings: RouterSettings, listener: socket.socket, signals: StartSignals) -> None:
+def load_policy(name: str | None, options: Sequence[str]) -> Callable[[], RoutingPolicy]:
+    """What makes the routing policy of the command line; None: the best-ranked one. `options`: each
+    KEY=VALUE, its value in JSON or a plain string. Raises ConfigError or PluginError."""
+    values: dict[str, Any] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--policy-option is {option!r}; write KEY=VALUE")
+        try:
+            values[key] = json.loads(text)
+        except ValueError:
+            values[key] = text
+    registry = load_registry()
+    best = max((each for each in registry.records("routing_policy") if not each.problems), key=lambda each: each.rank)
+    record = best if name is None else registry.get("routing_policy", name)
+    target, checked = registry.load(record), registry.options(record, values)
+    return lambda: target(RoutingContext(secrets.randbits(32)), checked)
+
+
+async def route(settings: RouterSettings, make_policy: Callable[[], RoutingPolicy], listener: socket.socket, signals: StartSignals) -> None:
     """Route requests until SIGINT or SIGTERM; a second signal does not wait for those that run.
     `signals`: of the start, held."""
     stop, now = asyncio.Event(), asyncio.Event()
@@ -62,22 +90,27 @@ async def route(settings: RouterSettings, listener: socket.socket, signals: Star
     signals.forward(on_signal)
     raise_file_limit(2 * settings.max_connections)
     async with open_client() as client:
-        backends = Backends(settings.urls, client, settings.health_interval)
-        await asyncio.gather(*(backends.check(backend, is_suspect=True) for backend in backends.all))
+        backends = Backends(settings.urls, client, settings.health_interval, ReplicaChooser(make_policy()))
+        prefill = Backends(settings.prefill_urls, client, settings.health_interval, ReplicaChooser(make_policy()))
+        everything = [*backends.all, *prefill.all]
+        await asyncio.gather(*(backend.group.check(backend, is_suspect=True) for backend in everything))
         limits = ConnectionLimits(settings.max_connections, HEAD, bound="--max-connections allows")
-        server = HttpServer(Proxy(backends, client, settings.max_body, HEAD), limits)
+        server = HttpServer(Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None), limits)
         serving = asyncio.create_task(server.serve([listener]))
-        watching = asyncio.create_task(backends.watch())
+        watching = asyncio.gather(backends.watch(), prefill.watch())
         await server.listening.wait()
         gc.collect()
         gc.freeze()  # later collections, which hold the event loop, skip the objects of the start
-        report(f"ready on http://{address(*listener.getsockname()[:2])}, {len(backends.healthy)} of {len(backends.all)} replicas healthy")
+        what = "decode servers" if prefill.all else "replicas"
+        more = f", {len(prefill.healthy)} of {len(prefill.all)} prefill servers healthy" if prefill.all else ""
+        place = address(*listener.getsockname()[:2])
+        report(f"ready on http://{place}, {len(backends.healthy)} of {len(backends.all)} {what} healthy{more}")
         await stop.wait()
         for each in server.servers:
             each.close()  # no more connections
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN):
-                while any(backend.outstanding for backend in backends.all) and not now.is_set():  # noqa: ASYNC110 - two conditions
+                while any(backend.outstanding for backend in everything) and not now.is_set():  # noqa: ASYNC110 - two conditions
                     await asyncio.sleep(0.05)
         watching.cancel()
         server.should_exit = server.force_exit = True

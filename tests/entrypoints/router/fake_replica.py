@@ -13,12 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
+from frame.core.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends, RouterMetrics
 from frame.entrypoints.router.requests import hash_prompt
+from frame.parallel.replica_choice import ReplicaChooser
+from frame.plugins.routing_policies.prefix_load import PrefixLoad
 
 CACHE = 400  # prefixes of 256 bytes that a replica keeps
 
@@ -123,12 +126,17 @@ class FakeReplica:
 
 @asynccontextmanager
 async def routed(
-    *replicas: FakeReplica, pause: float = 60.0, urls: tuple[str, ...] = ()
+    *replicas: FakeReplica, pause: float = 60.0, urls: tuple[str, ...] = (), policy: RoutingPolicy | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Backends, RouterMetrics]]:
     """A client of a router over the replicas, and over those at `urls`."""
     await asyncio.gather(*(replica.start() for replica in replicas))
     async with open_client() as behind:
-        backends = Backends([*urls, *(replica.url for replica in replicas)], behind, interval=0.2)
+        backends = Backends(
+            [*urls, *(replica.url for replica in replicas)],
+            behind,
+            interval=0.2,
+            chooser=ReplicaChooser(policy or PrefixLoad(RoutingContext())),
+        )
         application = Proxy(backends, behind, max_body=1 << 20, pause=pause)
         listener = bound_port("127.0.0.1", 0, "")
         server = HttpServer(application, ConnectionLimits(512, 30.0))

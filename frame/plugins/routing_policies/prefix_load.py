@@ -1,0 +1,50 @@
+"""`prefix_load`: the replica with the greatest share of the prompt in its cache, less its relative
+load. What replicas have cached is estimated from earlier choices."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from pydantic import BaseModel
+
+from frame.core.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
+
+MAX_PREFIXES = 65_536  # blocks remembered, the most recently used
+LOAD_WEIGHT = 1.0  # score lost by a replica with a mean load more than the least; less would never move a whole prompt from one of two
+SLACK = 4  # sequences; a smaller difference is no load
+
+
+class PrefixLoad(RoutingPolicy):
+    """The replica with the highest score: share of the prompt less relative load."""
+
+    def __init__(self, context: RoutingContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        self._replicas: OrderedDict[int, int] = OrderedDict()  # hash of a prefix of whole blocks -> a bit for each replica chosen for it
+
+    def choose_replica(self, request: RoutingRequest, loads: Mapping[int, int]) -> int:
+        blocks = request.blocks
+        matched, held = dict.fromkeys(loads, len(blocks)), sum(1 << replica for replica in loads)
+        for number, block in enumerate(blocks):
+            left = held & self._replicas.get(block, 0)
+            if left != held:
+                matched |= {replica: number for replica in loads if (held ^ left) >> replica & 1}
+                held = left
+            if not held:
+                break
+        minimum, mean = min(loads.values()), sum(loads.values()) / len(loads)
+
+        def score(replica: int) -> float:
+            excess = max(0, loads[replica] - minimum - SLACK)
+            return matched[replica] / max(1, len(blocks)) - LOAD_WEIGHT * excess / max(1.0, mean)
+
+        chosen = max(loads, key=lambda replica: (score(replica), -loads[replica]))
+        for block in blocks:
+            self._replicas[block] = self._replicas.get(block, 0) | 1 << chosen
+            self._replicas.move_to_end(block)
+        while len(self._replicas) > MAX_PREFIXES:
+            self._replicas.popitem(last=False)
+        return chosen
+
+    def forget_replica(self, replica: int) -> None:
+        self._replicas = OrderedDict((block, left) for block, held in self._replicas.items() if (left := held & ~(1 << replica)))
