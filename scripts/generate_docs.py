@@ -37,14 +37,17 @@ def configuration() -> str:
     """Every setting with its key, flag, variable, default and meaning."""
     from frame.config.schema import FrameConfig
     from frame.entrypoints.configuration.flat_settings import ALIASES, settings
+    from frame.entrypoints.configuration.tier_flags import TIER_FLAGS
 
     parts = [
         "# Configuration reference",
         NOTE,
-        ("This page is for users and operators: every setting with its flag, default and values. A setting can be given in a YAML "
-        "file (`section:` and below it `key:`), as an environment variable, or as a flag. A flag overrides a variable, a variable "
-        "the file, the file the default. With `auto` frame chooses, and `frame config explain` shows the choice and its reason. "
-        "[Configuration](../configuration.md) explains the rest."),
+        (
+            "This page is for users and operators: every setting with its flag, default and values. A setting can be given in a YAML "
+            "file (`section:` and below it `key:`), as an environment variable, or as a flag. A flag overrides a variable, a variable "
+            "the file, the file the default. With `auto` frame chooses, and `frame config explain` shows the choice and its reason. "
+            "[Configuration](../configuration.md) explains the rest."
+        ),
     ]
     by_section: dict[str, list[Any]] = {}
     for setting in settings():
@@ -54,11 +57,14 @@ def configuration() -> str:
         parts += [f"## {section}", inspect.getdoc(model) or ""]
         rows = [[code(s.key), _flag(s), _default(s), _values(model, s), s.description] for s in found]
         parts.append(table(["key", "flag", "default", "values", "meaning"], rows))
-    parts += ["## Other flags", table(["flag", "meaning"], [[code(f"--{flag}"), text] for flag, (_, _, text) in ALIASES.items()])]
+    others = {flag: text for flag, (_, _, text) in ALIASES.items()} | {flag: text for flag, (_, text) in TIER_FLAGS.items()}
+    parts += ["## Other flags", table(["flag", "meaning"], [[code(f"--{flag}"), text] for flag, text in others.items()])]
     parts += [
         "## Environment variables",
-        ("`FRAME_` and the key in capitals, with `__` between section and name: `cache.page_size` is `FRAME_CACHE__PAGE_SIZE`. "
-        "`FRAME_CONFIG` names the file."),
+        (
+            "`FRAME_` and the key in capitals, with `__` between section and name: `cache.page_size` is `FRAME_CACHE__PAGE_SIZE`. "
+            "`FRAME_CONFIG` names the file."
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -116,10 +122,12 @@ def hooks() -> str:
     parts = [
         "# Hooks",
         NOTE,
-        ("This page is for plugin authors: the kinds of plugins and every hook. A plugin package lists its manifest modules in the "
-        "entry-point group `frame` and marks functions in them with `@frame.hookimpl`. `register_…` hooks add records when a process "
-        "starts. `on_…` hooks are observers: they take the arguments they declare, their results are ignored, and one that raises "
-        "is logged and switched off. No hook is called inside a forward pass."),
+        (
+            "This page is for plugin authors: the kinds of plugins and every hook. A plugin package lists its manifest modules in the "
+            "entry-point group `frame` and marks functions in them with `@frame.hookimpl`. `register_…` hooks add records when a process "
+            "starts. `on_…` hooks are observers: they take the arguments they declare, their results are ignored, and one that raises "
+            "is logged and switched off. No hook is called inside a forward pass."
+        ),
         "## Kinds of plugins",
         table(
             ["kind", "setting", "hook", "interface", "class to derive from", "context"],
@@ -167,8 +175,10 @@ def plugins() -> str:
     parts = [
         "# Built-in plugins",
         NOTE,
-        ("This page is for users and plugin authors: every plugin that is part of the package. `frame plugins list` shows these and "
-        "all other installed plugins; `frame plugins info NAME` shows the capabilities and options of one."),
+        (
+            "This page is for users and plugin authors: every plugin that is part of the package. `frame plugins list` shows these and "
+            "all other installed plugins; `frame plugins info NAME` shows the capabilities and options of one."
+        ),
     ]
     for kind, records in own_records().items():
         if records:
@@ -190,8 +200,10 @@ def backends() -> str:
     parts = [
         "# Capabilities",
         NOTE,
-        ("This page is for operators and plugin authors: what each built-in plugin supports, from the capability records that also "
-        "drive `auto`, checks and error texts. `any` means no limit."),
+        (
+            "This page is for operators and plugin authors: what each built-in plugin supports, from the capability records that also "
+            "drive `auto`, checks and error texts. `any` means no limit."
+        ),
     ]
     for kind, records in own_records().items():
         with_fields = [r for r in records if dataclasses.is_dataclass(r.capabilities) and dataclasses.fields(r.capabilities)]
@@ -229,6 +241,7 @@ def _cell(value: Any, name: str) -> str:
 def models() -> str:
     """What each model plugin serves, one row per plugin."""
     from frame.testing.checkpoints import TINY
+    from tests.models.media_checkpoints import FAMILIES
 
     rows = []
     for record in own_records()["model"]:
@@ -238,7 +251,7 @@ def models() -> str:
             shown, checked = "any other decoder", "transformers, some of them"
         else:
             shown = ", ".join(map(code, names))
-            checked = f"transformers: {', '.join(code(name) for name in names if name in TINY or able.cross_attention)}"
+            checked = f"transformers: {', '.join(code(name) for name in names if name in TINY or name in FAMILIES or able.cross_attention)}"
         groups = ["tokens", *["window"] * (able.windows or names is None), *["snapshot"] * able.recurrent, *["sidecar"] * able.sparse]
         groups += ["write_once"] * able.cross_attention
         rows.append(
@@ -252,10 +265,12 @@ def models() -> str:
                 "none" if able.encoder else ", ".join(groups),
                 "`mtp`" if able.draft_layers else "none",
                 _yes(able.adapters),
+                "audio" if able.cross_attention else ", ".join(able.modalities) or "none",
                 checked,
             ]
         )
-    head = ["plugin", "architectures", "form", "tp", "quantization", "graphs", "cache groups", "draft layers", "LoRA", "checked against"]
+    head = ["plugin", "architectures", "form", "tp", "quantization", "graphs", "cache groups", "draft layers", "LoRA", "media"]
+    head.append("checked against")
     return "\n\n".join([
         "# Models",
         NOTE,
@@ -265,9 +280,11 @@ def models() -> str:
         "and values of all tokens, those of a sliding window, a snapshot of a recurrent state, in a sidecar the keys of an "
         "indexer, or in write_once the keys and values of an "
         "encoder's output. `draft layers`: the drafter of the multi-token-prediction module that checkpoints may have. "
-        "`LoRA`: [adapters](lora.md). `checked against`: "
-        "tests compare the logits and the greedy tokens of small random checkpoints in float32. A "
-        "`ForConditionalGeneration` checkpoint other than [Whisper](speech.md) is served without its image and audio encoders."),
+        "`LoRA`: [adapters](lora.md). `media`: what a prompt may hold besides text, where the checkpoint has an encoder for it: images "
+        "and videos by its `vision_config`, audio by its `audio_config`. The encoders are those of the installed transformers, on every "
+        "rank. `checked against`: tests compare the logits and the greedy tokens of small random checkpoints in float32, with encoders the "
+        "logits of prompts with each of its media. The encoders of other `ForConditionalGeneration` checkpoints are not "
+        "loaded. [Whisper](speech.md) transcribes."),
         table(head, rows),
         ("**LongRoPE** (Phi-3 with 128k tokens, Phi-3.5, Phi-4-mini) has two lists of rotary factors. Native models choose one at the "
         "start: the long factors if the context (`--max-model-len`, by default the checkpoint's) exceeds the original length of the "
@@ -380,8 +397,10 @@ def command_line() -> str:
     parts = [
         "# Command line",
         NOTE,
-        ("This page is for users and operators: the help of every command. The flags of settings are listed once, under "
-        "[shared flags](#shared-flags)."),
+        (
+            "This page is for users and operators: the help of every command. The flags of settings are listed once, under "
+            "[shared flags](#shared-flags)."
+        ),
     ]
     for name, text in [*help_pages(), ("Shared flags", shared_flags())]:
         parts += [f"## {name}", f"```text\n{text.strip()}\n```"]

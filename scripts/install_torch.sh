@@ -1,9 +1,9 @@
 #!/bin/sh
 # Install torch for the given Python, in the build that fits the machine. A recent enough torch is kept.
-# Usage: PIP="…/python -m pip" install_torch.sh …/python
+# Usage: install_torch.sh …/python
 set -eu
 python=$1
-pip=${PIP:-"$python -m pip"}
+install="$python $(dirname "$0")/install.py"
 
 if "$python" - <<'CHECK'
 import sys
@@ -20,10 +20,10 @@ then
 fi
 
 if [ "$(uname -s)" != Linux ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then
-    exec $pip install --quiet "torch>=2.11"
+    exec $install "torch>=2.11"
 fi
 
 echo "No GPU found: installing the CPU build of torch."
 # The first command succeeds if pip has a local wheel; otherwise the second downloads one.
-$pip install --quiet "torch==2.13.0+cpu" 2>/dev/null ||
-    $pip install --quiet "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu
+$install --try "torch==2.13.0+cpu" ||
+    $install "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu

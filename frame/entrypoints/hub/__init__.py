@@ -1,0 +1,1 @@
+"""Downloads of models from a hub."""
