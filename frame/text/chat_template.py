@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from frame.core.errors import CheckpointError
+from frame.text.joined_turns import join_turns
 from frame.text.named_file import read_named
 from frame.text.template_sandbox import LARGEST_TEXT, TemplateSandbox, TemplateTimeoutError
 from frame.text.tool_prompt import as_plain_messages
@@ -27,6 +28,7 @@ LARGEST_INDENT = 64  # characters
 MAX_TIME = 20.0  # seconds of rendering
 TEMPLATE = "chat_template"  # the argument with a template of the request; callers allow it for trusted clients only
 RESERVED = frozenset({"messages", "tools", TEMPLATE})
+PROBE = "frame probe"  # a text that no template writes itself
 CUT = "\u2063cut here\u2063"  # marks the end of a message to be continued, while the template is rendered
 
 
@@ -65,6 +67,17 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._has_developer = "developer" in source
         self._has_tools = "tool" in source
+        self.takes_strings = True  # as `content`; templates that read parts only leave a string out
+
+    def probe_strings(self) -> None:
+        """Find `takes_strings`, by rendering a short message."""
+        rendered = []
+        for content in (PROBE, [_text_part(PROBE)]):
+            try:
+                rendered.append(self.render([{"role": "user", "content": content}]))
+            except ChatTemplateError:
+                return
+        self.takes_strings = PROBE in rendered[0] or PROBE not in rendered[1]
 
     def render(
         self,
@@ -88,9 +101,19 @@ class ChatTemplate:
             messages, tools = as_plain_messages(messages, tools), None
         if not self._has_developer:  # OpenAI's newer name of the system role; most templates lack it
             messages = [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
+        if not self.takes_strings:
+            messages = [
+                {**each, "content": [_text_part(text)]} if isinstance(text := each.get("content"), str) else each for each in messages
+            ]
         variables = {**self._special_tokens, "documents": None, **arguments}
+        variables |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._write(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+            try:
+                text = self._write(messages=messages, **variables)
+            except jinja2.TemplateError:  # many templates take one system message, and turns that alternate
+                if (joined := join_turns(messages)) == messages:
+                    raise
+                text = self._write(messages=joined, **variables)
         except ChatTemplateError:
             raise
         except jinja2.TemplateError as error:
@@ -120,6 +143,10 @@ class ChatTemplate:
         except TemplateTimeoutError:
             raise ChatTemplateError(f"the chat template took more than {MAX_TIME:g} s for these messages; send less") from None
         return "".join(pieces)
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _to_be_continued(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ class Detokenizer:
                 texts.append("")
                 continue
             finish = finishes.get(index)
-            if finish is None and len(ids) == 1 and not stream.stops and stream.strings is not None:  # the common case
+            if finish is None and len(ids) == 1 and stream.search is None and stream.strings is not None:  # the common case
                 text = _whole(stream.strings, ids[0]) if not stream.decoder.pending else None  # type: ignore[attr-defined]
                 if text is not None:
                     texts.append(text)

@@ -12,6 +12,7 @@ from codecs import utf_8_decode
 from typing import TYPE_CHECKING, Protocol
 
 from frame.core.messages import Finish
+from frame.text.stop_regex import RegexSearch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 FAILED = Finish("error", error="the detokenizer failed on this request; the server's log says why")
 PROMPT_TAIL = 6  # prompt tokens that a windowed decoder needs for the first characters of the output
+MAX_HELD = 1024  # characters that are held back because they may be part of a match of `stop_regex`
 MAX_PENDING = 16  # tokens that a windowed decoder holds back; a character has four bytes at most
 
 
@@ -158,18 +160,48 @@ def _next_entry(stop: str, table: list[int]) -> int:
     return size + (stop[size] == character)
 
 
+class StopConditions:
+    """The stop strings and stop patterns of one sequence."""
+
+    __slots__ = ("_patterns", "_strings")
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._strings = StopSearch(params.stop) if params.stop else None
+        self._patterns = RegexSearch(params.stop_regex) if params.stop_regex else None
+
+    def skip(self, added: str) -> None:
+        """Read text in which none is searched."""
+        if self._patterns is not None:
+            self._patterns.skip(added)
+
+    def feed(self, added: str) -> tuple[int, int, str] | None:
+        """Read more text. Returns (characters from the start of the match to the end of the text,
+        characters behind the match, stop string or pattern) of the match that starts first."""
+        matches = []
+        if self._strings is not None and (match := self._strings.feed(added)) is not None:
+            matches.append((match[0], match[0] - len(match[1]), match[1]))
+        if self._patterns is not None and (pattern := self._patterns.feed(added)) is not None:
+            matches.append(pattern)
+        return max(matches, default=None)
+
+    @property
+    def num_held(self) -> int:
+        """Number of characters at the end of the text that may be part of a match."""
+        strings = 0 if self._strings is None else self._strings.num_held
+        return max(strings, 0 if self._patterns is None else min(MAX_HELD, self._patterns.num_held))
+
+
 class TextStream:
     """The text of one sequence: decoder, stop strings, and held-back text that may start a stop
     string."""
 
-    __slots__ = ("closed", "decoder", "held", "include_stop", "minimum", "request_hash", "search", "seen", "stops", "strings")
+    __slots__ = ("closed", "decoder", "held", "include_stop", "minimum", "request_hash", "search", "seen", "strings")
 
     def __init__(self, decoder: Decoder, params: SamplingParams, strings: Sequence[str | None] | None = None) -> None:
         self.decoder = decoder
-        self.stops = params.stop
-        self.search = StopSearch(params.stop) if params.stop else None
+        self.search = StopConditions(params) if params.stop or params.stop_regex else None
         self.include_stop = params.include_stop_str_in_output
-        self.minimum = params.min_tokens if params.stop else 0
+        self.minimum = params.min_tokens if self.search is not None else 0
         self.seen = 0
         self.held = ""
         self.closed = False  # a stop string was found; later tokens are ignored
@@ -211,19 +243,19 @@ class TextStream:
                 finish = Finish("stop", stop)
         return "".join(pieces), len(token_ids), finish
 
-    def _cut(self, search: StopSearch, added: str) -> tuple[str, str | None]:
+    def _cut(self, search: StopConditions, added: str) -> tuple[str, str | None]:
         """Returns (text that cannot become part of a stop string, the stop string that was
         found)."""
         self.seen += 1
         if self.seen < self.minimum:
+            search.skip(added)
             return added, None
         text = self.held + added
         match = search.feed(added)
         if match is not None:
-            behind, stop = match
-            at = len(text) - behind
+            start, end, stop = match
             self.held = ""
-            return text[: at + len(stop) if self.include_stop else at], stop
+            return text[: max(0, len(text) - (end if self.include_stop else start))], stop
         keep = search.num_held
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep], None

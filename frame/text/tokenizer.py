@@ -29,6 +29,7 @@ from frame.text.chat_template import (
     find_template,
     read_template,
 )
+from frame.text.message_parts import MessageParts, check_texts, expand_placeholders
 from frame.text.python_tokenizer import PythonTokenizer
 from frame.text.text_bounds import TextBounds, find_max_token_length, split_groups
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
     from frame.core.interfaces.sampling_params import SamplingParams
+    from frame.core.messages import MediaText
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 VOCABULARIES = ("*.model", "*.tiktoken", "vocab.*", "tekken.json")  # files that transformers makes a tokenizer of
@@ -61,6 +63,8 @@ class Tokenizer:
         self._config = config or {}
         self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(name, self._config.get(name))) is not None}
         self._template = ChatTemplate(template, self.special_tokens, template_file) if template else None
+        if self._template is not None:
+            self._template.probe_strings()
         eos = self.find_token_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(eos_token_ids) or (() if eos is None else (eos,))
         self._leading = self._missing_bos()
@@ -130,21 +134,38 @@ class Tokenizer:
                 encoded.append((ids, second if second < len(ids) else 0))
         return encoded
 
+    def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The beginnings of texts, which end with their token number `max_tokens`."""
+        texts = [self.bounds.cut_text(text, max_tokens) for text in texts]
+        ends = [
+            encoding.offsets[max_tokens - 1 : max_tokens + 1] for encoding in self.backend.encode_batch(texts, add_special_tokens=False)
+        ]
+        return [text[: end[0][1]] if len(end) == 2 else text for text, end in zip(texts, ends, strict=True)]
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         arguments: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        media: Sequence[MediaText] = (),
     ) -> str:
-        """Render the prompt of a conversation. Raises ChatTemplateError with a sentence for the
-        client."""
+        """Render the prompt of a conversation, with a placeholder for each item of `media`. Raises
+        ChatTemplateError with a sentence for the client."""
         arguments = dict(arguments or {})
         source = arguments.pop(TEMPLATE, None)
         template = self._template if source is None else self._template_of(source)
         if template is None:
             raise ChatTemplateError("this model has no chat template; give one with --chat-template, or use /v1/completions")
+        if media:
+            parts = self._parts if source is None else MessageParts(template.render)
+            messages = parts.arrange(messages, media)
         return template.render(messages, tools, add_generation_prompt, arguments)
+
+    @cached_property
+    def _parts(self) -> MessageParts:
+        assert self._template is not None
+        return MessageParts(self._template.render)
 
     def _template_of(self, source: str) -> ChatTemplate:
         try:
@@ -164,6 +185,28 @@ class Tokenizer:
         arguments = dict(arguments or {})
         special = bool(arguments.pop("add_special_tokens", False))
         return self.encode(self.render_chat(messages, tools, arguments), add_special_tokens=special, maximum=maximum)
+
+    def encode_media_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        arguments: dict[str, Any],
+        media: Sequence[MediaText],
+        maximum: int | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """`encode_chat` of a conversation with parts such as `{"type": "image"}`, whose items are
+        `media`, in order. -> token ids, and the indices of the items in the order of the prompt."""
+        arguments = dict(arguments)
+        special = bool(arguments.pop("add_special_tokens", False))
+        check_texts([messages, tools, {**arguments, TEMPLATE: None}], media, "messages or tools")
+        return self.encode_media(self.render_chat(messages, tools, arguments, media=media), media, special, maximum)
+
+    def encode_media(
+        self, text: str, media: Sequence[MediaText], add_special_tokens: bool = True, maximum: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """`encode` of a text with a placeholder for each item."""
+        expanded, order = expand_placeholders(text, media)
+        return self.encode(expanded, add_special_tokens, maximum), order
 
     def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with `bad_words` as token ids, each word both without and with a

@@ -25,20 +25,28 @@ def as_plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]
     introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if plain and plain[0].get("role") in _KNOWN:
         first = plain[0]
-        return [{**first, "content": f"{first.get('content') or ''}\n\n{introduction}"}, *plain[1:]]
+        return [{**first, "content": _append(first.get("content") or "", f"\n\n{introduction}")}, *plain[1:]]
     return [{"role": "system", "content": introduction}, *plain]
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content") or ""
     if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        opening = "<tool_response>\n"
+        opened = [{"type": "text", "text": opening}, *content] if isinstance(content, list) else f"{opening}{content}"
+        return {"role": "user", "content": _append(opened, "\n</tool_response>")}
     calls = message.get("tool_calls")
     if not calls:
         return message
-    texts = [content] if content else []
+    texts = []
     for call in calls:
         function = call.get("function") or {}
         body = {"name": function.get("name"), "arguments": function.get("arguments")}
         texts.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>")
-    return {"role": message["role"], "content": "\n".join(texts)}
+    written = "\n".join(texts)
+    return {"role": message["role"], "content": _append(content, f"\n{written}") if content else written}
+
+
+def _append(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
+    """A message's content, a text or parts, with a text after it."""
+    return [*content, {"type": "text", "text": text}] if isinstance(content, list) else content + text

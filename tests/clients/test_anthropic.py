@@ -125,7 +125,7 @@ def test_system_and_cache(client: anthropic.Anthropic) -> None:
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}]}]}, "text only"),
         ({"tool_choice": {"type": "any"}}, "tools"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "any"}}, "web_search_20250305"),
         ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "on"}}, "thinking.type is 'on'; it must be enabled, adaptive or disabled"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens is -1; it must be a whole number"),

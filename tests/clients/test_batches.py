@@ -40,18 +40,15 @@ def records(client: openai.OpenAI, name: str | None) -> list[dict[str, Any]]:
 
 def test_good_and_bad_lines(client: openai.OpenAI) -> None:
     good = [line(f"good-{i}") for i in range(12)]
-    bad = ["{not json\n", "[1]\n", line("other", url="/v1/completions"), line("hot", BODY | {"temperature": -1}),
-           line("stream", BODY | {"stream": True}), line("text", "Hello"), '{"body": {}}\n', "\n"]  # fmt: skip
-    batch = finished(client, begin(client, "".join([*bad[:3], *good, *bad[3:]])))
+    bad = [line("hot", BODY | {"temperature": -1}), "\n", line("none", BODY | {"messages": []})]
+    batch = finished(client, begin(client, "".join([*bad, *good])))
     assert batch.status == "completed"
-    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (19, 12, 7)
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (14, 12, 2)
     replies = records(client, batch.output_file_id)
     assert {reply["custom_id"] for reply in replies} == {f"good-{i}" for i in range(12)}
     assert all(reply["response"]["body"]["usage"]["completion_tokens"] == 4 for reply in replies)
     errors = records(client, batch.error_file_id)
-    assert len(errors) == 7
-    assert next(e for e in errors if e["custom_id"] == "hot")["response"]["status_code"] == 400
-    assert "stream" in next(e for e in errors if e["custom_id"] == "stream")["error"]["message"]
+    assert {(each["custom_id"], each["response"]["status_code"]) for each in errors} == {("hot", 400), ("none", 400)}
     assert client.batches.list(limit=1).data[0].id == batch.id
     newest, oldest = ([file.id for file in client.files.list(order=order)] for order in ("desc", "asc"))
     assert newest == oldest[::-1] == [file.id for file in client.files.list(limit=1)]
@@ -61,13 +58,25 @@ def test_good_and_bad_lines(client: openai.OpenAI) -> None:
     assert batch.metadata == {"of": "a test"}
 
 
+def test_lines_that_are_no_requests_fail_the_batch(client: openai.OpenAI) -> None:
+    lines = ["{not json\n", "[1]\n", line("other", url="/v1/completions"), line("stream", BODY | {"stream": True}), line("text", "Hello"),
+             '{"body": {}}\n', line("stream"), line("twice"), line("twice")]  # fmt: skip
+    batch = finished(client, begin(client, "".join(lines)))
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+    assert [(each.line, each.code) for each in batch.errors.data] == [
+        (1, "invalid_json_line"), (2, "invalid_request"), (3, "mismatched_url"), (4, "invalid_request"), (5, "invalid_request"),
+        (6, "missing_custom_id"), (9, "duplicate_custom_id"),
+    ]  # fmt: skip
+    assert "stream is not supported in a batch" in batch.errors.data[3].message
+
+
 def test_completions_and_responses(client: openai.OpenAI) -> None:
     asked = {"/v1/completions": {"prompt": "a", "max_tokens": 2}, "/v1/responses": {"input": "a", "max_output_tokens": 2}}
     for endpoint, body in asked.items():
         batch = finished(client, begin(client, line("one", body, endpoint), endpoint))
         assert batch.request_counts.completed == 1, records(client, batch.error_file_id)
     batch = finished(client, begin(client, line("one", {"input": "a", "background": True}, endpoint), endpoint))
-    assert "background is not supported in a batch" in records(client, batch.error_file_id)[0]["error"]["message"]
+    assert "background is not supported in a batch" in batch.errors.data[0].message
 
 
 def test_cancelling_keeps_what_was_done(client: openai.OpenAI, quick_server: RunningServer) -> None:

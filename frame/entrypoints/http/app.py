@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -133,9 +134,10 @@ class Dispatcher:
         self._cors = cors
         shapes: dict[str, set[ErrorShape]] = {}
         for route in routes:
-            shapes.setdefault(_first_segment(route.path), set()).add(route.errors)
+            for prefix in _prefixes(route.path):
+                shapes.setdefault(prefix, set()).add(route.errors)
         # of the paths below which every route writes errors alike, for those that no route has
-        self._shapes = {segment: kinds.pop() for segment, kinds in shapes.items() if len(kinds) == 1}
+        self._shapes = {prefix: kinds.pop() for prefix, kinds in shapes.items() if len(kinds) == 1}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -157,7 +159,7 @@ class Dispatcher:
                 return
         if match is None:
             path = scope["path"][:MAX_PATH_CHARS]
-            scope["errors"] = self._shapes.get(_first_segment(path), OPENAI)
+            scope["errors"] = next((self._shapes[prefix] for prefix in reversed(_prefixes(path)) if prefix in self._shapes), OPENAI)
             gate.admit(scope, Access.USER)
             raise ApiError(404, f"there is no {path} here; /openapi.json says what there is, such as /v1/chat/completions")
         scope["errors"] = next(iter(match.endpoints.values())).errors
@@ -172,14 +174,16 @@ class Dispatcher:
         await route.app(scope, receive, send)
 
 
-def _first_segment(path: str) -> str:
-    return path.lstrip("/").partition("/")[0]
+def _prefixes(path: str) -> list[str]:
+    """The path's first segment, its first two, and so on."""
+    return list(accumulate(path.strip("/").split("/"), "{}/{}".format))
 
 
 def body_limits(services: Services) -> dict[str, int]:
     """Bytes that a body may have, by what it holds."""
     maximum = services.resolved.user.server.max_body_bytes
-    return {"file": maximum, "small": min(maximum, SMALL_BODY), "prompts": min(maximum, prompt_limit(services.resolved.max_context))}
+    prompts = maximum if services.media is not None else min(maximum, prompt_limit(services.resolved.max_context))
+    return {"file": maximum, "small": min(maximum, SMALL_BODY), "prompts": prompts}
 
 
 async def _refuse(scope: Scope, error: ApiError) -> None:

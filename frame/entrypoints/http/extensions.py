@@ -28,7 +28,7 @@ from frame.core.blame import blaming, describe, remedy
 from frame.core.errors import PluginError
 from frame.core.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.entrypoints.http.errors import SEE_LOG, ApiError, DisconnectedError
-from frame.entrypoints.http.operations import adapters, admin, page
+from frame.entrypoints.http.operations import adapters, admin, page, states, weights
 from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, ContextDep
 from frame.entrypoints.http.request_context import JSON, Receive, RequestContext, Scope, Send
 from frame.entrypoints.http.validation_errors import validation_error
@@ -44,7 +44,7 @@ CORE_ROUTES = tuple(
     route
     for router in (
         admin.health_router, admin.metrics_router, page.router, page.public_router, admin.router, admin.own_router,
-        adapters.router,
+        admin.version_router, adapters.router, states.router, weights.router,
     )
     for route in router.api_routes
 )  # fmt: skip

@@ -14,13 +14,14 @@ from functools import partial
 from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import check_text_sizes
-from frame.entrypoints.http.protocol.fields import Shape, check_fields, check_nested
+from frame.entrypoints.http.protocol.fields import Shape, check_fields, check_nested, check_nested_fields
 from frame.entrypoints.http.validation_errors import validation_error
 
 MAX_PAIRS = 4096  # entries of an object whose values are validated one by one
@@ -156,6 +157,32 @@ class RequestOptions(RequestBody):
         return prompt
 
 
+class TransferParams(RequestBody):
+    """`do_remote_decode` asks a prefill server to keep the blocks of the prompt; the response has
+    all other fields, for the request to a decode server. `remote_block_ids`: places of the blocks
+    in the prompt. `first_token_ids`, `seed`, `cached_tokens`: what the prefill server computed."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_engine_id: str | None = Field(None, max_length=256)
+    remote_request_id: str | None = Field(None, max_length=256)
+    remote_block_ids: list[int] | None = Field(None, max_length=1 << 20)
+    remote_host: str | None = Field(None, max_length=256)
+    remote_port: int | None = None
+    first_token_ids: list[int] | None = Field(None, max_length=1)
+    seed: int | None = None
+    cached_tokens: int | None = None
+    weight_version: str | None = None
+    signature: str | None = Field(None, max_length=256)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            check_nested_fields("kv_transfer_params", value, cls.model_fields)
+        return value
+
+
 class SamplingFields(RequestOptions):
     """Sampling parameters beyond a dialect's own, with the names that clients of vLLM and SGLang
     send.
@@ -173,6 +200,7 @@ class SamplingFields(RequestOptions):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
@@ -187,13 +215,16 @@ class SamplingFields(RequestOptions):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     json_schema: dict[str, Any] | str | None = None
     structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     num_speculative_tokens: int | None = None
+    stream_interval: int | None = None
+    logprob_token_ids: list[int] | None = None
     custom: dict[str, str] | None = None
-    custom_params: dict[str, str] | None = None  # SGLang's name of custom
+    custom_params: dict[str, Any] | None = None  # SGLang's name of custom, with values of any type
 
     def sent_name(self, parameter: str) -> str:
         if parameter == "custom" and self.custom_params is not None:
@@ -208,13 +239,13 @@ class SamplingFields(RequestOptions):
             if getattr(self, name) is not None and getattr(self, other) is not None:
                 raise ApiError(400, f"{name} and {other} are the same; send one of them", other)
         values = {name: value for name in _SAME & self.model_fields_set if (value := getattr(self, name)) is not None}
-        for name in ("stop_token_ids", "bad_words"):
+        for name in ("stop_token_ids", "bad_words", "stop_regex", "logprob_token_ids"):
             if name in values:
-                values[name] = tuple(values[name])
+                values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
         if self.no_stop_trim is not None:
             values["include_stop_str_in_output"] = self.no_stop_trim
         if self.custom_params is not None:
-            values["custom"] = self.custom_params
+            values["custom"] = to_custom(self.custom_params)
         if self.logit_bias:
             if (wrong := next((token for token in self.logit_bias if not _TOKEN_ID.fullmatch(token)), None)) is not None:
                 raise ApiError(400, f"logit_bias has the key {quoted(wrong)}; the keys must be token ids", "logit_bias")
@@ -236,6 +267,11 @@ class SamplingFields(RequestOptions):
         if len(prompt) <= count:
             return prompt
         return prompt[:count] if self.truncation_side == "right" else prompt[-count:]
+
+
+def to_custom(values: dict[str, Any]) -> dict[str, str]:
+    """SGLang's `custom_params` as `custom`: values that are no text become JSON text."""
+    return {name: value if isinstance(value, str) else msgspec.json.encode(value).decode() for name, value in values.items()}
 
 
 # The fields that `SamplingParams` has too, with the same values. `constraints` converts grammars.

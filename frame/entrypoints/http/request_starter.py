@@ -11,12 +11,13 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.model import Task
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.limits import (
@@ -30,11 +31,12 @@ from frame.entrypoints.engine_client.limits import (
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.adapters import choose_adapters, hold_adapters
+from frame.entrypoints.http.chat.request_media import Chat, HeldMedia, TextWithMedia, hold_media, list_media
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
 from frame.entrypoints.http.failures import as_api_error, as_sent, raise_failed, too_many
 from frame.entrypoints.http.paced_json import TURN, Event
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
-from frame.entrypoints.http.request_body import RequestOptions
+from frame.entrypoints.http.request_body import RequestOptions, TransferParams
 from frame.entrypoints.http.request_context import EVENT_STREAM, RequestContext
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.stream_writer import EventPump
@@ -54,15 +56,6 @@ MAX_LOGPROBS_HELD = 2 * 1024 * 1024  # of a response that is sent whole; each ta
 CUT = "shorten it, or have it cut with truncate_prompt_tokens: -1"
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation, from which the chat template makes a prompt."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
 class Pair(NamedTuple):
     """Two texts of one input, for models that compare them."""
 
@@ -70,7 +63,7 @@ class Pair(NamedTuple):
     second: str
 
 
-Prompt = str | list[int] | Chat | Pair
+Prompt = str | list[int] | Chat | TextWithMedia | Pair
 
 
 class Caller(Protocol):
@@ -106,7 +99,8 @@ class RequestPlan:
     prefix: str = ""  # of the name of a request without one
     # completes the parameters of a prompt once its tokens are known
     refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None
-    encoder_inputs: Sequence[bytes] = ()  # one a prompt, for encoder-decoder models
+    encoder_items: Sequence[MediaItem] = ()  # one a prompt, for encoder-decoder models
+    transfer: TransferParams | None = None  # of the prompt's blocks, to or from another server
 
 
 async def start_request(call: Caller, services: Services, plan: RequestPlan) -> RequestState:
@@ -114,7 +108,7 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
     disconnects. `plan.options.timeout`, or the header x-request-timeout, is its time limit. Raises
     ApiError."""
     params, options = plan.params, plan.options
-    services.need_task(*plan.tasks, takes_audio=bool(plan.encoder_inputs))
+    services.need_task(*plan.tasks, takes_audio=bool(plan.encoder_items))
     arrived = time.perf_counter()
     count = sum(each.n for each in params)
     check_sequence_count(services, count)
@@ -124,6 +118,7 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
     _check_sizes(plan.prompts)
     if services.draining:
         raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
+    services.check_awake()
     try:
         if call.lease is not None:
             call.lease.reserve_sequences(count, counts="generate" in plan.tasks)
@@ -136,33 +131,67 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
         raise as_api_error(error) from None
     if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
         rid = f"{plan.prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{plan.prefix}{secrets.token_hex(16)}"
+    state: RequestState | None = None
     try:
-        limits = services.client.limits
-        maximum = countable_tokens(services) if options.truncates else limits.max_context
-        ids, second_text_starts = await _encode_all(services, plan, maximum)
-        ids = [options.truncated(prompt, limits.max_context - (each.max_tokens or 1)) for prompt, each in zip(ids, params, strict=True)]
-        await paced_map(lambda pair: check_prompt(limits, *pair), zip(ids, params, strict=True))
-        checked = {id(each): each for each in params}
-        params = await _with_bad_words(services, params)
-        if (refine := plan.refine) is not None:
-            params = await paced_map(lambda pair: refine(*pair), zip(ids, params, strict=True))
-        await paced_map(partial(check_params, limits), (each for each in _unique(params) if id(each) not in checked))
-        space = _namespace(services, call, salt)
-        state = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
-        for sequence in state.sequences if plan.encoder_inputs else ():
-            sequence.recovery.encoder_input = plan.encoder_inputs[sequence.prompt_index]
-        async with hold_adapters(services, call.tenant, adapters, limits.request_timeout if deadline is None else deadline) as uses:
-            for sequence in state.sequences if uses else ():
-                sequence.recovery.adapter = uses.get(adapters[sequence.prompt_index])
-            await _start(services, state, priority, space, deadline)
+        async with hold_media(services, plan.prompts, call.tenant) as media:
+            state = await _prepare_state(services, call, plan, rid, media)
+            space = _namespace(services, call, salt)
+            seconds = services.client.limits.request_timeout if deadline is None else deadline
+            async with hold_adapters(services, call.tenant, adapters, seconds) as uses:
+                for sequence in state.sequences if uses else ():
+                    sequence.recovery.adapter = uses.get(adapters[sequence.prompt_index])
+                _prepare_transfer(services, plan.transfer, state, space)
+                await _start(services, state, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must release the sequences
         services.client.release_sequences(count)
+        if state is not None:
+            state.leave()
         raise as_sent(as_api_error(error), options.sent_name) from None
     state.created = arrived
     state.sent_name = options.sent_name
     call.state = state
     call.on_disconnect(state.mark_disconnected)
     return state
+
+
+async def _prepare_state(services: Services, call: Caller, plan: RequestPlan, rid: str, media: HeldMedia) -> RequestState:
+    """The state of a request whose prompts are encoded and checked, with its media. Raises ApiError
+    and InvalidRequestError."""
+    options, params, limits = plan.options, plan.params, services.client.limits
+    maximum = countable_tokens(services) if options.truncates else limits.max_context
+    ids, second_text_starts = await _encode_all(services, plan, maximum, media)
+    ids = [_truncate(*each, limits.max_context, options) for each in zip(plan.prompts, ids, params, strict=True)]
+    await paced_map(lambda pair: check_prompt(limits, *pair), zip(ids, params, strict=True))
+    checked = {id(each): each for each in params}
+    params = await _with_bad_words(services, params)
+    if (refine := plan.refine) is not None:
+        params = await paced_map(lambda pair: refine(*pair), zip(ids, params, strict=True))
+    await paced_map(partial(check_params, limits), (each for each in _unique(params) if id(each) not in checked))
+    state = services.client.prepare_request(ids, params, rid, call.tenant, second_text_starts)
+    for sequence in state.sequences if plan.encoder_items else ():
+        sequence.recovery.media = [plan.encoder_items[sequence.prompt_index]]
+    media.hand_over(state)
+    return state
+
+
+def _prepare_transfer(services: Services, params: TransferParams | None, state: RequestState, namespace: str) -> None:
+    """Let the engine keep or expect the blocks of a prompt. Raises InvalidRequestError."""
+    if params is not None and (params.do_remote_decode or params.do_remote_prefill):
+        from frame.entrypoints.engine_client.transfer_handles import prepare_transfer
+
+        mode, version = services.resolved.user.disaggregation.mode, services.client.weight_version
+        minimum = max(services.resolved.page_size, services.resolved.user.cache.min_load_tokens)
+        page_size = services.resolved.page_size
+        prepare_transfer(mode, params.model_dump(), state, namespace, version=version, page_size=page_size, min_tokens=minimum)
+
+
+def _truncate(prompt: Prompt, ids: list[int], params: SamplingParams, max_context: int, options: RequestOptions) -> list[int]:
+    """The prompt's tokens, cut as asked. Raises ApiError 400 where that would cut media."""
+    cut = options.truncated(ids, max_context - (params.max_tokens or 1))
+    if len(cut) < len(ids) and list_media(prompt):
+        sentence = f"the prompt has {len(ids)} tokens, and one with images, video or audio is never cut; shorten it, or send fewer of them"
+        raise ApiError(400, sentence, "truncate_prompt_tokens")
+    return cut
 
 
 async def _start(services: Services, state: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
@@ -238,26 +267,40 @@ def _check_time_limit(name: str, seconds: float) -> float:
     return seconds
 
 
-async def _encode_all(services: Services, plan: RequestPlan, maximum: int) -> tuple[list[list[int]], list[int]]:
+async def _encode_all(services: Services, plan: RequestPlan, maximum: int, media: HeldMedia) -> tuple[list[list[int]], list[int]]:
     """Token ids of each prompt, and the index of each pair's second text."""
     prompts, add_special_tokens = plan.prompts, plan.add_special_tokens
     inputs = [[prompt] if isinstance(prompt, str) else [*prompt] for prompt in prompts if isinstance(prompt, str | Pair)]
     if len(inputs) < len(prompts) or (len(inputs) == 1 and services.resolved.task == "generate"):
-        return [one if isinstance(one, list) else await encode_prompt(services, one, add_special_tokens, maximum) for one in prompts], []
-    special = add_special_tokens or services.resolved.task != "generate"
+        works = (_encode_one(services, prompt, add_special_tokens, maximum, media, i) for i, prompt in enumerate(prompts))
+        return [await work for work in works], []
     bound = None if plan.max_length is not None else maximum  # a text that is truncated may have any length
-    encoded = await _within(services, maximum, services.need_text_input().encode_inputs(inputs, plan.max_length, bound, special))
+    encoded = await _within(services, maximum, services.need_text_input().encode_inputs(inputs, plan.max_length, bound, add_special_tokens))
     return [ids for ids, _ in encoded], [second_text_start for _, second_text_start in encoded if services.resolved.task != "generate"]
 
 
 async def encode_prompt(
-    services: Services, prompt: str | Chat | Pair, add_special_tokens: bool = True, maximum: int | None = None
+    services: Services, prompt: str | Chat | TextWithMedia, add_special_tokens: bool = True, maximum: int | None = None, owner: str = ""
 ) -> list[int]:
-    """The token ids of a text or a conversation. Raises ApiError for more than `maximum` tokens
-    (None: those of the context), before all of it is tokenized."""
-    text_input, maximum = services.need_text_input(), services.client.limits.max_context if maximum is None else maximum
+    """The token ids of a text or a conversation. owner: the tenant. Raises ApiError for more than
+    `maximum` tokens (None: those of the context), before all of it is tokenized."""
+    maximum = services.client.limits.max_context if maximum is None else maximum
+    services.need_text_input()
+    _check_sizes([prompt])
+    async with hold_media(services, [prompt], owner) as media:
+        return await _encode_one(services, prompt, add_special_tokens, maximum, media, 0)
+
+
+async def _encode_one(
+    services: Services, prompt: Prompt, add_special_tokens: bool, maximum: int, media: HeldMedia, index: int
+) -> list[int]:
+    """The token ids of prompt number `index` of the request with these media."""
+    if isinstance(prompt, list):
+        return prompt
+    text_input = services.need_text_input()
+    if isinstance(prompt, TextWithMedia) or (isinstance(prompt, Chat) and list_media(prompt)):
+        return await _within(services, maximum, media.encode(index, prompt, add_special_tokens, maximum))
     if isinstance(prompt, Chat):
-        _check_sizes([prompt])
         work = text_input.encode_chat(prompt.messages, prompt.tools, prompt.arguments, maximum)
     elif isinstance(prompt, str):
         work = text_input.encode(prompt, add_special_tokens, maximum)
@@ -283,9 +326,9 @@ async def _within(services: Services, maximum: int, work: Awaitable[T]) -> T:
 
 async def _with_bad_words(services: Services, params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
     """The parameters with their bad words as token ids. Raises ApiError 400 without a tokenizer."""
-    if not any(each.stop or each.bad_words for each in params):
+    if not any(each.stop or each.stop_regex or each.bad_words for each in params):
         return params
-    tokenizer = services.need_tokenizer()  # stop strings are matched on text
+    tokenizer = services.need_tokenizer()  # stop strings and patterns are matched on text
     encoded = {id(each): await asyncio.to_thread(tokenizer.encode_bad_words, each) for each in _unique(params) if each.bad_words}
     return [encoded.get(id(each), each) for each in params]
 

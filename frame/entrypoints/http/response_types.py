@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 # The type of a field that is declared by its name alone; one that is not listed is a text.
 _TYPES: dict[Any, str] = {
     int: """
+        audio_tokens image_tokens video_tokens
         aborted accepted_prediction_tokens accepted_tokens age cache_creation_input_tokens cache_read_input_tokens cache_write_tokens
         cached_tokens completed completion_tokens content_index count created created_at device_memory drafted_tokens eval_count
         eval_duration evictable_pages expires_at failed generated_tokens hidden hits index input_tokens jumped_tokens length load_duration
@@ -69,5 +70,5 @@ def array(kind: Any) -> Any:
 
 
 Version = declare("Version", "version")
-CachedTokens = declare("CachedTokens", "cached_tokens")
+CachedTokens = declare("CachedTokens", "cached_tokens image_tokens? video_tokens? audio_tokens?", "The last three: of prompts with media.")
 Page = declare("Page", "first_id last_id has_more", "`first_id` and `last_id` are empty for an empty page.", object="list")

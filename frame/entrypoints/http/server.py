@@ -10,15 +10,18 @@ import gc
 import logging
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from frame.config.resolved import Resolved
-from frame.config.schema import FrameConfig, LogSection, ServerSection
+from frame.config.schema import FrameConfig
+from frame.config.server_sections import LogSection, ServerSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.parsing import ParserContext
+from frame.core.interfaces.routing import RoutingContext
 from frame.core.interfaces.stats import StatLoggerContext
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
@@ -29,6 +32,7 @@ from frame.entrypoints.engine_client.stats import Outstanding, StatLoggers
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer, TokenizerProcesses
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions import Extensions
+from frame.entrypoints.http.operations.live_history import INTERVAL, LiveHistory
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.operations.page import describe
 from frame.entrypoints.http.protocol.bodies import Bodies
@@ -37,6 +41,7 @@ from frame.entrypoints.http.protocol.listening import AdminListener, HttpServer,
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import KeyRing, load_keys
 from frame.entrypoints.logs import report, set_levels
+from frame.entrypoints.media.media_service import MediaService
 from frame.entrypoints.moderation import read_policy
 from frame.entrypoints.processes.deployment import Deployment
 from frame.entrypoints.processes.hang_dump import LoopWatchdog
@@ -47,6 +52,8 @@ from frame.entrypoints.processes.supervisor import TICK, RestartPolicy, Supervis
 from frame.entrypoints.relevance import read_score_prompt
 from frame.entrypoints.tls import Certificate, load_certificate
 from frame.entrypoints.tracing import open_tracing
+from frame.host.socket_directory import SocketDirectory
+from frame.parallel.replica_choice import ReplicaChooser
 from frame.text.detokenizer import Detokenizer
 from frame.text.tokenizer import Tokenizer
 
@@ -60,7 +67,6 @@ FLUSH_TIME = 0.5  # seconds to send error events after a child's end
 POLL = 0.02  # seconds
 WATCHDOG_RESET = 1.0  # seconds between two resets of the event loop's watchdog
 STUCK = 10.0  # seconds without a reset, after which the stacks of all threads are written
-RATE_UPDATE = 5.0  # seconds between two measurements of the throughput
 
 
 def create_server(
@@ -110,12 +116,18 @@ def _clients(
     return clients
 
 
+def _chooser(prepared: Prepared) -> ReplicaChooser:
+    """What chooses the replica of a request."""
+    resolved = prepared.resolved
+    return ReplicaChooser(prepared.registry.create(resolved.choice("routing_policy"), RoutingContext(resolved.user.model.seed)))
+
+
 def _services(
     prepared: Prepared, deployment: Deployment, clients: Sequence[EngineClient], tokenizer: Tokenizer | None, info: dict[str, Any]
 ) -> Services:
     """`deployment`: the one with the tokenizers."""
     resolved, layout = prepared.resolved, deployment.layout
-    client = clients[0] if len(clients) == 1 else ReplicaClient(clients)
+    client = clients[0] if len(clients) == 1 else ReplicaClient(clients, _chooser(prepared))
     services = Services(resolved, client, tokenizer, info=info)
     if layout.tokenizers:
         text_input = TokenizerProcesses(layout.tokenizers, lambda worker, message: deployment.tokenizers[worker].send(message))
@@ -128,13 +140,23 @@ def _services(
     if resolved.user.adapters.enabled:
         spool = AdapterSpool(resolved.tokenizer_path)
         services.adapters = AdapterRegistry(clients, resolved.user.adapters, spool, services.base_names)
+    if resolved.media is not None and tokenizer is not None:
+        services.media = _open_media(resolved)
     services.score_prompt = read_score_prompt(resolved.user.text.score_prompt)
     services.moderation_policy = read_policy(resolved.user.text.moderation_policy)
     services.metrics = ServerMetrics(services)
+    services.history = LiveHistory(client, services.metrics.count_failures)
     client.stats.loggers = load_stat_loggers(resolved, prepared.registry, services)
     services.tracing = open_tracing(resolved.user.server, "main")
     services.about = describe(prepared, info)
     return services
+
+
+def _open_media(resolved: Resolved) -> MediaService:
+    folder = SocketDirectory()
+    media = MediaService(resolved, folder.path)
+    weakref.finalize(media, folder.remove)
+    return media
 
 
 def load_parsers(resolved: Resolved, registry: Registry) -> dict[str, Callable[[], Any]]:
@@ -151,6 +173,8 @@ def load_stat_loggers(resolved: Resolved, registry: Registry, services: Services
     context = StatLoggerContext(resolved.served_name, read, resolved.user.server.metrics_aliases)
     chosen = resolved.plugins.get("stat_logger", ())
     loggers = {f"{each.name!r} ({each.distribution} {each.version})": registry.create(each, context) for each in chosen}
+    if services.history is not None:
+        loggers["the page's latencies"] = services.history.latencies
     return StatLoggers(resolved.served_name, loggers, lambda: services.client.load) if loggers else None
 
 
@@ -278,6 +302,8 @@ class Server:
             loop.add_reader(replica.deployment.transport.fd, replica.client.receive_in_turns)
             replica.client.receive_in_turns()  # the descriptor reports changes only
         watching = asyncio.create_task(self._watch())
+        if (media := self._services.media) is not None:
+            await media.start()
         if (adapters := self._services.adapters) is not None:
             await adapters.load_modules()
         serving = asyncio.create_task(self._http.serve([self._listener]))
@@ -316,6 +342,8 @@ class Server:
             loop.remove_reader(replica.deployment.transport.fd)
         if adapters is not None:
             adapters.spool.close()
+        if media is not None:
+            await media.close()
         if not died:
             timeout = 0.0 if self._now.is_set() else 10.0
             await asyncio.gather(*(asyncio.to_thread(replica.deployment.stop, timeout) for replica in self._replicas))
@@ -345,10 +373,12 @@ class Server:
             if time.monotonic() - reset > WATCHDOG_RESET:
                 reset = time.monotonic()
                 alarm.reset()
-            if time.monotonic() - measured > RATE_UPDATE:
+            if time.monotonic() - measured > INTERVAL:
                 measured = time.monotonic()
                 if self._services.metrics is not None:
                     self._services.metrics.update_rate()
+                if self._services.history is not None:
+                    self._services.history.take_sample(measured)
         alarm.close()
         report(f"stopping: {client.dead_reason}")
 

@@ -22,18 +22,22 @@ from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, TenantQuotas
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.tokenizing import AsyncTokenizer
-from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
+from frame.entrypoints.http.operations.live_history import LiveHistory
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.protocol.bodies import prompt_limit
 from frame.entrypoints.keys import load_keys
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.tracing import Tracing
 from frame.entrypoints.version import package_version
+from frame.media.feature_store import FeatureStore
 from frame.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # rooms that a server imports with their routes, and that can be deleted with them
     from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
     from frame.entrypoints.http.openai.response_store import ResponseStore
+    from frame.entrypoints.http.operations.live_feed import LiveFeed
+    from frame.entrypoints.media.media_service import MediaService
     from frame.entrypoints.speech import Speech
 
 log = logging.getLogger(__name__)
@@ -63,6 +67,8 @@ class Services:
     info: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: ServerMetrics | None = None
+    history: LiveHistory | None = None  # of the load, for the page
+    feed: LiveFeed | None = field(init=False, default=None)  # of the page, after its first request
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
     tracing: Tracing | None = None
@@ -70,6 +76,7 @@ class Services:
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
     adapters: AdapterRegistry | None = None  # None without adapters.enabled
+    media: MediaService | None = None  # None: the model reads text only
     quotas: TenantQuotas = field(init=False)  # of the API keys
     # Background work
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
@@ -82,6 +89,7 @@ class Services:
     # The place of the large responses that are being formatted
     formatting: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(1))
     speech: Speech | None = field(init=False, default=None)  # of a speech model, after its first request
+    features: FeatureStore = field(init=False, default_factory=FeatureStore)  # of its audio
     _responses: ResponseStore | None = field(init=False, default=None)
     # OpenAI's system_fingerprint, of the version and the settings that outputs may depend on
     fingerprint: str = field(init=False)
@@ -171,6 +179,11 @@ class Services:
             sentence = f"{self.resolved.served_name!r} only transcribes audio; send a file to {SPEECH_ROUTES}"
             raise ApiError(400, sentence, "model", "wrong_task")
 
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """The kinds of media that chats may have."""
+        return () if self.media is None else tuple(self.media.placeholders())
+
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ApiError(400, NO_TOKENIZER)
@@ -183,4 +196,13 @@ class Services:
 
     def ready_problem(self) -> str | None:
         """Why this server takes no requests now; None while it takes them."""
-        return "the server is shutting down" if self.draining else self.client.dead_reason or self.client.unavailable_reason
+        if self.draining:
+            return "the server is shutting down"
+        return self.client.dead_reason or self.client.unavailable_reason or self.client.commands.sleep_problem
+
+    def check_awake(self) -> None:
+        """Raise ApiError 503 for a request that would wait for an operator's command, where the
+        settings refuse it; always without weights."""
+        refuses = self.resolved.user.execution.sleep == "refuse" or self.client.commands.lacks_weights
+        if refuses and (problem := self.client.commands.sleep_problem) is not None:
+            raise ApiError(503, problem, retry_after=RETRY_AFTER)

@@ -147,7 +147,7 @@ def check_start(prepared: Prepared, report: Callable[[str], None]) -> None:
 @blaming("at start")
 def _check_engine(prepared: Prepared, report: Callable[[str], None]) -> None:
     """The start of the engine up to the first weight, of one rank of each stage."""
-    from frame.entrypoints.processes.build_engine import build_grammars, create_platform
+    from frame.entrypoints.processes.build_engine import build_grammars, create_platform, prepare_engine_tiers
     from frame.entrypoints.processes.build_scheduler import build_schedulers
     from frame.entrypoints.processes.join_groups import Place
     from frame.entrypoints.processes.planned_rank import PlannedRank
@@ -156,12 +156,18 @@ def _check_engine(prepared: Prepared, report: Callable[[str], None]) -> None:
     platform = create_platform(resolved, registry, Place())
     platform.activate()
     before = platform.measure_memory()
+    tiers = prepare_engine_tiers(resolved, registry)
     for stage in range(resolved.plan.pp):
         rank = PlannedRank(resolved, registry, stage)
         where = f"stage {stage}: " if resolved.plan.pp > 1 else ""
         if (plan := rank.plan_memory(before)) is not None:
             sizes = f"{plan.weights / GIB:.2f} GiB of weights and {plan.tokens:,} tokens of KV cache in {plan.total / GIB:.2f} GiB"
             report(f"{where}memory of a rank: {sizes}")
+            if tiers is not None:
+                from frame.kv_tiers.build import check_tiers
+
+                check_tiers(tiers, rank.geometry, plan.tokens // resolved.page_size, stage * resolved.plan.tp)
+                report(f"{where}KV cache tiers: sizes, folders and their owners")
         if rank.check_weights():
             report(f"{where}weights: names and shapes of all tensors, by the headers of their files")
         else:

@@ -24,6 +24,7 @@ FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
 INTER_TOKEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 END_TO_END = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 MAX_KEPT = 256  # values of a list that are not yet counted, besides those of one step
 
 # key of `Prometheus._values` -> (name, meaning, bounds)
@@ -40,6 +41,9 @@ HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = MappingProxyType(
         "prompt_sizes": ("request_prompt_tokens", "Prompt tokens of requests that ended.", TOKENS),
         "output_sizes": ("request_generation_tokens", "Generated tokens of requests that ended.", TOKENS),
         "output_limits": ("request_max_tokens", "Tokens that requests that ended were allowed (max_tokens).", TOKENS),
+        "computed_sizes": ("request_computed_prompt_tokens", "Prompt tokens that did not come from the prefix cache.", TOKENS),
+        "counts": ("request_n", "Sequences that the request of a sequence that ended asked for (n).", COUNTS),
+        "step_sizes": ("step_tokens", "Tokens of a step: of prompts that are complete, and generated ones.", TOKENS),
     }
 )
 
@@ -79,11 +83,12 @@ class Prometheus(StatLogger, Collector):
         self._labels = [context.model]
         self._histograms = {key: Histogram(f"frame_{name}", text, bounds) for key, (name, text, bounds) in HISTOGRAMS.items()}
         self._values: dict[str, list[float]] = {key: [] for key in HISTOGRAMS}
-        self._inter_token = self._values["inter_token"]  # most steps have no others
+        self._inter_token, self._step_sizes = self._values["inter_token"], self._values["step_sizes"]  # most steps have no others
 
     def record_step(self, step: StepRecord) -> None:
         self._inter_token += step.inter_token_latencies
-        num_kept = len(self._inter_token)
+        self._step_sizes.append(step.prompt_tokens + step.generated_tokens)
+        num_kept = max(len(self._inter_token), len(self._step_sizes))
         if step.queue_times or step.first_token_latencies:
             values = self._values
             values["first_token"] += step.first_token_latencies
@@ -100,6 +105,8 @@ class Prometheus(StatLogger, Collector):
         values["end_to_end"].append(request.end_to_end)
         values["prompt_sizes"].append(request.prompt_tokens)
         values["output_sizes"].append(request.output_tokens)
+        values["computed_sizes"].append(request.prompt_tokens - request.cached_tokens)
+        values["counts"].append(request.n)
         if request.max_tokens is not None:
             values["output_limits"].append(request.max_tokens)
         if request.time_to_first_token is not None:

@@ -33,6 +33,18 @@ VLLM: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "request_prompt_tokens": ("request_prompt_tokens",),
         "request_generation_tokens": ("request_generation_tokens", "request_max_num_generation_tokens"),
         "request_max_tokens": ("request_params_max_tokens",),
+        "request_n": ("request_params_n",),
+        "request_computed_prompt_tokens": ("request_prefill_kv_computed_tokens",),
+        "step_tokens": ("iteration_tokens_total",),
+        **{
+            name: (name,)
+            for name in (
+                "spec_decode_num_drafts",
+                "spec_decode_num_draft_tokens",
+                "spec_decode_num_accepted_tokens",
+                "spec_decode_num_accepted_tokens_per_pos",
+            )
+        },
     }
 )
 SGLANG: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.app import App
 from frame.entrypoints.origin import read_cors
-from tests.entrypoints.http.operations.test_page import browser  # noqa: F401 - a fixture
+from tests.entrypoints.http.operations.chromium import browser  # noqa: F401 - a fixture
 from tests.entrypoints.inprocess import InProcess, Response, serving
 from tests.entrypoints.serving import RunningServer
 

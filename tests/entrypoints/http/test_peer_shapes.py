@@ -144,10 +144,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),
     (GENERATE, {"text": "x", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens is -1; it must be at least 1"),
     (GENERATE, {"text": "x", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num is 21; it must be from 0 to 20"),
-    (CHAT, {"custom_params": {"a": 1}}, "custom_params.a is a whole number; send a string"),
+    (CHAT, {"custom_params": {"a": 1}}, "custom_params holds 'a', which no logits processor of this server reads"),
+    (CHAT, {"custom_params": 1}, "custom_params"),
     (
         GENERATE, {"text": "x", "sampling_params": {"custom_params": {"a": 1}}},
-        "sampling_params.custom_params.a is a whole number; send a string",
+        "sampling_params.custom_params holds 'a', which no logits processor of this server reads",
     ),
     (CHAT, {"tools": [FUNCTION]}, "tools[0].function is missing; send the tool as"),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'; only tools of type function are supported"),
@@ -160,8 +161,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "tools[0].input_schema.properties.city.type is 'text'; it must be one of object, array,",
     ),
     (
-        MESSAGES, {"max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "bash"}]},
-        "tools[0].type is 'bash_20250124', a tool whose schema only Anthropic's models know; describe one of your own",
+        MESSAGES, {"max_tokens": 1, "tools": [{"type": "computer_20250124", "name": "computer"}]},
+        "tools[0].type is 'computer_20250124', which is not supported",
     ),
     (MESSAGES, {"max_tokens": 1, "stop_sequences": [""]}, "stop_sequences holds an empty string"),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.native.generate import DetokenizeRequest, TokenizeRequest
+from frame.entrypoints.http.native.tokenizing import DetokenizeRequest, TokenizeRequest
 from frame.entrypoints.http.openai.completions_schema import CompletionRequest
 from frame.entrypoints.http.request_body import RequestOptions, parse_body
 from tests.entrypoints.published import ROUTES

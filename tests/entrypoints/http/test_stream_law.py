@@ -144,7 +144,7 @@ class Played(SimpleNamespace):
 
     def __init__(self, case: Case, steps: list[StepTokens], rng: random.Random) -> None:
         super().__init__(
-            resolved=SimpleNamespace(served_name="m"),
+            resolved=SimpleNamespace(served_name="m", user=SimpleNamespace(disaggregation=SimpleNamespace(mode=None))),
             response_model=lambda model: model or "m",
             fingerprint="f",
             tokenizer=case.tokenizer,

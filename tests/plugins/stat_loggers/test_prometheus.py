@@ -38,12 +38,12 @@ def services() -> Any:
     groups = [{"group": "window_128", "used_pages": 3, "total_pages": 8, "evictable_pages": 2}]
     load = msgspec.structs.replace(load, groups=groups)
     resolved = SimpleNamespace(model=SimpleNamespace(architecture="A"), device="cpu", dtype="float32", page_size=16)
-    client = SimpleNamespace(stats=stats, load=load, num_outstanding=3)
+    client = SimpleNamespace(stats=stats, load=load, num_outstanding=3, weight_version="default")
     watch = ResourceMonitor(UsageLimits(), lambda sentence: None, lambda pid: Usage(memory=5 * 10**8, threads=9, files=20))
     watch.check_process("engine", 1, device_memory=10**9)
     watch.check_process("main", 2)
     info = {"phases": {"weights": 0.5}, "kernels": {"compiled": 2, "loaded": 30}}
-    return SimpleNamespace(resolved=resolved, adapters=None, client=client, info=info, watch=watch)
+    return SimpleNamespace(resolved=resolved, adapters=None, media=None, client=client, info=info, watch=watch)
 
 
 def test_what_processes_hold() -> None:
@@ -88,6 +88,8 @@ def test_names_of_other_servers_hold_the_same_numbers() -> None:
     assert both["vllm:prefix_cache_hits_total{engine=0}"] / both["vllm:prefix_cache_queries_total{engine=0}"] == 0.25
     assert both["sglang:token_usage{}"] == both["vllm:kv_cache_usage_perc{engine=0}"] == 0.5
     assert both["vllm:cache_config_info{block_size=16,engine=0,num_gpu_blocks=10}"] == 1
+    size = FIRST.prompt_tokens + FIRST.generated_tokens
+    assert both["vllm:iteration_tokens_total_sum{engine=0}"] == both["frame_step_tokens_sum{}"] == size > 0
     assert (both["sglang:num_used_tokens{}"], both["sglang:max_total_num_tokens{}"]) == (80, 160)
     assert both["sglang:num_requests_total{reason=stop}"] == 3
     assert both["frame_http_responses_total{route=/generate,status=200}"] == 1
@@ -144,6 +146,8 @@ ASKED = (
     *("vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum", "vllm:request_inference_time_seconds_sum"),
     *("vllm:request_max_num_generation_tokens_sum", "vllm:request_params_max_tokens_sum", "vllm:cache_config_info"),
     *("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:num_preemptions_total"),
+    *("vllm:iteration_tokens_total_bucket", "vllm:request_params_n_bucket", "vllm:request_prefill_kv_computed_tokens_sum"),
+    *("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
     *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:num_used_tokens", "sglang:token_usage", "sglang:gen_throughput"),
     *("sglang:cache_hit_rate", "sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:num_requests_total"),
     *("sglang:time_to_first_token_seconds_bucket", "sglang:e2e_request_latency_seconds_bucket", "sglang:max_total_num_tokens"),

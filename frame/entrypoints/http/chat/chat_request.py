@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from frame.core.interfaces.parsing import ReasoningParser
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.constraints import ToolUse
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair, count_reasoning_tokens, decode_prompt_end
+from frame.entrypoints.http.chat.request_media import Chat, list_media
+from frame.entrypoints.http.chat.thinking_fields import ThinkingBudget
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_sent
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages
 from frame.entrypoints.http.request_starter import (
     Caller,
-    Chat,
     RequestPlan,
     check_request,
     countable_tokens,
@@ -29,6 +32,7 @@ from frame.entrypoints.http.request_starter import (
 )
 from frame.entrypoints.http.services import Services
 from frame.text.chat_template import RESERVED, TEMPLATE
+from frame.text.tokenizer import Tokenizer
 
 
 async def start_chat(context: Caller, services: Services, request: ChatRequest, prefix: str = "") -> RequestState:
@@ -52,9 +56,8 @@ async def start_chats(
         [params] * len(chats),
         request,
         prefix=prefix,
-        refine=lambda prompt, sampling: _parsers(services, request, prompt, use).constrain_params(
-            sampling, is_whole=request.constrains_whole_output
-        ),
+        refine=partial(_refine, services, request, use),
+        transfer=request.kv_transfer_params,
     )
     return await start_request(context, services, plan)
 
@@ -63,13 +66,17 @@ async def render_chat(context: Caller, services: Services, request: ChatRequest)
     """(prompt token ids, sampling parameters) without running it. Raises ApiError."""
     params = request.to_sampling_params()
     ids = await encode_chat(context, services, request)
-    return ids, _parsers(services, request, ids, request.resolve_tools()).constrain_params(params, is_whole=request.constrains_whole_output)
+    return ids, _refine(services, request, request.resolve_tools(), ids, params)
 
 
 async def encode_chat(context: Caller, services: Services, request: ChatRequest) -> list[int]:
     """The token ids of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model, context.tenant)
-    return await encode_prompt(services, make_chat(services, request), maximum=countable_tokens(services))
+    chat = make_chat(services, request)
+    try:
+        return await encode_prompt(services, chat, maximum=countable_tokens(services), owner=context.tenant)
+    except ApiError as error:
+        raise as_sent(error, request.sent_name) from None
 
 
 async def count_chat(context: Caller, services: Services, request: ChatRequest) -> int:
@@ -87,9 +94,12 @@ async def drop_oldest_turns(services: Services, request: ChatRequest) -> ChatReq
     """The request without its oldest turns, so that the prompt and `max_tokens` fit the context.
 
     Drops as few turns as possible (binary search). Leading system messages and the last user
-    message stay. Raises ApiError.
+    message stay. A conversation with media stays whole: it is refused where it is too long. Raises
+    ApiError.
     """
     messages = request.messages
+    if list_media(make_chat(services, request)):
+        return request
     roles = [message.get("role") for message in messages]
     lead = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
     starts = [lead, *(i for i in range(lead + 1, len(roles)) if roles[i] == "user")]
@@ -141,7 +151,7 @@ def make_output_parsers(services: Services, request: ChatRequest, state: Request
         pair = _parsers(services, request, sequence.prompt, use)
         if pair.reasoning is not None or pair.tools is not None:
             max_calls = 1 if pair.use is not None and not pair.use.rule.is_parallel else None
-            parsers[sequence.index] = OutputParser(pair.reasoning, pair.tools, max_calls)
+            parsers[sequence.index] = OutputParser(pair.reasoning, pair.tools, max_calls, request.shows_reasoning)
     return parsers
 
 
@@ -159,9 +169,45 @@ def count_reasoning(services: Services, request: ChatRequest, sequence: Sequence
     return count_reasoning_tokens(sequence.recovery.output_ids, decode, make)
 
 
+def _refine(services: Services, request: ChatRequest, use: ToolUse | None, prompt: list[int], params: SamplingParams) -> SamplingParams:
+    """The parameters with what reasoning, tools and the thinking budget add. Raises ApiError."""
+    pair = _parsers(services, request, prompt, use)
+    params = pair.constrain_params(params, is_whole=request.constrains_whole_output)
+    return params if (budget := request.find_budget()) is None else _with_budget(services, request, prompt, params, budget)
+
+
+def _with_budget(
+    services: Services, request: ChatRequest, prompt: list[int], params: SamplingParams, budget: ThinkingBudget
+) -> SamplingParams:
+    """The parameters with a limit of reasoning tokens. Raises ApiError 400 where it cannot be
+    kept."""
+    tokenizer, marks, problem = services.need_tokenizer(), None, "needs a reasoning parser; start the server with --reasoning-parser NAME"
+    if services.reasoning is not None:
+        parser = services.reasoning()
+        parser.begin(decode_prompt_end(prompt, tokenizer), request.may_think)
+        marks, problem = parser.find_marks(), "is not supported by this server's reasoning parser; use reasoning_effort"
+    if marks is not None:
+        if not marks.end:
+            return params  # there is no reasoning
+        begin, end = _encode_mark(tokenizer, marks.begin), _encode_mark(tokenizer, marks.end)
+        if len(end) == 1:
+            return msgspec.structs.replace(
+                params, thinking_token_budget=budget.num_tokens, thinking_start_ids=tuple(begin), thinking_end_id=end[0]
+            )
+        problem = f"is not supported by this model: {marks.end} is not a single token; use reasoning_effort"
+    if budget.is_required:
+        raise ApiError(400, f"{budget.place} {problem}", budget.place)
+    return params
+
+
+def _encode_mark(tokenizer: Tokenizer, text: str) -> list[int]:
+    token = tokenizer.find_token_id(text)  # `encode` may put a space before it
+    return tokenizer.encode(text, add_special_tokens=False) if token is None else [token]
+
+
 def _parsers(services: Services, request: ChatRequest, prompt: list[int], use: ToolUse | None) -> ParserPair:
     """New parsers for one sequence of the request with this prompt and these tools."""
     tools = services.tool_calls() if use is not None and services.tool_calls is not None else None
-    reasoning = services.reasoning() if request.separate_reasoning and services.reasoning is not None else None
+    reasoning = services.reasoning() if request.separates_reasoning and services.reasoning is not None else None
     end = decode_prompt_end(prompt, services.tokenizer if reasoning is not None else None)
     return ParserPair(reasoning, tools, use, end, may_think=request.may_think)

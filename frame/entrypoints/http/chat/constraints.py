@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from frame.core.interfaces.parsing import CallRule, Format, Function
-from frame.core.interfaces.sampling_params import MAX_JSON_WHITESPACE, SamplingParams
+from frame.core.interfaces.sampling_params import SamplingParams, whitespace_fields
+from frame.entrypoints.http.chat.older_tags import to_current_form
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.fields import check_nested_fields
 from frame.entrypoints.http.request_body import SamplingFields
@@ -48,7 +49,7 @@ _FIELDS = {
 }
 # further fields of structured_outputs; there is no fallback that `disable_fallback` could switch
 # off
-_SWITCHES = ("disable_any_whitespace", "disable_fallback")
+_SWITCHES = ("disable_any_whitespace", "disable_fallback", "whitespace_pattern")
 _FORMATS = "text, json_object, json_schema or structural_tag"
 # response_format.type -> the fields that it may have; `structures` and `triggers` are SGLang's
 # older form
@@ -68,8 +69,13 @@ def constraint_params(fields: SamplingFields, response_format: dict[str, Any] | 
     if len(constraints) > 1:
         names = [sent for sent, _, _ in constraints]
         raise ApiError(400, f"{' and '.join(names)} exclude each other; keep one", names[0])
-    switch = (fields.structured_outputs or {}).get("disable_any_whitespace")
+    structured = fields.structured_outputs or {}
+    switch, pattern = structured.get("disable_any_whitespace"), structured.get("whitespace_pattern")
     switches = {} if switch is None else {"disable_any_whitespace": switch}
+    if fields.guided_whitespace_pattern is not None:
+        pattern = fields.guided_whitespace_pattern
+    if pattern is not None:
+        switches["whitespace_pattern"] = pattern
     return switches | {parameter: value for _, parameter, value in constraints}
 
 
@@ -102,7 +108,7 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     if kind == "json_object":
         return {"json_object": True}
     if kind == "structural_tag":
-        return {"structural_tag": _text(form)}
+        return {"structural_tag": _text(to_current_form(form, "response_format"))}
     holder = form.get("json_schema")
     schema = holder.get("schema") if isinstance(holder, dict) else None
     if not isinstance(holder, dict) or not isinstance(schema, dict):
@@ -115,6 +121,8 @@ def _structured_outputs(fields: dict[str, Any]) -> tuple[str, str, Any]:
     switch = fields.get("disable_any_whitespace")
     if switch is not None and not isinstance(switch, bool):
         raise ApiError(400, "structured_outputs.disable_any_whitespace: expected true or false", "structured_outputs")
+    if not isinstance(fields.get("whitespace_pattern"), str | None):
+        raise ApiError(400, "structured_outputs.whitespace_pattern: expected a string", "structured_outputs")
     check_nested_fields("structured_outputs", fields, (*_STRUCTURED, *_SWITCHES))
     known = {name: value for name, value in fields.items() if name in _STRUCTURED and value is not None and value is not False}
     if len(known) != 1:
@@ -131,8 +139,10 @@ def _parameter(sent: str, parameter: str, value: Any) -> Any:
         return tuple(value)
     if parameter == "json_object":
         return bool(value)
+    if parameter == "structural_tag" and isinstance(value, str) and '"structures"' in value:
+        value = _object(sent, value)
     if isinstance(value, dict) and parameter in ("json_schema", "structural_tag"):
-        return _text(value)
+        return _text(to_current_form(value, sent) if parameter == "structural_tag" else value)
     if not isinstance(value, str):
         raise ApiError(400, f"{sent} is {type_name(value)}; send a string", sent)
     return value
@@ -166,20 +176,22 @@ def to_format(params: SamplingParams) -> Format | None:
 
 def replace_constraint(params: SamplingParams, form: Format) -> SamplingParams:
     """`params` with the structural-tag format `form` in place of their own constraint."""
-    form = form if params.disable_any_whitespace else _spaced(form)
+    if not params.disable_any_whitespace or params.whitespace_pattern is not None:
+        form = _spaced(form, whitespace_fields(params.whitespace_pattern))
     source = _text({"type": "structural_tag", "format": form})
-    return msgspec.structs.replace(params, json_schema=None, json_object=False, regex=None, ebnf=None, choice=None, structural_tag=source)
+    none = dict.fromkeys(("json_schema", "regex", "ebnf", "choice", "whitespace_pattern"))
+    return msgspec.structs.replace(params, **none, json_object=False, structural_tag=source)
 
 
-def _spaced(form: Any) -> Any:
+def _spaced(form: Any, fields: Mapping[str, Any]) -> Any:
     """The format with whitespace allowed between JSON tokens, where it does not bound it itself."""
     if isinstance(form, list):
-        return [_spaced(each) for each in form]
+        return [_spaced(each, fields) for each in form]
     if not isinstance(form, dict):
         return form
     if form.get("type") == "json_schema":
-        return {"max_whitespace_cnt": MAX_JSON_WHITESPACE, **form}
-    return {key: _spaced(value) for key, value in form.items()}
+        return {**fields, **form}
+    return {key: _spaced(value, fields) for key, value in form.items()}
 
 
 def _object(kind: str, source: str) -> dict[str, Any]:

@@ -92,10 +92,14 @@ def decode_prompt_end(prompt: list[int], tokenizer: Tokenizer | None) -> str:
 
 class OutputParser:
     """Parses the output of one sequence into chat deltas; joined, they are the message.
-    `max_calls`: tool calls after so many are dropped; None: all are returned."""
+    `max_calls`: tool calls after so many are dropped; None: all are returned. `shows_reasoning`:
+    reasoning is returned, and not only counted."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, max_calls: int | None = None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, max_calls: int | None = None, shows_reasoning: bool = True
+    ) -> None:
         self._reasoning = reasoning
+        self._shows_reasoning = shows_reasoning
         self._tools = tools
         self._max_calls = max_calls
         self._content: list[str] = []
@@ -119,7 +123,8 @@ class OutputParser:
         for reasoning, content in self._split_reasoning(text, is_last):
             if reasoning:
                 self._reasoning_pieces.append(reasoning)
-                deltas.append({"reasoning_content": reasoning, "reasoning": reasoning})
+                if self._shows_reasoning:
+                    deltas.append({"reasoning_content": reasoning, "reasoning": reasoning})
             self._add_content(content, deltas)
         if finish is not None and self._tools is not None:
             self._add_calls(self._tools.finish() if finish.reason == "stop" else self._tools.finish_cut(), deltas)
@@ -159,7 +164,7 @@ class OutputParser:
         """The whole message in OpenAI's shape, after the last piece was fed."""
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not self._calls else None}
-        if self._reasoning_pieces:
+        if self._reasoning_pieces and self._shows_reasoning:
             message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning_pieces)
         if self._calls:
             message["tool_calls"] = [_tool_call(self._calls[index], "".join(self._arguments[index])) for index in sorted(self._calls)]

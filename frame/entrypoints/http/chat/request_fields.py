@@ -10,14 +10,12 @@ depend on a route or the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
-from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.chat.thinking_fields import ThinkingFields
+from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.protocol.fields import Shape
-from frame.entrypoints.http.request_body import RequestBody, SamplingFields
-
-# Of the reasoning: OpenAI's values, and Anthropic's
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+from frame.entrypoints.http.request_body import SamplingFields
 
 # Chat completions, with the fields that templates and other servers' clients add to messages.
 PART = Shape(
@@ -39,21 +37,23 @@ NAMED = Shape("type name mode id", {"function": Shape("name")})
 CHOICE = Shape("type name mode id", {"function": Shape("name"), "tools": NAMED, "allowed_tools": Shape("type mode", {"tools": NAMED})})
 CHAT: Mapping[str, Shape] = {
     "messages": MESSAGE, "tools": TOOL, "functions": FUNCTION, "tool_choice": CHOICE, "function_call": Shape("name"),
+    "thinking": Shape("type budget_tokens", unused="display"), "reasoning": Shape("effort enabled exclude max_tokens", unused="summary"),
 }  # fmt: skip
 
 # Ollama: a call's arguments and a tool's parameters are objects of their own.
-OLLAMA: Mapping[str, Shape] = {"messages": MESSAGE, "tools": TOOL}
+OLLAMA: Mapping[str, Shape] = {name: CHAT[name] for name in ("messages", "tools", "thinking", "reasoning")}
+Verbosity = Literal["low", "medium", "high"]
 
 
-class TemplateFields(RequestBody):
+class TemplateFields(ThinkingFields):
     """Fields of a chat request, besides its messages, that the prompt depends on."""
 
     NESTED: ClassVar[Mapping[str, Shape]] = CHAT
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    reasoning_effort: Effort | None = None
     # beyond OpenAI
+    verbosity: Verbosity | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
@@ -62,11 +62,12 @@ class TemplateFields(RequestBody):
     add_special_tokens: bool | None = None
 
 
-class ExtensionFields(SamplingFields):
+class ExtensionFields(SamplingFields, ThinkingFields):
     """Fields of `/v1/chat/completions` that other chat APIs accept besides their own."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    verbosity: Verbosity | None = None
 
     def extension_fields(self) -> dict[str, Any]:
         """The extension fields that were sent, by name."""
@@ -87,13 +88,6 @@ def check_string(value: Any, place: str) -> str:
     return value
 
 
-def check_effort(value: Any, place: str) -> str:
-    """`value`, if it is a reasoning effort. Raises ApiError 400 that names `place`."""
-    if check_string(value, place) not in get_args(Effort):
-        raise ApiError(400, f"{place} is {quoted(value)}; it must be one of {', '.join(get_args(Effort))}", place)
-    return str(value)
-
-
 def to_content_parts(content: Any, place: str) -> list[dict[str, Any]]:
     """Content as a list of parts with a `type`. Raises ApiError 400 that names `place`."""
     if content is None:
@@ -102,10 +96,10 @@ def to_content_parts(content: Any, place: str) -> list[dict[str, Any]]:
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise ApiError(400, f"{place}: expected a string or a list of parts", place)
-    parts = [check_object(part, f"{place}[{i}]") for i, part in enumerate(content)]
-    for i, part in enumerate(parts):
-        check_string(part.get("type"), f"{place}[{i}].type")
-    return parts
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):  # a place is written for errors alone
+            check_string(check_object(part, f"{place}[{i}]").get("type"), f"{place}[{i}].type")
+    return content
 
 
 def make_function_tool(name: Any, place: str, description: Any, parameters: Any, strict: Any = None) -> dict[str, Any]:

@@ -14,8 +14,11 @@ from pydantic import Field
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import count_chat, make_output_parsers, start_chat
+from frame.entrypoints.http.chat.media_parts import check_url, from_base64
 from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock, ContentBlocks
-from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool, to_content_parts
+from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, to_content_parts
+from frame.entrypoints.http.chat.thinking_fields import ThinkingBudget, check_effort
+from frame.entrypoints.http.dialects.anthropic_tools import edit_history, list_hosted, to_chat_tools
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape, quoted
 from frame.entrypoints.http.failures import aborted, failure
 from frame.entrypoints.http.openai.completions import models_router
@@ -26,6 +29,7 @@ from frame.entrypoints.http.request_body import Metadata
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
+from frame.entrypoints.media.media_service import MediaPart
 
 # requests -----------------------------------------------------------------------------------------
 
@@ -43,7 +47,8 @@ MESSAGES: Mapping[str, Shape] = {
     "system": BLOCK,
     "tools": Shape(
         "type name description input_schema cache_control strict eager_input_streaming defer_loading allowed_callers input_examples"
-        " max_uses allowed_domains blocked_domains user_location display_width_px display_height_px display_number max_characters"
+        " mcp_server_name default_config configs max_content_tokens citations model max_uses allowed_domains"
+        " blocked_domains user_location display_width_px display_height_px display_number max_characters"
     ),
     "tool_choice": Shape("type name disable_parallel_tool_use"),
     "thinking": Shape("type budget_tokens", unused="display"),
@@ -51,17 +56,18 @@ MESSAGES: Mapping[str, Shape] = {
 }
 
 
-# Tool choice of Anthropic -> of OpenAI
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Types of tools that clients run, without a schema
-TRAINED = ("bash_", "text_editor_", "computer_", "memory_")
-
-
 class MessagesChat(ChatRequest):
     """A chat request made from a message request: errors name the fields of the latter."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
     TOOL_PLACES: ClassVar[Mapping[str, str]] = {".function.parameters": ".input_schema", ".function": ""}
+
+    budget_tokens: int | None = None  # of `thinking`, which clients send to every model
+
+    def find_budget(self) -> ThinkingBudget | None:
+        if (budget := super().find_budget()) is not None or self.budget_tokens is None:
+            return budget
+        return ThinkingBudget("thinking.budget_tokens", self.budget_tokens, is_required=False)
 
 
 class CountTokensRequest(ExtensionFields):
@@ -76,25 +82,41 @@ class CountTokensRequest(ExtensionFields):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
 
     def to_chat_request(self, **more: Any) -> ChatRequest:
         """The chat request of this request; `more` adds fields. Raises ApiError 400."""
         fields = {**self.extension_fields(), **more}
-        if self.tools:
-            fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
-        fields |= _choice(self.tool_choice) | _format(self.output_config)
+        fields.pop("thinking", None)  # below
+        fields["budget_tokens"] = (self.thinking or {}).get("budget_tokens")
+        fields |= to_chat_tools(self.tools or [], self.tool_choice) | _format(self.output_config)
         if self.messages and self.messages[-1].get("role") == "assistant":
             fields["continue_final_message"] = True  # the response continues this message
-        if self.thinking is not None:
-            on = _is_thinking(self.thinking)
-            # both names that templates use
-            fields["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on, **(self.chat_template_kwargs or {})}
+        if arguments := self._thinking_arguments() | (self.chat_template_kwargs or {}):
+            fields["chat_template_kwargs"] = arguments
         return MessagesChat(model=self.model, messages=self._conversation(), **fields)
+
+    def ignored_parts(self) -> tuple[str, ...]:
+        """The paths of what is left out: tools that this server does not run, and edits that only
+        shorten the prompt. Raises ApiError 400."""
+        servers = ["mcp_servers"] if self.mcp_servers else []
+        return (*servers, *list_hosted(self.tools or ()), *edit_history([], self.context_management)[1])
+
+    def _thinking_arguments(self) -> dict[str, Any]:
+        """Arguments of the chat template for `thinking`, by both names that templates use, and for
+        `output_config.effort`. Raises ApiError 400."""
+        arguments: dict[str, Any] = {}
+        if (effort := (self.output_config or {}).get("effort")) is not None:
+            arguments["reasoning_effort"] = check_effort(effort, "output_config.effort")
+        if self.thinking is not None:
+            arguments["enable_thinking"] = arguments["thinking"] = _is_thinking(self.thinking)
+        return arguments
 
     def _conversation(self) -> list[dict[str, Any]]:
         system = "\n".join(_text(part, "system") for part in to_content_parts(self.system, "system"))
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        for i, message in enumerate(self.messages):
+        for i, message in enumerate(edit_history(self.messages, self.context_management)[0]):
             place = f"messages[{i}]"
             role, parts = message.get("role"), to_content_parts(message.get("content"), f"{place}.content")
             if role == "assistant":
@@ -154,58 +176,56 @@ def _assistant(parts: list[dict[str, Any]], place: str) -> dict[str, Any]:
 def _turn(role: str, parts: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
     """A user turn as chat messages: each tool result becomes a message."""
     messages: list[dict[str, Any]] = []
-    texts: list[str] = []
+    rest: list[tuple[dict[str, Any], str]] = []
     for i, part in enumerate(parts):
         here = f"{place}.content[{i}]"
         if part["type"] == "tool_result":
             results = to_content_parts(part.get("content"), f"{here}.content")
-            content = "".join(_text(result, f"{here}.content") for result in results)
+            content = _join([(result, f"{here}.content[{j}]") for j, result in enumerate(results)], "")
             messages.append(
                 {"role": "tool", "tool_call_id": check_string(part.get("tool_use_id"), f"{here}.tool_use_id"), "content": content}
             )
         else:
-            texts.append(_text(part, here))
-    if texts or not messages:
-        messages.append({"role": role, "content": "\n".join(texts)})
+            rest.append((part, here))
+    if rest or not messages:
+        messages.append({"role": role, "content": _join(rest, "\n")})
     return messages
+
+
+def _join(parts: list[tuple[dict[str, Any], str]], between: str) -> str | list[Any]:
+    """The text of parts with their places, joined, or the parts of a content with an image."""
+    media = {place: _image(part, place) for part, place in parts if part["type"] == "image"}
+    if not media:
+        return between.join(_text(part, place) for part, place in parts)
+    return [media[place] if place in media else {"type": "text", "text": _text(part, place)} for part, place in parts]
+
+
+def _image(part: dict[str, Any], place: str) -> MediaPart:
+    source, here = check_object(part.get("source"), f"{place}.source"), f"{place}.source"
+    kind = source.get("type")
+    if kind == "base64":
+        return MediaPart("image", from_base64(source.get("data"), f"{here}.data"), f"{here}.data")
+    if kind == "url":
+        return MediaPart("image", check_url(source.get("url"), f"{here}.url"), f"{here}.url")
+    raise ApiError(400, f"{here}.type is {quoted(kind)}; it must be base64 or url", f"{here}.type")
 
 
 def _text(part: dict[str, Any], place: str) -> str:
     source = part.get("source")
     if part["type"] == "document" and isinstance(source, dict) and source.get("type") == "text":
         return check_string(source.get("data"), f"{place}.source.data")
+    if part["type"] == "document":
+        sentence = (
+            f"{place} is a document that is no plain text, such as a PDF, which is not supported; send its text, or its pages as images"
+        )
+        raise ApiError(400, sentence, place)
     if part["type"] != "text":
-        raise ApiError(400, f"{place}: this model takes text only, not {quoted(part['type'])}", place)
+        raise ApiError(400, f"{place}: this server takes text and images of users here, not {quoted(part['type'])}", place)
     return check_string(part.get("text"), f"{place}.text")
 
 
-def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    kind = tool.get("type") or "custom"
-    if kind != "custom":
-        what = "whose schema only Anthropic's models know" if str(kind).startswith(TRAINED) else "that Anthropic's own servers run"
-        sentence = f"{place}.type is {quoted(kind)}, a tool {what}; describe one of your own with name, description and input_schema"
-        raise ApiError(400, sentence, f"{place}.type")
-    return make_function_tool(tool.get("name"), place, tool.get("description"), tool.get("input_schema"), tool.get("strict"))
-
-
-def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
-    if choice is None:
-        return {}
-    fields: dict[str, Any] = {}
-    kind = choice.get("type")
-    if kind == "tool":
-        fields["tool_choice"] = {"type": "function", "function": {"name": check_string(choice.get("name"), "tool_choice.name")}}
-    elif isinstance(kind, str) and kind in CHOICES:
-        fields["tool_choice"] = CHOICES[kind]
-    else:
-        raise ApiError(400, f"tool_choice.type is {quoted(kind)}; it must be auto, any, tool or none", "tool_choice")
-    if choice.get("disable_parallel_tool_use"):
-        fields["parallel_tool_calls"] = False
-    return fields
-
-
 def _is_thinking(thinking: dict[str, Any]) -> bool:
-    """Whether the model is to think. The budget is checked and has no effect."""
+    """Whether the model is to think."""
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise ApiError(400, f"thinking.type is {quoted(kind)}; it must be enabled, adaptive or disabled", "thinking.type")
@@ -215,10 +235,7 @@ def _is_thinking(thinking: dict[str, Any]) -> bool:
 
 
 def _format(config: dict[str, Any] | None) -> dict[str, Any]:
-    config = config or {}
-    if (effort := config.get("effort")) is not None:
-        check_string(effort, "output_config.effort")  # has no effect
-    if (form := config.get("format")) is None:
+    if (form := (config or {}).get("format")) is None:
         return {}
     form = check_object(form, "output_config.format")
     if form.get("type") != "json_schema":
@@ -305,6 +322,7 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 async def messages(request: MessagesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a message."""
     chat = request.to_chat_request()
+    context.ignored += request.ignored_parts()
     state = await start_chat(context, services, chat, "msg_")
     response = MessageResponse(services, chat, state)
     if not request.stream:
@@ -317,7 +335,9 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
 @router.post("/v1/messages/count_tokens", responses=responds_with(MessageTokenCount))
 async def count_tokens(request: CountTokensRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Count the prompt tokens of a message."""
-    return {"input_tokens": await count_chat(context, services, request.to_chat_request())}
+    chat = request.to_chat_request()
+    context.ignored += request.ignored_parts()
+    return {"input_tokens": await count_chat(context, services, chat)}
 
 
 class MessageResponse:

@@ -1,4 +1,5 @@
-"""The API of Cohere: `/v2/embed` and `/v2/rerank`. Must not depend on the engine."""
+"""The API of Cohere: `/v2/embed`, `/v1/embed` and `/v2/rerank`; `cohere_chat` has `/v2/chat`. Must
+not depend on the engine."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import msgspec
+import numpy as np
 
 from frame.entrypoints.http.chat.request_fields import PART, check_object, check_string, to_content_parts
-from frame.entrypoints.http.errors import ApiError, ErrorShape
+from frame.entrypoints.http.dialects.cohere_chat import ERRORS
+from frame.entrypoints.http.dialects.cohere_chat import router as chat_router
+from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import sent_as
 from frame.entrypoints.http.native.pooling import (
     CUT_FIELD,
@@ -17,14 +20,15 @@ from frame.entrypoints.http.native.pooling import (
     Ranking,
     RerankRequest,
     compute_embeddings,
-    encode_vectors,
     paced,
     ranking_of,
     value_array,
 )
+from frame.entrypoints.http.native.vector_encoding import encode_vectors
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.response_types import Version, declare
 from frame.entrypoints.http.services import Services
 
@@ -38,12 +42,13 @@ CohereMeta = declare("CohereMeta", api_version=Version, billed_units=CohereUnits
 CohereEmbeddings = declare(
     "CohereEmbeddings",
     "id texts",
-    "`embeddings` by type: numbers (`float`), or base64 of little-endian float32 (`base64`).",
+    "`embeddings` by type: numbers, or base64 of little-endian float32 (`base64`).",
     response_type="embeddings_by_type",
-    embeddings=dict[str, list[list[float]] | list[str]],
+    embeddings=dict[str, list[list[float]] | list[list[int]] | list[str]],
     meta=CohereMeta,
 )
-CohereErrorResponse = declare("CohereErrorResponse", "id message", "The error body of the Cohere API.")
+# of `/v1/embed` without types
+CohereFloats = declare("CohereFloats", "id texts", response_type="embeddings_floats", embeddings=list[list[float]], meta=CohereMeta)
 
 
 class EmbedRequest(RequestBody):
@@ -57,7 +62,7 @@ class EmbedRequest(RequestBody):
     texts: list[str] | None = None
     inputs: list[dict[str, Any]] | None = None
     images: list[str] | None = None
-    embedding_types: list[Literal["float", "base64"]] | None = None
+    embedding_types: list[Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]] | None = None
     output_dimension: int | None = None
     max_tokens: int | None = None
     truncate: Literal["END", "NONE"] | None = None
@@ -94,11 +99,17 @@ def _text(content: Any, place: str) -> str:
     return "".join(check_string(check_object(part, place).get("text"), f"{place}.text") for part in to_content_parts(content, place))
 
 
-def _error_body(error: ApiError) -> bytes:
-    return msgspec.json.encode({"id": uuid.uuid4().hex, "message": error.message})
+def _quantize(vectors: np.ndarray, form: str) -> np.ndarray:
+    """The vectors in an embedding type. The largest number of a vector in int8 is 127 or -127, and
+    uint8 adds 128. A bit of ubinary says whether a number is positive, the first one highest;
+    binary is ubinary less 128. Other types: unchanged."""
+    if form in ("int8", "uint8"):
+        scale = np.maximum(np.abs(vectors).max(axis=1, keepdims=True), np.float32(1e-12))
+        return np.rint(vectors / scale * 127).astype(np.int16) + (128 if form == "uint8" else 0)
+    if form in ("binary", "ubinary"):
+        return np.packbits(vectors > 0, axis=1).astype(np.int16) - (128 if form == "binary" else 0)
+    return vectors
 
-
-ERRORS = ErrorShape(_error_body, _error_body, model=CohereErrorResponse)
 
 router = ApiRouter(access=Access.USER, errors=ERRORS)
 
@@ -106,6 +117,20 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 @router.post("/v2/embed", responses=responds_with(CohereEmbeddings))
 async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as Cohere."""
+    vectors, reply = await _embed(request, context, services, "2")
+    return paced(reply, vectors.size)
+
+
+@router.post("/v1/embed", responses=responds_with(CohereEmbeddings | CohereFloats))
+async def embed_v1(request: EmbedRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Create embeddings, as the first version of Cohere's API: without types, a list."""
+    vectors, reply = await _embed(request, context, services, "1")
+    if request.embedding_types is None:
+        reply |= {"response_type": "embeddings_floats", "embeddings": reply["embeddings"]["float"]}
+    return paced(reply, vectors.size)
+
+
+async def _embed(request: EmbedRequest, context: RequestContext, services: Services, version: str) -> tuple[np.ndarray, dict[str, Any]]:
     name = "inputs" if request.texts is None else "texts"
     names = {"the input": f"a text of {name}", "input": name, CUT_FIELD: "truncate: END"}
     with sent_as({**names, "truncate_prompt_tokens": "max_tokens", "dimensions": "output_dimension"}):
@@ -114,11 +139,11 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
     reply = {
         "id": uuid.uuid4().hex,
         "response_type": "embeddings_by_type",
-        "embeddings": {form: value_array(encode_vectors(vectors, form), vectors.size) for form in forms},
+        "embeddings": {form: value_array(encode_vectors(_quantize(vectors, form), form), vectors.size) for form in forms},
         "texts": request.input_texts(),
-        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": count}},
+        "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": count}},
     }
-    return paced(reply, vectors.size)
+    return vectors, reply
 
 
 @router.post("/v2/rerank", responses=responds_with(Ranking))
@@ -127,4 +152,4 @@ async def rerank(request: RerankRequest, context: ContextDep, services: Services
     return await ranking_of(context, services, request)
 
 
-CohereRoutes = make_extension(__name__, router)
+CohereRoutes = make_extension(__name__, router, chat_router)

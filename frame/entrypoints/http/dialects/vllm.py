@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_prompt
 from frame.entrypoints.http.chat.chat_request import render_chat, start_chats
 from frame.entrypoints.http.errors import ApiError
@@ -17,18 +18,20 @@ from frame.entrypoints.http.failures import as_api_error, as_sent
 from frame.entrypoints.http.native.pooling import (
     EmbeddingRequest,
     PoolingReply,
+    check_encoding,
+    compute_classes,
     compute_embeddings,
-    compute_vectors,
-    encode_vectors,
     list_reply,
+    send_bytes,
     to_prompts,
 )
+from frame.entrypoints.http.native.vector_encoding import encode_vectors
 from frame.entrypoints.http.openai.completion_objects import ChatCompletion
 from frame.entrypoints.http.openai.completions import ChatResponse, prepare_completion
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_starter import check_request, countable_tokens, encode_prompt
+from frame.entrypoints.http.request_starter import check_request, countable_tokens, encode_prompt, paced_map
 from frame.entrypoints.http.response_types import Version, array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
@@ -84,7 +87,7 @@ async def chat_batch(batch: ChatBatchRequest, context: ContextDep, services: Ser
 async def render_chat_request(request: ChatRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Return the prompt and the sampling parameters of a chat request without running it."""
     ids, params = await render_chat(context, services, request)
-    return _rendered(context, services, request, ids, params)
+    return _PromptRenderer(context, services, request, params).render(ids)
 
 
 @router.post("/v1/completions/render", responses=responds_with(array(RenderedRequest)))
@@ -94,28 +97,32 @@ async def render_completion_request(request: CompletionRequest, context: Context
     special = request.add_special_tokens
     maximum = countable_tokens(services) if request.truncates else None
     ids = [one if isinstance(one, list) else await encode_prompt(services, one, special, maximum) for one in prompts]
-    return [_rendered(context, services, request, one, params) for one in ids]
+    return await paced_map(_PromptRenderer(context, services, request, params).render, ids)
 
 
-def _rendered(context: RequestContext, services: Services, request: GenerationRequest, ids: list[int], params: Any) -> dict[str, Any]:
-    """The response for one prompt. Raises ApiError for what the request could not run with."""
-    _, priority = check_request(services, context, [params], request)
-    limits = services.client.limits
-    try:
-        ids = request.truncated(ids, limits.max_context - (params.max_tokens or 1))
-        check_prompt(limits, ids, params)
-    except (ApiError, InvalidRequestError) as error:
-        raise as_sent(as_api_error(error), request.sent_name) from None
-    return {
-        "request_id": f"render-{uuid.uuid4().hex}",
-        "model": services.response_model(request.model),
-        "token_ids": ids,
-        "features": None,
-        "sampling_params": msgspec.to_builtins(params),
-        "stream": bool(request.stream),
-        "cache_salt": request.cache_salt,
-        "priority": priority,
-    }
+class _PromptRenderer:
+    """Makes the response for each prompt of a request. Raises ApiError for what the request could
+    not run with."""
+
+    def __init__(self, context: RequestContext, services: Services, request: GenerationRequest, params: SamplingParams) -> None:
+        _, priority = check_request(services, context, [params], request)
+        self._limits, self._request, self._params = services.client.limits, request, params
+        self._fields = {
+            "model": services.response_model(request.model),
+            "features": None,
+            "sampling_params": msgspec.to_builtins(params),
+            "stream": bool(request.stream),
+            "cache_salt": request.cache_salt,
+            "priority": priority,
+        }
+
+    def render(self, ids: list[int]) -> dict[str, Any]:
+        try:
+            ids = self._request.truncated(ids, self._limits.max_context - (self._params.max_tokens or 1))
+            check_prompt(self._limits, ids, self._params)
+        except (ApiError, InvalidRequestError) as error:
+            raise as_sent(as_api_error(error), self._request.sent_name) from None
+        return {"request_id": f"render-{uuid.uuid4().hex}", "token_ids": ids, **self._fields}
 
 
 @router.post("/pooling", responses=responds_with(PooledList))
@@ -124,10 +131,13 @@ async def pooling(request: PoolingRequest, context: ContextDep, services: Servic
     if request.task not in (None, services.resolved.task):
         raise ApiError(400, f"task is {request.task!r}; this server's task is {services.resolved.task}", "task")
     if services.resolved.task == "classify":
-        vectors, count = await compute_vectors(context, services, request, to_prompts(request, services), ("classify",))
+        check_encoding(request)
+        vectors, count = await compute_classes(context, services, request, to_prompts(request, services))
     else:
         vectors, count = await compute_embeddings(context, services, request)
-    encoded = enumerate(encode_vectors(vectors, request.encoding_format))
+    if request.is_bytes:
+        return await send_bytes(context, services, request, vectors, count)
+    encoded = enumerate(encode_vectors(vectors, request.encoding_format, request.embed_dtype))
     data = ({"index": index, "object": "pooling", "data": vector} for index, vector in encoded)
     return list_reply(services.response_model(request.model), f"pool-{uuid.uuid4().hex}", data, count, vectors.size)
 

@@ -1,12 +1,12 @@
-"""The native API, that of SGLang: `/generate`, tokenizing, `/health_generate`. Must not depend on
-the engine."""
+"""The native API, that of SGLang: `/generate`, `/health_generate`. Must not depend on the
+engine."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
@@ -18,24 +18,21 @@ from pydantic import Field, ValidationError, create_model
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.chat.chat_request import encode_chat
-from frame.entrypoints.http.chat.request_fields import TemplateFields
+from frame.entrypoints.http.chat.media_parts import MODALITIES, from_text
+from frame.entrypoints.http.chat.request_media import TextWithMedia
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.failures import as_sent, error_event
 from frame.entrypoints.http.native.pooling import router as pooling_router
-from frame.entrypoints.http.openai.completion_objects import DONE, count_logprobs
-from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.native.tokenizing import router as tokenizing_router
+from frame.entrypoints.http.openai.completion_objects import DONE, WeightVersionOf, count_logprobs, list_versions
 from frame.entrypoints.http.operations.admin import Health
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, array_type, encode_steps, in_steps
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
-from frame.entrypoints.http.request_body import RequestBody, RequestOptions
+from frame.entrypoints.http.request_body import RequestBody, RequestOptions, to_custom
 from frame.entrypoints.http.request_starter import (
     MAX_NAME_CHARS,
-    Chat,
     RequestPlan,
     check_sequence_count,
-    countable_tokens,
-    encode_prompt,
     paced_map,
     start_request,
     stream_response,
@@ -43,14 +40,16 @@ from frame.entrypoints.http.request_starter import (
 )
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.validation_errors import validation_error
-from frame.text.tokenizer import SHORT
+from frame.entrypoints.http.validation_errors import type_name, validation_error
+from frame.entrypoints.media.media_service import MediaPart
 
 router = ApiRouter(access=Access.USER)
 
 # Each event of a stream has all log-probabilities so far: at most so many of all sequences.
 MAX_REPEATED_LOGPROBS = 64 * 1024
 HEALTH_TIMEOUT = 20.0  # seconds in which /health_generate must get one token
+
+MEDIA_FIELDS = {f"{modality}_data": modality for modality in MODALITIES}
 
 # SGLang's name of a sampling parameter -> the name in `SamplingParams`
 _SYNONYMS = {
@@ -68,50 +67,39 @@ _SamplingValues = create_model("SamplingValues", __base__=RequestBody, **_FIELDS
 
 
 class GenerateRequest(RequestOptions):
-    """`text` or `input_ids`, one or several; `sampling_params` for all, or one each."""
+    """`text` or `input_ids`, one or several; `sampling_params` for all, or one each.
+
+    `image_data`, `video_data` and `audio_data`: the media of a text with a placeholder for each: a
+    URL, a file in base64, or a list of these; of several texts a list with one such value each.
+    """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    image_data: str | list[Any] | None = None
+    video_data: str | list[Any] | None = None
+    audio_data: str | list[Any] | None = None
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Field(ge=-1)] = -1
     top_logprobs_num: int = 0
+    token_ids_logprob: list[int] | None = None
     return_text_in_logprobs: bool = False
     model: str = ""
 
     def sent_name(self, parameter: str) -> str:
-        if parameter == "prompt":
+        if parameter in ("prompt", "messages"):
             return "text" if self.text is not None else "input_ids"
         params = self.sampling_params or {}
         names = {name for each in (params if isinstance(params, list) else [params]) for name in each}
         if parameter in ("logprobs", "prompt_logprobs") and parameter not in names:
             return "top_logprobs_num"
+        if parameter == "logprob_token_ids" and self.token_ids_logprob is not None:
+            return "token_ids_logprob"
         if parameter in SamplingParams.__struct_fields__:
             sent = next((name for name in names if _SYNONYMS.get(name) == parameter), parameter)
             return f"sampling_params.{sent}"
         return parameter
-
-
-class TokenizeRequest(TemplateFields):
-    """A text, or messages with the fields of a chat request that the prompt depends on."""
-
-    model: str = ""
-    text: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    return_token_strs: bool | None = False
-
-    def to_chat_request(self) -> ChatRequest:
-        """The messages as a chat request."""
-        fields = {name: getattr(self, name) for name in TemplateFields.model_fields}
-        return ChatRequest(model=self.model, messages=self.messages or [], **fields)
-
-
-class DetokenizeRequest(RequestBody):
-    tokens: list[int]
-    model: str = ""
-    skip_special_tokens: bool = False
 
 
 # generate -----------------------------------------------------------------------------------------
@@ -125,11 +113,14 @@ GenerateFinish = declare(
 )
 GenerateMeta = declare(
     "GenerateMeta",
-    "id prompt_tokens completion_tokens cached_tokens e2e_latency",
-    "`e2e_latency` in seconds.",
+    "id prompt_tokens completion_tokens cached_tokens e2e_latency weight_version",
+    "`e2e_latency` in seconds. `weight_version`: of the weights that made the last token.\n"
+    "`weight_versions`: where several have made the sequence.",
+    weight_versions=NotRequired[array(WeightVersionOf)],
     finish_reason=GenerateFinish | None,
     output_token_logprobs=NotRequired[list[LogprobEntry]],
     output_top_logprobs=NotRequired[list[list[LogprobEntry]]],
+    output_token_ids_logprobs=NotRequired[list[list[LogprobEntry]]],
     input_token_logprobs=NotRequired[list[LogprobEntry]],
     input_top_logprobs=NotRequired[list[list[LogprobEntry]]],
 )
@@ -181,8 +172,7 @@ class ResultBuilder:
         self._max_repeated = MAX_REPEATED_LOGPROBS // len(state.sequences)
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
-        self._logprobs: dict[int, list[list[Any]]] = {}
-        self._tops: dict[int, list[Any]] = {}
+        self._scores: dict[int, dict[str, list[Any]]] = {}  # by the name of the field
 
     def write_events(self, sequence: SequenceState) -> Event:
         if (failed := error_event(sequence)) is not None:
@@ -206,7 +196,7 @@ class ResultBuilder:
         """`build_result` of a sequence without earlier results, with large arrays in steps."""
         text, ids, pieces = self._take_output(sequence)
         array = array_type(count_logprobs(pieces))
-        return self._result(sequence, text, ids, array(self._entries_of(pieces)), array(self._tops_of(pieces)))
+        return self._result(sequence, text, ids, {name: array(values) for name, values in self._scores_of(sequence, pieces).items()})
 
     def _take_output(self, sequence: SequenceState) -> tuple[str, list[int], list[TokenLogprobs]]:
         output = sequence.take_output()
@@ -216,9 +206,20 @@ class ResultBuilder:
         for piece in pieces:
             yield from map(self._logprob_entry, piece.token_ids, piece.logprobs)
 
-    def _tops_of(self, pieces: Iterable[TokenLogprobs]) -> Iterator[list[Any]]:
+    def _tops_of(self, pieces: Iterable[TokenLogprobs], start: int = 0, stop: int | None = None) -> Iterator[list[Any]]:
         for piece in pieces:
-            yield from ([self._logprob_entry(i, p) for i, p in top] for top in piece.top)
+            yield from ([self._logprob_entry(i, p) for i, p in top[start:stop]] for top in piece.top)
+
+    def _scores_of(self, sequence: SequenceState, pieces: list[TokenLogprobs]) -> dict[str, Iterator[Any]]:
+        """The log-probabilities of output tokens, of the likeliest ones, and of those asked for."""
+        if not self._request.return_logprob:
+            return {}
+        count = sequence.params.logprobs or 0
+        scores: dict[str, Iterator[Any]] = {"output_token_logprobs": self._entries_of(pieces)}
+        scores["output_top_logprobs"] = self._tops_of(pieces, 0, count)
+        if sequence.params.logprob_token_ids:
+            scores["output_token_ids_logprobs"] = self._tops_of(pieces, count)
+        return scores
 
     def _prompt_fields(self, sequence: SequenceState) -> dict[str, Any]:
         prompt, start = sequence.prompt_logprobs, max(self._request.logprob_start_len, 0)
@@ -233,14 +234,13 @@ class ResultBuilder:
         index = sequence.index
         self._texts[index] = self._texts.get(index, "") + text
         self._ids.setdefault(index, []).extend(ids)
-        entries, tops = self._logprobs.setdefault(index, []), self._tops.setdefault(index, [])
-        if self._request.return_logprob:
-            entries.extend(self._entries_of(pieces))
-            tops.extend(self._tops_of(pieces))
-        return self._result(sequence, self._texts[index], self._ids[index], entries, tops)
+        scores = self._scores.setdefault(index, {})
+        for name, values in self._scores_of(sequence, pieces).items():
+            scores.setdefault(name, []).extend(values)
+        return self._result(sequence, self._texts[index], self._ids[index], scores)
 
-    def _result(self, sequence: SequenceState, text: str, ids: list[int], entries: Any, tops: Any) -> dict[str, Any]:
-        """`entries` and `tops`: the log-probabilities of the tokens, and of their alternatives."""
+    def _result(self, sequence: SequenceState, text: str, ids: list[int], scores: Mapping[str, Any]) -> dict[str, Any]:
+        """`scores`: see `_scores_of`."""
         finish = sequence.finish
         num_tokens = 0 if sequence.prompt_index in self._prompts_only else sequence.num_tokens
         reason: dict[str, Any] | None = None
@@ -254,9 +254,11 @@ class ResultBuilder:
             "completion_tokens": num_tokens,
             "cached_tokens": sequence.cached,
             "e2e_latency": time.perf_counter() - self._created,
+            "weight_version": sequence.weight_version,
+            **list_versions(sequence),
         }
         if self._request.return_logprob:
-            meta |= {"output_token_logprobs": entries, "output_top_logprobs": tops, **self._prompt_fields(sequence)}
+            meta |= {**scores, **self._prompt_fields(sequence)}
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
     def _logprob_entry(self, token_id: int, logprob: float | None) -> list[Any]:
@@ -265,19 +267,45 @@ class ResultBuilder:
         return [logprob, token_id, tokenizer.get_token_text(token_id) if has_text and tokenizer else None]
 
 
-def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | Chat], bool]:
+def _prompts(request: GenerateRequest) -> tuple[list[str | list[int] | TextWithMedia], bool]:
     """(the prompts, whether there is a single one that is not in a list). Raises ApiError 400."""
     if (request.text is None) == (request.input_ids is None):
         raise ApiError(400, "send either text or input_ids", "text")
     if request.text == [] or request.input_ids == []:
         raise ApiError(400, "the prompt is empty; send at least one token", "text" if request.text is not None else "input_ids")
     if request.text is not None:
-        return ([request.text], True) if isinstance(request.text, str) else (list(request.text), False)
+        is_single = isinstance(request.text, str)
+        texts = [request.text] if isinstance(request.text, str) else request.text
+        media = _media(request, len(texts), is_single)
+        return [TextWithMedia(text, each) if each else text for text, each in zip(texts, media, strict=True)], is_single
+    if media_field := next((name for name in MEDIA_FIELDS if getattr(request, name)), None):
+        raise ApiError(400, f"{media_field} needs text with a placeholder for each item; send text in place of input_ids", media_field)
     ids = request.input_ids or []
     kinds = {type(each) for each in ids}
     if len(kinds) > 1:
         raise ApiError(400, "input_ids mixes ids and lists of ids; send one kind", "input_ids")
     return ([ids], True) if kinds <= {int} else (list(ids), False)  # type: ignore[list-item,arg-type]
+
+
+def _media(request: GenerateRequest, count: int, is_single: bool) -> list[list[MediaPart]]:
+    """The media of each of `count` texts. Raises ApiError 400."""
+    media: list[list[MediaPart]] = [[] for _ in range(count)]
+    for name, modality in MEDIA_FIELDS.items():
+        value = getattr(request, name)
+        if not value:
+            continue
+        values = [value] if is_single else value
+        if not isinstance(values, list) or len(values) != count:
+            raise ApiError(400, f"{name} must be a list with one entry for each of the {count} texts, or null where there is none", name)
+        for i, entry in enumerate(values):
+            place = name if is_single else f"{name}[{i}]"
+            sources = entry if isinstance(entry, list) else [] if entry is None else [entry]
+            for j, source in enumerate(sources):
+                here = f"{place}[{j}]" if isinstance(entry, list) else place
+                if isinstance(source, dict):
+                    raise ApiError(400, f"{here} is {type_name(source)}; embeddings and features are not taken: send a file", here)
+                media[i].append(MediaPart(modality, from_text(source, here), here))
+    return media
 
 
 def to_sampling_params(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
@@ -301,8 +329,11 @@ def _is_prompt_only(values: dict[str, Any]) -> bool:
 
 def _params(sent: dict[str, Any], request: GenerateRequest, is_prompt_only: bool) -> SamplingParams:
     values = {_SYNONYMS.get(name, name): value for name, value in sent.items() if value is not None}
-    if isinstance(values.get("stop"), str):
-        values["stop"] = [values["stop"]]
+    for name in ("stop", "stop_regex"):
+        if isinstance(values.get(name), str):
+            values[name] = [values[name]]
+    if isinstance(sent.get("custom_params"), dict):
+        values["custom"] = to_custom(sent["custom_params"])
     for name in ("json_schema", "structural_tag"):
         if isinstance(values.get(name), dict):
             values[name] = msgspec.json.encode(values[name]).decode()
@@ -318,6 +349,8 @@ def _params(sent: dict[str, Any], request: GenerateRequest, is_prompt_only: bool
         values["max_tokens"] = 1  # the engine generates at least one
     if request.return_logprob:
         values.setdefault("logprobs", request.top_logprobs_num)
+        if request.token_ids_logprob is not None:
+            values.setdefault("logprob_token_ids", request.token_ids_logprob)
         if request.logprob_start_len >= 0:
             values.setdefault("prompt_logprobs", request.top_logprobs_num)
     try:
@@ -325,54 +358,6 @@ def _params(sent: dict[str, Any], request: GenerateRequest, is_prompt_only: bool
     except ValidationError as error:
         raise as_sent(validation_error(error.errors(include_url=False), values), request.sent_name) from None
     return SamplingParams(**{name: getattr(validated, name) for name in validated.model_fields_set})
-
-
-# text ---------------------------------------------------------------------------------------------
-
-TokenizeResult = declare("TokenizeResult", "count max_model_len token_strs?", tokens=list[int])
-DetokenizeResult = declare("DetokenizeResult", "text prompt", "`text` and `prompt` are the same.")
-
-
-@router.post("/tokenize", responses=responds_with(TokenizeResult))
-@router.post("/v1/tokenize", responses=responds_with(TokenizeResult))
-async def tokenize(request: TokenizeRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Convert text or messages to token ids."""
-    services.check_model(request.model, context.tenant)
-    tokenizer = services.need_tokenizer()
-    text = request.text if request.text is not None else request.prompt
-    if (text is None) == (request.messages is None):
-        raise ApiError(400, "send either text (or prompt) or messages", "text")
-    if request.messages is not None:
-        ids = await encode_chat(context, services, request.to_chat_request())
-    else:
-        ids = await encode_prompt(services, text or "", request.add_special_tokens is not False, countable_tokens(services))
-    result: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": services.resolved.max_context}
-    if request.return_token_strs:
-        async with services.text_turns.hold_slot(context.tenant):
-            result["token_strs"] = await asyncio.to_thread(lambda: [tokenizer.get_token_text(i) for i in ids])
-    return result
-
-
-@router.post("/detokenize", responses=responds_with(DetokenizeResult))
-@router.post("/v1/detokenize", responses=responds_with(DetokenizeResult))
-async def detokenize(request: DetokenizeRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Convert token ids to text."""
-    services.check_model(request.model, context.tenant)
-    text = await detokenize_ids(services, request.tokens, request.skip_special_tokens, "tokens", context.tenant)
-    return {"text": text, "prompt": text}
-
-
-async def detokenize_ids(services: Services, ids: list[int], skip_special_tokens: bool, name: str, tenant: str) -> str:
-    """The text of token ids from the field `name`, in turn by tenant. Raises ApiError 400."""
-    tokenizer, maximum = services.need_tokenizer(), countable_tokens(services)
-    if len(ids) > maximum:
-        raise ApiError(400, f"{name} has {len(ids)} ids; it may have {maximum}", name)
-    if ids and not 0 <= min(ids) <= max(ids) < services.resolved.model.vocab_size:
-        raise ApiError(400, f"{name} has an id outside the vocabulary (0 to {services.resolved.model.vocab_size - 1})", name)
-    if len(ids) <= SHORT:
-        return tokenizer.decode(ids, skip_special_tokens)
-    async with services.text_turns.hold_slot(tenant):
-        return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens)
 
 
 @router.get("/health_generate", responses=responds_with(Health))
@@ -391,4 +376,4 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     await context.respond(b"{}")
 
 
-NativeRoutes = make_extension(__name__, router, pooling_router)
+NativeRoutes = make_extension(__name__, router, tokenizing_router, pooling_router)

@@ -24,7 +24,7 @@ from typing import IO, Any, BinaryIO, Protocol, Self, TypeVar
 
 import msgspec
 
-from frame.config.schema import BatchesSection
+from frame.config.server_sections import BatchesSection
 from frame.core.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)

@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from frame.config.schema import BatchesSection
+from frame.config.server_sections import BatchesSection
 from frame.entrypoints.engine_client.quotas import FairSemaphore, QuotaExceededError, QuotaLease, TenantQuotas
-from frame.entrypoints.http.errors import ApiError, quoted
+from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.batch_files import (
     BLOCK_BYTES,
     FileStore,
@@ -35,8 +35,12 @@ from frame.entrypoints.http.protocol.bodies import problem_of
 from frame.entrypoints.http.protocol.fields import IGNORED, check_spelling, ignored_header
 from frame.entrypoints.http.request_context import Receive, Scope, Send
 from frame.entrypoints.http.validation_errors import repeated_error, repeated_name, type_name
+from frame.entrypoints.logs import PROGRESS
+from frame.host.progress import LINE_SECONDS, Count
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/moderations"]
 PRIORITY = -1000  # of a line without a priority
@@ -45,10 +49,20 @@ MAX_BATCHES = 10_000
 MAX_LINE_VALUES = 1024 * 1024  # JSON values of a line; the route of its request may accept fewer
 FIELDS = ("custom_id", "method", "url", "body")  # of a line
 MAX_NAME = 512  # characters of a line's custom_id
+MAX_FAULTS = 100  # lines that are no requests, after which no more are read
 MAX_RUNNING = 16  # batches of one key that run at the same time, each with three open files; more wait
 ERROR_PAUSE = 0.02  # seconds after a line that failed: such lines end at once, and would take the whole event loop
 RETRY_INTERVAL = 0.5  # seconds before a line that got 429 or 503 is sent again
 FINAL_STATUSES = frozenset({"completed", "failed", "expired", "cancelled"})
+
+
+class LineFault(msgspec.Struct):
+    """Why a line of the input file is not a request. `line`: its number from 1, without empty
+    ones."""
+
+    line: int
+    code: str
+    message: str
 
 
 class BatchJob(msgspec.Struct, kw_only=True):
@@ -76,13 +90,24 @@ class BatchJob(msgspec.Struct, kw_only=True):
     completed: int = 0  # lines whose response has status 200
     failed: int = 0  # all other lines that were run
     error: str | None = None  # why the whole batch failed
+    faults: list[LineFault] = msgspec.field(default_factory=list)  # lines for which it did not begin
 
     def to_object(self) -> dict[str, Any]:
         """OpenAI's batch object."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _HIDDEN}
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
-        errors = None if self.error is None else {"object": "list", "data": [{"code": "batch_failed", "message": self.error}]}
-        return {**fields, "object": "batch", "request_counts": counts, "errors": errors}
+        entries = [{"code": each.code, "message": each.message, "line": each.line, "param": None} for each in self.faults]
+        if self.error is not None:
+            entries.append({"code": "batch_failed", "message": self.error, "line": None, "param": None})
+        fields["errors"] = {"object": "list", "data": entries} if entries else None
+        return {**fields, "object": "batch", "request_counts": counts, **self._measure_progress()}
+
+    def _measure_progress(self) -> dict[str, float | int | None]:
+        """The rate and the remaining time of a batch that runs."""
+        done, began = self.completed + self.failed, self.in_progress_at
+        rate = done / max(1.0, time.time() - began) if self.status == "in_progress" and began is not None and done else None
+        left = rate and round((self.total - done) / rate)
+        return {"requests_per_second": rate and round(rate, 3), "remaining_seconds": left}
 
     def set_status(self, status: str) -> None:
         """Set the status and the time of the change."""
@@ -90,7 +115,7 @@ class BatchJob(msgspec.Struct, kw_only=True):
         setattr(self, f"{status}_at", int(time.time()))
 
 
-_HIDDEN = frozenset({"tenant", "total", "completed", "failed", "error"})
+_HIDDEN = frozenset({"tenant", "total", "completed", "failed", "error", "faults"})
 _batch_decoder = msgspec.json.Decoder(BatchJob)
 
 
@@ -211,12 +236,16 @@ class BatchJobRunner:
         outputs: list[FileWriter] = []
         try:
             async with self._running[batch.tenant]:
-                batch.total = await self._count_requests(batch)
+                batch.total = await self._validate(batch)
                 for kind in ("output", "error"):
                     outputs.append(await self.files.open_writer(f"{batch.id}_{kind}.jsonl", "batch_output", batch.tenant))  # noqa: PERF401
                 batch.set_status("in_progress")
                 await self._save(batch)
-                await self._run_lines(batch, outputs)
+                reporting = asyncio.create_task(_report_progress(batch))
+                try:
+                    await self._run_lines(batch, outputs)
+                finally:
+                    reporting.cancel()
             ending = "completed"
         except asyncio.CancelledError:
             if batch.cancelling_at is None:
@@ -226,6 +255,8 @@ class BatchJobRunner:
             ending = "expired"
         except OSError as error:
             batch.error, ending = f"the batch folder cannot be used: {error.strerror}", "failed"
+        except _InvalidLinesError as error:
+            batch.faults, ending = error.faults, "failed"
         except (StorageFullError, InvalidInputError, _StoppedError) as error:
             batch.error, ending = str(error), "failed"
         except Exception:
@@ -238,64 +269,55 @@ class BatchJobRunner:
         batch.set_status(ending)
         await asyncio.to_thread(self._save_end, batch)
 
-    async def _read_block(self, batch: BatchJob, reader: LineReader) -> list[bytes] | None:
-        """`LineReader.read_block` in a thread, one block of all batches at a time."""
+    async def _read_block(self, batch: BatchJob, read: Callable[[], T]) -> T:
+        """`read` in a thread, one block of all batches at a time."""
         async with self._reading.hold_slot(batch.tenant):
-            return await asyncio.to_thread(reader.read_block)
+            return await asyncio.to_thread(read)
 
-    async def _count_requests(self, batch: BatchJob) -> int:
-        """The number of lines that are not empty. Raises InvalidInputError, OSError."""
-        total = 0
+    async def _validate(self, batch: BatchJob) -> int:
+        """The number of lines that are not empty. Raises _InvalidLinesError where one is no request
+        of this batch, InvalidInputError, OSError."""
+        validator = _Validator(batch.endpoint)
         with LineReader(self.files.path(batch.input_file_id), self.max_requests) as reader:
-            while (lines := await self._read_block(batch, reader)) is not None:
-                total += len(lines)
-        if not total:
+            while await self._read_block(batch, lambda: validator.check_lines(reader.read_block())):
+                pass
+        if validator.faults:
+            raise _InvalidLinesError(validator.faults)
+        if not validator.num_lines:
             raise InvalidInputError("the file has no requests; send one JSON object per line")
-        return total
+        return validator.num_lines
 
     async def _run_lines(self, batch: BatchJob, outputs: list[FileWriter]) -> None:
         """Run all lines. Raises the error that ends the batch."""
         errors: list[Exception] = []
-        names: set[int] = set()  # hashes of the lines' custom_ids
         permits = self._lines[batch.tenant]
         with LineReader(self.files.path(batch.input_file_id), self.max_requests) as reader:
             async with asyncio.TaskGroup() as group:
-                while not errors and (lines := await self._read_block(batch, reader)) is not None:
+                while not errors and (lines := await self._read_block(batch, reader.read_block)) is not None:
                     for line in lines:
                         await permits.acquire()
-                        task = group.create_task(self._run_line(batch, line, outputs, names, errors))
+                        task = group.create_task(self._run_line(batch, line, outputs, errors))
                         task.add_done_callback(lambda _: permits.release())
         if errors:
             raise errors[0]
 
-    async def _run_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], names: set[int], errors: list[Exception]) -> None:
+    async def _run_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], errors: list[Exception]) -> None:
         """Answer a line. An error that ends the batch goes into `errors`; others finish."""
         try:
             if not errors:
-                await self._reply_to_line(batch, line, outputs, names)
-        except (OSError, StorageFullError, _StoppedError, _ExpiredError) as error:
+                await self._reply_to_line(batch, line, outputs)
+        except (OSError, InvalidInputError, StorageFullError, _StoppedError, _ExpiredError) as error:
             errors.append(error)
 
-    async def _reply_to_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter], names: set[int]) -> None:
-        """Send the request of a line and append its record to the output or the error file. Adds
-        the hash of its custom_id to `names`."""
-        name: str | None = None
-        record: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
-        try:
-            name, body, unknown = await self._parse_line(batch, line)
-            if hash(name) in names:
-                raise _LineError(f"another line has the custom_id {quoted(name)}; give each line its own")
-            names.add(hash(name))
-            reply = await self._send_until_accepted(batch, body)
-            is_fine = reply.status == 200
-            response = {"status_code": reply.status, "request_id": record["id"], "body": msgspec.Raw(reply.body)}
-            if ignored := ", ".join(each for each in (unknown, reply.ignored) if each):
-                response["ignored_fields"] = ignored
-            record |= {"custom_id": name, "response": response, "error": None}
-        except _LineError as error:
-            is_fine = False
-            record |= {"custom_id": name or error.name, "response": None, "error": {"code": "invalid_request", "message": str(error)}}
-        piece = msgspec.json.encode(record) + b"\n"
+    async def _reply_to_line(self, batch: BatchJob, line: bytes, outputs: list[FileWriter]) -> None:
+        """Send the request of a line and append its record to the output or the error file."""
+        name, body, unknown = await self._parse_line(batch, line)
+        reply = await self._send_until_accepted(batch, body)
+        is_fine, rid = reply.status == 200, f"batch_req_{uuid.uuid4().hex}"
+        response = {"status_code": reply.status, "request_id": rid, "body": msgspec.Raw(reply.body)}
+        if ignored := ", ".join(each for each in (unknown, reply.ignored) if each):
+            response["ignored_fields"] = ignored
+        piece = msgspec.json.encode({"id": rid, "custom_id": name, "response": response, "error": None}) + b"\n"
         outputs[0 if is_fine else 1].append(piece)
         batch.completed += is_fine
         batch.failed += not is_fine
@@ -361,6 +383,15 @@ class BatchJobRunner:
                 setattr(batch, attribute, (await output.publish()).id)
 
 
+async def _report_progress(batch: BatchJob) -> None:
+    """Log a line every ten seconds."""
+    count = Count(batch.id, batch.total)
+    while True:
+        await asyncio.sleep(LINE_SECONDS)
+        count.advance(batch.completed + batch.failed - count.done)
+        PROGRESS.info("%s", count.describe())
+
+
 class _Reply(NamedTuple):
     """The response of a route to a line. `ignored`: the fields of the body that it ignored."""
 
@@ -385,12 +416,45 @@ class _StoppedError(Exception):
     """The server stops before the batch has ended. The message is for the client."""
 
 
-class _LineError(Exception):
-    """A sentence for the client about a line. `name`: its custom_id, if known."""
+class _LineError(InvalidInputError):
+    """A sentence for the client about a line."""
 
-    def __init__(self, sentence: str, name: str | None = None) -> None:
+    def __init__(self, sentence: str, code: str = "invalid_request") -> None:
         super().__init__(sentence)
-        self.name = name
+        self.code = code
+
+
+class _InvalidLinesError(Exception):
+    """Lines of the file are no requests of the batch."""
+
+    def __init__(self, faults: list[LineFault]) -> None:
+        super().__init__()
+        self.faults = faults
+
+
+class _Validator:
+    """Checks the lines of a file before the first one runs."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.num_lines = 0
+        self.faults: list[LineFault] = []
+        self._endpoint = endpoint
+        self._names: set[int] = set()  # hashes of the lines' custom_ids
+
+    def check_lines(self, lines: list[bytes] | None) -> bool:
+        """Check the lines of a block; whether to read on."""
+        for line in lines or ():
+            self.num_lines += 1
+            try:
+                name = hash(_parse_line(line, self._endpoint)[0])
+                if name in self._names:
+                    raise _LineError("another line has this custom_id; give each line its own", "duplicate_custom_id")
+                self._names.add(name)
+            except _LineError as error:
+                self.faults.append(LineFault(self.num_lines, error.code, str(error)))
+                if len(self.faults) >= MAX_FAULTS:
+                    return False
+        return lines is not None
 
 
 def _count_lines(path: Path) -> int:
@@ -408,28 +472,29 @@ def _parse_line(line: bytes, endpoint: str) -> tuple[str, bytes, str]:
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _LineError(f"the line is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
+        sentence = f"the line is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
+        raise _LineError(sentence, "invalid_json_line") from None
     if not isinstance(fields, dict):
         raise _LineError(f"the line is {type_name(fields)}; send an object")
     name = fields.get("custom_id")
     if name is None:
-        raise _LineError("custom_id is missing; give each line its own")
+        raise _LineError("custom_id is missing; give each line its own", "missing_custom_id")
     if not isinstance(name, str):
         raise _LineError(f"custom_id is {type_name(name)}; send a string")
     if len(name) > MAX_NAME:
         raise _LineError(f"custom_id has {len(name)} characters; it may have {MAX_NAME}")
     url, body = fields.get("url"), fields.get("body")
     if fields.get("method", "POST") != "POST" or url != endpoint:
-        raise _LineError(f"method and url must be POST and {endpoint}, the endpoint of the batch", name)
+        raise _LineError(f"method and url must be POST and {endpoint}, the endpoint of the batch", "mismatched_url")
     if not isinstance(body, dict):
-        raise _LineError("body: expected an object", name)
+        raise _LineError("body: expected an object")
     for field in ("stream", "background"):
         if body.get(field):
-            raise _LineError(f"{field} is not supported in a batch; leave it out", name)
+            raise _LineError(f"{field} is not supported in a batch; leave it out")
     if (repeated := repeated_name(line, fields)) is not None:
-        raise _LineError(repeated_error(repeated, "the line").message, name)
+        raise _LineError(repeated_error(repeated, "the line").message)
     try:
         unknown = check_spelling([each for each in fields if each not in FIELDS], FIELDS, owner="a line")
     except ApiError as error:
-        raise _LineError(error.message, name) from None
+        raise _LineError(error.message) from None
     return name, msgspec.json.encode({"priority": PRIORITY, **body}), ignored_header(unknown)[1].decode()

@@ -29,7 +29,9 @@ PIECE = 256 * 1024  # bytes that are read from a file at a time
 File = declare("File", "id filename purpose created_at", object="file", bytes=int, status="processed")
 FileList = declare("FileList", base=Page, data=array(File))
 DeletedFile = declare("DeletedFile", "id deleted", object="file")
-BatchErrorEntry = declare("BatchErrorEntry", "code message")
+BatchErrorEntry = declare(
+    "BatchErrorEntry", "code message param", "`line`: the number of a line of the input file, without empty ones.", line=int | None
+)
 BatchErrors = declare("BatchErrors", object="list", data=array(BatchErrorEntry))
 BatchCounts = declare("BatchCounts", "total completed failed")
 Batch = declare(
@@ -40,6 +42,8 @@ Batch = declare(
     object="batch",
     metadata=dict[str, str] | None,
     request_counts=BatchCounts,
+    requests_per_second=float | None,
+    remaining_seconds=int | None,
     errors=BatchErrors | None,
 )
 BatchList = declare("BatchList", base=Page, data=array(Batch))

@@ -16,14 +16,16 @@ from typing import Any, Literal, NotRequired
 
 import msgspec
 
-from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, TokenLogprobs
+from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.paced_json import Event, array_type, encode_steps
 from frame.entrypoints.http.response_types import CachedTokens, array, declare
 from frame.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort", "error"]
 
+WeightVersionOf = declare("WeightVersionOf", "version", "`first_token`: index of the first output token of these weights.", first_token=int)
+_Metadata = declare("CompletionMetadata", "weight_version")
 ReasoningTokens = declare("ReasoningTokens", "reasoning_tokens")
 CompletionTokensDetails = declare(
     "CompletionTokensDetails",
@@ -67,16 +69,32 @@ ChatDelta = declare(
     tool_calls=NotRequired[array(ToolCallDelta)],
     function_call=NotRequired[FunctionCallDelta],
 )
-_AnyChoice = declare("AnyChoice", "index token_ids? prompt_token_ids?", finish_reason=FinishReason | None)
+_AnyChoice = declare(
+    "AnyChoice",
+    "index token_ids? prompt_token_ids?",
+    "`weight_versions`: where several versions of the weights have made it.",
+    finish_reason=FinishReason | None,
+    weight_versions=NotRequired[array(WeightVersionOf)],
+)
 # `stop_reason` (vLLM) and `matched_stop` (SGLang): the stop string or token that ended it.
 _Choice = declare("Choice", "matched_stop", base=_AnyChoice, stop_reason=str | int | None)
 _ChunkChoice = declare("ChunkChoice", "matched_stop?", base=_AnyChoice, stop_reason=NotRequired[str | int | None])
 _ChatChoice = declare("ChatChoice", base=_Choice, message=ChatMessage, logprobs=ChatLogprobs | None)
 _ChatChunkChoice = declare("ChatChunkChoice", base=_ChunkChoice, delta=ChatDelta, logprobs=ChatLogprobs | None)
 _Head = declare("ResponseHead", "id created model system_fingerprint service_tier")
-_ChunkHead = declare("ChunkHead", base=_Head, usage=NotRequired[Usage | None])
+_ChunkHead = declare("ChunkHead", base=_Head, usage=NotRequired[Usage | None], metadata=NotRequired[_Metadata])
 _PROMPT_FIELDS: dict[str, Any] = {"prompt_token_ids": NotRequired[list[int]], "prompt_logprobs": NotRequired[PromptLogprobs]}
-ChatCompletion = declare("ChatCompletion", base=_Head, object="chat.completion", choices=array(_ChatChoice), usage=Usage, **_PROMPT_FIELDS)
+_Transfer = NotRequired[dict[str, Any]]  # of a prefill server's response; see docs/disaggregation.md
+ChatCompletion = declare(
+    "ChatCompletion",
+    base=_Head,
+    object="chat.completion",
+    choices=array(_ChatChoice),
+    usage=Usage,
+    metadata=_Metadata,
+    kv_transfer_params=_Transfer,
+    **_PROMPT_FIELDS,
+)
 ChatCompletionChunk = declare(
     "ChatCompletionChunk",
     doc="An event of a streamed chat completion. The stream ends with `data: [DONE]`.",
@@ -96,7 +114,15 @@ _CompletionChoice = declare(
     "CompletionChoice", "text", base=_Choice, logprobs=CompletionLogprobs | None, prompt_logprobs=NotRequired[PromptLogprobs]
 )
 _CompletionChunkChoice = declare("CompletionChunkChoice", "text", base=_ChunkChoice, logprobs=CompletionLogprobs | None)
-Completion = declare("Completion", base=_Head, object="text_completion", choices=array(_CompletionChoice), usage=Usage)
+Completion = declare(
+    "Completion",
+    base=_Head,
+    object="text_completion",
+    choices=array(_CompletionChoice),
+    usage=Usage,
+    metadata=_Metadata,
+    kv_transfer_params=_Transfer,
+)
 CompletionChunk = declare(
     "CompletionChunk",
     doc="An event of a streamed completion. The stream ends with `data: [DONE]`.",
@@ -174,7 +200,8 @@ def chat_entries(pieces: Iterable[TokenLogprobs], tokenizer: Tokenizer, name: Na
         return {"token": name(token_id), "logprob": value, "bytes": list(tokenizer.get_token_bytes(token_id))}
 
     for token_id, logprob, top in _tokens_of(pieces):
-        yield {**entry(token_id, logprob), "top_logprobs": [entry(other, value) for other, value in top]}
+        # once where a token is among the likeliest and in `logprob_token_ids`
+        yield {**entry(token_id, logprob), "top_logprobs": [entry(other, value) for other, value in dict(top).items()]}
 
 
 class TextLogprobs:
@@ -337,12 +364,19 @@ def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def end_fields(finish: Finish | None, params: SamplingParams) -> dict[str, Any]:
+def end_fields(sequence: SequenceState) -> dict[str, Any]:
     """What ended a choice: `matched_stop` as SGLang has it, `stop_reason` as vLLM, which is null
-    for the model's own end token."""
-    matched = finish.matched if finish is not None else None
-    is_asked = isinstance(matched, str) or matched in params.stop_token_ids
-    return {"matched_stop": matched, "stop_reason": matched if is_asked else None}
+    for the model's own end token. `weight_versions`: where several have made it."""
+    matched = sequence.finish.matched if sequence.finish is not None else None
+    is_asked = isinstance(matched, str) or matched in sequence.params.stop_token_ids
+    return {"matched_stop": matched, "stop_reason": matched if is_asked else None, **list_versions(sequence)}
+
+
+def list_versions(sequence: SequenceState) -> dict[str, Any]:
+    """The field `weight_versions`, if several versions of the weights have made the sequence."""
+    if len(sequence.versions) < 2:
+        return {}
+    return {"weight_versions": [{"first_token": first, "version": version} for first, version in sequence.versions]}
 
 
 def finish_reason(finish: Finish | None, has_calls: bool = False) -> str | None:

@@ -19,6 +19,7 @@ from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers, start_chat
 from frame.entrypoints.http.chat.output_parser import OutputParser
+from frame.entrypoints.http.chat.request_media import count_media_tokens
 from frame.entrypoints.http.failures import error_event
 from frame.entrypoints.http.openai.completion_objects import (
     DONE,
@@ -36,7 +37,7 @@ from frame.entrypoints.http.openai.completion_objects import (
     token_namer,
     usage_of,
 )
-from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
+from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest, fill_in_middle
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, join_events
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
@@ -86,7 +87,9 @@ class Response(ABC):
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object. Each prompt counts once, even with `n` sequences."""
         firsts = self.state.first_sequences
-        return usage_of(sum(len(s.prompt) for s in firsts), self.num_generated(), sum(s.cached for s in firsts))
+        usage = usage_of(sum(len(s.prompt) for s in firsts), self.num_generated(), sum(s.cached for s in firsts))
+        usage["prompt_tokens_details"] |= count_media_tokens(self.state)
+        return usage
 
     def final_usage(self) -> dict[str, Any]:
         """The usage after every sequence has finished, with counts that are made only once."""
@@ -125,9 +128,25 @@ class Response(ABC):
         await wait_complete(self.state)
         if sum(sequence.num_logprobs for sequence in self.state.sequences) > INLINE_VALUES:
             built = Entries(map(self.build_choice, self.state.sequences), is_nested=True)
-            return PacedBody({**self._head, "choices": built, **self.extra_fields(), "usage": self.final_usage})
+            return PacedBody({**self._head, "choices": built, **self._last_fields(), "usage": self.final_usage})
         choices = await paced_map(self.build_choice, self.state.sequences)
-        return {**self._head, "choices": choices, "usage": self.final_usage(), **self.extra_fields()}
+        return {**self._head, "choices": choices, "usage": self.final_usage(), **self._last_fields()}
+
+    def _last_fields(self) -> dict[str, Any]:
+        """The fields after the choices of a response that is not streamed."""
+        fields = {**self.extra_fields(), **self.metadata(self.state.sequences[0])}
+        section = self.services.resolved.user.disaggregation
+        if section.mode != "prefill":
+            return fields
+        from frame.entrypoints.engine_client.transfer_handles import describe_transfer
+
+        names = {"remote_engine_id": self.services.fingerprint, "remote_host": section.host, "remote_port": section.port}
+        handle = describe_transfer(self.state, {**names, "weight_version": self.services.client.weight_version})
+        return fields if handle is None else {**fields, "kv_transfer_params": handle}
+
+    def metadata(self, sequence: SequenceState) -> dict[str, Any]:
+        """SGLang's field: the version of the weights that made the last token."""
+        return {"metadata": {"weight_version": sequence.weight_version}}
 
     def extra_fields(self) -> dict[str, Any]:
         """Further fields of a response that is not streamed."""
@@ -195,7 +214,7 @@ class ChatResponse(Response):
             deltas = [{}]
         if not deltas and (logprobs or (ids and self.request.return_token_ids)):
             deltas = [{"content": ""}]
-        ends = {} if finish is None else end_fields(finish, sequence.params)
+        ends = {} if finish is None else end_fields(sequence)
         events = []
         for place, delta in enumerate(deltas):
             is_last = place == len(deltas) - 1
@@ -207,6 +226,7 @@ class ChatResponse(Response):
                     self._logprobs(logprobs) if is_last and logprobs else None,
                     self.running_usage(),
                     {**ends, **self.token_fields(ids)} if is_last else None,
+                    self.metadata(sequence) if is_last and finish is not None else None,
                 )
             )
         return events
@@ -226,7 +246,7 @@ class ChatResponse(Response):
             "message": legacy_delta(message) if self._is_legacy else message,
             "logprobs": self._logprobs(logprobs) if self.request.logprobs else None,
             "finish_reason": self._finish_reason(sequence, parser),
-            **end_fields(sequence.finish, sequence.params),
+            **end_fields(sequence),
             **self.token_fields(ids),
             **self._prompt_ids(sequence),
         }
@@ -268,7 +288,8 @@ async def completions(request: CompletionRequest, context: ContextDep, services:
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # an error before the request starts
     special = request.add_special_tokens
-    plan = RequestPlan(prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-")
+    transfer = request.kv_transfer_params
+    plan = RequestPlan(prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-", transfer=transfer)
     state = await start_request(context, services, plan)
     return await CompletionResponse(services, request, state).send(context)
 
@@ -280,7 +301,7 @@ def prepare_completion(
     services.check_model(request.model, context.tenant)
     params, prompts = request.to_sampling_params(), request.to_prompts()
     check_sequence_count(services, len(prompts) * params.n, "prompt" if params.n == 1 else "n")
-    return params, prompts
+    return fill_in_middle(services.need_tokenizer(), request.suffix, params, prompts) if request.suffix else (params, prompts)
 
 
 class CompletionResponse(Response):
@@ -311,8 +332,9 @@ class CompletionResponse(Response):
         if not text and finish is None and logprobs is None and not more:
             return b""
         if finish is not None:
-            more |= end_fields(finish, sequence.params)
-        return self.chunks.full(sequence.index, text, finish_reason(finish), logprobs, self.running_usage(), more)
+            more |= end_fields(sequence)
+        chunk = self.metadata(sequence) if finish is not None else None
+        return self.chunks.full(sequence.index, text, finish_reason(finish), logprobs, self.running_usage(), more, chunk)
 
     def build_choice(self, sequence: SequenceState) -> dict[str, Any]:
         text, logprobs, more = self._take_output(sequence)
@@ -321,7 +343,7 @@ class CompletionResponse(Response):
             "text": text,
             "logprobs": logprobs,
             "finish_reason": finish_reason(sequence.finish),
-            **end_fields(sequence.finish, sequence.params),
+            **end_fields(sequence),
             **more,
             **self.prompt_logprobs_field(sequence),
         }
@@ -352,7 +374,23 @@ class CompletionResponse(Response):
 
 # models -------------------------------------------------------------------------------------------
 
-ModelCard = declare("ModelCard", "id created owned_by root max_model_len", object="model", parent=str | None)
+ModelPermission = declare(
+    "ModelPermission",
+    "id created organization",
+    "What clients of older versions of OpenAI's API read; it grants nothing.",
+    object="model_permission",
+    allow_create_engine=bool,
+    allow_sampling=bool,
+    allow_logprobs=bool,
+    allow_search_indices=bool,
+    allow_view=bool,
+    allow_fine_tuning=bool,
+    group=str | None,
+    is_blocking=bool,
+)
+ModelCard = declare(
+    "ModelCard", "id created owned_by root max_model_len", object="model", parent=str | None, permission=array(ModelPermission)
+)
 ModelList = declare("ModelList", object="list", data=array(ModelCard))
 AnthropicModel = declare("AnthropicModel", "id display_name", type="model", created_at=str)
 AnthropicModelList = declare("AnthropicModelList", "has_more first_id last_id", data=array(AnthropicModel))
@@ -386,16 +424,24 @@ def _is_anthropic(context: RequestContext) -> bool:
 def _card(services: Services, name: str, tenant: str) -> dict[str, Any]:
     """The card of a name of the model, or of an adapter: its root is the digest of its files."""
     named = None if services.adapters is None or name in services.model_names else services.adapters.find(name, tenant)
-    served = services.resolved.served_name
+    served, created = services.resolved.served_name, services.created if named is None else named.created
     return {
         "id": name,
         "object": "model",
-        "created": services.created if named is None else named.created,
+        "created": created,
         "owned_by": "frame",
         "root": served if named is None else named.version.digest,
         "parent": None if named is None else served,
         "max_model_len": services.resolved.max_context,
+        "permission": [_permission(name, created)],
     }
+
+
+def _permission(name: str, created: int) -> dict[str, Any]:
+    may = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
+    may_not = dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking"), False)
+    head = {"id": f"modelperm-{name}", "object": "model_permission", "created": created, "organization": "*", "group": None}
+    return {**head, **may, **may_not}
 
 
 def _anthropic_card(services: Services, name: str) -> dict[str, Any]:

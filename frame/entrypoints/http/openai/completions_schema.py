@@ -6,14 +6,14 @@ raises ApiError 400 with its name. Must not depend on the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field, model_validator
 
-from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.interfaces.sampling_params import MAX_STOP_IDS, SamplingParams
 from frame.entrypoints.http.chat.constraints import (
     GRAMMAR_PARAMS,
     ToolUse,
@@ -24,12 +24,17 @@ from frame.entrypoints.http.chat.constraints import (
     resolve_tools,
     sent_constraint,
 )
+from frame.entrypoints.http.chat.media_parts import PARTS, read_chat_part
 from frame.entrypoints.http.chat.request_fields import TemplateFields
+from frame.entrypoints.http.chat.thinking_fields import SWITCHES
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.protocol.fields import check_nested_fields
-from frame.entrypoints.http.request_body import Metadata, RequestBody, SamplingFields
+from frame.entrypoints.http.request_body import Metadata, RequestBody, SamplingFields, TransferParams
 from frame.entrypoints.http.validation_errors import type_name
+from frame.entrypoints.media.media_service import MediaPart
+from frame.text.fill_in_middle import find_form, list_end_ids
+from frame.text.tokenizer import Tokenizer
 
 # Brackets, braces and colons in the tool-call arguments of one request.
 MAX_ARGUMENT_PARTS = 48 * 1024
@@ -70,6 +75,7 @@ class GenerationRequest(SamplingFields):
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    kv_transfer_params: TransferParams | None = None
 
     @property
     def constrains_whole_output(self) -> bool:
@@ -91,6 +97,8 @@ class GenerationRequest(SamplingFields):
             raise ApiError(400, "stream_options needs stream: true; send both, or neither", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
+        if self.stream and self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_decode:
+            raise ApiError(400, "kv_transfer_params.do_remote_decode needs a response that is not streamed; send stream: false", "stream")
         values = self.sampling_fields()
         values |= {name: value for name in ("temperature", "top_p", "n", "prompt_logprobs") if (value := getattr(self, name)) is not None}
         if self.stop is not None:
@@ -99,6 +107,8 @@ class GenerationRequest(SamplingFields):
         return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
 
     def sent_name(self, parameter: str) -> str:
+        if parameter == "whitespace_pattern":
+            return "guided_whitespace_pattern" if self.guided_whitespace_pattern is not None else "structured_outputs.whitespace_pattern"
         if parameter in GRAMMAR_PARAMS:
             return sent_constraint(self, self.response_format, parameter)
         return super().sent_name(parameter)
@@ -127,7 +137,6 @@ class ChatRequest(GenerationRequest, TemplateFields):
     metadata: Metadata | None = None
     store: bool | None = None
     # beyond OpenAI
-    separate_reasoning: bool = True
     echo: bool | None = None
 
     def to_sampling_params(self) -> SamplingParams:
@@ -181,17 +190,13 @@ class ChatRequest(GenerationRequest, TemplateFields):
     def echoed_text(self) -> str:
         """With `echo`, the text of the last message if the response continues it; else ""."""
         last = self.messages[-1] if self.echo and self.messages else {}
-        return _content(last.get("content"), "messages") if last.get("role") == self.response_role else ""
+        content = _content(last.get("content"), "messages") if last.get("role") == self.response_role else ""
+        return content if isinstance(content, str) else ""
 
     def template_arguments(self) -> dict[str, Any]:
-        """Arguments of the chat template besides messages and tools. Templates name the switch for
-        reasoning `enable_thinking` or `thinking`; both are set."""
-        arguments: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            thinks = self.reasoning_effort != "none"
-            arguments |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
-        arguments |= self.chat_template_kwargs or {}
-        for name in ("continue_final_message", "add_generation_prompt", "add_special_tokens", "documents"):
+        """Arguments of the chat template besides messages and tools. Raises ApiError 400."""
+        arguments = self.thinking_arguments(self.chat_template_kwargs)
+        for name in ("verbosity", "continue_final_message", "add_generation_prompt", "add_special_tokens", "documents"):
             value = getattr(self, name)
             if value is not None:
                 arguments[name] = value
@@ -201,7 +206,7 @@ class ChatRequest(GenerationRequest, TemplateFields):
     def may_think(self) -> bool:
         """Whether the output may contain reasoning: it is not switched off."""
         arguments = self.template_arguments()
-        return all(arguments.get(name) is not False for name in ("enable_thinking", "thinking"))
+        return all(arguments.get(name) is not False for name in SWITCHES)
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates read them. Raises ApiError 400."""
@@ -219,7 +224,9 @@ class CompletionRequest(GenerationRequest):
 
     def to_sampling_params(self) -> SamplingParams:
         if self.suffix:
-            raise ApiError(400, "suffix is not supported; leave it out", "suffix")
+            for name in ("echo", "truncate_prompt_tokens"):
+                if getattr(self, name):
+                    raise ApiError(400, f"suffix and {name} exclude each other; keep one", "suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of is not supported; use n", "best_of")
         limit = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
@@ -244,8 +251,25 @@ class CompletionRequest(GenerationRequest):
         return [prompt] if kinds == {int} else prompt  # type: ignore[list-item,return-value]
 
 
+def fill_in_middle(
+    tokenizer: Tokenizer, suffix: str, params: SamplingParams, prompts: Sequence[str | list[int]]
+) -> tuple[SamplingParams, list[str | list[int]]]:
+    """The sampling parameters and prompts for the text between each prompt and the suffix. Raises
+    ApiError 400 where the model has no tokens for it."""
+    if (form := find_form(tokenizer)) is None:
+        raise ApiError(400, "suffix needs a model with fill-in-the-middle tokens, which this one does not have; leave it out", "suffix")
+    joined: list[str | list[int]] = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise ApiError(400, "suffix needs a prompt of text; send text in place of token ids", "prompt")
+        joined.append(form.join(prompt, suffix))
+    ends = (*params.stop_token_ids, *list_end_ids(tokenizer, form))
+    return msgspec.structs.replace(params, stop_token_ids=ends[:MAX_STOP_IDS]), joined
+
+
 def to_template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: text joined, arguments parsed. Raises ApiError."""
+    """Messages as chat templates read them: text joined, arguments parsed. A content with media
+    is a list of parts. Raises ApiError."""
     if not messages:
         raise ApiError(400, "messages is empty; send at least one message", "messages")
     if len(messages) > MAX_MESSAGES:
@@ -277,6 +301,8 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
         raise ApiError(400, f"{place}.role {wrong}; send system, user, assistant or tool", f"{place}.role")
     if content is None and role not in ("assistant", "function"):
         raise ApiError(400, f"{place}.content is missing; send a string or a list of parts", f"{place}.content")
+    if message.get("images"):
+        raise ApiError(400, f"{place}.images is not supported; send parts of the type image_url in content", f"{place}.images")
     result = {**message, "content": _content(content, f"{place}.content")}
     if "reasoning" in message and "reasoning_content" not in message:
         result["reasoning_content"] = message["reasoning"]  # the name that templates use
@@ -296,23 +322,33 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     return result
 
 
-def _content(content: Any, place: str) -> str:
+def _content(content: Any, place: str) -> str | list[Any]:
+    """The text, or the parts of a content with media."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ApiError(400, f"{place}: expected a string or a list of parts", place)
+    parts: list[Any] = []
     texts: list[str] = []
     for i, part in enumerate(content):
+        if isinstance(part, MediaPart):  # of another API's schema
+            parts.append(part)
+            continue
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
         if not isinstance(text, str) and kind in ("text", "refusal"):
             raise ApiError(400, f"{place}[{i}].{kind} is {type_name(text)}; send a string", f"{place}[{i}].{kind}")
-        if not isinstance(text, str):
-            raise ApiError(400, f"{place}[{i}]: this model takes text parts only, not {quoted(kind)}", place)
-        texts.append(text)
-    return "".join(texts)
+        if isinstance(text, str):
+            texts.append(text)
+            parts.append({"type": "text", "text": text})
+        elif kind in PARTS:
+            parts.append(read_chat_part(kind, part, f"{place}[{i}]"))
+        else:
+            kinds = ", ".join(("text", *PARTS))
+            raise ApiError(400, f"{place}[{i}].type is {quoted(kind)}; it must be one of {kinds}", f"{place}[{i}].type")
+    return parts if len(parts) > len(texts) else "".join(texts)
 
 
 def _call(call: Any, place: str) -> Any:

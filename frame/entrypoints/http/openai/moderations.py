@@ -15,14 +15,16 @@ from typing import Any, Literal
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import SequenceState
+from frame.entrypoints.http.chat.request_media import Chat
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.native.pooling import PoolingRequestFields, check_count, compute_vectors, get_labels
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.request_starter import Caller, Chat, RequestPlan, start_request, wait_complete
+from frame.entrypoints.http.request_starter import Caller, RequestPlan, start_request, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.moderation import CATEGORIES, instructions, verdict_form
+from frame.entrypoints.relevance import finished
 
 router = ApiRouter(access=Access.USER)
 
@@ -85,11 +87,11 @@ def _texts(request: ModerationRequest) -> list[str]:
 
 async def _classified(context: Caller, services: Services, request: ModerationRequest, texts: Sequence[str]) -> list[dict[str, float]]:
     """The scores of a classifier. Each label is a category, except those of `HARMLESS`."""
-    vectors, _ = await compute_vectors(context, services, request, texts, ("classify",))
+    logits, _ = await compute_vectors(context, services, request, texts, ("classify",))
     names = get_labels(services)
     return [
         {name: score for name, score in zip(names, row, strict=True) if re.sub(r"[\W_]", "", name.lower()) not in HARMLESS}
-        for row in vectors.tolist()
+        for row in finished(logits, services.resolved.pooling).tolist()
     ]
 
 

@@ -8,7 +8,8 @@ engine.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, NotRequired
 
@@ -21,7 +22,8 @@ from frame.entrypoints.http.failures import failure
 from frame.entrypoints.http.openai.completion_objects import ReasoningTokens, TextLogprobs, TokenLogprob
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.openai.response_store import EventLog
-from frame.entrypoints.http.openai.responses_schema import CUSTOM_ARGUMENT, ResponsesRequest, custom_input
+from frame.entrypoints.http.openai.response_tools import CALLS, Tool, call_fields, custom_input, to_chat_call, tool_of
+from frame.entrypoints.http.openai.responses_schema import SUMMARY, ResponsesRequest
 from frame.entrypoints.http.response_types import CachedTokens, Page, array, declare
 from frame.entrypoints.http.services import Services
 
@@ -29,12 +31,21 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 OutputText = declare("OutputText", "text annotations", type="output_text", logprobs=array(TokenLogprob))
 ReasoningText = declare("ReasoningText", "text", type="reasoning_text")
 _Item = declare("Item", "id", status=ItemStatus)
-_Call = declare("Call", "call_id name", base=_Item)
+_Call = declare("Call", "call_id name namespace?", base=_Item)
 OutputMessage = declare("OutputMessage", base=_Item, type="message", role="assistant", content=array(OutputText))
 ReasoningItem = declare("ReasoningItem", "summary encrypted_content", base=_Item, type="reasoning", content=array(ReasoningText))
 FunctionCallItem = declare("FunctionCallItem", "arguments", "`arguments` is JSON text.", _Call, type="function_call")
 CustomToolCallItem = declare("CustomToolCallItem", "input", base=_Call, type="custom_tool_call")
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
+_OwnCall = declare("OwnCall", "call_id", base=_Item)
+LocalShellCallItem = declare("LocalShellCallItem", base=_OwnCall, type="local_shell_call", action=dict[str, Any])
+ShellCallItem = declare("ShellCallItem", base=_OwnCall, type="shell_call", action=dict[str, Any])
+ApplyPatchCallItem = declare("ApplyPatchCallItem", base=_OwnCall, type="apply_patch_call", operation=dict[str, Any])
+ToolSearchCallItem = declare("ToolSearchCallItem", "execution", base=_OwnCall, type="tool_search_call", arguments=dict[str, Any])
+CompactionItem = declare("CompactionItem", "id encrypted_content", "A summary of the conversation before it.", type="compaction")
+OutputItem = (
+    OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem | LocalShellCallItem | ShellCallItem | ApplyPatchCallItem
+    | ToolSearchCallItem | CompactionItem
+)  # fmt: skip
 InputTokenDetails = declare("InputTokenDetails", "cache_write_tokens", base=CachedTokens)
 ResponsesUsage = declare(
     "ResponsesUsage",
@@ -81,20 +92,21 @@ ItemList = declare("ItemList", base=Page, data=list[StoredItem])
 # events -------------------------------------------------------------------------------------------
 
 _encode = msgspec.json.encode
-PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
+PREFIXES = {"reasoning": "rs", "text": "msg"}
 CONTENT_TYPES = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
 class EventWriter(BlockEventWriter):
     """Writes the numbered events of one response.
 
-    `name`: the response's id; the ids of its items contain its suffix. `custom_tools`: names of the
-    tools whose calls carry a text in place of JSON arguments.
+    `name`: the response's id; the ids of its items contain its suffix. `tools`: by the name of
+    their function. `compacts`: the text is a summary, which becomes a compaction item.
     """
 
-    def __init__(self, name: str, custom_tools: frozenset[str] = frozenset()) -> None:
+    def __init__(self, name: str, tools: Mapping[str, Tool], compacts: bool = False) -> None:
         self._suffix = name.partition("_")[2]
-        self._custom_tools = custom_tools
+        self._tools = tools
+        self._compacts = compacts
         self._number = 0
 
     def write_event(self, kind: str, **fields: Any) -> bytes:
@@ -106,11 +118,12 @@ class EventWriter(BlockEventWriter):
     def make_item(self, block: ContentBlock, status: str = "completed") -> dict[str, Any]:
         """The block as an output item, with the text that it has so far."""
         head = {"type": "message", "id": self._id(block), "status": status}
-        if self._is_custom(block):
-            text = custom_input(block.text) if status != "in_progress" else ""
-            return head | {"type": "custom_tool_call", "call_id": block.call_id, "name": block.name, "input": text}
         if block.kind == "call":
-            return head | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
+            # a text or an object is known only when its JSON is complete
+            is_open = status == "in_progress" and not self._streams_arguments(block)
+            return head | call_fields(self._tool(block), block.call_id, "" if is_open else block.text)
+        if self._is_summary(block):
+            return {"type": "compaction", "id": self._id(block), "encrypted_content": SUMMARY + block.text}
         content = [_content_part(block, block.text)] if block.pieces else []
         if block.kind == "text":
             return head | {"role": "assistant", "content": content}
@@ -118,38 +131,52 @@ class EventWriter(BlockEventWriter):
 
     def write_start(self, block: ContentBlock) -> bytes:
         added = self.write_event("output_item.added", output_index=block.index, item=self.make_item(block, "in_progress"))
-        if block.kind == "call":
+        if block.kind == "call" or self._is_summary(block):
             return added
         return added + self.write_event("content_part.added", **self._place(block), content_index=0, part=_content_part(block, ""))
 
     def write_delta(self, block: ContentBlock, piece: str) -> bytes:
-        if self._is_custom(block):
-            return b""  # the text is known only when its JSON is complete
+        if self._is_summary(block) or (block.kind == "call" and not self._streams_arguments(block)):
+            return b""
         if block.kind == "call":
             return self.write_event("function_call_arguments.delta", **self._place(block), delta=piece)
         extra: dict[str, Any] = {"logprobs": block.last_logprobs} if block.kind == "text" else {}
         return self.write_event(f"{CONTENT_TYPES[block.kind]}.delta", **self._place(block), content_index=0, delta=piece, **extra)
 
     def write_stop(self, block: ContentBlock) -> bytes:
-        place = self._place(block)
-        if self._is_custom(block):
-            text = custom_input(block.text)
-            done = self.write_event("custom_tool_call_input.delta", **place, delta=text)
-            done += self.write_event("custom_tool_call_input.done", **place, input=text)
-        elif block.kind == "call":
-            done = self.write_event("function_call_arguments.done", **place, name=block.name, arguments=block.text)
-        else:
-            extra: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "text" else {}
-            done = self.write_event(f"{CONTENT_TYPES[block.kind]}.done", **place, content_index=0, text=block.text, **extra)
-            done += self.write_event("content_part.done", **place, content_index=0, part=_content_part(block, block.text))
+        done = b"" if self._is_summary(block) else self._write_call_stop(block) if block.kind == "call" else self._write_content_stop(block)
         return done + self.write_event("output_item.done", output_index=block.index, item=self.make_item(block))
 
-    def _is_custom(self, block: ContentBlock) -> bool:
-        return block.kind == "call" and block.name in self._custom_tools
+    def _write_call_stop(self, block: ContentBlock) -> bytes:
+        place, tool = self._place(block), self._tool(block)
+        if tool.kind == "custom_tool_call":
+            text = custom_input(block.text)
+            done = self.write_event("custom_tool_call_input.delta", **place, delta=text)
+            return done + self.write_event("custom_tool_call_input.done", **place, input=text)
+        if self._streams_arguments(block):
+            return self.write_event("function_call_arguments.done", **place, name=tool.name, arguments=block.text)
+        return b""
+
+    def _write_content_stop(self, block: ContentBlock) -> bytes:
+        place = self._place(block)
+        extra: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "text" else {}
+        done = self.write_event(f"{CONTENT_TYPES[block.kind]}.done", **place, content_index=0, text=block.text, **extra)
+        return done + self.write_event("content_part.done", **place, content_index=0, part=_content_part(block, block.text))
+
+    def _tool(self, block: ContentBlock) -> Tool:
+        return self._tools.get(block.name) or Tool("function_call", block.name)
+
+    def _streams_arguments(self, block: ContentBlock) -> bool:
+        return self._tool(block).kind == "function_call"
+
+    def _is_summary(self, block: ContentBlock) -> bool:
+        return self._compacts and block.kind == "text"
 
     def _id(self, block: ContentBlock) -> str:
-        kind = "custom" if self._is_custom(block) else block.kind
-        return f"{PREFIXES[kind]}_{self._suffix}_{block.index}"
+        prefix = (
+            CALLS[self._tool(block).kind].prefix if block.kind == "call" else "cmp" if self._is_summary(block) else PREFIXES[block.kind]
+        )
+        return f"{prefix}_{self._suffix}_{block.index}"
 
     def _place(self, block: ContentBlock) -> dict[str, Any]:
         return {"item_id": self._id(block), "output_index": block.index}
@@ -157,8 +184,9 @@ class EventWriter(BlockEventWriter):
 
 def replay_events(body: dict[str, Any]) -> bytes:
     """The events of a stored, finished response, with each block in one piece."""
-    customs = frozenset(item["name"] for item in body["output"] if item["type"] == "custom_tool_call")
-    writer = EventWriter(body["id"], customs)
+    tools = [tool_of(item, "output") for item in body["output"] if item["type"] in CALLS]
+    compacts = any(item["type"] == "compaction" for item in body["output"])
+    writer = EventWriter(body["id"], {tool.function: tool for tool in tools}, compacts)
     begun = body | {"status": "in_progress", "completed_at": None, "incomplete_details": None, "output": [], "usage": None}
     events = [writer.write_event("created", response=begun), writer.write_event("in_progress", response=begun)]
     for place, item in enumerate(body["output"]):
@@ -174,10 +202,11 @@ def final_event_name(status: str) -> str:
 
 
 def _block(place: int, item: dict[str, Any]) -> ContentBlock:
-    if item["type"] == "custom_tool_call":
-        return ContentBlock(place, "call", item["name"], item["call_id"], [_encode({CUSTOM_ARGUMENT: item["input"]}).decode()])
-    if item["type"] == "function_call":
-        return ContentBlock(place, "call", item["name"], item["call_id"], [item["arguments"]])
+    if item["type"] in CALLS:
+        call = to_chat_call(item, "output")
+        return ContentBlock(place, "call", call["function"]["name"], call["id"], [call["function"]["arguments"]])
+    if item["type"] == "compaction":
+        return ContentBlock(place, "text", pieces=[item["encrypted_content"].removeprefix(SUMMARY)])
     parts = item["content"]
     logprobs = [entry for part in parts for entry in part.get("logprobs", ())]
     kind: Kind = "text" if item["type"] == "message" else "reasoning"
@@ -205,6 +234,7 @@ class ResponseInput:
     items: list[dict[str, Any]]  # the input, as it is stored
     conversation: str | None = None  # id of the conversation that the response is added to
     log: EventLog | None = None  # events of a streamed background response
+    tools: Mapping[str, Tool] = field(default_factory=dict)  # by the name of their function
 
 
 class ResponseBuilder:
@@ -220,7 +250,7 @@ class ResponseBuilder:
         self._count_reasoning = cache(partial(count_reasoning, services, chat, self._sequence, self._parser))
         self._is_stored = request.store is not False and self._store.is_on
         self._blocks = ContentBlocks(TextLogprobs(services.need_tokenizer()) if request.wants_logprobs else None)
-        self._writer = EventWriter(state.rid, request.custom_tools)
+        self._writer = EventWriter(state.rid, response_input.tools, request.compacts)
         self._name = state.rid
         self._model = services.response_model(chat.model)
         self._created = int(time.time())

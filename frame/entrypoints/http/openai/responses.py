@@ -23,6 +23,7 @@ from frame.entrypoints.http.openai.response_objects import (
     ResponseEvent,
     ResponseInput,
     ResponseObject,
+    ResponsesUsage,
     StoredItem,
     replay_events,
 )
@@ -48,6 +49,9 @@ MAX_CONTAINERS = 32
 NOTHING_STORED = "this server stores none (--response-store-size is 0)"
 
 InputTokenCount = declare("InputTokenCount", "input_tokens", object="response.input_tokens")
+CompactedResponse = declare(
+    "CompactedResponse", "id created_at", object="response.compaction", output=list[StoredItem], usage=ResponsesUsage
+)
 DeletedResponse = declare("DeletedResponse", "id deleted", object="response")
 
 ERRORS = ErrorShape(ApiError.body, lambda error: b"event: error\ndata: " + error.body() + b"\n\n")
@@ -83,10 +87,14 @@ async def _prepare(context: RequestContext, services: Services, request: Respons
         previous, remedy = request.previous_response_id, "send the conversation as input"
         history = find_response(context, services, previous, "previous_response_id", remedy).decode_items()
     items = await _without_references(context, services, history, request.items())
-    chat = request.to_chat_request(history, items, name)
+    tools = request.collect_tools(history, items)
+    context.ignored += (*tools.dropped, *(["context_management"] if request.context_management else []))
+    await asyncio.sleep(0)  # thousands of items take long, here and below
+    chat = request.to_chat_request(history, items, name, tools)
+    await asyncio.sleep(0)
     if request.truncation == "auto":
         chat = await drop_oldest_turns(services, chat)
-    return ResponseInput(request, context.tenant, history, to_stored_items(items, name), conversation), chat
+    return ResponseInput(request, context.tenant, history, to_stored_items(items, name), conversation, tools=tools.by_function), chat
 
 
 async def _without_references(
@@ -190,6 +198,22 @@ async def count(request: ResponsesRequest, context: ContextDep, services: Servic
     """Count the input tokens of a response."""
     _, chat = await _prepare(context, services, request, "")
     return {"object": "response.input_tokens", "input_tokens": await count_chat(context, services, chat)}
+
+
+@router.post("/v1/responses/compact", responses=responds_with(CompactedResponse))
+async def compact(request: ResponsesRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Replace a conversation by its messages of the user and a summary of the rest."""
+    items = [*request.items(), {"type": "compaction_trigger"}]
+    request = request.model_copy(update={"input": items, "store": False, "stream": False, "background": None})
+    response_input, chat = await _prepare(context, services, request, f"resp_{uuid.uuid4().hex}")
+    state = await start_chat(context, services, chat)
+    await wait_complete(state)
+    body = ResponseBuilder(services, response_input, chat, state).build_response()
+    before = [*response_input.history, *response_input.items]
+    kept = [item for item in before if item["type"] == "message" and item.get("role") == "user"]
+    summary = [item for item in body["output"] if item["type"] == "compaction"]
+    head = {"id": body["id"], "object": "response.compaction", "created_at": body["created_at"]}
+    return {**head, "output": [*kept, *summary], "usage": body["usage"]}
 
 
 @router.get("/v1/responses/{name}", responses=responds_with(ResponseObject, events=ResponseEvent))

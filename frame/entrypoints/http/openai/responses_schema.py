@@ -11,44 +11,53 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import msgspec
 from pydantic import Field
 
 from frame.entrypoints.http.chat.constraints import FORMAT_FIELDS, SCHEMA_FIELDS
+from frame.entrypoints.http.chat.media_parts import check_url, read_audio_part, read_file_part, read_options
 from frame.entrypoints.http.chat.request_fields import (
     CHOICE,
     ExtensionFields,
-    check_effort,
     check_object,
     check_string,
-    make_function_tool,
     to_content_parts,
 )
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, ServiceTier
+from frame.entrypoints.http.openai.response_tools import CALLS, ResponseTools, result_content, to_chat_call
 from frame.entrypoints.http.protocol.fields import Shape, check_nested_fields
 from frame.entrypoints.http.request_body import Metadata
+from frame.entrypoints.media.media_service import MediaPart
 
 # The fields of items, content parts and tools; see `request_fields`.
 ITEM_CONTENT = Shape(
     "type text refusal annotations logprobs id image_url file_id file_data file_url filename detail input_audio cache_control"
-    " prompt_cache_breakpoint parsed encrypted_content"
+    " prompt_cache_breakpoint parsed encrypted_content stdout stderr outcome created_by"
 )
+# With the fields of tools that OpenAI's servers run, which are left out as a whole
+TOOL = Shape(
+    "type name description parameters strict async defer_loading allowed_callers output_schema cache_control execution environment"
+    " external_web_access search_content_types search_context_size user_location filters vector_store_ids max_num_results"
+    " ranking_options container server_label server_url server_description connector_id authorization headers allowed_tools"
+    " require_approval background action input_fidelity input_image_mask model moderation output_compression output_format"
+    " partial_images quality size display_width display_height",
+    {"format": Shape("type syntax definition")},
+)
+TOOL.nested["tools"] = TOOL  # of a namespace
+TOOL.names |= {"tools"}
 ITEM = Shape(
     "type id role status phase name namespace call_id arguments input encrypted_content parsed_arguments created_by object created_at"
-    " metadata caller action results queries internal_chat_message_metadata_passthrough model agent",
-    {"content": ITEM_CONTENT, "output": ITEM_CONTENT, "summary": ITEM_CONTENT},
+    " metadata caller action operation execution environment max_output_length results queries"
+    " internal_chat_message_metadata_passthrough model agent",
+    {"content": ITEM_CONTENT, "output": ITEM_CONTENT, "summary": ITEM_CONTENT, "tools": TOOL},
 )
 ITEMS: Mapping[str, Shape] = {"items": ITEM}
 RESPONSES: Mapping[str, Shape] = {
     "input": ITEM,
-    "tools": Shape(
-        "type name description parameters strict defer_loading allowed_callers output_schema cache_control",
-        {"format": Shape("type syntax definition")},
-    ),
+    "tools": TOOL,
     "tool_choice": CHOICE,
-    "text": Shape("format", unused="verbosity"),
-    "reasoning": Shape("effort encrypted_content", unused="summary generate_summary context mode"),
+    "text": Shape("format verbosity"),
+    "reasoning": Shape("effort enabled exclude max_tokens encrypted_content", unused="summary generate_summary context mode"),
     "conversation": Shape("id object created_at metadata"),
 }
 
@@ -59,12 +68,18 @@ LOGPROBS = "message.output_text.logprobs"
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
                      "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
                      "computer_call_output.output.image_url", "code_interpreter_call.outputs"]  # fmt: skip
-CUSTOM_ARGUMENT = "input"  # a custom tool is a function with one string argument of this name
+VERBOSITIES = ("low", "medium", "high")
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+MEDIA = ("input_image", "input_audio", "input_file")
 ROLES = ("user", "assistant", "system", "developer")
 # Of the assistant, besides messages
-TURN_KINDS = ("reasoning", "function_call", "custom_tool_call")
-OUTPUT_KINDS = ("function_call_output", "custom_tool_call_output")
+TURN_KINDS = ("reasoning", *CALLS)
+OUTPUT_KINDS = tuple(f"{kind}_output" for kind in CALLS)
+SUMMARY = "frame:"  # begins the encrypted content of a compaction item, whose rest is a summary
+SUMMARIZE = (
+    "Summarize this conversation for a model that continues it without seeing it: the user's goals, what was done and found, files and"
+    " names that matter, and what is left to do. Write the summary alone."
+)
 FORMATS = FORMAT_FIELDS | {"json_schema": ("type", *SCHEMA_FIELDS)}  # text.format.type -> the fields that it may have
 
 
@@ -115,6 +130,7 @@ class ResponsesRequest(ExtensionFields):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: ServiceTier | None = None
+    context_management: list[dict[str, Any]] | None = None  # has no effect: it would only shorten the prompt
     prompt: Any = None  # refused with its own message
 
     @property
@@ -122,9 +138,17 @@ class ResponsesRequest(ExtensionFields):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
-    def custom_tools(self) -> frozenset[str]:
-        """The names of the tools that take a text in place of JSON arguments."""
-        return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
+    def compacts(self) -> bool:
+        """Whether the response is a summary of the conversation, as a compaction item."""
+        return isinstance(self.input, list) and bool(self.input) and self.input[-1].get("type") == "compaction_trigger"
+
+    def collect_tools(self, history: list[dict[str, Any]], items: list[dict[str, Any]]) -> ResponseTools:
+        """The tools of the request and of its items. Raises ApiError 400."""
+        tools = ResponseTools()
+        tools.add(self.tools or [], "tools")
+        tools.add_from_items(history, "previous_response_id")
+        tools.add_from_items(items, "input")
+        return tools
 
     def conversation_id(self) -> str | None:
         """The id of the conversation; None without one. Raises ApiError 400."""
@@ -141,21 +165,25 @@ class ResponsesRequest(ExtensionFields):
             return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
         return self.input
 
-    def to_chat_request(self, history: list[dict[str, Any]], items: list[dict[str, Any]], rid: str) -> ChatRequest:
+    def to_chat_request(self, history: list[dict[str, Any]], items: list[dict[str, Any]], rid: str, tools: ResponseTools) -> ChatRequest:
         """The chat request of this request. Raises ApiError 400.
 
         `history`: stored items before the input. `items`: the input with references resolved.
-        `rid`: the response's id, which names the chat request.
+        `rid`: the response's id, which names the chat request. `tools`: see `collect_tools`.
         """
         if self.prompt is not None and self.prompt not in ("", [], {}) and self.prompt is not False:
             raise ApiError(400, "prompt is not supported; send the prompt's text as input", "prompt")
         if self.request_name() is not None:
             raise ApiError(400, "a response has its own id; leave rid and request_id out", "rid" if self.rid else "request_id")
         fields = self.extension_fields() | {"rid": rid}
-        if self.tools:
-            fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
-        if (effort := (self.reasoning or {}).get("effort")) is not None:
-            fields["reasoning_effort"] = check_effort(effort, "reasoning.effort")
+        if tools.functions:
+            fields["tools"] = tools.functions
+        if (verbosity := (self.text or {}).get("verbosity")) is not None:
+            if verbosity not in VERBOSITIES:
+                sentence = f"text.verbosity is {quoted(verbosity)}; it must be low, medium or high"
+                raise ApiError(400, sentence, "text.verbosity")
+            if fields.setdefault("verbosity", verbosity) != verbosity:
+                raise ApiError(400, "verbosity and text.verbosity contradict each other; send one of them", "verbosity")
         if self.wants_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -167,7 +195,7 @@ class ResponsesRequest(ExtensionFields):
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            tool_choice=_choice(self.tool_choice),
+            tool_choice="none" if self.compacts else tools.choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_format(self.text),
             service_tier=self.service_tier,
@@ -181,6 +209,8 @@ def messages_of(items: list[dict[str, Any]], place: str) -> list[dict[str, Any]]
     turn: dict[str, Any] | None = None
     for i, item in enumerate(items):
         here, kind = f"{place}[{i}]", item.get("type") or "message"
+        if kind == "additional_tools":
+            continue
         if kind in TURN_KINDS or (kind == "message" and item.get("role") == "assistant"):
             if turn is None:
                 turn = {"role": "assistant", "content": ""}
@@ -195,93 +225,76 @@ def messages_of(items: list[dict[str, Any]], place: str) -> list[dict[str, Any]]
 def _extend(turn: dict[str, Any], kind: str, item: dict[str, Any], place: str) -> None:
     if kind == "reasoning":
         turn["reasoning_content"] = turn.get("reasoning_content", "") + _text(item.get("content") or item.get("summary"), place)
-    elif kind in ("function_call", "custom_tool_call"):
-        if kind == "function_call":
-            arguments = check_string(item.get("arguments"), f"{place}.arguments")
-        else:
-            arguments = msgspec.json.encode({CUSTOM_ARGUMENT: check_string(item.get("input"), f"{place}.input")}).decode()
-        function = {"name": check_string(item.get("name"), f"{place}.name"), "arguments": arguments}
-        call = {"id": check_string(item.get("call_id"), f"{place}.call_id"), "type": "function", "function": function}
-        turn.setdefault("tool_calls", []).append(call)
+    elif kind in CALLS:
+        turn.setdefault("tool_calls", []).append(to_chat_call(item, place))
     else:
         turn["content"] += _text(item.get("content"), place)
 
 
 def _message(kind: str, item: dict[str, Any], place: str) -> dict[str, Any]:
     if kind in OUTPUT_KINDS:
-        name = check_string(item.get("call_id"), f"{place}.call_id")
-        return {"role": "tool", "tool_call_id": name, "content": _text(item.get("output"), f"{place}.output")}
+        # the results of `local_shell` have only an id
+        name = check_string(item.get("call_id", item.get("id")), f"{place}.call_id")
+        return {"role": "tool", "tool_call_id": name, "content": _content(result_content(item), f"{place}.output")}
+    if kind == "compaction":
+        return {"role": "user", "content": f"Summary of the conversation so far:\n{_summary(item, place)}"}
+    if kind == "compaction_trigger":
+        return {"role": "user", "content": SUMMARIZE}
     if kind != "message":
-        kinds = ", ".join(("message", *TURN_KINDS, *OUTPUT_KINDS, "item_reference"))
+        kinds = ", ".join(("message", *TURN_KINDS, *OUTPUT_KINDS, "additional_tools", "compaction", "item_reference"))
         raise ApiError(400, f"{place}.type is {quoted(kind)}; it must be one of {kinds}", f"{place}.type")
     role = item.get("role")
     if role not in ROLES:
         raise ApiError(400, f"{place}.role is {quoted(role)}; it must be one of {', '.join(ROLES)}", f"{place}.role")
-    return {"role": role, "content": _text(item.get("content"), f"{place}.content")}
+    return {"role": role, "content": _content(item.get("content"), f"{place}.content")}
+
+
+def _content(content: Any, place: str) -> str | list[Any]:
+    """The text, or the parts of a content with media."""
+    if isinstance(content, str):
+        return content
+    parts = to_content_parts(content, place)
+    media = {i: _media_part(part, f"{place}[{i}]") for i, part in enumerate(parts) if part["type"] in MEDIA}
+    if not media:
+        return _join_texts(parts, place)
+    return [media[i] if i in media else {"type": "text", "text": _part_text(part, f"{place}[{i}]")} for i, part in enumerate(parts)]
+
+
+def _media_part(part: dict[str, Any], place: str) -> MediaPart:
+    if part["type"] == "input_audio":
+        return read_audio_part(check_object(part.get("input_audio"), f"{place}.input_audio"), f"{place}.input_audio")
+    if part["type"] == "input_file":
+        return read_file_part(part, place)
+    if part.get("file_id"):
+        raise ApiError(400, f"{place}.file_id is not supported; send image_url, a URL or data:TYPE;base64,DATA", f"{place}.file_id")
+    url = check_url(part.get("image_url"), f"{place}.image_url")
+    return MediaPart("image", url, f"{place}.image_url", read_options({"detail": part.get("detail")}, set(), place))
+
+
+def _summary(item: dict[str, Any], place: str) -> str:
+    text = check_string(item.get("encrypted_content"), f"{place}.encrypted_content")
+    if not text.startswith(SUMMARY):
+        sentence = f"{place}.encrypted_content is not a summary of this server; send the conversation itself"
+        raise ApiError(400, sentence, f"{place}.encrypted_content")
+    return text.removeprefix(SUMMARY)
 
 
 def _text(content: Any, place: str) -> str:
-    texts = []
-    for i, part in enumerate(to_content_parts(content, place)):
-        if part["type"] == "refusal":
-            texts.append(check_string(part.get("refusal"), f"{place}[{i}].refusal"))
-        elif part["type"] in TEXTS:
-            texts.append(check_string(part.get("text"), f"{place}[{i}].text"))
-        else:
-            raise ApiError(400, f"{place}[{i}]: this model takes text only, not {quoted(part['type'])}", place)
-    return "".join(texts)
+    return content if isinstance(content, str) else _join_texts(to_content_parts(content, place), place)
 
 
-def custom_input(arguments: str) -> str:
-    """A custom tool's input in the model's arguments; else the arguments."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return arguments
-    text = value.get(CUSTOM_ARGUMENT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+def _join_texts(parts: list[dict[str, Any]], place: str) -> str:
+    texts = (part.get("text") if part["type"] in TEXTS else None for part in parts)
+    return "".join(text if isinstance(text, str) else _part_text(parts[i], f"{place}[{i}]") for i, text in enumerate(texts))
 
 
-def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind == "custom":
-        return _custom_tool(tool, place)
-    if kind != "function":
-        raise ApiError(400, f"{place}.type is {quoted(kind)}; this server runs no tools: describe a function of your own", f"{place}.type")
-    return make_function_tool(tool.get("name"), place, tool.get("description"), tool.get("parameters"), tool.get("strict"))
-
-
-def _custom_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    """A custom tool as a function with one string, whose pattern is a regex format."""
-    form = check_object(tool.get("format") or {"type": "text"}, f"{place}.format")
-    text: dict[str, Any] = {"type": "string"}
-    if form.get("type") == "grammar":
-        if form.get("syntax") != "regex":
-            sentence = f"{place}.format.syntax is {quoted(form.get('syntax'))}; this server takes regex"
-            raise ApiError(400, sentence, f"{place}.format.syntax")
-        text["pattern"] = f"^(?:{check_string(form.get('definition'), f'{place}.format.definition')})$"
-    elif form.get("type") != "text":
-        raise ApiError(400, f"{place}.format.type is {quoted(form.get('type'))}; it must be text or grammar", f"{place}.format.type")
-    schema = {"type": "object", "properties": {CUSTOM_ARGUMENT: text}, "required": [CUSTOM_ARGUMENT], "additionalProperties": False}
-    return make_function_tool(tool.get("name"), place, tool.get("description"), schema, True if "pattern" in text else None)
-
-
-def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        if not isinstance(tools, list):
-            raise ApiError(400, "tool_choice.tools: expected a list", "tool_choice.tools")
-        allowed = [_named(check_object(tool, f"tool_choice.tools[{i}]"), f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)]
-        return {"type": "allowed_tools", "mode": choice.get("mode"), "tools": allowed}
-    return _named(choice, "tool_choice")
-
-
-def _named(choice: dict[str, Any], place: str) -> dict[str, Any]:
-    if choice.get("type") not in ("function", "custom"):
-        raise ApiError(400, f"{place}.type is {quoted(choice.get('type'))}; it must be function, custom or allowed_tools", "tool_choice")
-    return {"type": "function", "function": {"name": check_string(choice.get("name"), f"{place}.name")}}
+def _part_text(part: dict[str, Any], place: str) -> str:
+    if part["type"] == "refusal":
+        return check_string(part.get("refusal"), f"{place}.refusal")
+    if part["type"] in TEXTS:
+        return check_string(part.get("text"), f"{place}.text")
+    kinds = ", ".join((*TEXTS, "refusal", *MEDIA))
+    raise ApiError(400, f"{place}.type is {quoted(part['type'])}; it must be one of {kinds}", f"{place}.type")
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -301,8 +314,8 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 # stored items -------------------------------------------------------------------------------------
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
-            "custom_tool_call_output": "ctco"}  # fmt: skip
+PREFIXES = {"message": "msg", "reasoning": "rs", "compaction": "cmp", "additional_tools": "at"}
+PREFIXES |= {kind: form.prefix for kind, form in CALLS.items()} | {f"{kind}_output": f"{form.prefix}o" for kind, form in CALLS.items()}
 # An item's id contains that of its response or conversation
 _CONTAINER = re.compile(r"[a-z]+_([0-9a-f]{32})_")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from contextlib import closing
 from typing import Any, ClassVar, Literal, NotRequired
 
@@ -26,11 +27,13 @@ from frame.entrypoints.http.request_starter import RequestPlan, check_sequence_c
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.speech import Segment, Speech, Transcription, Window, format_subtitles, join_segments
+from frame.media.feature_store import FeatureLease
 
 router = ApiRouter(access=Access.USER)
 
 LARGEST_FIELD = 64 * 1024  # bytes of a field that is no file
-FIELDS = "file, model, language, prompt, response_format, temperature, timestamp_granularities[] and stream"
+FIELDS = "file, model, language, prompt, response_format, temperature, seed, timestamp_granularities[], chunking_strategy and stream"
+NESTED = re.compile(r"chunking_strategy\[(\w{1,50})\]")  # a form's name of a field of the object
 
 TranscriptionUsage = declare(
     "TranscriptionUsage",
@@ -73,6 +76,8 @@ class SpeechFields(RequestOptions):
     prompt: str = ""
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
     temperature: float = Field(0.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    chunking_strategy: str | dict[str, Any] | None = None
     timestamp_granularities: tuple[Literal["segment"], ...] = ()
     stream: bool = False
 
@@ -82,11 +87,31 @@ class SpeechFields(RequestOptions):
             raise ApiError(400, "timestamp_granularities needs response_format verbose_json", "timestamp_granularities")
         if self.stream and self.response_format not in ("json", "text"):
             raise ApiError(400, f"stream needs response_format json or text, not {self.response_format}", "stream")
+        _check_chunking(self.chunking_strategy)
         return self
 
     @property
     def has_stamps(self) -> bool:
         return self.response_format in ("verbose_json", "srt", "vtt")
+
+
+def _check_chunking(strategy: str | dict[str, Any] | None) -> None:
+    """Raise ApiError for a strategy other than the server's, which cuts long files where they are
+    quiet."""
+    name = "chunking_strategy"
+    if isinstance(strategy, str) and strategy.lstrip().startswith("{"):
+        try:
+            strategy = msgspec.json.decode(strategy, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError):
+            raise ApiError(400, f"{name} is no JSON object; send auto, or an object", name) from None
+    if isinstance(strategy, dict):
+        for key in strategy.keys() - {"type"}:
+            sentence = f"{name}.{key} cannot be set: long files are cut at the quietest place near the end of a window; leave it out"
+            raise ApiError(400, sentence, f"{name}.{key}")
+        if strategy.get("type") != "server_vad":
+            raise ApiError(400, f"{name}.type must be server_vad", f"{name}.type")
+    elif strategy not in (None, "auto"):
+        raise ApiError(400, f"{name} must be auto, or an object of the type server_vad", name)
 
 
 @router.post("/v1/audio/transcriptions", dependencies=[FILE_BODY], responses=responds_with(TranscriptionObject, events=TranscriptionEvent))
@@ -102,24 +127,30 @@ async def translations(context: ContextDep, services: ServicesDep) -> Any:
 
 
 async def _respond(context: RequestContext, services: Services, task: str) -> Any:
+    with closing(services.features.open_lease(context.tenant)) as lease:
+        return await _transcribe(context, services, task, lease)
+
+
+async def _transcribe(context: RequestContext, services: Services, task: str, lease: FeatureLease) -> Any:
     speech = need_speech(services)  # other models refuse the file before it is read
     form, file = await read_form(context)
     services.check_model(form.model, context.tenant)
     try:
         language = speech.choose_language(form.language.lower() if form.language else None, task)
-        windows = await _decode_while_connected(context, services, file)
+        windows = await _decode_while_connected(context, services, file, lease)
     except QuotaExceededError as error:
         raise too_many(error) from None
     except ValueError as error:
         raise as_api_error(error) from None
-    inputs = [window.encoder_input for window in windows]
+    items = [window.item for window in windows]
     if language is None and speech.detects_language:
         detection = await start_request(
-            context, services, RequestPlan(*_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_inputs=inputs[:1])
+            context, services, RequestPlan(*_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_items=items[:1])
         )
         language = speech.find_language((await _finish(detection))[0].take_output()[1][0])
-    window_plan = speech.plan_window(language, task, form.prompt, has_stamps=form.has_stamps, temperature=form.temperature)
-    plan = RequestPlan(*_each(window_plan, len(inputs)), form, prefix="transcr-", encoder_inputs=inputs)
+    sampled: dict[str, Any] = {"has_stamps": form.has_stamps, "temperature": form.temperature, "seed": form.seed}
+    window_plan = speech.plan_window(language, task, form.prompt, **sampled)
+    plan = RequestPlan(*_each(window_plan, len(items)), form, prefix="transcr-", encoder_items=items)
     state = await start_request(context, services, plan)
     if form.stream:
         await _stream(context, services, state)
@@ -168,10 +199,16 @@ async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
     reader.close()
     values: dict[str, Any] = {}
     for name, contents in fields.items():
+        if (nested := NESTED.fullmatch(name)) is not None:
+            strategy = values.setdefault("chunking_strategy", {})
+            if not isinstance(strategy, dict) or nested[1] in strategy or len(contents) > 1:
+                raise ApiError(400, "chunking_strategy is given twice; send it once", "chunking_strategy")
+            strategy[nested[1]] = contents[0].decode("utf-8", "replace")
+            continue
         plain = name.removesuffix("[]")
         if plain not in ("file", *SpeechFields.model_fields):
             raise ApiError(400, f"the field {name[:50]!r} is unknown; send {FIELDS}", name[:50] or None)
-        if plain != "timestamp_granularities" and len(contents) > 1:
+        if (plain != "timestamp_granularities" and len(contents) > 1) or plain in values:
             raise ApiError(400, f"{plain} is given twice; send it once", plain)
         texts = [] if plain == "file" else [content.decode("utf-8", "replace") for content in contents]
         values[plain] = contents[0] if plain == "file" else texts if plain == "timestamp_granularities" else texts[0]
@@ -181,9 +218,9 @@ async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
     return parse_body(SpeechFields, values)[0], file
 
 
-async def _decode_while_connected(context: RequestContext, services: Services, file: bytes) -> list[Window]:
+async def _decode_while_connected(context: RequestContext, services: Services, file: bytes, lease: FeatureLease) -> list[Window]:
     """`_decode`, which ends when the client disconnects. Raises DisconnectedError."""
-    decoding = asyncio.create_task(_decode(context, services, file))
+    decoding = asyncio.create_task(_decode(context, services, file, lease))
 
     def stop() -> None:
         decoding.cancel()
@@ -198,7 +235,7 @@ async def _decode_while_connected(context: RequestContext, services: Services, f
     return decoding.result()
 
 
-async def _decode(context: RequestContext, services: Services, file: bytes) -> list[Window]:
+async def _decode(context: RequestContext, services: Services, file: bytes, lease: FeatureLease) -> list[Window]:
     """The windows of a file, each decoded in a turn of its key. Raises InvalidRequestError,
     QuotaExceededError, ApiError."""
     speech, windows = need_speech(services), list[Window]()
@@ -210,13 +247,13 @@ async def _decode(context: RequestContext, services: Services, file: bytes) -> l
             check_sequence_count(services, count, "file")  # before the work, which would be for nothing
             if context.lease is not None:
                 context.lease.reserve_sequences(count)
-            rest = speech.read_windows(opened)
+            rest = speech.read_windows(opened, lease)
             while True:
                 async with services.audio_turns.hold_slot(context.tenant):
                     window = await asyncio.to_thread(next, rest, None)
                 if window is None:
                     return windows
-                context.hold(len(window.encoder_input))
+                context.hold(4 * math.prod(speech.input_shape))
                 windows.append(window)
                 check_sequence_count(services, len(windows), "file")
 

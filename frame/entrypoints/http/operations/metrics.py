@@ -13,6 +13,7 @@ from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.logs import configured_writer
+from frame.entrypoints.media.media_service import MediaService
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.version import package_version
 
@@ -46,6 +47,21 @@ GROUP_GAUGES = {
     "evictable_pages": "Pages or states of a cache group that the prefix cache could give up.",
     "total_pages": "Pages or states of a cache group.",
 }
+TIER_COUNTERS = {
+    "loaded_tokens": "Prompt tokens whose keys and values were read from a KV cache tier.",
+    "stored_tokens": "Tokens whose keys and values were stored in a KV cache tier.",
+}
+# Of prefill and decode servers: (metric, what a tier calls it, text, whether it is a counter).
+TRANSFERS = (
+    ("kv_transfers", "transfers", "Prompts kept for decode servers; of a decode server, reads of kept blocks.", True),
+    ("kv_transfer_bytes", "transfer_bytes", "Bytes that this decode server has read from prefill servers.", True),
+    ("kv_transfer_failures", "transfer_failures", "Reads that yielded too few blocks; the requests computed.", True),
+    ("kv_leases", "leases", "Prompts that this prefill server keeps for decode servers.", False),
+    ("kv_leased_blocks", "leased_blocks", "Their blocks.", False),
+    ("kv_oldest_lease_seconds", "oldest_lease_seconds", "Age of the oldest of these prompts.", False),
+    ("kv_expired_leases", "expired_leases", "Kept prompts that no decode server has read.", True),
+    ("kv_refused_leases", "refused_leases", "Prompts that were not kept because the tier's max_leases were.", True),
+)
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -57,6 +73,7 @@ class MetricSources(Protocol):
     info: dict[str, Any]
     watch: ResourceMonitor | None
     adapters: AdapterRegistry | None
+    media: MediaService | None
 
 
 class ServerMetrics:
@@ -79,6 +96,10 @@ class ServerMetrics:
         """A response went out; `route` is a path of the table of routes."""
         key = (route, status)
         self._responses[key] = self._responses.get(key, 0) + 1
+
+    def count_failures(self) -> int:
+        """Responses with a status of 500 or more so far."""
+        return sum(count for (_, status), count in self._responses.items() if status >= 500)
 
     def read(self) -> Iterator[Metric]:
         """All counters and gauges. A counter keeps its value when it is read."""
@@ -107,8 +128,11 @@ class ServerMetrics:
         )  # fmt: skip
         responses = [((route, str(status)), count) for (route, status), count in self._responses.items()]
         yield Metric("http_responses", "Responses, by route and status.", responses, ("route", "status"), is_counter=True)
+        yield Metric("weights_info", "1; the version of the weights.", [((client.weight_version,), 1)], ("weight_version",))
         yield from self._read_start()
         yield from self._read_adapters()
+        yield from self._read_media()
+        yield from self._read_tiers()
         yield from self._read_load()
 
     def _read_usage(self) -> Iterator[Metric]:
@@ -151,6 +175,38 @@ class ServerMetrics:
         yield Metric("lora_requests_info", "1; adapters with requests.", [(values, 1)], labels)
         tokens = registry.counts.tokens
         yield _labelled("adapter_generation_tokens", "Tokens of finished requests, by adapter.", "adapter", tokens, is_counter=True)
+
+    def _read_media(self) -> Iterator[Metric]:
+        if (media := self._services.media) is None:
+            return
+        counts = media.counters
+        yield _labelled("media_items", "Files of requests that were decoded.", "modality", counts.items, is_counter=True)
+        yield _labelled("media_refusals", "Parts with media that were refused.", "modality", counts.refusals, is_counter=True)
+        yield _counter("media_shared_items", "Files that another request of the same key held already.", counts.shared)
+        yield _counter("media_bytes", "Bytes of the files that were decoded.", counts.bytes)
+        yield _counter("media_fetch_seconds", "Seconds in which files were fetched.", counts.fetch_seconds)
+        yield _counter("media_decode_seconds", "Processor time of the media processes.", counts.decode_seconds)
+        yield _counter("media_process_deaths", "Media processes that ended and were replaced.", media.pool.num_deaths)
+        if (load := self._services.client.load) is not None:
+            yield _gauge("media_rows", "Rows of the device's table of encoded media.", load.media_rows)
+            yield _gauge("media_used_rows", "Those that hold an item, with or without requests.", load.media_used_rows)
+            yield _counter("media_encoded", "Items that were encoded.", load.media_encoded)
+            yield _counter("media_reused", "Items that were in the table when a request read them.", load.media_reused)
+
+    def _read_tiers(self) -> Iterator[Metric]:
+        load = self._services.client.load
+        if load is None or not load.tiers:
+            return
+        for source, text in TIER_COUNTERS.items():
+            yield _labelled(f"kv_tier_{source}", text, "tier", {tier["tier"]: tier[source] for tier in load.tiers}, is_counter=True)
+        yield _gauge("kv_tier_requests_waiting", "Requests that wait for blocks of a KV cache tier.", load.tier_waiting)
+        failed = "Loads from KV cache tiers that yielded too few blocks (missing) or had not ended in time (late); the requests computed."
+        reasons = {"missing": load.tier_failed_loads, "late": load.tier_late_loads}
+        yield _labelled("kv_tier_failed_loads", failed, "reason", reasons, is_counter=True)
+        for tier in (tier for tier in load.tiers if "leases" in tier):
+            for name, key, text, is_counter in TRANSFERS:
+                yield _counter(name, text, tier[key]) if is_counter else _gauge(name, text, tier[key])
+        yield _counter("kv_tier_dropped_blocks", "Blocks that no KV cache tier stored because there was no room.", load.tier_dropped_blocks)
 
     def _read_load(self) -> Iterator[Metric]:
         """What the engine's heartbeat tells."""

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import time
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from frame.config.resolve_plugins import KEYS
+from frame.config.resolution.plugins import KEYS
 from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.explain import as_data, explain_all
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.entrypoints.engine_client.client import EngineDeadError
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, without_folders
-from frame.entrypoints.http.operations.admin import EngineLoad
+from frame.entrypoints.http.operations.live_types import History, LiveStatus
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.response_types import array, declare
+from frame.entrypoints.http.services import Services
+
+if TYPE_CHECKING:
+    from frame.entrypoints.http.operations.live_feed import LiveFeed
 
 public_router = ApiRouter(access=Access.OPEN)
 router = ApiRouter(access=Access.USER)
@@ -37,23 +40,13 @@ POLICY = (
     b" frame-ancestors 'none'"
 )
 GUARDS = ((b"content-security-policy", POLICY), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
-CACHE_RUNS = 300  # nodes of the prefix cache that are drawn
 
-LiveLoad = declare("LiveLoad", "device_memory", base=EngineLoad)
-LiveStatus = declare(
-    "LiveStatus",
-    "time problem",
-    "`time` in seconds since the epoch. `finished`: number of sequences by finish reason.\n"
-    "All but the first two are null for the holder of one of several keys.",
-    load=LiveLoad | None,
-    **dict.fromkeys(("outstanding", "prompt_tokens", "cached_tokens", "generated_tokens", "rejected"), int | None),
-    finished=dict[str, int] | None,
-)
 CachedRunInfo = declare(
     "CachedRunInfo",
-    "parent locks hits age hidden namespace text",
+    "parent locks hits age hidden namespace tenant text",
     "A run of the prefix cache. `parent`: its place in the list, -1 for none; `age` in uses of the\n"
-    "cache; `groups`: its pages of further cache groups.",
+    "cache; `groups`: its pages of further cache groups. `tenant` and `text` are empty for the\n"
+    "holder of a key.",
     start=int,
     tokens=int,
     groups=dict[str, int],
@@ -104,19 +97,29 @@ async def send_asset(context: RequestContext, name: str) -> None:
 
 @router.get("/page/live.json", responses=responds_with(LiveStatus))
 async def live(context: ContextDep, services: ServicesDep) -> Any:
-    """Gauges and counters of this moment; the page makes rates of them. Null for the holder of one
-    of several keys, whom they would tell about the requests of others."""
-    client, load = services.client, services.client.load
-    if context.scope["app"].gate.hides_totals:
-        return {**dict.fromkeys(LiveStatus.__annotations__), "time": time.time(), "problem": client.dead_reason}
-    stats = client.stats
-    return {
-        "time": time.time(),
-        "problem": client.dead_reason,
-        "outstanding": client.num_outstanding,
-        "load": None if load is None else {name: getattr(load, name) for name in load.__struct_fields__ if name != "process"},
-        **{name: getattr(stats, name) for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "rejected", "finished")},
-    }
+    """What the server does at this moment. Null for the holder of one of several keys, whom it
+    would tell about the requests of others; to no holder of a key does it name requests."""
+    feed = _feed(services)
+    hides = context.scope["app"].gate.hides_totals
+    await context.respond(feed.hide_live() if hides else await feed.read_live(has_names=not context.tenant))
+
+
+@router.get("/page/history.json", responses=responds_with(History))
+async def history(context: ContextDep, services: ServicesDep) -> Any:
+    """The last hour in samples of a few seconds; no rows for the holder of one of several keys."""
+    feed = _feed(services)
+    await context.respond(feed.empty_history if context.scope["app"].gate.hides_totals else feed.read_history())
+
+
+def _feed(services: Services) -> LiveFeed:
+    """Imported and made for the first page."""
+    if services.history is None:
+        raise ApiError(503, "this server keeps no history", retry_after=RETRY_AFTER)
+    if services.feed is None:
+        from frame.entrypoints.http.operations.live_feed import LiveFeed
+
+        services.feed = LiveFeed(services, services.history)
+    return services.feed
 
 
 @router.get("/page/cache.json", responses=responds_with(CacheOutline))
@@ -124,18 +127,10 @@ async def prefix_cache(context: ContextDep, services: ServicesDep) -> Any:
     """The most recently used runs of the prefix cache. A user's key reads no text of them, since
     prompts belong to their senders."""
     try:
-        reply = await services.client.send_command("outline_cache", limit=CACHE_RUNS)
+        body = await _feed(services).cache.read_cache(context.tenant)
     except (EngineDeadError, TimeoutError):
         raise ApiError(503, "the engine does not answer", retry_after=RETRY_AFTER) from None
-    tenant = context.tenant
-    has_text = services.tokenizer is not None and not tenant
-    reply.data["runs"] = [run for run in reply.data["runs"] if run["namespace"].startswith(tenant)]  # a tenant reads its own runs only
-    names = {name: place for place, name in enumerate(dict.fromkeys(run["namespace"] for run in reply.data["runs"]))}
-    for run in reply.data["runs"]:
-        first = run.pop("first_ids")
-        run["namespace"] = names[run["namespace"]]
-        run["text"] = services.need_tokenizer().decode(first, False) if has_text else ""
-    return reply.data
+    await context.respond(body)
 
 
 @router.get("/page/about.json", responses=responds_with(ServerDescription))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.http.request_context import Scope

@@ -170,7 +170,7 @@ class ApiRoute(APIRoute):
                 if query:
                     context.ignored = check_query(query, self._query_names)
                 if errors:
-                    raise validation_error([{**error, "loc": error["loc"][1:]} for error in errors], {})
+                    raise validation_error([{**error, "loc": error["loc"][1:]} for error in errors], dict.fromkeys(self._query_names))
                 if self.body_model is not None:
                     values[self._body_name] = await self._read_body(context)
                 try:

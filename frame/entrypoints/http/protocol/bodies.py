@@ -23,6 +23,7 @@ MAX_MESSAGES = 4096
 MAX_FIELD_CHARS = 256 * 1024  # of a text that is no prompt: a name, a grammar
 PROMPT_FIELDS = frozenset(
     {"prompt", "text", "input", "instructions", "instruction", "system", "query", "queries", "text_1", "text_2", "items", "documents"}
+    | {"image_data", "video_data", "audio_data"}
 )
 MAX_NODES = 32 * 1024  # lists, objects and keys of one body
 MAX_VALUES = 256 * 1024  # elements of lists and objects of one body, where the context is not larger

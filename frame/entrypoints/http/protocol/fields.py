@@ -25,7 +25,8 @@ _UNPRINTABLE = re.compile(r"[^][A-Za-z0-9_.-]")
 
 WITHOUT_EFFECT = frozenset({
     "user", "metadata", "store", "session_id", "conversation_id", "safety_identifier", "prediction", "prompt_cache_key",
-    "prompt_cache_retention", "prompt_cache_options", "cache_control",
+    "prompt_cache_retention", "prompt_cache_options", "cache_control", "client_metadata",
+    "guided_decoding_backend",  # every backend accepts the same outputs
 })  # fmt: skip
 
 _HERE = ""  # another route implements it
@@ -33,29 +34,35 @@ _HERE = ""  # another route implements it
 # Fields of peers' request classes, by what to send instead in a route that does not implement them,
 # or why they are refused.
 _REMEDIES = {
-    "this model takes text only": """
-        image_data video_data audio_data modalities mm_hashes mm_content_hashes video_config audio use_audio_in_video max_dynamic_patch
-        min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch images_config media_io_kwargs mm_processor_kwargs
-        return_mm_kwargs
+    "this server responds with text": "modalities audio",
+    "the server's setting media.processor_options says it (--mm-processor-kwargs)": """
+        video_config use_audio_in_video max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch images_config
+        media_io_kwargs mm_processor_kwargs
     """,
+    "files are told apart by their content; leave it out": "mm_hashes mm_content_hashes",
     "this server has one engine, and requests are not routed": """
         bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank data_parallel_rank
         disagg_prefill_dp_rank kv_router_hint routing_key http_worker_ipc encoder_urls need_wait_for_mm_inputs num_items_assigned
-        kv_transfer_params ec_transfer_params
+        ec_transfer_params
     """,
+    "/v1/chat/completions and /v1/completions of prefill and decode servers take it": "kv_transfer_params",
     "this server does not return it": """
+        return_mm_kwargs
         return_hidden_states return_routed_experts routed_experts_start_len routed_experts_prompt_start return_cached_tokens_details
         return_meta_info return_indexer_topk return_sampling_mask return_entropy return_flat_raw_top_logprobs
-        return_flat_raw_top_logprobs_b64 return_prompt_text return_token_offsets return_bytes token_ids_logprob logprob_token_ids
+        return_flat_raw_top_logprobs_b64 return_prompt_text return_token_offsets return_bytes
         return_pooled_hidden_states enable_response_messages
     """,
     _HERE: """
-        model messages prompt text input input_ids sampling_params system instructions max_tokens max_completion_tokens
+        model messages prompt text input input_ids image_data video_data audio_data
+        sampling_params system instructions max_tokens max_completion_tokens
         max_output_tokens max_new_tokens n best_of suffix echo stream stream_options stop stop_sequences logprobs top_logprobs
         prompt_logprobs seed temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias min_tokens
         ignore_eos stop_token_ids bad_words skip_special_tokens spaces_between_special_tokens include_stop_str_in_output no_stop_trim
         regex ebnf json_schema structural_tag response_format structured_outputs guided_json guided_regex guided_choice guided_grammar
-        custom custom_params tools tool_choice parallel_tool_calls functions function_call reasoning_effort thinking
+        guided_whitespace_pattern
+        stop_regex custom custom_params tools tool_choice parallel_tool_calls functions function_call reasoning_effort
+        thinking thinking_token_budget stream_interval token_ids_logprob logprob_token_ids
         num_speculative_tokens documents chat_template_kwargs continue_final_message add_generation_prompt add_special_tokens
         separate_reasoning return_token_ids return_prompt_token_ids return_tokens_as_token_ids truncate_prompt_tokens truncation_side
         truncation service_tier return_logprob logprob_start_len top_logprobs_num return_text_in_logprobs background include
@@ -67,11 +74,9 @@ _REMEDIES = {
     "use logit_bias or a grammar": "allowed_token_ids",
     "use repetition_penalty or frequency_penalty": "repetition_detection",
     "leave it out": """
-        watermarking task ngram_corpus_id custom_labels received_time guided_whitespace_pattern container context_management item_first
+        watermarking task ngram_corpus_id custom_labels received_time container context_management item_first
     """,
-    "use stop": "stop_regex",
-    "events come as tokens come; leave it out": "stream_interval",
-    "use reasoning_effort, or max_tokens": "thinking_token_budget max_thinking_tokens",
+    "use thinking_token_budget": "max_thinking_tokens",
     "use reasoning_effort": "require_reasoning reasoning",
     "use separate_reasoning, or reasoning_effort none": "include_reasoning",
     "thinking is streamed as it comes; leave it out": "stream_reasoning",
@@ -91,15 +96,15 @@ _REMEDIES = {
     "send the header traceparent": "external_trace_header",
     "every request is counted": "log_metrics",
     "the log holds no texts; leave it out": "no_logs",
-    "the server's setting sampling.grammar says it": "guided_decoding_backend",
     "use previous_response_id, or send the conversation as input": "previous_input_messages previous_response",
     "use tools of your own": "mcp_servers",
-    "the checkpoint says it": "normalize softmax activation use_activation apply_softmax",
-    "use encoding_format": "embed_dtype",
+    "the checkpoint says it": "normalize use_activation",
+    "use use_activation": "softmax activation apply_softmax",
+    "send floats, or use encoding_format of /v1/embeddings": "embed_dtype",
     "vectors are little-endian": "endianness",
     "the server's setting model.label_tokens says it": "label_token_ids",
     "use instruction": "instruct",
-    "use truncate_prompt_tokens": "max_chunks_per_doc max_tokens_per_doc",
+    "use max_tokens_per_doc of a rerank route": "max_chunks_per_doc max_tokens_per_doc",
     "send each document as text": "rank_fields",
 }
 REFUSED: Mapping[str, str] = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}

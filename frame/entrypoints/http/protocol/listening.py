@@ -21,7 +21,7 @@ from typing import Any
 
 import uvicorn
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, GuardedProtocol
 from frame.entrypoints.logs import report

@@ -139,7 +139,7 @@ def test_abort_request(fake_server: RunningServer) -> None:
 
 
 def test_pause_and_continue(fake_server: RunningServer) -> None:
-    assert fake_server.post("/pause_generation", {}).status_code == 200
+    assert fake_server.post("/pause_generation", {"mode": "in_place"}).status_code == 200
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(fake_server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=0.3)
     assert fake_server.post("/continue_generation", {}).status_code == 200

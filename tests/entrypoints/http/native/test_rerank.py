@@ -79,9 +79,29 @@ def test_rerank_as_text_embeddings_inference(cross_encoder, monkeypatch: pytest.
     assert [each["index"] for each in reply.results] == [each["index"] for each in found[:2]]
     ranked = ask(server, "/invocations", query=QUERY, documents=DOCUMENTS)
     assert ranked["results"][0]["index"] == found[0]["index"]
-    for body, says in (({"texts": []}, "texts is empty"), ({}, "documents is empty"), ({"texts": ["x"], "raw_scores": True}, "raw_scores")):
+    for body, says in (
+        ({"texts": []}, "texts is empty"),
+        ({}, "documents is empty"),
+        ({"texts": ["x"], "raw_scores": "yes"}, "raw_scores"),
+    ):
         reply = server.post("/rerank", {"query": "x"} | body)
         assert (reply.status_code, says in reply.json()["error"]["message"]) == (400, True)
+
+
+def test_raw_scores(cross_encoder) -> None:
+    """The logits, by the names of text-embeddings-inference and vLLM."""
+    server, folder = cross_encoder
+    probabilities = np.array(expected_scores(folder))
+    logits = np.log(probabilities / (1 - probabilities))
+    found = ask(server, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=True)
+    np.testing.assert_allclose([each["score"] for each in sorted(found, key=lambda each: each["index"])], logits, atol=1e-4)
+    scored = ask(server, "/score", text_1=QUERY, text_2=DOCUMENTS, use_activation=False)["data"]
+    np.testing.assert_allclose([each["score"] for each in scored], logits, atol=1e-4)
+    pairs = [[QUERY, document] for document in DOCUMENTS]
+    predicted = ask(server, "/predict", inputs=pairs, raw_scores=True)
+    np.testing.assert_allclose([each[0]["score"] for each in predicted], logits, atol=1e-4)
+    assert ask(server, "/", query=QUERY, texts=DOCUMENTS) == ask(server, "/rerank", query=QUERY, texts=DOCUMENTS)
+    assert list(server.get("/info")["model_type"]) == ["reranker"]
 
 
 def test_score(cross_encoder) -> None:
@@ -157,6 +177,23 @@ def test_classify_equals_transformers(classifier) -> None:
             np.testing.assert_allclose(each["probs"], want.numpy(), atol=1e-5)
             assert each["label"] == LABELS[int(want.argmax())]
     assert body["labels"] == list(LABELS.values())
+
+
+def test_predict(classifier) -> None:
+    server, _ = classifier
+    classes = ask(server, "/v1/classify", input=DOCUMENTS)["data"]
+    found = ask(server, "/predict", inputs=[[document] for document in DOCUMENTS])
+    for each, entries in zip(classes, found, strict=True):
+        np.testing.assert_allclose([entry["score"] for entry in entries], sorted(each["probs"], reverse=True), atol=1e-5)
+        assert entries[0]["label"] == each["label"]
+    for path, inputs in (("/predict", DOCUMENTS[0]), ("/", [DOCUMENTS[0]])):
+        assert [each["label"] for each in ask(server, path, inputs=inputs)] == [each["label"] for each in found[0]]
+    raw = ask(server, "/v1/classify", input=DOCUMENTS, use_activation=False)["data"]
+    powers = np.exp([each["probs"] for each in raw])
+    np.testing.assert_allclose(powers / powers.sum(axis=1, keepdims=True), [each["probs"] for each in classes], atol=1e-5)
+    for body, says in (({"inputs": []}, "inputs is empty"), ({"inputs": [["a", "b", "c"]]}, "inputs[0]: expected a list of one text")):
+        reply = server.post("/predict", body)
+        assert (reply.status_code, says in reply.json()["error"]) == (400, True), reply.text
 
 
 def test_grpc_classes_and_moderation_equal_those_of_http(classifier) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from frame.config.schema import BatchesSection
+from frame.config.server_sections import BatchesSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, TenantQuotas
 from frame.entrypoints.http.errors import ApiError
@@ -160,7 +160,7 @@ async def test_empty_lines_are_bounded_and_cost_no_turns(tmp_path: Path, monkeyp
     read.clear()
     card = await server.runner.files.create(b"\n \n{}\n" * 30_000 + b" " * 70_000 + b"\n[]", "in.jsonl", "batch", "")
     batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
-    assert (batch.status, batch.total, batch.failed) == ("completed", 30_001, 30_001)
+    assert (batch.status, len(batch.faults)) == ("failed", batch_jobs.MAX_FAULTS)
     assert len(read) < 20
 
 
@@ -168,7 +168,9 @@ async def test_lines_make_no_thread_hops(tmp_path: Path, monkeypatch: pytest.Mon
     """Other work waits for the threads of a server, such as that of uploads."""
     monkeypatch.setattr(batch_jobs, "ERROR_PAUSE", 0.0)
     server, hops = Server(tmp_path, 10**7), list[Any]()
-    card = await server.runner.files.create(b"[]\n" * 3000, "in.jsonl", "batch", "")
+    lines = [json.dumps({"custom_id": str(i), "url": CHAT, "body": {}}) for i in range(3000)]
+    server.statuses = [400] * 3000
+    card = await server.runner.files.create("\n".join(lines).encode(), "in.jsonl", "batch", "")
 
     async def to_thread(work: Callable[..., Any], *arguments: Any) -> Any:
         hops.append(work)
@@ -368,38 +370,72 @@ async def test_line_of_many_values_is_refused_undecoded(tmp_path: Path) -> None:
     lines = rich + b'{"custom_id": "b", "url": "' + CHAT.encode() + b'", "body": {}}\n'
     card = await server.runner.files.create(lines, "in.jsonl", "batch", "")
     batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
-    assert (batch.completed, batch.failed) == (1, 1)
-    assert "lists, objects and keys" in server.lines(batch.error_file_id)[0]["error"]["message"]
+    assert (batch.status, batch.completed, batch.failed, [each.line for each in batch.faults]) == ("failed", 0, 0, [1])
+    assert "lists, objects and keys" in batch.faults[0].message
 
 
 async def test_names_of_lines_are_checked(tmp_path: Path) -> None:
-    """One at a time, so that the first of two lines of one name is answered."""
-    server = Server(tmp_path, concurrency=1)
+    """As at OpenAI, before the first line runs."""
+    server = Server(tmp_path)
     names = ["a", "a", 5, "x" * 600, "b"]
     lines = [json.dumps({"custom_id": name, "url": CHAT, "body": {}}) for name in names]
     card = await server.runner.files.create("\n".join([*lines, "[1]", "{}"]).encode(), "in.jsonl", "batch", "")
     batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
-    assert (batch.completed, batch.failed) == (2, 5)
-    assert {line["custom_id"] for line in server.lines(batch.output_file_id)} == {"a", "b"}
-    assert [line["error"]["message"] for line in server.lines(batch.error_file_id)] == [
-        "another line has the custom_id 'a'; give each line its own",
-        "custom_id is a whole number; send a string",
-        "custom_id has 600 characters; it may have 512",
-        "the line is a list; send an object",
-        "custom_id is missing; give each line its own",
+    assert (batch.status, batch.output_file_id, batch.error_file_id, server.asked) == ("failed", None, None, [])
+    errors = batch.to_object()["errors"]["data"]
+    assert [(each["line"], each["code"], each["message"]) for each in errors] == [
+        (2, "duplicate_custom_id", "another line has this custom_id; give each line its own"),
+        (3, "invalid_request", "custom_id is a whole number; send a string"),
+        (4, "invalid_request", "custom_id has 600 characters; it may have 512"),
+        (6, "invalid_request", "the line is a list; send an object"),
+        (7, "missing_custom_id", "custom_id is missing; give each line its own"),
     ]
 
 
 async def test_fields_of_lines_are_known_or_reported(tmp_path: Path) -> None:
     server = Server(tmp_path, concurrency=1)
     line: dict[str, Any] = {"url": CHAT, "body": {}}
-    lines = [{"frob": 1, **line, "body": {"zig": 1}}, {"headers": {}, **line}, line, {"metod": "POST", **line}]
+    lines = [{"frob": 1, **line, "body": {"zig": 1}}, {"headers": {}, **line}, line]
     texts = [json.dumps({"custom_id": str(place), **each}) for place, each in enumerate(lines)]
-    texts.append(json.dumps({"custom_id": "4", **line}).replace("{}", '{"seed": 1, "seed": 2}'))
     card = await server.runner.files.create("\n".join(texts).encode(), "in.jsonl", "batch", "")
     batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
     found = [each["response"].get("ignored_fields") for each in server.lines(batch.output_file_id)]
     assert found == ["frob, zig", "headers", None]
-    assert [each["error"]["message"] for each in server.lines(batch.error_file_id)] == [
+    texts.append(json.dumps({"custom_id": "3", "metod": "POST", **line}))
+    texts.append(json.dumps({"custom_id": "4", **line}).replace("{}", '{"seed": 1, "seed": 2}'))
+    card = await server.runner.files.create("\n".join(texts).encode(), "in.jsonl", "batch", "")
+    batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
+    assert [each.message for each in batch.faults] == [
         "metod is no field of a line; did you mean method?", "the line has seed twice in one object; send it once",
     ]  # fmt: skip
+
+
+async def test_progress_of_a_batch_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(batch_jobs, "LINE_SECONDS", 0.01)
+    caplog.set_level("INFO", "frame.progress")
+    server = Server(tmp_path, concurrency=1)
+    permits = asyncio.Semaphore(0)
+    monkeypatch.setattr(server.gate, "wait", permits.acquire)
+    batch = await server.begin(4)
+    await wait_for(lambda: len(server.asked) == 1)
+    found = batch.to_object()
+    assert found["request_counts"] == {"total": 4, "completed": 0, "failed": 0}
+    assert (found["requests_per_second"], found["remaining_seconds"]) == (None, None)
+    permits.release()
+    await wait_for(lambda: len(server.asked) == 2)
+    found = batch.to_object()
+    assert found["request_counts"]["completed"] == 1
+    assert found["requests_per_second"] > 0
+    assert found["remaining_seconds"] >= 0
+    await wait_for(lambda: f"{batch.id}: 1 of 4 (25 %), " in caplog.text)
+    for _ in range(3):
+        permits.release()
+    await server.over(batch)
+    assert batch.to_object()["remaining_seconds"] is None
+    assert not [task for task in asyncio.all_tasks() if "_report_progress" in str(task)]
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - no event signals it
+            await asyncio.sleep(0.001)

@@ -293,8 +293,8 @@ def test_invalid_messages_are_refused(server: RunningServer) -> None:
     for messages, param in cases:
         response = server.post("/v1/chat/completions", {"messages": messages})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    parts = [{"type": "image_url", "image_url": {"url": "x"}}]
-    assert "text parts only" in server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}).text
+    parts = [{"type": "image_url", "image_url": {"url": "https://example.com/x.png"}}]
+    assert "this model takes text only" in server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}).text
     joined = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert server.post("/v1/chat/completions", {"messages": joined, "max_tokens": 1}).status_code == 200
 
@@ -313,5 +313,5 @@ def test_malformed_bodies(server: RunningServer) -> None:
     assert httpx.get(server.url + "/v1/models/").json() == httpx.get(server.url + "/v1/models").json()
     assert server.post("/v1/completions", {}).json()["error"]["param"] == "prompt"
     assert "there is no /v3" in httpx.get(server.url + "/v3").json()["error"]["message"]
-    assert "there is no /v2/chat" in httpx.post(server.url + "/v2/chat").json()["message"]  # Cohere's
+    assert "there is no /v2/generate" in httpx.post(server.url + "/v2/generate").json()["message"]  # Cohere's
     assert "there is no /api/pull" in httpx.post(server.url + "/api/pull").json()["error"]  # Ollama's

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from frame.core.interfaces.media import MediaItem
 from frame.entrypoints.audio import RATE, AudioFile
 from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, QuotaExceededError, TenantQuotas
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
@@ -47,16 +48,20 @@ class Files:
         return AudioFile(read, close, int(seconds) * RATE, RATE, 1)
 
 
+ITEM = MediaItem("audio", b"", [], 0, "", [])
+LEASE: Any = None  # `Reading` keeps no features
+
+
 class Reading(Speech):
     """Windows of ten seconds."""
 
     def __init__(self) -> None:
         self.window_seconds, self.input_shape = 10.0, (80, 1000)
 
-    def read_windows(self, audio: AudioFile | np.ndarray) -> Any:
+    def read_windows(self, audio: AudioFile | np.ndarray, lease: Any) -> Any:
         assert isinstance(audio, AudioFile)
         while len(samples := audio.read(RATE * 10)):
-            yield Window(0.0, len(samples) / RATE, b"x")
+            yield Window(0.0, len(samples) / RATE, ITEM)
 
 
 def make_services(maximum: int = 2048) -> Any:
@@ -78,11 +83,11 @@ class Context:
 
 async def test_a_short_file_waits_for_no_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     files, services = Files(monkeypatch), make_services()
-    await _decode(Context("few"), services, b"few 10")  # type: ignore[arg-type]
+    await _decode(Context("few"), services, b"few 10", LEASE)  # type: ignore[arg-type]
     files.gate.clear()
-    many = [asyncio.create_task(_decode(Context("many"), services, b"many 1000")) for _ in range(12)]  # type: ignore[arg-type]
+    many = [asyncio.create_task(_decode(Context("many"), services, b"many 1000", LEASE)) for _ in range(12)]  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
-    few = asyncio.create_task(_decode(Context("few"), services, b"few 10"))  # type: ignore[arg-type]
+    few = asyncio.create_task(_decode(Context("few"), services, b"few 10", LEASE))  # type: ignore[arg-type]
     files.gate.set()
     assert len(await asyncio.wait_for(few, 20)) == 1
     assert files.order.count("many") < 20  # of 1200
@@ -95,9 +100,9 @@ async def test_a_short_file_waits_for_no_long_one(monkeypatch: pytest.MonkeyPatc
 async def test_sequences_are_counted_before_a_file_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(monkeypatch)
     with pytest.raises(ApiError, match="100 sequences"):
-        await _decode(Context("a"), make_services(50), b"a 1000")  # type: ignore[arg-type]
+        await _decode(Context("a"), make_services(50), b"a 1000", LEASE)  # type: ignore[arg-type]
     with TenantQuotas(None, PlaceShares(100, 2)).open_lease("a") as lease, pytest.raises(QuotaExceededError, match="100 sequences"):
-        await _decode(Context("a", lease), make_services(), b"a 1000")  # type: ignore[arg-type]
+        await _decode(Context("a", lease), make_services(), b"a 1000", LEASE)  # type: ignore[arg-type]
     assert (files.order, files.num_open) == ([], 0)
 
 
@@ -105,7 +110,7 @@ async def test_the_file_of_a_client_that_has_gone_is_not_decoded(monkeypatch: py
     files, services = Files(monkeypatch), make_services()
     files.gate.clear()
     contexts = [Context("a") for _ in range(12)]
-    waiting = [asyncio.create_task(_decode_while_connected(each, services, b"a 1000")) for each in contexts]  # type: ignore[arg-type]
+    waiting = [asyncio.create_task(_decode_while_connected(each, services, b"a 1000", LEASE)) for each in contexts]  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
     for context in contexts[1:]:
         context.disconnect()

@@ -107,6 +107,23 @@ def test_a_stream_gives_the_same_text(audio: Any) -> None:
     assert "".join(event.delta for event in events[:-1]).strip() == events[-1].text.strip() == whole.strip()
 
 
+def test_a_seed_repeats_a_text(audio: Any) -> None:
+    file = as_wave(noise(1.5, 5), 16_000)
+    fields = {"model": MODEL, "file": file, "language": "en", "temperature": 1.0}
+    one, two = (audio.transcriptions.create(**fields, extra_body={"seed": 7, "cache_salt": salt}) for salt in "ab")
+    assert one.text == two.text
+    others = {audio.transcriptions.create(**fields, extra_body={"seed": seed}).text for seed in range(4)}
+    assert len(others) > 1
+
+
+def test_strategies_of_chunks(audio: Any) -> None:
+    fields = {"model": MODEL, "file": as_wave(noise(1.5, 5), 16_000), "language": "en"}
+    plain = audio.transcriptions.create(**fields).text
+    for strategy in ("auto", {"type": "server_vad"}):
+        assert audio.transcriptions.create(**fields, chunking_strategy=strategy).text == plain
+    assert audio.transcriptions.create(**fields, extra_body={"chunking_strategy": '{"type": "server_vad"}'}).text == plain
+
+
 def test_a_translation_is_another_text(audio: Any) -> None:
     file = as_wave(noise(0.5, 4), 16_000)
     one, two = audio.transcriptions.create(model=MODEL, file=file, language="de"), audio.translations.create(model=MODEL, file=file)
@@ -129,7 +146,15 @@ def test_a_translation_is_another_text(audio: Any) -> None:
         ({"response_format": "verbose_json", "timestamp_granularities[]": "word"}, {}, 400, "timestamp_granularities"),
         ({"response_format": "srt", "stream": "true"}, {}, 400, "stream needs response_format json or text"),
         ({"temperature": "7"}, {}, 400, "temperature"),
-        ({"chunking_strategy": "auto"}, {}, 400, "the field 'chunking_strategy' is unknown"),
+        ({"hotwords": "a"}, {}, 400, "the field 'hotwords' is unknown"),
+        ({"seed": "one"}, {}, 400, "seed"),
+        ({"seed": str(1 << 63)}, {}, 400, "seed"),
+        ({"chunking_strategy": "never"}, {}, 400, "chunking_strategy must be auto, or an object of the type server_vad"),
+        ({"chunking_strategy": "{"}, {}, 400, "chunking_strategy is no JSON object"),
+        ({"chunking_strategy[type]": "other"}, {}, 400, "chunking_strategy.type must be server_vad"),
+        ({"chunking_strategy[threshold]": "0.5"}, {}, 400, "chunking_strategy.threshold cannot be set: long files are cut"),
+        ({"chunking_strategy": "auto", "chunking_strategy[type]": "server_vad"}, {}, 400, "chunking_strategy is given twice"),
+        ({"chunking_strategy[type]": "server_vad", "chunking_strategy": "auto"}, {}, 400, "chunking_strategy is given twice"),
         ({"model": "other"}, {}, 404, "does not exist"),
     ],
 )

@@ -149,7 +149,7 @@ SCHEMA_FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"t
         ),
         (CHAT, {"response_format": {"type": "structural_tag", "format": {}, "tags": []}}, "response_format.tags"),
         (COMPLETIONS, {"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
-        (CHAT, {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        (CHAT, {"structured_outputs": {"regex": "a", "whitespace_patern": " "}}, "structured_outputs.whitespace_patern"),
         (COMPLETIONS, {"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices"),
         (CHAT, {"stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag"),
         (COMPLETIONS, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),

@@ -19,7 +19,7 @@ import httpx
 import pytest
 import uvloop
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer
 from frame.entrypoints.tls import load_certificate

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.protocol.listening import AdminListener, address, bound_port
 

@@ -41,6 +41,7 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/messages/count_tokens", {"model": "frame-tiny", "messages": HI}),
     *(("POST", "/v1/responses", body | more) for body in (RESPONSE, ALL_RESPONSE) for more in ({}, {"stream": True})),
     ("POST", "/v1/responses/input_tokens", {"input": "hi"}),
+    ("POST", "/v1/responses/compact", {"input": "hi"}),
     *(("POST", "/generate", body | more) for body in (GENERATE, ALL_GENERATE, GENERATE | {"text": ["a", "b"]})
       for more in ({}, {"stream": True})),
     *(("POST", path, {"text": "hi", "return_token_strs": True}) for path in ("/tokenize", "/v1/tokenize")),
@@ -57,13 +58,15 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("POST", "/ping", None),
     *(("POST", path, None) for path in (
         "/flush_cache", "/reset_prefix_cache", "/check_integrity", "/pause_generation", "/continue_generation",
+        "/get_weight_version", "/pause", "/resume",
     )),
     ("POST", "/abort_request", {"abort_all": True}),
     *(("GET", path, None) for path in (
         "/health", "/health/ready", "/readyz", "/health/live", "/livez", "/health_generate", "/ping", "/metrics", "/v1/models",
         "/v1/models/frame-tiny", "/version", "/load", "/tokenizer_info", "/model_info", "/get_model_info", "/server_info",
-        "/get_server_info", "/page/live.json", "/page/cache.json", "/page/about.json", "/", "/page/page.js", "/docs", "/openapi.json",
-        "/api/tags", "/api/ps", "/api/version",
+        "/get_server_info", "/get_weight_version", "/page/live.json", "/page/history.json", "/page/cache.json", "/page/about.json", "/",
+        "/page/page.js", "/docs",
+        "/openapi.json", "/is_paused", "/is_sleeping", "/api/tags", "/api/ps", "/api/version",
     )),
     # Errors, each in the shape of its API
     ("POST", "/v1/chat/completions", {"messages": 3}),
@@ -75,11 +78,18 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("POST", "/start_profile", None),
     ("POST", "/stop_profile", None),
     *(("POST", path, {"inputs": 3}) for path in ("/embed", "/v2/embed", "/rerank", "/v1/embeddings", "/pooling", "/v1/moderations")),
+    *(("POST", "/v2/chat", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": each}) for each in (False, True)),
+    ("GET", "/info", None),
     *(("POST", path, {}) for path in ("/v1/rerank", "/v2/rerank", "/v1/score", "/score", "/v1/classify", "/classify", "/api/embed")),
 ]  # fmt: skip
 # Bodies of 200 that need a pooling or speech model, whose tests check them, or a device
 ELSEWHERE = {"/embed", "/v2/embed", "/rerank", "/v1/embeddings", "/pooling", "/v1/moderations", "/v1/rerank", "/v2/rerank", "/v1/score",
-             "/score", "/v1/classify", "/classify", "/api/embed", "/start_profile", "/stop_profile",
+             "/score", "/v1/classify", "/classify", "/api/embed", "/api/embeddings", "/v1/embed", "/", "/predict", "/similarity",
+             "/start_profile", "/stop_profile", "/update_weights_from_disk",
+             "/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation", "/transfer_weights",
+             "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
+             "/update_weights_from_tensor", "/begin_weight_update", "/end_weight_update", "/finish_weight_update",
+             "/cancel_weight_update", "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
              "/v1/audio/transcriptions", "/v1/audio/translations"}  # fmt: skip
 
 

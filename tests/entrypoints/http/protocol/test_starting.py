@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.entrypoints.http.protocol import starting
 from frame.entrypoints.http.protocol.starting import PATIENCE, StartingServer
 from frame.entrypoints.tls import load_certificate

@@ -1,12 +1,13 @@
 // The page's frame: views by fragment, the key, the server's state, which the views read from here. Knows no view's inside.
+import { byId } from "./elements.js";
 import { startChat } from "./chat.js";
 import { startLive } from "./live.js";
 import { startCache } from "./cache.js";
 import { showPlugins, showSettings } from "./about.js";
 
 const KEY = "frame-key";
+const PERIOD = 2000; // ms between two questions; the server makes its reply as often, once for all pages
 const views = ["chat", "live", "cache", "plugins", "config"];
-const byId = (id) => document.getElementById(id);
 
 export function headers() {
   const key = sessionStorage.getItem(KEY);
@@ -15,7 +16,7 @@ export function headers() {
 
 export class Refused extends Error {}
 
-// An answer of the server, or Refused with its sentence. Without a key where one is needed, the page asks for it.
+// A response of the server, or Refused with its sentence. Without a key where one is needed, the page asks for it.
 export async function ask(path, options = {}) {
   const response = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
   if (response.status === 401) byId("key-form").hidden = false;
@@ -27,19 +28,21 @@ export async function ask(path, options = {}) {
   return response;
 }
 
+export const askJson = async (path) => (await ask(path)).json();
+
 function tellStatus(text, isWell) {
-  byId("status-text").textContent = text;
+  if (byId("status-text").textContent !== text) byId("status-text").textContent = text;
   byId("status").className = `status ${isWell ? "well" : "ill"}`;
 }
 
 const model = { name: "", about: null };
 
 async function loadAbout() {
-  model.about = await (await ask("/page/about.json")).json();
+  model.about = await askJson("/page/about.json");
   model.name = model.about.info.model;
-  document.title = `${model.name} · frame`;
   showPlugins(model.about);
   showSettings(model.about);
+  show();
 }
 
 const live = startLive();
@@ -54,35 +57,53 @@ function view() {
 function show() {
   for (const name of views) byId(name).hidden = name !== view();
   for (const link of document.querySelectorAll("nav a")) {
-    if (link.hash === `#${view()}`) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    if (link.hash === `#${view()}`) {
+      link.setAttribute("aria-current", "page");
+      document.title = `${link.textContent} · ${model.name || "frame"}`;
+    } else link.removeAttribute("aria-current");
   }
-  if (view() === "cache") cache.refresh();
+  if (view() === "cache") cache.refresh().catch(() => {});
+  if (view() === "live") live.draw();
 }
 
 async function tick() {
   try {
     if (!model.about) await loadAbout();
-    const state = await (await ask("/page/live.json")).json();
+    const state = await askJson("/page/live.json");
     const isShared = state.finished === null; // with other keys, whose requests are not shown
-    if (!isShared) live.take(state);
+    await live.take(isShared ? null : state, view() === "live");
     const load = isShared ? model.name : `${model.name}: ${state.load?.running ?? 0} running, ${state.load?.waiting ?? 0} waiting`;
-    tellStatus(state.problem ?? load, !state.problem);
-    if (view() === "cache" && !document.hidden) await cache.refresh();
+    const [alert] = state.alerts ?? [];
+    tellStatus(state.problem ?? (alert ? `${load} · ${alert.text}` : load), !state.problem && !alert);
+    if (view() === "cache") await cache.refresh();
   } catch (error) {
     tellStatus(error instanceof Refused ? error.message : "the server cannot be reached", false);
   }
-  setTimeout(tick, document.hidden ? 5000 : 1000);
+}
+
+// A page that is not looked at asks nothing.
+async function run() {
+  for (;;) {
+    if (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+    else {
+      await tick();
+      await new Promise((resolve) => setTimeout(resolve, PERIOD));
+    }
+  }
 }
 
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(KEY, byId("key").value);
-  loadAbout().catch((error) => tellStatus(error.message, false));
+  tick();
+});
+byId("skip").addEventListener("click", (event) => {
+  event.preventDefault(); // a fragment is a view
+  byId("main").focus();
 });
 addEventListener("hashchange", () => {
   show();
   scrollTo(0, 0);
 });
 show();
-tick();
+run();
