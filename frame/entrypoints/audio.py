@@ -1,16 +1,14 @@
 """Audio for speech models: files to samples, samples to windows, windows to log-mel features.
 
-WAV files are read by the standard library, others by `soundfile` in a process of its own, where it
-is installed. All work is bounded by the size of the file and `MAX_SECONDS`, and is done block by
-block, so that files can take turns. Used by `frame.entrypoints.speech`. Must not know a model or a
-request; imports no torch.
+WAV files are read by the standard library, others by `soundfile` in a process of its own. All work
+is bounded by the size of the file and `MAX_SECONDS`, and is done block by block, so that files can
+take turns. Used by `frame.entrypoints.speech`. Must not know a model or a request; imports no
+torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import io
-import wave
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,22 +17,15 @@ import numpy as np
 
 from frame.entrypoints.audio_process import AudioProcess, DamagedError, UnreadableError
 from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.media.sound import MAX_CHANNELS, MAX_DENSITY, RATE, RATES, Read, TooLongError, open_wave, read_blocks, resample
 
-RATE = 16_000  # samples a second of all features
 MAX_BYTES = 25 * 1024 * 1024  # of a file, as in the OpenAI API
 MAX_SECONDS = 1800
 HOP = 160  # samples between two frames
 _WINDOW = 400  # samples of a frame
-_RATES = (4_000, 384_000)
-_MAX_CHANNELS = 32
-_MAX_DENSITY = 384_000  # samples of all channels in a second; bounds the work on a second of sound
 _UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile says so of files without a length
-_BLOCK_SECONDS = 10  # of a file that are converted at a time
-_EDGE_SECONDS = 0.1  # around a block, against ringing at its ends
 _QUIET_SECONDS = 3  # at the end of a window, in which it may be cut
 _QUIET_FRAME = RATE // 20
-
-Read = Callable[[int], np.ndarray]  # frames -> float32 [at most so many, channels]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,8 @@ def open_audio(data: bytes) -> AudioFile:
     or is too long."""
     if len(data) > MAX_BYTES:
         raise InvalidRequestError(f"the file has {len(data)} bytes, and may have {MAX_BYTES}; send a shorter or compressed one", "file")
-    file = _open_wave(data) or _open_other(data)
+    wave = open_wave(data)
+    file = _open_other(data) if wave is None else AudioFile(*wave)
     try:
         _check_head(file)
     except BaseException:
@@ -71,20 +63,23 @@ def read_audio(file: AudioFile) -> Iterator[np.ndarray]:
     """Blocks of samples, float32 [n], mono, `RATE` a second. Raises InvalidRequestError for a file
     that is damaged, empty or too long."""
     size = 0
-    for block in _resample(_read_blocks(file.read, file.rate), file.rate):
-        size += len(block)
-        yield block
+    try:
+        for block in resample(read_blocks(file.read, file.rate, MAX_SECONDS), file.rate):
+            size += len(block)
+            yield block
+    except TooLongError:
+        raise _too_long() from None
     if not size:
         raise InvalidRequestError("the file has no samples; send one with sound", "file")
 
 
 def _check_head(file: AudioFile) -> None:
     rate, channels = file.rate, file.channels
-    if not (_RATES[0] <= rate <= _RATES[1] and 1 <= channels <= _MAX_CHANNELS):
-        allowed = f"1 to {_MAX_CHANNELS} channels of {_RATES[0]} to {_RATES[1]}"
+    if not (RATES[0] <= rate <= RATES[1] and 1 <= channels <= MAX_CHANNELS):
+        allowed = f"1 to {MAX_CHANNELS} channels of {RATES[0]} to {RATES[1]}"
         raise InvalidRequestError(f"the file has {channels} channels of {rate} samples a second; send {allowed}", "file")
-    if rate * channels > _MAX_DENSITY:
-        sentence = f"the file has {channels} channels of {rate} samples a second; send at most {_MAX_DENSITY} samples a second in all"
+    if rate * channels > MAX_DENSITY:
+        sentence = f"the file has {channels} channels of {rate} samples a second; send at most {MAX_DENSITY} samples a second in all"
         raise InvalidRequestError(f"{sentence}, such as one channel of {RATE}", "file")
     if rate * MAX_SECONDS < file.num_frames < _UNKNOWN_LENGTH:
         raise _too_long()
@@ -94,34 +89,9 @@ def _too_long() -> InvalidRequestError:
     return InvalidRequestError(f"the file is longer than {MAX_SECONDS} seconds; send it in parts", "file")
 
 
-def _open_wave(data: bytes) -> AudioFile | None:
-    """A WAV file of whole numbers; None for any other file."""
-    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
-        return None
-    try:
-        file = wave.open(io.BytesIO(data))  # noqa: SIM115 - in memory
-    except (wave.Error, EOFError, RuntimeError):  # floating-point numbers; RuntimeError: a part that is longer than the file
-        return None
-    width, channels = file.getsampwidth(), file.getnchannels()
-    if width not in (1, 2, 3, 4) or not channels:
-        return None
-
-    def read(count: int) -> np.ndarray:
-        samples = np.frombuffer(file.readframes(count), np.uint8)
-        samples = samples[: len(samples) // (width * channels) * width * channels].reshape(-1, width)
-        if width == 1:
-            return ((samples[:, 0].astype(np.float32) - 128) / 128).reshape(-1, channels)
-        whole = np.zeros((len(samples), 4), np.uint8)
-        whole[:, 4 - width :] = samples
-        return (whole.view("<i4")[:, 0].astype(np.float32) / 2**31).reshape(-1, channels)
-
-    held = len(data) // (width * channels)  # the head of a stream says 2 ** 32 bytes
-    return AudioFile(read, file.close, min(file.getnframes(), held), file.getframerate(), channels)
-
-
 def _open_other(data: bytes) -> AudioFile:
     if importlib.util.find_spec("soundfile") is None:
-        sentence = "the file is no WAV file of whole numbers; convert it, or install soundfile, the extra audio, on the server"
+        sentence = "the file is no WAV file of whole numbers; convert it, or install soundfile on the server"
         raise InvalidRequestError(sentence, "file")
     damaged = InvalidRequestError("the file is damaged, or takes too much memory or time to decode; send it again as WAV", "file")
     try:
@@ -138,44 +108,6 @@ def _open_other(data: bytes) -> AudioFile:
             raise damaged from None
 
     return AudioFile(read, process.close, process.num_frames, process.rate, process.channels)
-
-
-def _read_blocks(read: Read, rate: int) -> Iterator[np.ndarray]:
-    """Blocks of mono samples, float32. Raises InvalidRequestError beyond `MAX_SECONDS`."""
-    total, size = 0, rate * _BLOCK_SECONDS
-    while len(block := read(size)):
-        total += len(block)
-        if total > rate * MAX_SECONDS:
-            raise _too_long()
-        yield np.nan_to_num(block.mean(axis=1), posinf=0.0, neginf=0.0)
-        if len(block) < size:
-            return
-
-
-def _resample(blocks: Iterator[np.ndarray], rate: int) -> Iterator[np.ndarray]:
-    """Blocks at `RATE` samples a second, each transformed with an edge of its neighbours."""
-    if rate == RATE:
-        yield from blocks
-        return
-    edge = int(rate * _EDGE_SECONDS)
-    before, block = np.zeros(0, np.float32), next(blocks, None)
-    start = 0  # of the block, in samples of the file
-    while block is not None:
-        after = next(blocks, None)
-        joined = np.concatenate((before, block, np.zeros(0, np.float32) if after is None else after[:edge]))
-        first, end = (round(at * RATE / rate) for at in (start, start + len(block)))
-        offset = round((start - len(before)) * RATE / rate)
-        yield _transform(joined, round(len(joined) * RATE / rate))[first - offset : end - offset]
-        start += len(block)
-        before, block = block[-edge:], after
-
-
-def _transform(samples: np.ndarray, count: int) -> np.ndarray:
-    spectrum = np.fft.rfft(samples)
-    size = count // 2 + 1
-    kept = np.zeros(size, spectrum.dtype)
-    kept[: min(size, len(spectrum))] = spectrum[:size]
-    return (np.fft.irfft(kept, count) * (count / max(1, len(samples)))).astype(np.float32)
 
 
 def split_windows(blocks: Iterable[np.ndarray], seconds: float) -> Iterator[tuple[float, np.ndarray]]:

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
 
 HASHED = "sha256:"  # prefix of a line in the key file that holds a digest in hexadecimal

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import msgspec
 
-from frame.config.schema import LogSection
+from frame.config.server_sections import LogSection
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the running task handles
 TRACE: ContextVar[str] = ContextVar("trace", default="")  # W3C traceparent of that request's span

@@ -11,6 +11,7 @@ import numpy as np
 
 from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.model import Pooling
 from frame.text.named_file import read_named
 
 Form = Literal["vectors", "pair", "text", "chat"]
@@ -53,9 +54,37 @@ def filled(score_prompt: str, query: str, document: str, instruction: str | None
     return _PLACEHOLDER.sub(lambda match: values[match[1]], score_prompt)
 
 
+def finished(vectors: np.ndarray, pooling: Pooling | None) -> np.ndarray:
+    """A pooling model's outputs, float32 [rows, width]: probabilities of a classifier, vectors of
+    length 1 where the checkpoint says so."""
+    if pooling is None:
+        return vectors
+    if pooling.normalize:
+        return normalized(vectors)
+    if pooling.activation == "sigmoid":
+        with np.errstate(over="ignore"):
+            return np.float32(1) / (np.float32(1) + np.exp(-vectors))
+    if pooling.activation == "softmax":
+        powers = np.exp(vectors - vectors.max(axis=1, keepdims=True))
+        return np.asarray(powers / powers.sum(axis=1, keepdims=True), np.float32)
+    return vectors
+
+
+def normalized(vectors: np.ndarray) -> np.ndarray:
+    """The rows with length 1."""
+    return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12)), np.float32)
+
+
 def relevance(vectors: np.ndarray) -> np.ndarray:
     """The probability of the last label: float32 [pairs, 1 or labels] -> float32 [pairs]."""
     return vectors[:, -1]
+
+
+def log_odds(logits: np.ndarray) -> np.ndarray:
+    """The logarithm of the odds of the last label: float32 [pairs, 1 or labels] -> float32 [pairs].
+    Of one label it is the logit."""
+    others = logits[:, :-1]
+    return logits[:, -1] - np.logaddexp.reduce(others, axis=1) if others.shape[1] else logits[:, 0]
 
 
 def similarity(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -72,16 +101,6 @@ def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]
     if len(first) != len(second):
         raise ValueError(f"there are {len(first)} first texts and {len(second)} second ones; send one first text, or as many of each")
     return list(zip(first, second, strict=True))
-
-
-def shortened(vectors: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
-    """The first `dimensions` of each row, of length 1 again where the whole ones were."""
-    if dimensions is None or dimensions == vectors.shape[1]:
-        return vectors
-    kept = vectors[:, :dimensions]
-    if normalize:
-        kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.float32(1e-12))
-    return np.ascontiguousarray(kept)
 
 
 def read_score_prompt(path: str | None) -> str | None:

@@ -6,6 +6,7 @@ Used by the offline engine and the HTTP routes, which run the sequences. Must no
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.audio import HOP, RATE, AudioFile, extract_features, read_audio, split_windows
 from frame.entrypoints.engine_client.limits import InvalidRequestError
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from frame.config.resolved import Resolved
+    from frame.media.feature_store import FeatureLease
     from frame.text.tokenizer import Tokenizer
 
 STAMP_SECONDS = 0.02  # between two timestamp tokens
@@ -55,11 +58,11 @@ class Transcription:
 
 
 class Window(NamedTuple):
-    """A window of a file. `start` and `seconds`: in the file. `encoder_input`: of `Generate`."""
+    """A window of a file. `start` and `seconds`: in the file. `item`: of `Generate`."""
 
     start: float
     seconds: float
-    encoder_input: bytes
+    item: MediaItem
 
 
 class Speech:
@@ -88,12 +91,16 @@ class Speech:
         self._forced = [int(token) for _, token in forced if token is not None and token != self._no_stamps]
         self._default_language = self._find_default(settings)
 
-    def read_windows(self, audio: AudioFile | np.ndarray) -> Iterator[Window]:
-        """The windows of a file, or of float32 samples [n] of 16 kHz, one at a time. Raises
-        InvalidRequestError."""
+    def read_windows(self, audio: AudioFile | np.ndarray, lease: FeatureLease) -> Iterator[Window]:
+        """The windows of a file, or of float32 samples [n] of 16 kHz, one at a time. lease: what
+        keeps their features. Raises InvalidRequestError."""
         blocks = read_audio(audio) if isinstance(audio, AudioFile) else (audio,)
         for start, samples in split_windows(blocks, self.window_seconds):
-            yield Window(start, len(samples) / RATE, extract_features(samples, *self.input_shape).tobytes())
+            features = extract_features(samples, *self.input_shape)
+            digest = hashlib.sha256(features.data).digest()
+            file = lease.add(digest, {"input_features": features})
+            item = MediaItem("audio", digest, [], self.input_shape[1] // 2, file.path, file.arrays)
+            yield Window(start, len(samples) / RATE, item)
 
     def _find_default(self, settings: Mapping[str, Any]) -> str | None:
         """The language that the checkpoint names: its code, its name or its token."""
@@ -128,7 +135,7 @@ class Speech:
         return next((name for name, each in self._languages.items() if each == token), None)
 
     def plan_window(
-        self, language: str | None, task: str, prompt: str = "", *, has_stamps: bool, temperature: float = 0.0
+        self, language: str | None, task: str, prompt: str = "", *, has_stamps: bool, temperature: float = 0.0, seed: int | None = None
     ) -> tuple[list[int], SamplingParams]:
         """The prompt and parameters of a window's text."""
         ids = [self._start]
@@ -143,7 +150,7 @@ class Speech:
         bias = dict(self._suppressed)
         if has_stamps:
             bias[self._no_stamps] = -100.0
-        return ids, SamplingParams(temperature=temperature, logit_bias=bias, bad_words_ids=banned, logprobs=0)
+        return ids, SamplingParams(temperature=temperature, seed=seed, logit_bias=bias, bad_words_ids=banned, logprobs=0)
 
     def read_segments(
         self, ids: Sequence[int], start: float, seconds: float, logprobs: Sequence[float | None] = (), *, has_stamps: bool = True

@@ -21,7 +21,7 @@ from frame.entrypoints.logs import TRACE
 from frame.host.installation import install_command, is_installed
 
 if TYPE_CHECKING:
-    from frame.config.schema import ServerSection
+    from frame.config.server_sections import ServerSection
     from frame.core.interfaces.batch import ScheduledBatch
     from frame.core.messages import Finish, StartDetokenize, StepText, Tokenize
     from frame.core.scheduling.request import Request

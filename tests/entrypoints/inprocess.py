@@ -21,6 +21,7 @@ import msgspec
 from frame.config.hardware import Hardware
 from frame.config.schema import FrameConfig
 from frame.core.engine import Engine, EngineOptions
+from frame.core.interfaces.step_media import MediaPlan
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import AnyMessage, Control, Generate, StepTokens
 from frame.entrypoints.configuration.prepare import prepare
@@ -30,6 +31,7 @@ from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions import load_extensions
+from frame.entrypoints.http.operations.live_history import LiveHistory
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.server import load_stat_loggers
 from frame.entrypoints.http.services import Services
@@ -116,9 +118,11 @@ class InProcess:
 
 
 @asynccontextmanager
-async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path = "frame-tiny") -> AsyncIterator[InProcess]:
+async def serving(
+    sections: Mapping[str, Any] | None = None, folder: str | Path = "frame-tiny", media: Any = None
+) -> AsyncIterator[InProcess]:
     """The application over the tokenizer and the facts of a checkpoint. `sections` is a
-    configuration, as in a file."""
+    configuration, as in a file; `media` stands for the service that prepares them."""
     small = {"max_running_requests": 16, "chunked_prefill_size": 256}
     given = {name: dict(values) for name, values in (sections or {}).items()}
     given["scheduler"] = {**small, **given.get("scheduler", {})}
@@ -136,7 +140,8 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
         loop.call_soon_threadsafe(lambda: clients[0].handle_messages([message]))
 
     near, far = InProcessTransport.pair(deliver)
-    scheduler = build_scheduler(resolved, prepared.registry, tokens // resolved.page_size + 1)
+    plan = None if media is None else MediaPlan(table_rows=4096, encode_budget=4096, modalities=("image", "video", "audio"))
+    scheduler = build_scheduler(resolved.model_copy(update={"media": plan}), prepared.registry, tokens // resolved.page_size + 1)
     config = scheduler.config
     runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
     engine = Engine(scheduler, runner, far, EngineOptions(resolved.overlap, "fatal"))
@@ -151,7 +156,9 @@ async def serving(sections: Mapping[str, Any] | None = None, folder: str | Path 
     spool = AdapterSpool(resolved.tokenizer_path)
     if resolved.user.adapters.enabled:
         services.adapters = AdapterRegistry([client], resolved.user.adapters, spool, services.base_names)
+    services.media = media
     services.metrics = ServerMetrics(services)
+    services.history = LiveHistory(client, services.metrics.count_failures)
     client.stats.loggers = load_stat_loggers(resolved, prepared.registry, services)
     thread = threading.Thread(target=engine.run, name="engine", daemon=True)
     thread.start()

@@ -155,7 +155,7 @@ def test_other_files_are_read_by_soundfile(monkeypatch: pytest.MonkeyPatch, capf
         read_audio(b"unknown")
     assert capfd.readouterr().err == ""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InvalidRequestError, match="install soundfile, the extra audio, on the server"):
+    with pytest.raises(InvalidRequestError, match="install soundfile on the server"):
         read_audio(b"fLaC")
 
 
@@ -196,3 +196,15 @@ def test_a_closed_file_ends_its_process() -> None:
 def test_the_process_imports_little() -> None:
     code = "import sys, frame.entrypoints.audio_process; print([name for name in ('numpy', 'torch', 'msgspec') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kind", ["MP3", "FLAC", "OGG"])
+def test_compressed_files_are_decoded(kind: str) -> None:
+    written = pytest.importorskip("soundfile")
+    tone = 0.5 * np.sin(np.arange(RATE) * (2 * np.pi * 440 / RATE)).astype(np.float32)
+    file = io.BytesIO()
+    written.write(file, tone, RATE, format=kind)
+    samples = read_audio(file.getvalue())
+    assert abs(len(samples) - RATE) < RATE // 10
+    loudest = np.abs(np.fft.rfft(samples[: RATE // 2])).argmax() * 2  # of bins of 2 Hz
+    assert loudest == 440

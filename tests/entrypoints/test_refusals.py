@@ -94,7 +94,7 @@ FOLDERS: Mapping[str, tuple[Break, str]] = {
     "unknown architecture": (change_config(architectures=["NoSuchForCausalLM"]), "NoSuchForCausalLM"),
     "no architecture": (change_config(architectures=[]), "names no architecture"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no safetensors weights"),
-    "a GGUF file in place of the weights": (make_gguf, "model.gguf|no safetensors weights"),
+    "a GGUF file in place of the weights": (make_gguf, "model.gguf|no safetensors weights|weight_format 'gguf' is not installed"),
     "a GGUF folder": (only_gguf, "config.json"),
     "pickled weights": (pickle_weights, "pickled weights"),
     "a truncated shard": (truncate, "truncated or damaged"),

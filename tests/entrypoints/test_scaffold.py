@@ -25,8 +25,10 @@ SKIPPED = {
     "collective": 2,  # capture in a graph; sends that return at once
     "gemm_kernel": 3,  # gated products, in each dtype
     "grammar_backend": 2,  # cases of other kinds of grammar
+    "kv_tier": 4,  # files, restarts
+    "weight_transfer": 3,  # trainers that join
     "model": 1,  # transformers does not have it
-    "platform": 14,  # streams, events, graphs, the allocator of a device; calls that wait for it
+    "platform": 15,  # streams, events, graphs, releases of memory, the allocator of a device; calls that wait for it
     "tool_call_parser": 4,  # texts of a grammar
     "weight_format": 1,  # rounded weights of a checkpoint
 }
@@ -105,7 +107,7 @@ def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_pa
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text(json.dumps(CONFIG))
-    chosen = [kind for kind in KINDS if KINDS[kind].key]
+    chosen = [kind for kind in KINDS if KINDS[kind].key and kind != "modality"]  # the checkpoint reads text alone
     readmes = {kind: written / f"frame-my-{kind.replace('_', '-')}" / "README.md" for kind in chosen}
     arguments = [part for kind, readme in readmes.items() for part in (kind, str(checkpoint), str(readme))]
     resolved = run(sys.executable, "-c", RESOLVE, *arguments, PYTHONPATH=str(installed)).stdout.splitlines()

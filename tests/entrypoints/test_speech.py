@@ -17,7 +17,7 @@ from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.speech import Segment, Speech, format_subtitles
 from frame.text.tokenizer import Tokenizer
 from tests.core.greedy import make_loop
-from tests.tiny_whisper import CONTEXT, FIRST, MELS, POSITIONS, STAMPS, load_whisper, make_whisper
+from tests.tiny_whisper import CONTEXT, FIRST, MELS, POSITIONS, STAMPS, load_whisper, make_items, make_whisper
 
 DE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_STAMPS = FIRST + 2, FIRST + 3, FIRST + 4, FIRST + 5, FIRST + 7
 OLDER = {"lang_to_id": None, "task_to_id": None, "is_multilingual": None}  # checkpoints that name the prompt's tokens instead
@@ -79,7 +79,7 @@ def test_tokens_equal_those_of_generate(config: dict[str, Any], settings: dict[s
     language = speech.choose_language(options.get("language"), "transcribe")
     prompt, params = speech.plan_window(language, "transcribe", has_stamps=False)
     params = msgspec.structs.replace(params, max_tokens=20)
-    (found,) = make_loop(str(folder), 2 * CONTEXT, "torch_native").generate([prompt], params, [features.tobytes()])
+    (found,) = make_loop(str(folder), 2 * CONTEXT, "torch_native").generate([prompt], params, make_items(tmp_path, [features]))
     assert found == generate()
 
 

@@ -45,7 +45,7 @@ def replies(url: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("shell", ["2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("shell", [pytest.param("2>&-", marks=pytest.mark.soak), "<&- >&- 2>&-"])
 def test_closed_standard_streams(checkpoint: Path, shell: str) -> None:
     with starting(checkpoint, "--access-log", "--detokenizer-workers", "1", shell=shell) as (process, url):
         wait_until(lambda: replies(url + "/health/ready") or process.poll() is not None, 60)
@@ -68,8 +68,15 @@ def test_the_log_says_that_the_port_is_open_before_the_model_is_loaded(checkpoin
         assert httpx.post(url + "/v1/completions", json={"prompt": "x"}, timeout=30).status_code == 503
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["spawned", "loading"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("spawned", signal.SIGINT),
+        ("loading", signal.SIGTERM),
+        pytest.param("spawned", signal.SIGTERM, marks=pytest.mark.soak),
+        pytest.param("loading", signal.SIGINT, marks=pytest.mark.soak),
+    ],
+)
 def test_a_server_that_is_stopped_while_it_starts_ends_with_0(checkpoint: Path, number: signal.Signals, moment: str) -> None:
     with starting(checkpoint, seconds=30.0) as (process, url):
         if moment == "spawned":

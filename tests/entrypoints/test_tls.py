@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.tls import load_certificate
 from tests.entrypoints.grpc.test_service import IDS, Client, listening, params

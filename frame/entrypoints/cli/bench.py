@@ -14,15 +14,28 @@ from typing import Any
 import click
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.bench_kernels import attention, finish, moe
+from frame.entrypoints.cli.bench_kernels import PLOT_FILE, attention, finish, moe
 from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, config_command, join_options
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.bench.workload import ALL, SHAPES, Arrivals, Shape, Workload, chosen, span
+from frame.host.progress import track
 
 WARM_UP = Shape(8, (32, 32), (8, 8))
 
 
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Rates, `0.5,1,2`; none for an empty text. Raises ValueError."""
+    try:
+        rates = tuple(float(piece) for piece in text.split(",") if piece.strip())
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of rates; write 0.5,1,2") from None
+    if not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+        raise ValueError("the rates must be different numbers above 0")
+    return rates
+
+
 SPAN = ParsedType("N[:M]", span)
+RATES = ParsedType("A,B,…", parse_rates)
 
 # The options that choose and change workloads.
 workload_options = join_options(
@@ -74,7 +87,8 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
         measure(engine, WARM_UP.jobs(vocabulary, -1))
         rows = {}
         for name, workload in workloads.items():
-            runs = [measure(engine, workload.jobs(vocabulary, seed + number)) for number in range(repeats)]
+            numbers = track(range(repeats), f"runs of {name}", repeats)
+            runs = [measure(engine, workload.jobs(vocabulary, seed + number)) for number in numbers]
             rows[name] = min(runs, key=lambda run: run["seconds"]) | {"all_seconds": [run["seconds"] for run in runs]}
             if under is not None:
                 rows[name] |= under.row(workload, vocabulary, rows[name]["seconds"])
@@ -86,7 +100,11 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
 @click.option("--model", help="Model name. Default: the first model that the server lists.")
 @click.option("--api-key", envvar="FRAME_API_KEY", help="API key of the server.")
 @workload_options
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second. Default: all at once.")
+@click.option("--rate", "rates", type=RATES, default="", help="Requests per second; several are measured in turn. Default: all at once.")
+@click.option("--plot", type=PLOT_FILE, help="Plot TTFT, ITL and throughput over --rate to a .png or .svg file; needs frame-serve[bench].")
+@click.option(
+    "--baseline", type=click.Path(path_type=Path), help="Report of an earlier run, from --json, that --plot draws beside this one."
+)
 @click.option(
     "--burstiness",
     type=click.FloatRange(min=0, min_open=True),
@@ -105,30 +123,46 @@ def serve(
     names: Sequence[str],
     seed: int,
     path: Path | None,
-    rate: float | None,
+    rates: Sequence[float],
+    plot: Path | None,
+    baseline: Path | None,
     burstiness: float,
     concurrency: int | None,
     vocabulary: int,
     **rest: Any,
 ) -> None:
     from frame.entrypoints.tools.bench.load import Target, run
-    from frame.entrypoints.tools.bench.report import report
+    from frame.entrypoints.tools.bench.rate_plot import draw_rates, find_points
+    from frame.entrypoints.tools.bench.report import read, report
     from frame.entrypoints.tools.bench.summary import Objective, row
     from frame.entrypoints.tools.server_calls import ask_server
 
+    if plot is not None and not rates:
+        raise click.UsageError("--plot draws values over the request rate; give the rates, such as --rate 1,2,4,8")
+    if baseline is not None and plot is None:
+        raise click.UsageError("--baseline has no effect without --plot")
+    before = None if baseline is None else read(baseline)
+    if before is not None:
+        find_points(before)
     goals = [rest.pop(name) for name in ("goal_ttft", "goal_itl", "goal_e2e")]
     objective = Objective(*goals) if any(goal is not None for goal in goals) else None
     if not model:
         models = ask_server("GET", base_url.rstrip("/").removesuffix("/v1"), "/v1/models", api_key, timeout=30)
         model = str(models["data"][0]["id"])
     target = Target(base_url, model, api_key)
-    arrivals = Arrivals(math.inf if rate is None else rate, burstiness)
-    asyncio.run(run(target, WARM_UP.jobs(vocabulary, -1)))
-    rows = {
-        name: row(asyncio.run(run(target, workload.jobs(vocabulary, seed, arrivals), concurrency)), objective)
-        for name, workload in chosen(names, rest).items()
-    }
-    finish(report("serve", rows, server=base_url, model=target.model, rate=rate, burstiness=burstiness, concurrency=concurrency), path)
+    asyncio.run(run(target, WARM_UP.jobs(vocabulary, -1), title="warm-up"))
+    rows = {}
+    for name, workload in chosen(names, rest).items():
+        for rate in rates or (math.inf,):
+            title = f"{name} at {rate:g}/s" if len(rates) > 1 else name
+            jobs = workload.jobs(vocabulary, seed, Arrivals(rate, burstiness))
+            figures = row(asyncio.run(run(target, jobs, concurrency, title)), objective)
+            rows[title] = figures if math.isinf(rate) else {"workload": name, "rate": rate, **figures}
+    about = {"server": base_url, "model": target.model, "rate": _simplify(rates), "burstiness": burstiness, "concurrency": concurrency}
+    results = report("serve", rows, **about)
+    finish(results, path)
+    if plot is not None:
+        draw_rates(results, plot, before)
     if any(figures["failed"] for figures in rows.values()):
         raise click.ClickException("; ".join(error for figures in rows.values() for error in figures["errors"]))
 
@@ -173,6 +207,11 @@ def compare(first: Path, second: Path) -> None:
 
 for _each in (offline, serve, startup, attention, moe, compare):
     command.add_command(_each)
+
+
+def _simplify(rates: Sequence[float]) -> Sequence[float] | float | None:
+    """The rates for a report, which has one of them as a number."""
+    return rates if len(rates) > 1 else rates[0] if rates else None
 
 
 def _check_lengths(workloads: Mapping[str, Workload | Shape], max_length: int) -> None:

@@ -4,10 +4,10 @@ shapes, against the roofline, without a model."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,11 +16,14 @@ from frame.core.errors import ConfigError
 from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, join_options, parse_output
 from frame.entrypoints.tools.bench.workload import Span, span
 from frame.host.installation import install_command
+from frame.host.progress import track
 from frame.plugins.loader import load_registry
 
 if TYPE_CHECKING:
     from frame.core.interfaces.plugin import PluginRecord
     from frame.plugins.registry import Registry
+
+Row = TypeVar("Row")
 
 _PLOT_TYPES = (".png", ".svg")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -93,7 +96,8 @@ def attention(
     shape = AttentionShape(heads, kv_heads, head_dim, head_dim) if model is None else AttentionShape.of(read_model_config(model))
     bench = AttentionBench(load_registry(), shape, *_machine(machine), page_size)
     records = _records(bench.registry, "attention_backend", names)
-    measured = [(record.name, batch.name, figures) for record in records for batch, figures in bench.rows(record, batches)]
+    rows_of = [bench.rows(record, batches) for record in records]
+    measured = [(name, batch.name, figures) for name, (batch, figures) in _measure(records, rows_of, len(batches))]
     _report("attention", measured, bench, machine, path, plot)
 
 
@@ -117,8 +121,15 @@ def moe(
     shape = ExpertShape(experts, top_k, hidden, inner) if model is None else ExpertShape.of(read_model_config(model))
     bench = ExpertBench(load_registry(), shape, *_machine(machine))
     layer, records = bench.layer(), _records(bench.registry, "moe_runner", names)
-    measured = [(record.name, f"{count} tokens", figures) for record in records for count, figures in bench.rows(record, layer, counts)]
+    rows_of = [bench.rows(record, layer, counts) for record in records]
+    measured = [(name, f"{count} tokens", figures) for name, (count, figures) in _measure(records, rows_of, len(counts))]
     _report("moe", measured, bench, machine, path, plot)
+
+
+def _measure(records: Sequence[PluginRecord], rows_of: Sequence[Iterable[Row]], batches: int) -> Iterator[tuple[str, Row]]:
+    """(plugin, row) of the rows, which are measured as they are read. Shows the progress."""
+    pairs = ((record.name, row) for record, rows in zip(records, rows_of, strict=True) for row in rows)
+    return track(pairs, "measuring", len(records) * batches)
 
 
 def finish(results: dict[str, Any], path: Path | None) -> None:
@@ -141,7 +152,7 @@ def _records(registry: Registry, kind: str, names: tuple[str, ...]) -> list[Plug
 
 def _choose_device(device: str | None) -> str:
     """The platform that is named, or the best-ranked one that has a device. Raises ConfigError."""
-    from frame.config.resolve_platform import choose_platform
+    from frame.config.resolution.platform import choose_platform
     from frame.config.schema import FrameConfig
     from frame.entrypoints.configuration.hardware_probe import probe
 

@@ -9,7 +9,7 @@ import click
 
 from frame.config.resolve import pinned
 from frame.config.resolved import Resolved
-from frame.config.schema import PluginsSection
+from frame.config.server_sections import PluginsSection
 from frame.core.errors import ConfigError, ConfigurationError, did_you_mean
 from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.cli.options import config_command

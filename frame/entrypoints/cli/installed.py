@@ -27,7 +27,7 @@ def list_help(paths: Sequence[str] = ()) -> list[tuple[str, str]]:
     entries = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
     if not entries and not paths:
         return []
-    from frame.config.schema import PluginsSection
+    from frame.config.server_sections import PluginsSection
     from frame.entrypoints.configuration.sources import load_config
     from frame.plugins.loader import load_commands
 

@@ -24,6 +24,7 @@ _HERE = "frame.entrypoints.cli"
 # name -> ("module:command", one line of help)
 _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "serve": (f"{_HERE}.serve:command", "Serve a model over HTTP (OpenAI API)."),
+    "pull": ("frame.entrypoints.hub.command:command", "Download a model from a hub."),
     "chat": (f"{_HERE}.chat:command", "Chat in the terminal, with a server or in process."),
     "eval": (f"{_HERE}.eval:command", "Score a server or an engine on the embedded tasks."),
     "bench": (f"{_HERE}.bench:command", "Measure throughput and latency."),

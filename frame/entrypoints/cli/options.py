@@ -15,8 +15,9 @@ from typing import Any
 import click
 
 from frame.core.errors import did_you_mean
-from frame.entrypoints.configuration.flat_settings import ALIASES, Setting, settings
+from frame.entrypoints.configuration.flat_settings import ALIASES, OPTIONS_KEY, Setting, settings
 from frame.entrypoints.configuration.sources import LoadedConfig, load_config
+from frame.entrypoints.configuration.tier_flags import TIER_FLAGS
 
 HELP = "frame.help"  # the key of a context's `meta` that names the flags to show
 COMMON, OWN, ALL = "common", "own", "all"
@@ -173,12 +174,16 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, loaded=load_config(config_file, flags, set_values), **options)
 
     decorated: Callable[..., Any] = wrapped
-    for name, (_, _, text) in ALIASES.items():
-        decorated = click.option(f"--{name}", _parameter(name), cls=_option_class("cache"), is_flag=True, default=None, help=text)(
-            decorated
-        )
+    for name, (key, _, text) in ALIASES.items():
+        shown = _option_class(key.partition(".")[0])
+        decorated = click.option(f"--{name}", _parameter(name), cls=shown, is_flag=True, default=None, help=text)(decorated)
+    for name, (metavar, text) in reversed(list(TIER_FLAGS.items())):
+        shown = _option_class("cache")
+        decorated = click.option(
+            f"--{name}", _parameter(name), cls=shown, is_flag=metavar is None, metavar=metavar, default=None, help=text
+        )(decorated)
     for setting in reversed(list(settings())):
-        if setting.shape != "table":
+        if setting.path != OPTIONS_KEY:
             decorated = _flag(setting)(decorated)
     decorated = click.option(
         "--set", "set_values", cls=SettingOption, multiple=True, metavar="KEY=VALUE",

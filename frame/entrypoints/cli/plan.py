@@ -62,6 +62,10 @@ def _format(plan: dict, device: str, machine: str | None) -> str:  # type: ignor
         sizes = "".join(f"{rank[name] / GIB:10.2f}" for rank in seen)
         rows.append(f"  {name:12}{sizes}{'   ' + notes[name] if name in notes else ''}")
     rows += ["", f"largest context {plan['largest_context']:,} tokens; {plan['largest_batch']} requests of 1,024 tokens at once"]
+    for tier in plan["tiers"]:
+        blocks = "" if tier["blocks"] is None else f": {tier['blocks']:,} blocks"
+        memory = f"{tier['host_bytes'] / GIB:,.2f} GiB of host memory in all"
+        rows.append(f"tier {tier['name']} of each replica or attention group{blocks}, {tier['block_bytes']:,} bytes each; {memory}")
     if not plan["phases"]:
         return "\n".join([*rows, "no lower bounds: the rates of this machine or the operations of this model are unknown"])
     rows += ["", f"  {'lower bound':22}{'step, ms':>10}{'tokens/s':>12}  bound by"]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
-from frame.config.resolve_plugins import BUILT_IN, FRAME_DISTRIBUTION, KEYS
-from frame.config.schema import PluginsSection
+from frame.config.resolution.plugins import BUILT_IN, FRAME_DISTRIBUTION, KEYS
+from frame.config.server_sections import PluginsSection
 from frame.core.errors import PluginError
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord

@@ -65,6 +65,15 @@ def run(loaded: LoadedConfig, module: str = WORKER, early: EarlyProcess | None =
 
     logs.configure("main", loaded.config.log, logs.LogWriter())
     signals = StartSignals()
+    if loaded.config.model.download:
+        from frame.entrypoints.hub.errors import DownloadError
+        from frame.entrypoints.hub.pull import fetch_models
+
+        try:
+            fetch_models(loaded.config)
+        except DownloadError as error:
+            click.echo(f"frame: the start failed: {error}", err=True)
+            return 1
     with paused_collection():
         from frame.entrypoints.configuration.prepare import prepare
         from frame.entrypoints.http.start import configured_layout, serve

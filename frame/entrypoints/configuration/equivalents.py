@@ -38,7 +38,7 @@ class Equivalent:
 _DEFAULT = "leave it out: this is what frame does by default"
 _TYPES = MappingProxyType({"half": "float16", "float": "float32", "f16": "float16", "f32": "float32", "bf16": "bfloat16", "q8_0": "int8"})
 _TASKS = MappingProxyType({"pooling": "embed", "embedding": "embed", "score": "classify", "reward": "classify"})
-_HUB = "frame downloads nothing: download the checkpoint first, and name its folder with --model"
+_HF_FOLDER = "set the environment variable HF_HUB_CACHE"
 _LORA = "frame serves adapters in PEFT's format: --enable-lora --lora-modules NAME=FOLDER"
 _MEMORY = "frame holds weights and KV cache on the device; a checkpoint of fewer bits needs less (--quantization)"
 _DEVICES = "set the environment variable CUDA_VISIBLE_DEVICES"
@@ -48,14 +48,17 @@ _REQUEST = "a request has it as a sampling parameter"
 _ROWS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     # model
     ("--model-path", (S,), "--model {}", ""),
-    ("-m", (L,), "--model {}", "a folder; for a .gguf file, its folder with --load-format gguf --quantization gguf"),
+    ("-m", (L,), "--model {}", "a folder; for a .gguf file, its folder"),
     ("--tokenizer-path", (S,), "--tokenizer {}", ""),
     ("--alias -a", (L,), "--served-model-name {}", ""),
     ("--context-length", (S,), "--max-model-len {}", ""),
     ("--ctx-size -c", (L,), "--max-model-len {}", "of one sequence; --max-total-tokens sets the KV cache"),
-    ("--hf-repo -hf -hfr --hf-file", (L,), "", _HUB),
-    ("--download-dir --revision --tokenizer-revision", (V, S), "", _HUB),
-    ("--hf-token", (V, L), "", _HUB),
+    ("--hf-repo -hf -hfr", (L,), "--model {} --download", "safetensors"),
+    ("--hf-file", (L,), "", "frame pull fetches the files that frame reads"),
+    ("--revision", (V, S), "--model ORG/NAME:{}", ""),
+    ("--tokenizer-revision", (V, S), "--tokenizer ORG/NAME:{}", ""),
+    ("--download-dir", (V, S), "", _HF_FOLDER),
+    ("--hf-token", (V, L), "", "set the environment variable HF_TOKEN"),
     ("--hf-overrides", (V,), "", _CONFIG),
     ("--json-model-override-args", (S,), "", _CONFIG),
     ("--rope-scaling --rope-theta --rope-freq-base", (V, L), "", _CONFIG),
@@ -67,7 +70,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("--max-loaded-loras", (S,), "--max-cpu-loras {}", ""),
     ("--lora-target-modules --lora-backend --fully-sharded-loras", (S, V), "", _DEFAULT),
     ("--lora --lora-scaled", (L,), "", _LORA),
-    ("--limit-mm-per-prompt --mmproj", (V, L), "", "frame serves the text model of such a checkpoint, without images"),
+    ("--mmproj", (L,), "", "the encoders are read from the checkpoint's folder"),
     # task
     ("--task --runner", (V,), "--model-task {}", "generate, embed or classify"),
     ("--is-embedding", (S,), "--model-task embed", ""),
@@ -99,7 +102,10 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("--no-enable-prefix-caching", (V,), "--prefix-cache none", ""),
     ("--radix-eviction-policy", (S,), "--eviction-policy {}", ""),
     ("--cache-reuse --cache-prompt", (L,), "", _DEFAULT),
-    ("--kv-transfer-config --disaggregation-mode", (V, S), "", "frame has no disaggregation: leave it out"),
+    ("--kv-transfer-config", (V,), "--kv-offloading-size GIB", "or --disaggregation-mode prefill or decode"),
+    ("--disaggregation-transfer-backend --disaggregation-ib-device", (S,), "", _DEFAULT),
+    ("--disaggregation-bootstrap-port", (S,), "--disaggregation-port {}", ""),
+    ("--kv-offloading-backend --hicache-io-backend --hicache-mem-layout --hicache-storage-prefetch-policy", (V, S), "", _DEFAULT),
     # scheduling
     ("--max-num-seqs", (V,), "--max-running-requests {}", ""),
     ("--parallel -np", (L,), "--max-running-requests {}", ""),

@@ -18,7 +18,8 @@ OPTIONS_KEY = ("plugins", "options")
 
 # Flags that set a fixed value of another setting: flag -> (setting, value, help).
 ALIASES: Mapping[str, tuple[str, Any, str]] = {
-    "disable-radix-cache": ("cache.prefix", "none", "Disable the prefix cache (cache.prefix: none).")
+    "disable-radix-cache": ("cache.prefix", "none", "Disable the prefix cache (cache.prefix: none)."),
+    "language-model-only": ("media.enabled", False, "Serve the text of a model that reads media (media.enabled: false)."),
 }
 
 

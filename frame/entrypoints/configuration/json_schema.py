@@ -40,7 +40,8 @@ def _name_plugins(definitions: dict[str, Any], registry: Registry) -> None:
         owner = _section(definitions, section)["properties"][name]
         names = [record.name for record in registry.records(kind.name)]
         if names:
-            (owner["items"] if kind.is_list else owner)["examples"] = names
+            lists = [each for each in (owner, *owner.get("anyOf", ())) if "items" in each]  # of a list that may be open
+            (lists[0]["items"] if kind.is_list else owner)["examples"] = names
 
 
 def _options(definitions: dict[str, Any], registry: Registry) -> dict[str, Any]:

@@ -15,17 +15,19 @@ from itertools import combinations
 from pathlib import Path
 
 from frame.checkpoint.folder import check_folder
-from frame.checkpoint.model_config import check_head, find_model, read_model_config
+from frame.checkpoint.hub_cache import find_name
+from frame.checkpoint.model_config import check_head, describe_missing, find_model, read_model_config
 from frame.checkpoint.remote_code import check_model_code, check_tokenizer_code
 from frame.config.hardware import Hardware
+from frame.config.resolution.drafter import find_drafter, resolve_draft_model
 from frame.config.resolve import resolve
-from frame.config.resolve_drafter import find_drafter, resolve_draft_model
-from frame.config.resolve_moves import find_moves
 from frame.config.resolved import Resolved
-from frame.config.schema import BatchesSection, FrameConfig, PluginsSection, ServerSection
+from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError, UnknownPluginError, join_conflicts
+from frame.config.server_sections import BatchesSection, PluginsSection, ServerSection
 from frame.core.errors import ConfigError, ConfigurationError, PluginError, did_you_mean
 from frame.core.interfaces.model import ModelCapabilities
+from frame.entrypoints.configuration.find_moves import find_moves
 from frame.entrypoints.configuration.hardware_probe import probe
 from frame.entrypoints.keys import check_exposure
 from frame.entrypoints.moderation import read_policy
@@ -196,7 +198,9 @@ def _chat_template(config: FrameConfig) -> str:
         return ""
     folder = find_model(config.model.tokenizer or config.model.path)
     if not folder.is_dir():
-        raise ConfigError(f"model.tokenizer {config.model.tokenizer!r} is not a folder; name a folder with a tokenizer.json")
+        path = config.model.tokenizer or ""
+        remedy = describe_missing(path) if find_name(path) else "name a folder with a tokenizer.json"
+        raise ConfigError(f"model.tokenizer {path!r} is not a folder; {remedy}")
     check_folder(folder)
     named = config.text.chat_template
     source = read_template(named) if named else find_template(folder, read_settings(folder))

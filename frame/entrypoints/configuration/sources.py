@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigError, did_you_mean, nearest_word
 from frame.entrypoints.configuration.flat_settings import ALIASES, OPTIONS_KEY, Setting, by_key, by_keyword
+from frame.entrypoints.configuration.tier_flags import TIER_FLAGS, TIERS, read_tier_flags
 from frame.entrypoints.configuration.yaml_file import Located, parse_yaml, plain, read_yaml
 
 ENV_PREFIX = "FRAME_"
@@ -232,12 +233,15 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
                 raise ConfigError(f"--{name} and --{setting.flag} {explicit[setting.flag]} contradict each other; keep one.")
             if value is True:
                 yield setting.path, meaning, source
+        elif name in TIER_FLAGS:
+            continue
         elif name in known:
             setting = known[name]
             source = f"flag --no-{name}" if value is False else source
             yield from (_from_text(setting, value, source) if isinstance(value, str) else ((setting.path, value, source),))
         else:
-            raise ConfigError(f"Unknown flag --{name}{did_you_mean(name, [*known, *ALIASES]) or '.'}")
+            raise ConfigError(f"Unknown flag --{name}{did_you_mean(name, [*known, *ALIASES, *TIER_FLAGS]) or '.'}")
+    yield from read_tier_flags(explicit, "flag --")
 
 
 def _from_sets(sets: Sequence[str]) -> Iterator[tuple[Path, Any, str]]:
@@ -261,6 +265,7 @@ def _from_sets(sets: Sequence[str]) -> Iterator[tuple[Path, Any, str]]:
 def _from_python(keywords: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
     known, short = by_key(), by_keyword()
     sections = {key.partition(".")[0] for key in known}
+    tier_flags: dict[str, Any] = {}
     for name, value in keywords.items():
         source = f"keyword {name}"
         if name in sections and isinstance(value, Mapping):
@@ -271,7 +276,9 @@ def _from_python(keywords: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]
                 yield from _options(_located(value, source))
             else:
                 yield setting.path, _typed(setting, value, source), source
-        elif (flag := name.replace("_", "-")) in ALIASES:
+        elif (flag := name.replace("_", "-")) in TIER_FLAGS:
+            tier_flags[flag] = value
+        elif flag in ALIASES:
             key, meaning, _ = ALIASES[flag]
             if value:
                 yield known[key].path, meaning, source
@@ -281,6 +288,8 @@ def _from_python(keywords: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]
             other = suggest_keyword(name)
             hint = f"; did you mean {other!r}?" if other else did_you_mean(name, [*short, *sections, "disable_radix_cache"])
             raise ConfigError(f"Unknown keyword {name!r}{hint or f'; {EVERY_KEY}.'}")
+    named = next((keywords[name] for name in (TIERS.replace("-", "_"), "cache.tiers") if name in keywords), None)
+    yield from read_tier_flags({**tier_flags, TIERS: named}, "keyword ")
 
 
 def _located(value: Any, place: str) -> Located:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from frame.config.schema import AdaptersSection
+from frame.config.server_sections import AdaptersSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.adapter import AdapterError
 from frame.core.messages import Finish

@@ -30,7 +30,9 @@ from frame.core.messages import (
     Finish,
     Generate,
     Heartbeat,
+    NewWeights,
     Ready,
+    StartDetokenize,
     StepText,
     StepTokens,
     Tokenized,
@@ -45,6 +47,7 @@ from frame.entrypoints.engine_client.stats import ClientStats, Outstanding
 from frame.entrypoints.engine_client.token_router import TokenRouter
 from frame.entrypoints.logs import TRACE
 from frame.text.detokenizer import Detokenizer
+from frame.text.incremental_decoder import PROMPT_TAIL
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,10 @@ EXPIRY_GRACE = 10.0  # seconds after its deadline in which the engine itself end
 class EngineClient:
     """Not thread-safe: every method runs in the event loop's thread. `outstanding`: shared with the
     clients of other replicas."""
+
+    # Gives an engine that is back the weights of the other replicas, then calls `restore_adapters`;
+    # None: there are no others
+    recover_weights: Callable[[EngineClient], None] | None = None
 
     def __init__(
         self,
@@ -81,7 +88,7 @@ class EngineClient:
         self._router = TokenRouter(self._sequences, self._outstanding.stats, self._end)
         self._recovery = RequestRecovery(self._admit, self._withdraw, limits.grammar_processes)
         self._random = random.Random(limits.seed)
-        self._commands = EngineCommands(link.send)
+        self.commands = EngineCommands(link.send)
 
     @property
     def stats(self) -> ClientStats:
@@ -93,8 +100,8 @@ class EngineClient:
         """Reserve room for `count` sequences, before a request costs any work. Raises
         QueueFullError, EngineDeadError, and InvalidRequestError for more than the server's
         maximum."""
-        if self.dead_reason is not None:
-            raise EngineDeadError(self.dead_reason)
+        if (reason := self.dead_reason or self.commands.lost_weights) is not None:
+            raise EngineDeadError(reason)
         if count > self.limits.max_outstanding:
             maximum, remedy = self.limits.max_outstanding, "send fewer at once, or serve with a larger --max-queued-requests"
             raise InvalidRequestError(f"the request asks for {count} sequences, and this server holds {maximum}; {remedy}")
@@ -160,6 +167,7 @@ class EngineClient:
         self._check_name(sequence)
         rid, prompt = sequence.rid, sequence.prompt
         self._sequences[rid] = sequence
+        sequence.change_version(self._router.weight_version)
         self._outstanding.rids.add(rid)
         self.stats.prompt_tokens += len(prompt)
         sequence.recovery.generate = Generate(
@@ -171,7 +179,8 @@ class EngineClient:
             deadline=deadline,
             second_text_start=starts[sequence.prompt_index] if (starts := sequence.request.second_text_starts) else 0,
             adapter=use.version.digest if (use := sequence.recovery.adapter) is not None else "",
-            encoder_input=sequence.recovery.encoder_input,
+            media=sequence.recovery.media,
+            transfer=sequence.recovery.transfer,
             trace=TRACE.get(),
         )
         if use is not None:
@@ -217,7 +226,7 @@ class EngineClient:
     @property
     def unavailable_reason(self) -> str | None:
         """Why the engine takes no requests now; submitted ones wait. None while it takes them."""
-        return self._recovery.unavailable_reason
+        return self._recovery.unavailable_reason or self.commands.lost_weights
 
     @property
     def num_sequences(self) -> int:
@@ -229,17 +238,26 @@ class EngineClient:
         """Sequences running, waiting or reserved."""
         return self._outstanding.count
 
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that the engine serves."""
+        return self.commands.weight_version
+
     # commands -------------------------------------------------------------------------------------
+
+    def watch_weights(self, call: Callable[[str | None, str], None]) -> None:
+        """Call this with folder and version whenever the engine has other weights."""
+        self.commands.on_weights = call
 
     async def send_command(self, action: Any, **arguments: Any) -> ControlReply:
         """The reply to a command. Raises EngineDeadError, TimeoutError."""
-        if self.dead_reason is not None or self.unavailable_reason is not None:
-            raise EngineDeadError(self.dead_reason or self.unavailable_reason)
-        return await self._commands.send_command(action, arguments)
+        if (reason := self.dead_reason or self._recovery.unavailable_reason) is not None:
+            raise EngineDeadError(reason)
+        return await self.commands.send_command(action, arguments)
 
     async def send_order(self, action: Any, **arguments: Any) -> ControlReply:
         """`send_command`, also to an engine that is back and has no requests yet."""
-        return await self._commands.send_command(action, arguments)
+        return await self.commands.send_command(action, arguments)
 
     # receive --------------------------------------------------------------------------------------
 
@@ -282,6 +300,8 @@ class EngineClient:
                 self.link.send(Abort(rids=[message.rids[place] for place in message.stopped], reason="stop"))
         elif isinstance(message, StepTokens):
             self._router.route_step(message, None, touched)
+        elif isinstance(message, NewWeights):
+            self._router.change_version(message.version)
         else:
             self._handle_other(message)
 
@@ -289,7 +309,7 @@ class EngineClient:
         if isinstance(message, Heartbeat) and message.process == "engine":
             self.load = message
         if isinstance(message, ControlReply):
-            self._commands.receive_reply(message)
+            self.commands.receive_reply(message)
         elif isinstance(message, Ready | Heartbeat | Fatal):
             if self.on_notice is not None:
                 self.on_notice(message)
@@ -312,6 +332,7 @@ class EngineClient:
         self._outstanding.rids.discard(sequence.rid)
         if (use := sequence.recovery.adapter) is not None:
             use.end(sequence.num_tokens)
+        sequence.request.count_left()
 
     def _end_here(self, sequences: Sequence[SequenceState], finish: Finish) -> None:
         """End sequences that the engine does not run, or no longer runs."""
@@ -357,7 +378,7 @@ class EngineClient:
             self.dead_reason = error
         self._recovery.hold_sequences((), error)
         self._end_here(list(self._sequences.values()), Finish("error", None, error))
-        self._commands.fail_pending(error)
+        self.commands.fail_pending(error)
 
     def begin_recovery(self, reason: str, inflight: Mapping[int, int] | None = None, inflight_text: frozenset[int] = frozenset()) -> None:
         """The engine or the detokenizer has crashed and will be restarted: hold all requests until
@@ -379,7 +400,7 @@ class EngineClient:
         self._recovery.hold_sequences(sequences, reason)
         if self._detokenizer is not None:
             self._detokenizer.reset()
-        self._commands.fail_pending(reason)
+        self.commands.fail_pending(reason)
         if cause is not None:
             recovery = cause.recovery
             sentence = CRASHED_ENGINE.format(recovery.num_crashes) if is_engine else CRASHED_DETOKENIZER.format(recovery.num_text_crashes)
@@ -389,7 +410,15 @@ class EngineClient:
     def resume_requests(self) -> None:
         """The process is back: every sequence continues from its last token, once the engine has
         the adapters."""
-        self._commands.restore_state()
+        self.commands.restore_state()
+        self._router.change_version(self.commands.weight_version)
+        if self.recover_weights is None:
+            self.restore_adapters()
+        else:
+            self.recover_weights(self)
+
+    def restore_adapters(self) -> None:
+        """The engine has its weights: load its adapters, then let it have its requests."""
         if self.adapters is None:
             self.resume_held()
         else:
@@ -425,17 +454,32 @@ class EngineClient:
         if (use := sequence.recovery.adapter) is not None and self not in use.version.holders:  # never the base model instead
             self._end_here([sequence], Finish("error", None, NO_ADAPTER))
             return
+        is_started = sequence.recovery.first_ids and not sequence.recovery.num_admissions and self._insert_first(sequence)
+        if sequence.finish is not None:
+            return
         message = build_generate(sequence)
         self.stats.recovered += sequence.recovery.num_admissions > 0
         sequence.recovery.num_admissions += 1
         texts: list[StepText] = []
-        if self._detokenizer is not None:
+        if self._detokenizer is not None and not is_started:
             texts = self._detokenizer.start_request(build_start_detokenize(sequence, message))
         elif self._remote_text:
             self.link.send(build_start_detokenize(sequence, message))
         self.link.send(message)
         if texts:
             self.handle_messages(texts)
+
+    def _insert_first(self, sequence: SequenceState) -> bool:
+        """Begin a sequence with the tokens that a prefill server has generated, as if a step had
+        yielded them. -> whether it was done: another process has the text, which starts without."""
+        if self._remote_text:
+            return False
+        rid = sequence.recovery.engine_rid
+        if self._detokenizer is not None:
+            tail = sequence.prompt[-PROMPT_TAIL:]
+            self._detokenizer.start_request(StartDetokenize(rid=rid, params=sequence.params, prompt_tail=tail, trace=TRACE.get()))
+        self.handle_messages([StepTokens(rids=[rid], token_ids=[sequence.recovery.first_ids])])
+        return True
 
     def _withdraw(self, sequence: SequenceState) -> None:
         """Take a sequence out of the engine; it keeps its output."""

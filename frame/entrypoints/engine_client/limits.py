@@ -10,6 +10,7 @@ import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import as_array
+from frame.text.stop_regex import PatternError, check_patterns
 
 SHORT_PROMPT = 128  # tokens
 DEFAULTS = SamplingParams()
@@ -75,6 +76,11 @@ def check_params(limits: ClientLimits, params: SamplingParams) -> None:
     problems = params.problems(limits.vocab_size)
     if problems:
         raise InvalidRequestError(problems[0].sentence, problems[0].param)
+    if params.stop_regex:
+        try:
+            check_patterns(params.stop_regex)
+        except PatternError as error:
+            raise InvalidRequestError(f"stop_regex {error}", "stop_regex") from None
     if params.grammar is not None and not limits.grammar and not limits.is_pooling:
         sentence = "this server has no grammar backend; start it with --grammar-backend NAME, and with a tokenizer"
         raise InvalidRequestError(sentence, "response_format")

@@ -32,7 +32,7 @@ def build_generate(sequence: SequenceState) -> Generate:
     if message is None:
         raise RuntimeError(f"{sequence.rid} was never submitted")
     deadline = max(MIN_DEADLINE, round(recovery.expires_at - time.monotonic(), 3))
-    if not recovery.num_admissions:
+    if not recovery.num_admissions and not recovery.output_ids:
         return msgspec.structs.replace(message, deadline=deadline)
     has_prompt_logprobs = sequence.prompt_logprobs is not None
     output = list(recovery.output_ids)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+from frame.core.interfaces.kv_tier import KVTransfer
+from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate, TokenLogprobs
 from frame.entrypoints.engine_client.adapter_versions import AdapterUse
@@ -43,8 +45,11 @@ class RecoveryState:
 
     engine_rid: str
     output_ids: array[int] = field(default_factory=partial(array, "i"))  # every token so far
-    encoder_input: bytes = b""  # of an encoder-decoder model
+    media: list[MediaItem] = field(default_factory=list)  # shared by the sequences of a prompt
     adapter: AdapterUse | None = None
+    transfer: KVTransfer | None = None  # of the prompt's blocks, to or from another server
+    first_ids: list[int] = field(default_factory=list)  # tokens that a prefill server has generated
+    num_cached: int | None = None  # prompt tokens that a prefill server found in its prefix cache; None: none computed it
     num_accepted: int = 0  # drafted tokens so far
     num_rejected: int = 0
     generate: Generate | None = None  # the message of the first admission; None until the sequence is started
@@ -82,6 +87,8 @@ class SequenceState:
     cached: int = 0  # prompt tokens that came from the prefix cache
     times: SequenceTimes = field(default_factory=SequenceTimes)
     has_update: bool = False
+    versions: list[tuple[int, str]] = field(default_factory=list)  # of the weights: (index of their first output token, version)
+    num_reported: int = 0  # output tokens at the last update, with a `stream_interval`
     recovery: RecoveryState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +100,18 @@ class SequenceState:
         return f"{owner}:{self.name}" if owner else self.name
 
     @property
+    def weight_version(self) -> str:
+        """The version of the weights that made the last token; "" before the start."""
+        return self.versions[-1][1] if self.versions else ""
+
+    def change_version(self, version: str) -> None:
+        """Later tokens are of these weights."""
+        if self.versions and self.versions[-1][0] == self.num_tokens:
+            self.versions.pop()
+        if version != self.weight_version:
+            self.versions.append((self.num_tokens, version))
+
+    @property
     def num_tokens(self) -> int:
         """Output tokens so far."""
         return len(self.recovery.output_ids)
@@ -100,8 +119,15 @@ class SequenceState:
     @property
     def num_logprobs(self) -> int:
         """Log-probabilities of its output and prompt so far, those of alternatives too."""
-        size = 0 if self.params.logprobs is None else self.num_tokens * (1 + self.params.logprobs)
+        size = 0 if self.params.logprobs is None else self.num_tokens * (1 + self.params.num_alternatives)
         return size if self.prompt_logprobs is None else size + len(self.prompt) * (1 + (self.params.prompt_logprobs or 0))
+
+    def take_interval(self) -> bool:
+        """Whether there are tokens for one event of a `stream_interval`, which are then counted."""
+        if self.num_reported and self.num_tokens - self.num_reported < self.params.stream_interval:
+            return False
+        self.num_reported = self.num_tokens
+        return True
 
     def take_output(self) -> tuple[str, list[int], list[TokenLogprobs]]:
         """The text, tokens and logprobs since the last call."""
@@ -127,8 +153,11 @@ class RequestState:
     created: float = field(init=False)  # arrival of the request, where it was parsed and tokenized before the submission
     is_disconnected: bool = False
     on_update: Callable[[], None] | None = None  # called instead of waking `wait`
+    namespace: str = ""  # of the prefix cache, of a request whose blocks go to another server
     second_text_starts: Sequence[int] = ()  # one a prompt, for pairs of texts: where the second text begins
+    on_left: Callable[[], None] | None = None  # called once, when no sequence will be in an engine any more
     vectors: dict[int, bytes] = field(default_factory=dict)  # by sequence index: float32 bytes, from a pooling engine
+    _num_left: int = 0  # sequences that were started and are in no engine any more
     _num_unread: int = 0  # tokens that arrived for sequences with output that was not taken
     _overrun: tuple[int, Callable[[], None]] | None = None  # see `set_backpressure_limit`
     _waiter: asyncio.Future[None] | None = None
@@ -147,6 +176,18 @@ class RequestState:
         labels = dict.fromkeys(str(s.recovery.adapter) for s in self.sequences if s.recovery.adapter is not None)
         return ", ".join(islice(labels, MAX_ADAPTERS_SHOWN))
 
+    def count_left(self) -> None:
+        """One more sequence is in no engine any more."""
+        self._num_left += 1
+        if self._num_left == len(self.sequences):
+            self.leave()
+
+    def leave(self) -> None:
+        """No sequence will be in an engine any more; a second call does nothing."""
+        on_left, self.on_left = self.on_left, None
+        if on_left is not None:
+            on_left()
+
     @property
     def num_unread(self) -> int:
         """Tokens, and alternatives of log-probabilities, that wait for the reader."""
@@ -161,7 +202,7 @@ class RequestState:
 
     def add_unread(self, sequence: SequenceState, count: int) -> None:
         """Count `count` new tokens of a sequence with output that was not taken."""
-        self._num_unread += count * (1 + (sequence.params.logprobs or 0))
+        self._num_unread += count * (1 + sequence.params.num_alternatives)
         if self._overrun is not None and self._num_unread > self._overrun[0]:
             (_, on_overrun), self._overrun = self._overrun, None
             on_overrun()

@@ -79,6 +79,7 @@ class StatLoggers:
             inference_time=max(0.0, now - request.submitted - times.waited) if times.first else None,
             max_tokens=sequence.params.max_tokens,
             is_abandoned=is_abandoned,
+            n=sequence.params.n,
         )
         self._call("record_request", record)
 

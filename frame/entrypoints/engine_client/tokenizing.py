@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from frame.core.messages import Message, Tokenize, Tokenized
+from frame.core.messages import MediaText, Message, Tokenize, Tokenized
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.logs import TRACE
 from frame.text.chat_template import TEMPLATE, ChatTemplateError
@@ -50,6 +50,12 @@ class AsyncTokenizer(ABC):
         asked = self._run(inputs=inputs, truncate_to=truncate_to, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
         return (await asked).encoded
 
+    async def encode_media(self, media: list[MediaText], max_tokens: int | None = None, **content: Any) -> tuple[list[int], list[int]]:
+        """The token ids of a text or a chat with media, and the indices of the items in the order
+        of the prompt. content: fields of `Tokenize`."""
+        tokenized = await self._run(media=media, max_tokens=max_tokens, **content)
+        return tokenized.token_ids, tokenized.media_order
+
     @abstractmethod
     async def _run(self, **content: Any) -> Tokenized:
         """The reply to the message `Tokenize` with these fields."""
@@ -72,7 +78,8 @@ class ThreadedTokenizer(AsyncTokenizer):
         else:
             inputs = message.inputs if message.inputs is not None else [[message.text or ""]]
             size = sum(len(text) for texts in inputs for text in texts)
-            is_short = size <= INLINE_CHARACTERS and len(inputs) <= INLINE_TEXTS
+            is_short = size <= INLINE_CHARACTERS and len(inputs) <= INLINE_TEXTS and not message.media
+        size += sum(len(each.expansion) for each in message.media)
         if is_short:
             return _encode(self._tokenizer, message)
         pool = self._pool if size <= WHOLE else self._long
@@ -145,6 +152,8 @@ class TokenizerProcesses(AsyncTokenizer):
 
 @panics_as_errors()
 def _encode(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
+    if message.media:
+        return _encode_media(tokenizer, message)
     if message.messages is not None:
         ids = tokenizer.encode_chat(message.messages, message.tools, message.template_arguments, message.max_tokens)
     elif message.inputs is not None:
@@ -153,6 +162,16 @@ def _encode(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
     else:
         ids = tokenizer.encode(message.text or "", message.add_special_tokens, message.max_tokens)
     return Tokenized(id=message.id, token_ids=ids)
+
+
+def _encode_media(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:
+    if message.messages is not None:
+        ids, order = tokenizer.encode_media_chat(
+            message.messages, message.tools, message.template_arguments, message.media, message.max_tokens
+        )
+    else:
+        ids, order = tokenizer.encode_media(message.text or "", message.media, message.add_special_tokens, message.max_tokens)
+    return Tokenized(id=message.id, token_ids=ids, media_order=order)
 
 
 def tokenize(tokenizer: Tokenizer, message: Tokenize) -> Tokenized:

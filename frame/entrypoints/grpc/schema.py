@@ -11,9 +11,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 
 from frame.core.messages import Finish, TokenLogprobs
-from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.chat.media_parts import MODALITIES, check_url
+from frame.entrypoints.http.chat.request_media import Chat
+from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
-from frame.entrypoints.http.request_starter import Chat
+from frame.entrypoints.media.media_service import MediaPart
 
 DESCRIPTION = "frame.binpb"
 PACKAGE = "frame.v1"
@@ -50,7 +52,34 @@ def chat_of(chat: Any) -> Chat:
     """The conversation of a request. Raises ApiError."""
     if len(chat.messages) > MAX_MESSAGES:
         raise ApiError(400, f"messages has {len(chat.messages)} entries; it may have {MAX_MESSAGES}", "messages")
-    return Chat([{"role": message.role, "content": message.content} for message in chat.messages])
+    return Chat([{"role": message.role, "content": _content(message, f"messages[{i}]")} for i, message in enumerate(chat.messages)])
+
+
+def _content(message: Any, place: str) -> str | list[Any]:
+    if not message.parts:
+        return str(message.content)
+    if message.content:
+        raise ApiError(400, f"{place} has content and parts; send one of them", f"{place}.parts")
+    parts: list[Any] = []
+    for i, part in enumerate(message.parts):
+        here = f"{place}.parts[{i}]"
+        kind = part.WhichOneof("part")
+        if kind is None:
+            raise ApiError(400, f"{here} is neither text nor media; send one of them", here)
+        parts.append({"type": "text", "text": part.text} if kind == "text" else media_of(part.media, f"{here}.media"))
+    return parts
+
+
+def media_of(media: Any, place: str) -> MediaPart:
+    """A file of a request. Raises ApiError."""
+    if media.modality not in MODALITIES:
+        sentence = f"{place}.modality is {quoted(media.modality)}; it must be one of {', '.join(MODALITIES)}"
+        raise ApiError(400, sentence, f"{place}.modality")
+    kind = media.WhichOneof("source")
+    if kind is None:
+        raise ApiError(400, f"{place} has neither data nor url; send one of them", place)
+    source = media.data if kind == "data" else check_url(media.url, f"{place}.url")
+    return MediaPart(media.modality, source, f"{place}.{kind}")
 
 
 def add_logprobs(message: Any, tokens: Iterable[TokenLogprobs]) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.grpc.calls import BoundedHandlers, CallHandlers, GrpcCaller, Method
 from frame.entrypoints.grpc.health import NAME as HEALTH

@@ -17,10 +17,12 @@ from frame.core.messages import Finish
 from frame.entrypoints.engine_client.quotas import QuotaExceededError
 from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.grpc.calls import GrpcCaller, run_call, status_of
-from frame.entrypoints.grpc.schema import Schema, add_logprobs, chat_of, finish_of, plain
+from frame.entrypoints.grpc.schema import Schema, add_logprobs, chat_of, finish_of, media_of, plain
+from frame.entrypoints.http.chat.request_media import TextWithMedia
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import failure, raise_failed, too_many
-from frame.entrypoints.http.native.generate import GenerateRequest, detokenize_ids, to_sampling_params
+from frame.entrypoints.http.native.generate import GenerateRequest, to_sampling_params
+from frame.entrypoints.http.native.tokenizing import detokenize_ids
 from frame.entrypoints.http.paced_json import INLINE_VALUES, run_turns
 from frame.entrypoints.http.protocol.access import AdminGuard
 from frame.entrypoints.http.request_body import RequestOptions
@@ -80,7 +82,7 @@ class Service:
             raise ApiError(400, "send either text or chat", "text")
         prompt = chat_of(request.chat) if kind == "chat" else request.text
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await encode_prompt(self._services, prompt, special, countable_tokens(self._services))
+        ids = await encode_prompt(self._services, prompt, special, countable_tokens(self._services), caller.tenant)
         return self._schema["TokenizeReply"](token_ids=ids)
 
     async def detokenize(self, request: Any, caller: GrpcCaller) -> Any:
@@ -128,6 +130,10 @@ class Service:
             raise ApiError(400, "send text, token_ids or chat", "prompt")
         kind = request.WhichOneof("prompt")
         prompt = request.text if kind == "text" else list(request.token_ids.ids) if kind == "token_ids" else chat_of(request.chat)
+        if request.media:
+            if kind != "text":
+                raise ApiError(400, "media needs text with a placeholder for each; in a chat they are parts of messages", "media")
+            prompt = TextWithMedia(request.text, [media_of(each, f"media[{i}]") for i, each in enumerate(request.media)])
         params, prompts_only = to_sampling_params(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
         if prompts_only:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", "max_tokens")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from frame.config.schema import AdaptersSection
+from frame.config.server_sections import AdaptersSection
 from frame.core.messages import ControlReply
 from frame.entrypoints.engine_client.adapter_spool import AdapterSpool, SpooledAdapter
 from frame.entrypoints.engine_client.limits import InvalidRequestError

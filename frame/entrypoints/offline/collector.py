@@ -8,14 +8,17 @@ Must not know a process.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, AnyMessage, ControlReply, Fatal, Finish, Generate, Message, StepText, StepTokens, TokenLogprobs
 from frame.text.detokenizer import Detokenizer
@@ -54,10 +57,10 @@ class SequenceOutput:
     """The output of a sequence that runs, and what the engine and its text need.
 
     `second_text_start`: of a pair of texts, the index of the second one's first token.
-    `encoder_input`: of an encoder-decoder model. `adapter`: a digest.
+    `media`: the items of the prompt. `adapter`: a digest.
     """
 
-    __slots__ = ("adapter", "encoder_input", "index", "job", "output", "params", "prompt", "rid", "second_text_start", "stream")
+    __slots__ = ("adapter", "index", "job", "media", "output", "params", "prompt", "rid", "second_text_start", "stream", "unsent")
 
     def __init__(self, job: Job, rid: str, prompt: list[int], params: SamplingParams) -> None:
         self.job = job
@@ -66,10 +69,23 @@ class SequenceOutput:
         self.prompt = prompt  # shared by the sequences of one prompt
         self.params = params
         self.second_text_start = 0
-        self.encoder_input = b""
+        self.media: list[MediaItem] = []
         self.adapter = ""
         self.output = Output(prompt_tokens=len(prompt))
         self.stream: TextStream | None = None  # only where text is needed at each step
+        self.unsent: tuple[str, list[int]] = ("", [])  # text and tokens that wait for the `stream_interval`
+
+    def take_delta(self, text: str, ids: list[int], *, is_last: bool) -> Delta | None:
+        """What the caller has not received, with one step's output. None: it waits for more."""
+        interval = self.params.stream_interval
+        if interval > 1:
+            text, ids = self.unsent[0] + text, self.unsent[1] + ids
+            is_first = len(ids) == len(self.output.token_ids)
+            if not (is_last or is_first or len(ids) >= interval):
+                self.unsent = (text, ids)
+                return None
+            self.unsent = ("", [])
+        return Delta(self.index, text, ids, self.output)
 
     def create_message(self, deadline: float | None) -> Generate:
         """The message that starts the sequence, or continues it from its last token."""
@@ -84,7 +100,7 @@ class SequenceOutput:
             output_len=len(ids),
             deadline=deadline,
             second_text_start=self.second_text_start,
-            encoder_input=self.encoder_input,
+            media=self.media,
             adapter=self.adapter,
         )
 
@@ -147,7 +163,7 @@ class Collector:
         RuntimeError when the engine is gone."""
         running = job.running
         for sequence in running:
-            wants_text = bool(sequence.params.stop) or job.on_delta is not None
+            wants_text = bool(sequence.params.stop or sequence.params.stop_regex) or job.on_delta is not None
             if self.detokenizer is not None and wants_text and sequence.stream is None:
                 sequence.stream = self.detokenizer.create_stream(sequence.params, sequence.prompt[-PROMPT_TAIL:])
         with self._lock:
@@ -228,8 +244,8 @@ class Collector:
         elif is_refused:
             self._return_sequence(sequence)
         job = sequence.job
-        if job.on_delta is not None:
-            job.on_delta(Delta(sequence.index, text, ids, output))
+        if job.on_delta is not None and (delta := sequence.take_delta(text, ids, is_last=end is not None)) is not None:
+            job.on_delta(delta)
         if end is not None:
             job.num_unfinished -= 1
             if not job.num_unfinished:
@@ -303,3 +319,11 @@ def group_outputs(outputs: Iterable[Output], counts: Sequence[int]) -> list[Outp
         siblings[0].outputs = siblings
         results.append(siblings[0])
     return results
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:
+    """Call in the loop's thread; ignored when the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(call, *arguments)
+    except RuntimeError:
+        return

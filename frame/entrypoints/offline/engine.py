@@ -18,7 +18,6 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
@@ -26,14 +25,27 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 import numpy as np
 
 from frame.core.errors import did_you_mean
+from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Control, ControlReply
 from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
 from frame.entrypoints.offline.adapters import Lora, OfflineAdapters
-from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, group_outputs
-from frame.entrypoints.offline.prompts import EngineError, Params, Prompt, check_text, expand_params, to_list, to_token_ids
+from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, call_soon, group_outputs
+from frame.entrypoints.offline.media import OfflineMedia
+from frame.entrypoints.offline.prompts import (
+    EngineError,
+    Params,
+    Prompt,
+    check_text,
+    encode_messages,
+    expand_params,
+    has_media,
+    to_list,
+    to_token_ids,
+)
 from frame.entrypoints.offline.vectors import Vectors, need_task
-from frame.text.chat_template import ChatTemplateError
+from frame.entrypoints.offline.weights import OfflineWeights
+from frame.media.feature_store import FeatureStore
 
 if TYPE_CHECKING:
     from frame.config.schema import FrameConfig
@@ -50,14 +62,15 @@ DEFAULT_MAX_TOKENS = 128  # for prompts without parameters
 MAX_CRASHES = 3  # of engines during one call, after which the call fails
 
 
-class Engine:
+class Engine(OfflineWeights):
     """An engine for offline use. Keywords are configuration keys: names of flags (`max_model_len`,
     `tp`) or `section_field`. `plugins`: plugin classes of this process, such as a scheduling
     policy of a notebook; each is used where its setting is not given.
 
     A prompt is a string, a list of token ids or a list of chat messages (dicts); a list of prompts
-    gives a list of outputs, in order. Parameters are given once for all prompts, or one per prompt,
-    and so is `lora`, the name or the folder of an adapter.
+    gives a list of outputs, in order. A text with media is a dict (docs/multimodal.md).
+    Parameters are given once for all prompts, or one per prompt, and so is `lora`, the name or the
+    folder of an adapter.
     Any number of prompts may be given: they are submitted as the engine's queue has room. Raises
     InvalidRequestError (a ValueError) before anything runs when a prompt or a parameter cannot be
     served. A sequence that fails later has `error` and the finish reason "error", and the others
@@ -73,11 +86,13 @@ class Engine:
 
         prepared = resolve_arguments(config, keys if model is None else {"model": model, **keys}, plugins)
         self._resolved = prepared.resolved
-        self._open = partial(open_session, prepared)
-        self._session: Session = self._open()
+        self._prepared, self._open = prepared, open_session
+        self._session: Session = self._open(prepared)
         self._restarting = threading.Lock()
         self._is_closed = False
         self._names = itertools.count()
+        self._features = FeatureStore()
+        self._media = OfflineMedia(self._resolved)
         self._adapters = OfflineAdapters(self._resolved.user.adapters, self._resolved.tokenizer_path, self._send, self._running)
         for module in self._resolved.user.adapters.modules:
             self.load_lora_adapter(*module.split("=", 1))
@@ -96,6 +111,11 @@ class Engine:
         """The resolved configuration and the size of the KV cache."""
         return dict(self._session.info)
 
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """The kinds of media that prompts may have: "image", "video", "audio"."""
+        return () if self._resolved.media is None else tuple(self._resolved.media.modalities)
+
     # generate -------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, lora: Loras = None) -> Any:
@@ -111,7 +131,7 @@ class Engine:
     ) -> Any:
         """`generate` for an event loop; cancelling it aborts the requests."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        job, counts, is_single = await self._ajob(prompts, params, lora, Job(lambda: _call_soon(loop, done.set)))
+        job, counts, is_single = await self._ajob(prompts, params, lora, Job(lambda: call_soon(loop, done.set)))
         try:
             self._start(job)
             await done.wait()
@@ -147,8 +167,8 @@ class Engine:
         """`stream` for an event loop."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
-        finish = lambda: _call_soon(loop, deltas.put_nowait, None)  # noqa: E731
-        job, _, _ = await self._ajob(prompts, params, lora, Job(finish, lambda delta: _call_soon(loop, deltas.put_nowait, delta)))
+        finish = lambda: call_soon(loop, deltas.put_nowait, None)  # noqa: E731
+        job, _, _ = await self._ajob(prompts, params, lora, Job(finish, lambda delta: call_soon(loop, deltas.put_nowait, delta)))
         try:
             self._start(job)
             while True:
@@ -210,11 +230,11 @@ class Engine:
         task: Literal["transcribe", "translate"] = "transcribe",
         prompt: str = "",
         temperature: float = 0.0,
+        seed: int | None = None,
     ) -> Transcription:
         """The text of speech: a file's path or bytes, or float32 samples [n] of 16 kHz. `language`:
         its code; None: the model finds it. `prompt`: text that came before. With `translate` the
-        text is English. Audio that is longer than the model's window is cut where it is quiet.
-        """
+        text is English. Audio longer than the model's window is cut where it is quiet."""
         from frame.entrypoints.audio import open_audio
         from frame.entrypoints.speech import Speech, join_segments
 
@@ -222,23 +242,24 @@ class Engine:
         speech = Speech(self._resolved, self.tokenizer)
         language = speech.choose_language(language, task)
         data = Path(audio).read_bytes() if isinstance(audio, str | Path) else audio
-        with closing(open_audio(data)) if isinstance(data, bytes) else nullcontext(data) as opened:
-            windows = list(speech.read_windows(opened))
-        inputs = [window.encoder_input for window in windows]
-        if language is None and speech.detects_language:
-            (detection,) = self._run_speech([speech.plan_detection()], inputs[:1])
-            language = speech.find_language(detection.token_ids[0])
-        plan = speech.plan_window(language, task, prompt, has_stamps=True, temperature=temperature)
-        outputs = self._run_speech([plan] * len(windows), inputs)
+        audio_file = closing(open_audio(data)) if isinstance(data, bytes) else nullcontext(data)
+        with audio_file as opened, closing(self._features.open_lease()) as lease:
+            windows = list(speech.read_windows(opened, lease))
+            items = [window.item for window in windows]
+            if language is None and speech.detects_language:
+                (detection,) = self._run_speech([speech.plan_detection()], items[:1])
+                language = speech.find_language(detection.token_ids[0])
+            plan = speech.plan_window(language, task, prompt, has_stamps=True, temperature=temperature, seed=seed)
+            outputs = self._run_speech([plan] * len(windows), items)
         segments = []
         for window, output in zip(windows, outputs, strict=True):
             logprobs = output.logprobs.logprobs if output.logprobs is not None else ()
             segments += speech.read_segments(output.token_ids, window.start, window.seconds, logprobs)
         return join_segments(segments, language, sum(window.seconds for window in windows))
 
-    def _run_speech(self, plans: Sequence[tuple[list[int], SamplingParams]], inputs: Sequence[bytes]) -> list[Output]:
-        """Run one sequence for each encoder input."""
-        outputs = self._run_tokens(plans, encoder_inputs=inputs)
+    def _run_speech(self, plans: Sequence[tuple[list[int], SamplingParams]], items: Sequence[MediaItem]) -> list[Output]:
+        """Run one sequence for each item."""
+        outputs = self._run_tokens(plans, encoder_items=items)
         if failed := next((output for output in outputs if output.finish_reason not in ("stop", "length")), None):
             raise EngineError(failed.error or "the request was aborted", outputs)
         return outputs
@@ -257,7 +278,7 @@ class Engine:
         reply = self._send(action, **arguments)
         if not reply.ok:
             raise EngineError(reply.error or f"{action} failed")
-        return reply.data
+        return self._note_state(action, arguments, reply.data)
 
     def _send(self, action: Any, **arguments: Any) -> ControlReply:
         replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()
@@ -284,6 +305,7 @@ class Engine:
         self._is_closed = True
         self._session.close()
         self._adapters.close()
+        self._media.close()
 
     def __enter__(self) -> Self:
         return self
@@ -304,12 +326,13 @@ class Engine:
                 log.warning("%s; the engine is restarted", self._session.collector.dead_reason)
                 self._session.close()
                 gc.collect()  # frees the weights and the KV cache of the crashed engine
-                self._session = self._open()
+                self._session = self._restore_state(self._open(self._prepared))
+                self._note_restart()
             return self._session
 
     async def _ajob(self, prompts: Any, params: Any, lora: Loras, job: Job) -> tuple[Job, list[int], bool]:
-        """`_job` for an event loop, which does not wait for an adapter."""
-        if lora is None:
+        """`_job` for an event loop, which does not wait for an adapter, nor for media."""
+        if lora is None and not has_media(prompts):
             return self._job(prompts, params, lora, job)
         work = asyncio.ensure_future(asyncio.to_thread(self._job, prompts, params, lora, job))
         try:
@@ -323,26 +346,37 @@ class Engine:
     ) -> tuple[Job, list[int], bool]:
         """Fill the job with sequences. Returns it, the number of sequences of each prompt, and
         whether one prompt was given, not a list."""
+        try:
+            return self._fill_job(prompts, params, lora, job)
+        except BaseException:
+            job.held.close()
+            raise
+
+    def _fill_job(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, lora: Loras, job: Job
+    ) -> tuple[Job, list[int], bool]:
         need_task(self._resolved, "generate")
         self._session.send_all([])  # wakes an idle engine while the prompts are tokenized
         is_single, several = to_list(prompts)
         all_params = expand_params(params, len(several))
-        ids = self._encode(several)
+        ids, media = self._encode(several, job)
         limits = self._session.limits
         if params is None:
             rooms = [min(limits.max_context, limits.capacity) - len(prompt) for prompt in ids]
             all_params = [SamplingParams(max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))) for room in rooms]
         counts = []
         adapters = self._adapters.find(lora, len(several))
-        for prompt, each, adapter in zip(ids, all_params, adapters, strict=True):
+        for place, (prompt, each, adapter) in enumerate(zip(ids, all_params, adapters, strict=True)):
             each = self.tokenizer.encode_bad_words(each) if each.bad_words else each
-            if each.stop and self._session.tokenizer is None:
-                raise InvalidRequestError("stop strings need a tokenizer, which this engine does not have; use stop_token_ids", "stop")
+            if (each.stop or each.stop_regex) and self._session.tokenizer is None:
+                field = "stop" if each.stop else "stop_regex"
+                raise InvalidRequestError(f"{field} needs a tokenizer, which this engine does not have; use stop_token_ids", field)
             check_request(limits, prompt, each)
             counts.append(each.n)
             for number in range(each.n):
                 alone = each if each.n == 1 else get_child_params(each, number)
                 self._add_sequence(job, prompt, alone, adapter)
+                job.sequences[-1].media = media.get(place, [])
         self._hold_adapters(job)
         return job, counts, is_single
 
@@ -352,7 +386,7 @@ class Engine:
             with ExitStack() as stack:
                 stack.enter_context(self._adapters.hold(job.adapters))
                 self._adapters.place(job.adapters)
-                job.held = stack.pop_all()
+                job.held.enter_context(stack.pop_all())
 
     def _add_sequence(self, job: Job, ids: list[int], params: SamplingParams, adapter: str = "") -> None:
         sequence = SequenceOutput(job, f"offline-{next(self._names)}", ids, params)
@@ -372,7 +406,7 @@ class Engine:
         self,
         plans: Sequence[tuple[list[int], SamplingParams]],
         second_text_starts: Sequence[int] = (),
-        encoder_inputs: Sequence[bytes] = (),
+        encoder_items: Sequence[MediaItem] = (),
         lora: Lora | None = None,
     ) -> list[Output]:
         """Run sequences of token ids to their end, one for each plan."""
@@ -384,32 +418,26 @@ class Engine:
             self._add_sequence(job, ids, params, adapter)
         for sequence, start in zip(job.sequences, second_text_starts, strict=False):
             sequence.second_text_start = start
-        for sequence, data in zip(job.sequences, encoder_inputs, strict=False):
-            sequence.encoder_input = data
+        for sequence, item in zip(job.sequences, encoder_items, strict=False):
+            sequence.media = [item]
         self._hold_adapters(job)
         self._run(job, done)
         return [sequence.output for sequence in job.sequences]
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def _encode(self, prompts: Sequence[Prompt], job: Job) -> tuple[list[list[int]], dict[int, list[MediaItem]]]:
+        """The token ids of each prompt, and the media of some, whose files the job keeps."""
         ids: list[list[int]] = [[]] * len(prompts)
+        media: dict[int, list[MediaItem]] = {}
         texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
         if texts:
             for i, encoded in zip(texts, self.tokenizer.encode_batch([check_text(str(prompts[i])) for i in texts]), strict=True):
                 ids[i] = encoded
         for i, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                continue
-            ids[i] = self._encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else to_token_ids(prompt)  # type: ignore[arg-type]
-        return ids
-
-    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        for i, message in enumerate(messages):
-            if isinstance(message, dict) and message.get("content") is None and message.get("role") != "assistant":
-                raise InvalidRequestError(f"messages[{i}].content is missing; give a string", f"messages[{i}].content")
-        try:
-            return self.tokenizer.encode_chat(messages)
-        except ChatTemplateError as error:
-            raise InvalidRequestError(str(error), "messages") from error
+            if has_media(prompt):
+                ids[i], media[i] = self._media.encode(prompt, self.tokenizer, job.held)
+            elif not isinstance(prompt, str):
+                ids[i] = encode_messages(self.tokenizer, prompt) if prompt and isinstance(prompt[0], dict) else to_token_ids(prompt)  # type: ignore[arg-type,index]
+        return ids, media
 
     def _run(self, job: Job, done: threading.Event) -> None:
         """Run a job to its end, across crashes of the engine. The job sets `done`."""
@@ -427,6 +455,7 @@ class Engine:
         """Run the sequences that have not ended, each from its last token on."""
         try:
             session = self._adapters.place(job.adapters) if job.adapters else self._running()
+            self._require_weights()
             session.collector.add_job(job)
         except RuntimeError as error:
             raise EngineError(str(error)) from None
@@ -467,11 +496,3 @@ class Engine:
     def _finish_text(self, job: Job) -> None:
         if job.collector is not None:
             job.collector.finish_text(job)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, call: Any, *arguments: Any) -> None:
-    """Call in the loop's thread; ignored when the loop is closed."""
-    try:
-        loop.call_soon_threadsafe(call, *arguments)
-    except RuntimeError:
-        return

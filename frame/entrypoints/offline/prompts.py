@@ -4,15 +4,19 @@ the errors of both. Must not know an engine."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from frame.core.errors import did_you_mean
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.text.chat_template import ChatTemplateError
 
-Prompt = str | list[int] | list[dict[str, Any]]
+if TYPE_CHECKING:
+    from frame.text.tokenizer import Tokenizer
+
+Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]  # the last one: a text with media
 Params = SamplingParams | Mapping[str, Any]
 
 
@@ -31,22 +35,42 @@ def to_list(prompts: Any) -> tuple[bool, list[Prompt]]:
     """(whether a single prompt was given, the prompts as a list). Arrays of token ids become
     lists."""
     prompts = _without_arrays(prompts)
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or (isinstance(prompts, dict) and "prompt" in prompts):
         return True, [prompts]
     if not isinstance(prompts, list | tuple):
         raise _not_a_prompt(prompts)
     several = [_without_arrays(prompt) for prompt in prompts]
-    if several and isinstance(several[0], int | dict):
+    if several and isinstance(several[0], int | dict) and not (isinstance(several[0], dict) and "prompt" in several[0]):
         return True, [several]
     for prompt in several:
-        if not isinstance(prompt, str | list | tuple):
+        if not isinstance(prompt, str | list | tuple | dict):
             raise _not_a_prompt(prompt)
     return False, several
+
+
+def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
+    """The token ids of a conversation of texts. Raises InvalidRequestError."""
+    for i, message in enumerate(messages):
+        if isinstance(message, dict) and message.get("content") is None and message.get("role") != "assistant":
+            raise InvalidRequestError(f"messages[{i}].content is missing; give a string", f"messages[{i}].content")
+    try:
+        return tokenizer.encode_chat(messages)
+    except ChatTemplateError as error:
+        raise InvalidRequestError(str(error), "messages") from error
 
 
 def _without_arrays(value: Any) -> Any:
     """NumPy and torch arrays and numbers as Python lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def has_media(prompts: Any) -> bool:
+    """Whether a prompt, or one of several, has media."""
+    if isinstance(prompts, Mapping):
+        content = prompts.get("content")
+        parts = content if isinstance(content, list) else ()
+        return "prompt" in prompts or any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+    return isinstance(prompts, list | tuple) and bool(prompts) and not isinstance(prompts[0], int) and any(map(has_media, prompts))
 
 
 def to_token_ids(prompt: Sequence[Any]) -> list[int]:
@@ -97,7 +121,7 @@ def _params(params: Params) -> SamplingParams:
     if unknown:
         hint = did_you_mean(unknown[0], SamplingParams.__struct_fields__) or "; SamplingParams lists them"
         raise InvalidRequestError(f"unknown sampling parameter {unknown[0]!r}{hint}", unknown[0])
-    for name in ("stop", "bad_words"):
+    for name in ("stop", "stop_regex", "bad_words"):
         if isinstance(fields.get(name), str):
             fields[name] = (fields[name],)
     for name in ("json_schema", "structural_tag"):

@@ -30,6 +30,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "check_integrity": ("POST", "/check_integrity"),
     "pause": ("POST", "/pause_generation"),
     "resume": ("POST", "/continue_generation"),
+    "sleep": ("POST", "/release_memory_occupation"),
+    "wake": ("POST", "/resume_memory_occupation"),
     "start_profile": ("POST", "/start_profile"),
     "stop_profile": ("POST", "/stop_profile"),
     "abort_request": ("POST", "/abort_request"),
@@ -207,6 +209,8 @@ class Client:
         if action not in COMMANDS:
             raise EngineError(f"there is no command {action!r}{did_you_mean(action, COMMANDS)}")
         method, path = COMMANDS[action]
+        if action == "pause":
+            arguments = {"mode": "keep", **arguments}  # the default of the offline engine
         try:
             data: dict[str, Any] = self._request(method, path, arguments if method == "POST" else None)
         except ValueError as error:

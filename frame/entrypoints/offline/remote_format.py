@@ -13,7 +13,7 @@ import numpy as np
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.offline.collector import Delta, Output, group_outputs
-from frame.entrypoints.offline.prompts import EngineError, Params, check_text, expand_params, to_list, to_token_ids
+from frame.entrypoints.offline.prompts import EngineError, Params, check_text, expand_params, has_media, to_list, to_token_ids
 
 _decode = msgspec.json.Decoder().decode
 DATA = "data: "
@@ -104,10 +104,15 @@ def decode_vectors(rows: list[dict[str, Any]]) -> np.ndarray:
 def _ids(prompt: Any, encode: Callable[[str], list[int]], encode_chat: Callable[[list[dict[str, Any]]], list[int]]) -> list[int]:
     if isinstance(prompt, str):
         return encode(check_text(prompt))
+    if has_media(prompt):
+        sentence = "a Client sends text and token ids; send images, video and audio with OpenAI's client to /v1/chat/completions"
+        raise InvalidRequestError(sentence, "prompt")
     return encode_chat(prompt) if prompt and isinstance(prompt[0], dict) else to_token_ids(prompt)
 
 
 def _logprobs(meta: dict[str, Any], side: str) -> TokenLogprobs:
     triples = meta[f"{side}_token_logprobs"]
     top = [[(token, value) for value, token, _ in tops] for tops in meta[f"{side}_top_logprobs"]]
+    for entries, listed in zip(top, meta.get(f"{side}_token_ids_logprobs", ()), strict=False):
+        entries += [(token, value) for value, token, _ in listed]
     return TokenLogprobs([token for _, token, _ in triples], [value for value, _, _ in triples], top)

@@ -167,6 +167,10 @@ def resolve_arguments(config: Any, keywords: dict[str, Any], classes: Sequence[t
         loaded = from_keywords(**keywords, **({} if config is None else {"config": str(Path(config))}))
         refuse_server_settings(loaded)
         base = loaded.config
+    if base.model.download:
+        from frame.entrypoints.hub.pull import fetch_models
+
+        fetch_models(base)
     return prepare(select_classes(base, classes), classes=classes)
 
 

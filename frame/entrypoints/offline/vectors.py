@@ -15,11 +15,11 @@ from frame.entrypoints.relevance import (
     TEMPLATE_ARGUMENTS,
     conversation,
     filled,
+    finished,
     form_of,
     paired,
     read_score_prompt,
     relevance,
-    shortened,
     similarity,
 )
 from frame.text.tokenizer import Encoded, Tokenizer
@@ -55,14 +55,14 @@ class Vectors:
             raise InvalidRequestError(f"dimensions is {dimensions}; it must be from 1 to {width}", "dimensions")
         lead = self._resolved.model.sentence.lead(prompt_name) if self._resolved.model.sentence is not None else ""
         vectors = self._run(self._encode(texts, truncate, lead), lora)
-        return shortened(vectors, dimensions, pooling is not None and pooling.normalize)
+        return finished(np.ascontiguousarray(vectors[:, :dimensions]), pooling)
 
     def classify(self, texts: Sequence[Any], truncate: bool, lora: Lora | None) -> list[dict[str, float]]:
         """The probability of each class, by its label."""
         need_task(self._resolved, "classify")
         pooling = self._resolved.pooling
         names = pooling.label_tokens if pooling and pooling.label_tokens else self._resolved.model.labels
-        return [dict(zip(names, row, strict=True)) for row in self._run(self._encode(texts, truncate), lora).tolist()]
+        return [dict(zip(names, row, strict=True)) for row in self._compute(self._encode(texts, truncate), lora).tolist()]
 
     def score(self, first: Sequence[str], second: Sequence[str], instruction: str | None, truncate: bool, lora: Lora | None) -> np.ndarray:
         """Relevance of pairs, float32 [pairs]; the cosine for an embedding model."""
@@ -75,7 +75,7 @@ class Vectors:
             raise InvalidRequestError(str(error)) from None
         if form == "vectors":
             unique = list(dict.fromkeys(text for pair in pairs for text in pair))
-            places, vectors = {text: place for place, text in enumerate(unique)}, self._run(self._encode(unique, truncate), lora)
+            places, vectors = {text: place for place, text in enumerate(unique)}, self._compute(self._encode(unique, truncate), lora)
             return similarity(*(vectors[[places[pair[side]] for pair in pairs]] for side in (0, 1)))
         if form == "chat":
             encoded = [(tokenizer.encode_chat(conversation(*pair, instruction), None, dict(TEMPLATE_ARGUMENTS)), 0) for pair in pairs]
@@ -83,7 +83,10 @@ class Vectors:
             encoded = tokenizer.encode_inputs([[filled(self._score_prompt, *pair, instruction)] for pair in pairs], max_length)
         else:
             encoded = tokenizer.encode_inputs(pairs, max_length)
-        return relevance(self._run(encoded, lora))
+        return relevance(self._compute(encoded, lora))
+
+    def _compute(self, encoded: list[Encoded], lora: Lora | None) -> np.ndarray:
+        return finished(self._run(encoded, lora), self._resolved.pooling)
 
     def _encode(self, texts: Sequence[Any], truncate: bool, lead: str = "") -> list[Encoded]:
         if not all(isinstance(text, str) for text in texts):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frame.checkpoint.config_fields import ConfigFields
 from frame.config.resolve import PLAIN_WEIGHTS
 from frame.config.resolved import Resolved
 from frame.core.blame import blaming
@@ -22,20 +23,26 @@ from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.drafter import DrafterCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
-from frame.core.interfaces.platform import Platform, PlatformContext, SupportsStreams
+from frame.core.interfaces.model import ModelContext
+from frame.core.interfaces.platform import Platform, PlatformContext, SupportsSleep, SupportsStreams
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
+from frame.core.interfaces.weight_transfer import WeightTransferContext
 from frame.core.ipc.transport import Transport
 from frame.core.kv_cache.capacity import Capacity
+from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
-from frame.core.scheduling.step_features import NoAdapters, RequestAdapters
+from frame.core.scheduling.step_features import NoAdapters, RequestAdapters, RequestTiers
 from frame.entrypoints.processes.build_scheduler import build_schedulers
-from frame.entrypoints.processes.components import Loaded, LoadedKernel, Parts, RunnerPlan, build_runner
+from frame.entrypoints.processes.components import Loaded, LoadedKernel, Parts, RunnerPlan, build_runner, prepare_drafter
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
+from frame.loading.loader import UpdatedModel
+from frame.loading.weight_commands import CommandSettings, WeightCommands, list_transfers
+from frame.loading.weight_update import UpdateSource, UpdatingRunner, WeightUpdater
 from frame.parallel.rank_channels import BatchSender, ResultReceiver, Traced
 from frame.plugins.loader import observers as find_observers
 from frame.plugins.registry import Registry
@@ -47,6 +54,10 @@ if TYPE_CHECKING:
     from frame.adapters.adapter_reader import ChosenFormat
     from frame.adapters.commands import AdapterCommands
     from frame.adapters.places import AdapterPlaces
+    from frame.core.scheduling.kv_cache_manager import KVCacheManager
+    from frame.kv_tiers.build import TierSettings
+    from frame.loading.update_copy import UpdateCopy
+    from frame.parallel.tp_follower import OrderedTiers
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:
@@ -164,6 +175,98 @@ def add_profiling(resolved: Resolved, runner: TorchModelRunner, place: Place | N
     return ProfiledRunner(runner, Path(folder), 0 if place is None else place.rank, activities)
 
 
+def add_updates(
+    resolved: Resolved, registry: Registry, runner: ModelRunner, rank: TorchModelRunner, number: int = 0, copy: UpdateCopy | None = None
+) -> ModelRunner:
+    """The runner, with updates of the weights of `rank`, the engine's rank `number`. copy: keeps
+    the tensors of trainers."""
+    context = replace(rank.context, adapters=None)
+    choice = resolved.choice("weight_source")
+
+    def open_models() -> list[UpdatedModel]:
+        parts = load_parts(resolved, registry)
+        model = replace(resolved.model, config=ConfigFields(resolved.model.config))
+        models = [UpdatedModel(rank.model, partial(parts.model.build, ModelContext.from_build(context, model)))]
+        if parts.drafter is not None and parts.drafter.build(resolved.drafter_context).get_folder() is None:
+            from frame.speculation.draft_runner import DraftRunner
+
+            prepared = prepare_drafter(resolved, parts, rank.model, context)
+            if prepared is not None and isinstance(rank.drafts, DraftRunner):
+                models.append(UpdatedModel(rank.drafts.model, prepared[0]))
+        return models
+
+    source = UpdateSource(resolved.model.architecture, Loaded(*registry.choose(choice)).build, resolved.user.model.seed)
+    updater = WeightUpdater(open_models, source, context.platform)
+    receiver = WeightTransferContext(context.device, number, resolved.plan.num_ranks, resolved.user.execution.update_timeout)
+    chosen = resolved.plugins.get("weight_transfer", ())
+    connect = {choice.name: partial(registry.create, choice, receiver) for choice in chosen}
+    updater, tensors = WeightUpdater(open_models, source, context.platform), None
+    if connect:
+        from frame.loading.tensor_update import TensorUpdates
+
+        tensors = TensorUpdates(open_models, connect, context.platform, copy)
+    return add_sleep(resolved, UpdatingRunner(runner, updater, tensors), rank, lambda: [each.model for each in updater.models])
+
+
+def add_sleep(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, list_models: Callable[[], list[Any]]) -> ModelRunner:
+    """The runner, with releases of its memory where execution.sleep is set. list_models: makes the
+    list of the models that an update rewrites."""
+    platform, pool = rank.context.platform, rank.inputs.kv
+    if find_sleep_obstacle(resolved, platform) or not isinstance(platform, SupportsSleep):
+        return runner
+    from frame.loading.sleep import SleepingRunner
+
+    tensors = {
+        "weights": lambda: [parameter for model in list_models() for parameter in model.parameters()],
+        "kv_cache": lambda: pool.tensors if isinstance(pool, KVPool) else [],
+    }
+    return SleepingRunner(runner, platform, tensors)
+
+
+def find_sleep_obstacle(resolved: Resolved, platform: Platform) -> str:
+    """Why this engine cannot release its memory; empty if it can."""
+    if resolved.user.execution.sleep == "off":
+        return "execution.sleep is off: serve with --sleep-mode wait"
+    if not isinstance(platform, SupportsSleep):
+        return f"the platform {resolved.choice('platform').name} cannot release memory: set execution.sleep to off."
+    if resolved.plugins.get("kv_tier"):
+        return "cache tiers copy blocks of the KV cache in the background: serve without cache.tiers."
+    return ""
+
+
+def _make_update_copy(resolved: Resolved) -> UpdateCopy | None:
+    folder = resolved.user.execution.keep_updates
+    if folder is None:
+        return None
+    from frame.loading.update_copy import UpdateCopy
+
+    current = None if resolved.weights_path is None else Path(resolved.weights_path)
+    return UpdateCopy(Path(folder), Path(resolved.model_path), current)
+
+
+def _make_weight_commands(
+    resolved: Resolved, registry: Registry, runner: ModelRunner, info: dict[str, Any], copy: UpdateCopy | None
+) -> WeightCommands:
+    chosen = resolved.plugins.get("weight_transfer", ())
+    settings = CommandSettings(
+        obstacle=find_update_obstacle(resolved),
+        transfers=list_transfers([(each.name, registry.get("weight_transfer", each.name).capabilities) for each in chosen]),
+        timeout=resolved.user.execution.update_timeout,
+        find_copy=None if copy is None else lambda: copy.current,
+        awaits=resolved.awaits_weights,
+    )
+    return WeightCommands(runner, info, settings)
+
+
+def find_update_obstacle(resolved: Resolved) -> str:
+    """Why the weights of this engine cannot be updated; empty if they can."""
+    if resolved.plan.balances_experts:
+        return "parallel.eplb moves experts, and moved experts cannot be updated yet: turn it off."
+    if resolved.media is not None:
+        return "the model reads media, whose encoded rows are kept, so its weights cannot be updated yet: restart with the checkpoint."
+    return ""
+
+
 def add_group(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, number: int) -> ModelRunner:
     """The runner of rank `number`, for batches of attention groups where there are several."""
     plan = resolved.plan
@@ -213,7 +316,8 @@ def build_engine(
     place = place or Place()
     rank, kernels = _build_rank(resolved, registry, place)
     capacity = rank.capacity
-    runner = add_group(resolved, add_profiling(resolved, rank, place), rank, 0)
+    copy = _make_update_copy(resolved)
+    runner = add_group(resolved, add_updates(resolved, registry, add_profiling(resolved, rank, place), rank, 0, copy), rank, 0)
     if followers is not None:
         runner = _lead(runner, followers, results, place)
     hooks = find_observers(registry)
@@ -236,11 +340,16 @@ def build_engine(
         heartbeat=heartbeat,
         info=info,
         device_memory=rank.context.platform.count_reserved,
+        expert_imbalance=rank.list_imbalance,
         adapters=adapters,
+        weights=_make_weight_commands(resolved, registry, runner, info, copy),
+        sleep_obstacle=find_sleep_obstacle(resolved, rank.context.platform),
         check_params=rank.processors.check_params,
     )
     engine = Engine(
-        build_schedulers(resolved, registry, capacity.pools, _join_callbacks(callbacks), make_adapters),
+        build_schedulers(
+            resolved, registry, capacity.pools, _join_callbacks(callbacks), make_adapters, build_tiers(resolved, registry, rank, followers)
+        ),
         runner,
         transport,
         options,
@@ -291,6 +400,41 @@ def _build_adapters(
     return build_commands(runner, rank, versions, places), make
 
 
+def prepare_engine_tiers(resolved: Resolved, registry: Registry) -> TierSettings | None:
+    """The settings of the KV cache tiers; None: there are none."""
+    if not resolved.plugins.get("kv_tier"):
+        return None
+    from frame.kv_tiers.build import prepare_tiers
+
+    return prepare_tiers(resolved, lambda name: registry.get("kv_tier", name).capabilities, registry.create)
+
+
+def _prepare_tiers(resolved: Resolved, registry: Registry, pool: object) -> tuple[TierSettings, KVPool] | None:
+    """The settings of the tiers, and the pool whose pages they keep."""
+    settings = prepare_engine_tiers(resolved, registry)
+    return None if settings is None or not isinstance(pool, KVPool) else (settings, pool)
+
+
+def build_tiers(
+    resolved: Resolved, registry: Registry, rank: TorchModelRunner, followers: BatchSender | None
+) -> Callable[[int, KVCacheManager], RequestTiers] | None:
+    """What makes the KV cache tiers of the schedulers, by attention group."""
+    if (prepared := _prepare_tiers(resolved, registry, rank.inputs.kv)) is None:
+        return None
+    from frame.kv_tiers.build import ControllerBuilder
+
+    return ControllerBuilder(*prepared, rank.context.platform, followers).build
+
+
+def follow_tiers(resolved: Resolved, registry: Registry, rank: TorchModelRunner, number: int) -> OrderedTiers | None:
+    """The KV cache tiers of rank `number`, which follows rank 0."""
+    if (prepared := _prepare_tiers(resolved, registry, rank.inputs.kv)) is None:
+        return None
+    from frame.kv_tiers.build import build_follower
+
+    return build_follower(*prepared, rank.context.platform, number)
+
+
 def _lead(runner: ModelRunner, followers: BatchSender, results: Sequence[ResultReceiver], place: Place) -> ModelRunner:
     """The runner of rank 0, which sends each batch to the other ranks too."""
     from frame.parallel.attention_groups import GroupRunner, LeadingGroupRunner
@@ -312,6 +456,7 @@ def describe_engine(resolved: Resolved, capacity: Capacity) -> dict[str, Any]:
     return {
         "model": resolved.served_name,
         "architecture": resolved.model.architecture,
+        "weight_version": resolved.weight_version,
         "device": resolved.device,
         "dtype": resolved.dtype,
         "kv_dtype": resolved.kv_dtype,

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.cache import EvictionContext, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext
 from frame.core.interfaces.cache_groups import PagePool
+from frame.core.interfaces.routing import RoutingContext
 from frame.core.interfaces.scheduling import SchedulingContext, SchedulingPolicy
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator, PagedAllocator
 from frame.core.messages import Finish
@@ -21,7 +23,7 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import RunningSet
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
-from frame.core.scheduling.step_features import NoAdapters, RequestAdapters, StepFeatures
+from frame.core.scheduling.step_features import NoAdapters, NoMedia, NoTiers, RequestAdapters, RequestMedia, RequestTiers, StepFeatures
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.registry import Registry
 from frame.speculation.draft_scheduler import DraftScheduler
@@ -31,7 +33,13 @@ from frame.structured_output.jump_forward import JumpForward
 if TYPE_CHECKING:
     from frame.parallel.grouped_scheduler import GroupedScheduler
 
+MakeTiers = Callable[[KVCacheManager], RequestTiers]
 ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H200 beyond 32 rows
+
+
+def no_tiers(kv_manager: KVCacheManager) -> RequestTiers:
+    """The tiers of a scheduler that has none."""
+    return NoTiers()
 
 
 def build_schedulers(
@@ -40,13 +48,22 @@ def build_schedulers(
     pools: int | Sequence[PagePool],
     on_finish: Callable[[Request, Finish], None] | None = None,
     make_adapters: Callable[[], RequestAdapters] = NoAdapters,
+    make_group_tiers: Callable[[int, KVCacheManager], RequestTiers] | None = None,
 ) -> Scheduler | GroupedScheduler:
-    """The scheduler of the engine; with attention groups, one of each behind one."""
-    if resolved.plan.num_groups == 1:
-        return build_scheduler(resolved, registry, pools, on_finish, make_adapters)
-    from frame.parallel.grouped_scheduler import GroupedScheduler
+    """The scheduler of the engine; with attention groups, one of each behind one.
+    make_group_tiers: makes the tiers of a group; None: there are none."""
 
-    return GroupedScheduler([build_scheduler(resolved, registry, pools, on_finish, make_adapters) for _ in range(resolved.plan.num_groups)])
+    def build(group: int) -> Scheduler:
+        make_tiers = no_tiers if make_group_tiers is None else partial(make_group_tiers, group)
+        return build_scheduler(resolved, registry, pools, on_finish, make_adapters, make_tiers)
+
+    if resolved.plan.num_groups == 1:
+        return build(0)
+    from frame.parallel.grouped_scheduler import GroupedScheduler
+    from frame.parallel.replica_choice import ReplicaChooser
+
+    policy = registry.create(resolved.choice("routing_policy"), RoutingContext(resolved.user.model.seed))
+    return GroupedScheduler([build(group) for group in range(resolved.plan.num_groups)], ReplicaChooser(policy))
 
 
 def build_scheduler(
@@ -55,6 +72,7 @@ def build_scheduler(
     pools: int | Sequence[PagePool],
     on_finish: Callable[[Request, Finish], None] | None = None,
     make_adapters: Callable[[], RequestAdapters] = NoAdapters,
+    make_tiers: MakeTiers = no_tiers,
 ) -> Scheduler:
     """The scheduler over the KV pages of these pools, that of the tokens first. A number is that of
     the pages of a model with one cache group, the reserved page included."""
@@ -97,7 +115,6 @@ def build_scheduler(
         overlap=resolved.overlap,
         overlaps_drafts=_overlaps_drafts(resolved, registry, pools),
         pools=resolved.pooling is not None,
-        encoder_input=resolved.model.encoder_input if resolved.model.encoder_length else None,
         whole_prompts=resolved.computes_whole_prompts,
         preemption=user.scheduler.preemption,
         short_prompt_share=user.scheduler.short_prompt_share,
@@ -106,7 +123,8 @@ def build_scheduler(
         jump_tokens=resolved.cuda_graph_max_bs,
     )
     allocator = PagedAllocator(num_pages) if len(pools) == 1 else GroupedAllocator(pools)
-    scheduler = assemble_scheduler(config, cache, allocator, policy, on_finish=on_finish, adapters=make_adapters())
+    features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved), "make_tiers": make_tiers}
+    scheduler = assemble_scheduler(config, cache, allocator, policy, on_finish=on_finish, **features)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
         scheduler.speculation.enable(drafter, resolved.max_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
@@ -121,14 +139,31 @@ def assemble_scheduler(
     clock: Callable[[], float] = time.monotonic,
     on_finish: Callable[[Request, Finish], None] | None = None,
     adapters: RequestAdapters | None = None,
+    media: RequestMedia | None = None,
+    make_tiers: MakeTiers = no_tiers,
 ) -> Scheduler:
     """A scheduler with its grammar calls and speculation, which has no drafter yet."""
     table = RequestTable(config.max_running, config.max_pages)
-    running = RunningSet(table, KVCacheManager(table, cache, allocator, config.page_size))
+    kv_manager = KVCacheManager(table, cache, allocator, config.page_size)
+    running = RunningSet(table, kv_manager)
     jumps = JumpForward(running, config.jump_forward, config.jump_rows, config.jump_tokens) if config.jump_forward else None
     grammars = GrammarCalls(config.vocab_size, jumps=jumps)
     speculation = DraftScheduler(table, config.vocab_size, grammars, may_overlap=config.overlaps_drafts)
-    return Scheduler(config, running, policy, StepFeatures(grammars, speculation, adapters or NoAdapters()), clock, on_finish)
+    features = StepFeatures(grammars, speculation, adapters or NoAdapters(), media or NoMedia(), make_tiers(kv_manager))
+    return Scheduler(config, running, policy, features, clock, on_finish)
+
+
+def _create_media(resolved: Resolved) -> RequestMedia:
+    """What the scheduler does with media."""
+    if resolved.model.encoder_length:
+        from frame.media.sequence_encoder import SequenceEncoder
+
+        return SequenceEncoder()
+    if resolved.media is None:
+        return NoMedia()
+    from frame.media.media_scheduler import MediaScheduler
+
+    return MediaScheduler(resolved.media, resolved.chunked_prefill_size, whole_prompts=resolved.computes_whole_prompts)
 
 
 def _overlaps_drafts(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> bool:

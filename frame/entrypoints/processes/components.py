@@ -30,6 +30,7 @@ from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
+from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
@@ -39,8 +40,10 @@ from frame.core.sampling.sampler import TORCH, Sampler
 from frame.diagnostics.finite_check import check_finite
 from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
+from frame.host.progress import track
 from frame.kernels.compile_ahead import compile_ahead
 from frame.loading.loader import Checkpoint, load_model
+from frame.loading.sleep import tag_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -157,7 +160,9 @@ def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: 
         load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
         kv_dtype=DTYPES[resolved.kv_dtype],
         plan=resolved.plan,
+        media=None if resolved.media is None else MediaSizes(resolved.media.table_rows, resolved.media.encode_budget),
     )
+    base = replace(base, track=track) if groups.tp.rank == 0 else base
     built: dict[str, Any] = {"attention": _build_attention(parts, base, resolved.model)}
     if parts.weight_format is not None:
         stored = resolved.model.config.get("quantization_config")
@@ -215,13 +220,14 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     context = build_context(resolved, parts, platform, plan.groups)
     phases["context"] = time.perf_counter() - clock
     user = resolved.user
-    checkpoint = Checkpoint(Path(resolved.model_path), parts.weight_source.build, user.model.seed)
+    checkpoint = Checkpoint(Path(resolved.weights_folder), parts.weight_source.build, user.model.seed)
     check_memory = partial(plan_rank, resolved, context, before=before)  # before anything is read
     make = partial(parts.model.build, ModelContext.from_build(context, replace(model_config, config=ConfigFields(model_config.config))))
-    model, report = load_model(make, context, checkpoint, check_memory)
-    phases.update(report.seconds)
-    clock = time.perf_counter()
-    drafter = _build_drafter(resolved, parts, model, context)
+    with tag_memory(user.execution.sleep != "off", platform, "weights"):
+        model, report = load_model(make, context, checkpoint, check_memory)
+        phases.update(report.seconds)
+        clock = time.perf_counter()
+        drafter = _build_drafter(resolved, parts, model, context)
     uniform = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
     geometry = model_geometry(model, uniform, drafter.model if drafter else None)
     if pipeline is not None:
@@ -233,19 +239,20 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     draft_bytes = drafter.bytes if drafter else 0
     planned = predict_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before, further)
     memory = measure(platform, report.bytes + draft_bytes, activations, resolved.plan.num_devices)
-    pages = plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens)
     ranks = (context.ep_group, *([] if pipeline is None else [pipeline.hidden]))
-    pages = _min_of_ranks(pages, ranks, device)
+    pages = _min_of_ranks(plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens), ranks, device)
     pools = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
     pools = tuple(replace(each, num_pages=_min_of_ranks(each.num_pages, ranks, device)) for each in pools)
     operations = choose_operations(device)
-    pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device, operations.move_rows)
+    with tag_memory(user.execution.sleep != "off", platform, "kv_cache"):
+        pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device, operations.move_rows)
     adapters = _allocate_adapters(context)
     phases["cache"] = time.perf_counter() - clock
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, pools)
     if resolved.pooling is None:
         processors = build_processors(parts, model_config, context.limits.max_running_requests, device)
         runner = _runner_class(pipeline)(model, model_config, context, pool, Sampler(processors, operations), capacity)
+        _set_media(runner)
         if drafter is not None:
             _set_drafter(runner, drafter, resolved)
         if (length := user.speculative.synthetic_acceptance_length) is not None:
@@ -261,7 +268,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     clock = time.perf_counter()
     with blaming("in a warm-up step"):
         if kernels.can_use_triton(device) and not runner.is_true_on_all_ranks(not plan.is_cold):
-            with compile_ahead(tp.rank, tp.size):
+            with compile_ahead(tp.rank, tp.size, context.track):
                 runner.warm_up()
                 _capture_graphs(runner, resolved, {}, is_dry=True)
             phases["kernels"] = time.perf_counter() - clock
@@ -277,7 +284,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     _capture_graphs(runner, resolved, phases)
     runner.allow_compilation()
     if resolved.plan.balances_experts:
-        runner.before_step = _build_balancer(resolved, model, context).begin_step
+        runner.balancer = _build_balancer(resolved, model, context)
     if planned is not None and tp.rank == 0:
         for sentence in planned.find_deviations(report.bytes + draft_bytes, capacity.max_total_tokens, platform.measure_memory()):
             _log.warning("%s", sentence)
@@ -326,6 +333,19 @@ def _allocate_adapters(context: BuildContext) -> DeviceAdapters | None:
     from frame.adapters.builder import allocate_adapters
 
     return allocate_adapters(context)
+
+
+def _set_media(runner: TorchModelRunner) -> None:
+    """Let the runner read media, for which the plan of the KV cache has left room."""
+    blocks = None if runner.inputs.groups is None else runner.inputs.groups.blocks
+    if blocks is not None:
+        from frame.media.files import map_features
+
+        blocks.read_features = map_features
+    if runner.context.media is not None:
+        from frame.media.encoder import MediaEncoder
+
+        runner.inputs.media = MediaEncoder(runner.model, runner.context)
 
 
 def _check_stages(resolved: Resolved, geometry: KVGeometry) -> None:
@@ -415,7 +435,7 @@ def prepare_drafter(
     is the target's, and its checkpoint; None where no drafter runs on the device."""
     if parts.drafter is None:
         return None
-    build = replace(build, adapters=None)  # drafters draft with the base's weights
+    build = replace(build, adapters=None, media=None)  # drafters draft with the base's weights, and read the target's rows
     drafter, source, attention, make = parts.drafter.build(resolved.drafter_context), parts.weight_source, None, None
     config = drafter.read_config(resolved.model)
     if parts.draft is not None and resolved.draft is not None:
@@ -425,7 +445,7 @@ def prepare_drafter(
     elif parts.head_format is not None and drafter.get_folder() is not None:
         build = replace(build, weight_format=parts.head_format.build(FormatContext(build.dtype)))
     context = DraftModelContext(target, ModelContext.from_build(build, config), find_free_layer(target, resolved.model.num_layers), make)
-    checkpoint = Checkpoint(find_model(drafter.get_folder() or resolved.model_path), source.build, resolved.user.model.seed)
+    checkpoint = Checkpoint(find_model(drafter.get_folder() or resolved.weights_folder), source.build, resolved.user.model.seed)
     # the target's layers have prepared its backend
     return partial(drafter.build_model, context), replace(build, attention=attention), checkpoint
 
@@ -453,8 +473,7 @@ def _wants_pieces(runner: TorchModelRunner, resolved: Resolved) -> bool:
     """Whether to capture piecewise graphs. Recurrent layers have them on request only: the speed
     of their pieces has not been measured. Raises ConfigurationError if the user asks for what
     cannot be captured."""
-    groups, asked = runner.inputs.groups, resolved.user.execution.prompt_graph_max_tokens
-    obstacle = ""
+    groups, asked, obstacle = runner.inputs.groups, resolved.user.execution.prompt_graph_max_tokens, ""
     if runner.drafts is not None and runner.drafts.model.tapped_layers:
         obstacle = f"the drafter {resolved.user.speculative.algorithm} reads hidden states in the middle of a step"
     elif groups is not None and groups.windows:
@@ -467,9 +486,8 @@ def _wants_pieces(runner: TorchModelRunner, resolved: Resolved) -> bool:
 def _min_of_ranks(pages: int, groups: Sequence[Collective], device: torch.device) -> int:
     """The minimum page count over the ranks of these groups: rank 0's scheduler assigns the pages
     of all."""
-    for group in groups:
-        if group.size > 1:
-            pages = int(group.all_gather(torch.tensor([pages], device=device), dim=0).min())
+    for group in (each for each in groups if each.size > 1):
+        pages = int(group.all_gather(torch.tensor([pages], device=device), dim=0).min())
     return pages
 
 

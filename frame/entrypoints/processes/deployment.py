@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from frame.config.resolved import Resolved
-from frame.config.schema import LogSection
+from frame.config.server_sections import LogSection
 from frame.core.errors import EXIT_CONFIGURATION, ConfigurationError
 from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
@@ -211,6 +211,11 @@ class Deployment:
         self._resolved = self._resolved.model_copy(update={"user": user.model_copy(update={"log": settings})})
         for child in self.children.values():
             self._send_line(child, settings)
+
+    def set_weights(self, folder: str | None, version: str) -> None:
+        """Have ranks that are started later load these weights. folder: None: they were not kept,
+        so that those ranks wait for an update."""
+        self._resolved = self._resolved.with_weights(folder, version)
 
     def kill_and_wait(self, names: Sequence[str]) -> None:
         """Kill these children, started or not, and wait for their end."""

@@ -62,7 +62,7 @@ class GrammarProcess:
         reply = _ask(process, msgspec.msgpack.encode((kind, source)), self._seconds + GRACE)
         if reply == b"":
             assert process.stdout is not None
-            reply = _read(process.stdout.fileno(), START_SECONDS)
+            reply = read_message(process.stdout.fileno(), START_SECONDS)
         if reply is None:
             raise self._exit_error(process, kind)
         is_well, data, self.cpu_seconds, retained = msgspec.msgpack.decode(reply, type=tuple[bool, bytes, float, int])
@@ -122,18 +122,18 @@ def _ask(process: subprocess.Popen[bytes], message: bytes, seconds: float) -> by
     """The reply of the process; None if it ends or the time passes first."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
-        _write(process.stdin.fileno(), message)
-        return _read(process.stdout.fileno(), seconds)
+        write_message(process.stdin.fileno(), message)
+        return read_message(process.stdout.fileno(), seconds)
     return None
 
 
-def _write(handle: int, message: bytes) -> None:
+def write_message(handle: int, message: bytes) -> None:
     whole = memoryview(len(message).to_bytes(4, "little") + message)
     while whole:
         whole = whole[os.write(handle, whole) :]
 
 
-def _read(handle: int, seconds: float = math.inf) -> bytes | None:
+def read_message(handle: int, seconds: float = math.inf) -> bytes | None:
     """The next message; None if the other side closes the pipe or the time passes first."""
     deadline = time.monotonic() + seconds
     message, size = bytearray(), 4
@@ -189,21 +189,21 @@ def main(load: Callable[..., GrammarBackend] = load_backend) -> None:
     replies = os.dup(1)
     os.dup2(2, 1)  # output of libraries goes to the log
     os.nice(NICENESS)
-    if (config := _read(0)) is None:
+    if (config := read_message(0)) is None:
         return
     resolved = Resolved.model_validate_json(config)
     sampling = resolved.user.sampling
     memory = MemoryLimit(sampling.grammar_memory, resolved.user.server.max_process_memory)
-    limits = Limits(sampling.grammar_timeout, memory, partial(_write, replies, b""))
+    limits = Limits(sampling.grammar_timeout, memory, partial(write_message, replies, b""))
     backend = load(resolved, load_configured(resolved.user.plugins), limits.suspend)
     compile_one(backend, *WARMUP_GRAMMAR)  # lazy imports of a backend happen before time and memory are limited
     memory.limit()
-    _write(replies, b"")
-    while (message := _read(0)) is not None:
+    write_message(replies, b"")
+    while (message := read_message(0)) is not None:
         kind, source = msgspec.msgpack.decode(message, type=tuple[str, str])
         limits.begin()
         reply = compile_one(backend, kind, source)
-        _write(replies, msgspec.msgpack.encode((*reply, limits.end(), memory.measure_retained())))
+        write_message(replies, msgspec.msgpack.encode((*reply, limits.end(), memory.measure_retained())))
 
 
 class MemoryLimit:

@@ -111,12 +111,17 @@ def plan_memory(
 
 def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, total: int) -> int:
     """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: the
-    adapter pool, experts that move, and keys of prompts in another form than the cache's."""
+    adapter pool, encoders of media, experts that move, and keys of prompts in another form than the
+    cache's."""
     transit = 0
     if context.adapters is not None:
         from frame.adapters.builder import count_bytes
 
         transit = count_bytes(context)
+    if context.media is not None:
+        from frame.media.encoder import count_bytes as count_media_bytes
+
+        transit += count_media_bytes(model, context, resolved.model.full_config)
     if resolved.plan.balances_experts:
         from frame.parallel.expert_moves import count_transit_bytes, list_movable
 

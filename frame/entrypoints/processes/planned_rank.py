@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frame.config.resolve_platform import get_capabilities
+from frame.config.resolution.platform import get_capabilities
 from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
@@ -23,6 +23,7 @@ from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.moe import MoERunner
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
 from frame.core.interfaces.rank_context import Pipeline, RankContext
+from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.entrypoints.processes.build_engine import load_device_drafter, load_head_format, load_kernels
 from frame.entrypoints.processes.components import Loaded, Parts, build_context, prepare_drafter
 from frame.entrypoints.processes.join_groups import Groups
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.gemm_kernel import Gemm, GroupedGemm
     from frame.core.interfaces.moe import DispatchOutput
     from frame.core.interfaces.weight_format import PackedWeight
+    from frame.core.kv_cache.geometry import KVGeometry
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +109,13 @@ class PlannedRank:
             return None
         with torch.device("meta"):
             return prepared[0](), prepared[2]
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """The KV cache of the rank, with the layers of a drafter."""
+        resolved = self._resolved
+        uniform = kv_geometry(resolved.model, self._context.tp.size, resolved.page_size, resolved.kv_dtype)
+        return model_geometry(self.model, uniform, self._drafter and self._drafter[0])
 
     def plan_memory(self, before: DeviceMemory) -> MemoryPlan | None:
         """The memory on a device in the state `before`; None for a model that builds its layers

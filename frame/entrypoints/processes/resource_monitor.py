@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from frame.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from frame.config.schema import ServerSection
+    from frame.config.server_sections import ServerSection
 
 log = logging.getLogger(__name__)
 

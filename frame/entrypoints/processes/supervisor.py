@@ -86,6 +86,7 @@ class Supervisor:
         self._restarts: deque[float] = deque()
         self._ticked_at = time.monotonic()
         client.on_notice = deployment.handle_message
+        client.watch_weights(deployment.set_weights)
 
     async def tick(self) -> None:
         """Check every child once. Sets `client.dead_reason` when the server has to stop."""

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from frame.config.resolved import Resolved
-from frame.config.schema import LogSection
+from frame.config.server_sections import LogSection
 from frame.core.blame import explain
 from frame.core.errors import EXIT_CONFIGURATION, ConfigurationError, PluginError
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.collective import LOOPBACK
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, open_inflight
 from frame.core.ipc.transport import ZmqTransport
-from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, Ready, StartDetokenize, StepText, StepTokens, Tokenize
+from frame.core.messages import AnyMessage, Fatal, Heartbeat, Message, NewWeights, Ready, StartDetokenize, StepText, StepTokens, Tokenize
 from frame.entrypoints import logs
 from frame.entrypoints.processes.hang_dump import enable_stack_dumps
 from frame.entrypoints.tracing import RankSpans, TextSpans, Tracing, add_tokenizer_span, open_tracing
@@ -121,20 +121,23 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     with paused_collection():
-        from frame.entrypoints.processes.build_engine import add_group, add_profiling, build_rank
+        from frame.entrypoints.processes.build_engine import add_group, add_profiling, add_updates, build_rank, follow_tiers
         from frame.parallel.tp_follower import follow
 
     sockets = SocketDirectory(options.sockets)
     batches = BatchReceiver(sockets.address(f"batches-{options.rank}"), options.rank, sockets.address("rank-replies"))
     place = _find_place(options)
-    rank = build_rank(resolved, load_configured(resolved.user.plugins), place)
-    runner = add_group(resolved, add_profiling(resolved, rank, place), rank, options.rank)
+    registry = load_configured(resolved.user.plugins)
+    rank = build_rank(resolved, registry, place)
+    updating = add_updates(resolved, registry, add_profiling(resolved, rank, place), rank, options.rank)
+    runner = add_group(resolved, updating, rank, options.rank)
+    tiers = follow_tiers(resolved, registry, rank, options.rank)
     tracing = open_tracing(resolved.user.server, name)
     results = ResultSender(sockets.address(f"rank-results-{options.rank}")) if options.rank in resolved.plan.result_ranks else None
     transport.send(Ready(process=name, pid=os.getpid()))
     observer, group = None if tracing is None else RankSpans(tracing), resolved.plan.find_group(options.rank)
     try:
-        follow(runner, batches, observer, results, place.watch, group)
+        follow(runner, batches, observer, results, place.watch, group, tiers)
     finally:
         if tracing is not None:
             tracing.close()
@@ -179,6 +182,8 @@ def detokenize_message(detokenizer: Detokenizer, message: AnyMessage, spans: Tex
             if spans is not None:
                 spans.end_requests(text)
             return [text] if text.rids else []
+        if isinstance(message, NewWeights):
+            return [message]
         if isinstance(message, StartDetokenize):
             if spans is not None:
                 spans.start_request(message)
@@ -280,7 +285,7 @@ def tokenizer_of(resolved: Resolved) -> Tokenizer:
 
 def _transport(options: argparse.Namespace, name: str) -> ZmqTransport:
     address = SocketDirectory(options.sockets).address
-    routes: dict[type[Message], str] = {StepTokens: address("detokenizer")} if options.detokenizer else {}
+    routes: dict[type[Message], str] = dict.fromkeys((StepTokens, NewWeights), address("detokenizer")) if options.detokenizer else {}
     return ZmqTransport(address(name), address(f"{name}-out"), routes, is_outbox=True)
 
 

@@ -25,6 +25,10 @@ def test_its_commands() -> None:
         (["offline", "--json", "/no-such-folder/x.json"], "'/no-such-folder/x.json' cannot be written; name a file in a folder"),
         (["startup", "--json", "/"], "'/' is a folder; name a file"),
         (["serve", "--goal-ttft", "0"], "0.0 is not in the range x>0"),
+        (["serve", "--rate", "1,x"], "'1,x' is not a list of rates; write 0.5,1,2"),
+        (["serve", "--rate", "2,0"], "the rates must be different numbers above 0"),
+        (["serve", "--rate", "2,2"], "the rates must be different numbers above 0"),
+        (["serve", "--rate", "2", "--baseline", "x.json"], "--baseline has no effect without --plot"),
         (["moe", "--plot", "x.gif"], "'x.gif' has no supported file type; use .png or .svg"),
     ],
 )
@@ -47,6 +51,35 @@ def test_a_server_is_measured(server: RunningServer, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["bench", "compare", str(path), str(path)])
     assert done.exit_code == 0
     assert "1.00×" in done.output
+
+
+def test_rates_are_measured_in_turn_and_drawn(server: RunningServer, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, plot = tmp_path / "rates.json", tmp_path / "rates.svg"
+    arguments = [
+        "bench",
+        "serve",
+        "--base-url",
+        server.url,
+        "--requests",
+        "3",
+        "--input-len",
+        "4",
+        "--output-len",
+        "3",
+        "--vocabulary",
+        "300",
+    ]
+    done = CliRunner().invoke(cli, [*arguments, "--rate", "100,50", "--json", str(path), "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    assert {name: row["rate"] for name, row in read(path)["rows"].items()} == {"mixed at 100/s": 100, "mixed at 50/s": 50}
+    assert plot.read_bytes().startswith(b"<?xml")
+    plot.unlink()
+    done = CliRunner().invoke(cli, [*arguments, "--rate", "80", "--plot", str(plot), "--baseline", str(path)])
+    assert done.exit_code == 0, done.output
+    assert plot.exists()
+    done = CliRunner().invoke(cli, [*arguments, "--plot", str(plot)])
+    assert (done.exit_code, "--plot draws values over the request rate" in done.output) == (2, True)
 
 
 def test_an_engine_and_its_start_are_measured(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.cli.options import COMMON_FLAGS
 from frame.entrypoints.configuration.flat_settings import settings
+from frame.entrypoints.configuration.tier_flags import TIER_FLAGS
 
 WIDTH = 80
 
@@ -48,7 +49,7 @@ def test_help_shows_the_flags_that_people_use(arguments: list[str]) -> None:
 def test_help_shows_a_section(form: list[str]) -> None:
     result = show("serve", *form)
     assert result.exit_code == 0
-    assert flags_in(result.output) == {"disable-radix-cache", *(each.flag for each in settings() if each.path[0] == "cache")}
+    assert flags_in(result.output) == {"disable-radix-cache", *TIER_FLAGS, *(each.flag for each in settings() if each.path[0] == "cache")}
 
 
 @pytest.mark.parametrize("form", [["--help", "all"], ["--help=all"], ["-h", "all", "--tp", "2"]])

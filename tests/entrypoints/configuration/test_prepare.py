@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from frame.config.schema import FrameConfig, ServerSection
+from frame.config.schema import FrameConfig
+from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.collective import LocalGroup

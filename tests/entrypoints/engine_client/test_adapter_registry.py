@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from frame.config.schema import AdaptersSection
+from frame.config.server_sections import AdaptersSection
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.adapter import AdapterError
 from frame.core.messages import Generate

@@ -8,6 +8,8 @@ import random
 
 import pytest
 
+from frame.core.interfaces.media import MediaItem, PlaceholderRun
+from frame.core.interfaces.routing import RoutingContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, AbortAll, Control, ControlReply, Finish, Generate, Heartbeat, StepTokens
 from frame.entrypoints.engine_client import commands
@@ -16,7 +18,8 @@ from frame.entrypoints.engine_client.limits import EngineDeadError, InvalidReque
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.engine_client.stats import Outstanding
-from frame.parallel.replica_choice import BLOCK, MAX_PREFIXES, ReplicaChooser, sum_loads
+from frame.parallel.replica_choice import BLOCK, ReplicaChooser, sum_loads
+from frame.plugins.routing_policies.prefix_load import MAX_PREFIXES, PrefixLoad
 from tests.entrypoints.engine_client.test_client import LIMITS, Link, rids
 
 DRAW = random.Random(3)
@@ -26,8 +29,12 @@ def prompt(blocks: int) -> list[int]:
     return [DRAW.randrange(50_000) for _ in range(blocks * BLOCK)]
 
 
+def make_chooser() -> ReplicaChooser:
+    return ReplicaChooser(PrefixLoad(RoutingContext()))
+
+
 def test_requests_spread_by_load() -> None:
-    chooser = ReplicaChooser()
+    chooser = make_chooser()
     loads = {0: 0, 1: 0, 2: 0}
     for _ in range(30):
         loads[chooser.choose_replica(prompt(1), "", loads)] += 1
@@ -35,7 +42,7 @@ def test_requests_spread_by_load() -> None:
 
 
 def test_turns_of_a_conversation_stay_together() -> None:
-    chooser, loads = ReplicaChooser(), {0: 0, 1: 0}
+    chooser, loads = make_chooser(), {0: 0, 1: 0}
     talks = [prompt(2) for _ in range(8)]
     first = []
     for talk in talks:
@@ -48,28 +55,29 @@ def test_turns_of_a_conversation_stay_together() -> None:
 
 
 def test_a_hot_prefix_overloads_no_replica() -> None:
-    chooser, loads, hot = ReplicaChooser(), {0: 0, 1: 0, 2: 0, 3: 0}, prompt(4)
+    chooser, loads, hot = make_chooser(), {0: 0, 1: 0, 2: 0, 3: 0}, prompt(4)
     for _ in range(200):
         loads[chooser.choose_replica([*hot, 1, 2, 3], "", loads)] += 1
     assert max(loads.values()) - min(loads.values()) < 100
 
 
 def test_a_replica_that_is_away_gets_nothing() -> None:
-    chooser, hot = ReplicaChooser(), prompt(2)
+    chooser, hot = make_chooser(), prompt(2)
     home = chooser.choose_replica(hot, "", {0: 0, 1: 0})
     assert chooser.choose_replica(hot, "", {1 - home: 100}) == 1 - home
 
 
 def test_the_memory_of_prefixes_is_bounded() -> None:
-    chooser = ReplicaChooser()
+    policy = PrefixLoad(RoutingContext())
+    chooser = ReplicaChooser(policy)
     for number in range(MAX_PREFIXES // 32 + 50):
         chooser.choose_replica([number] * 32 * BLOCK, "", {0: 0, 1: 0})
-    assert len(chooser._replicas) == MAX_PREFIXES
+    assert len(policy._replicas) == MAX_PREFIXES
 
 
 def make(count: int = 2) -> tuple[ReplicaClient, list[Link]]:
     outstanding, links = Outstanding(), [Link() for _ in range(count)]
-    return ReplicaClient([EngineClient(link, LIMITS, outstanding=outstanding) for link in links]), links
+    return ReplicaClient([EngineClient(link, LIMITS, outstanding=outstanding) for link in links], make_chooser()), links
 
 
 def submit(client: ReplicaClient, n: int, rid: str = "r") -> RequestState:
@@ -140,7 +148,7 @@ async def test_the_end_of_one_replica_and_of_all() -> None:
     client.clients[0].begin_recovery("it crashed", {})
     assert client.unavailable_reason is None
     with pytest.raises(EngineDeadError, match="it crashed"):
-        await client.send_command("pause")
+        await client.send_command("check_integrity")
     client.clients[0].fail_requests("too many crashes")
     assert (client.dead_reason, client.unavailable_reason, request.num_unfinished) == (None, None, 1)
     submit(client, 2, "s")
@@ -194,3 +202,12 @@ def test_loads_are_added() -> None:
     assert (load.process, load.running, load.total_pages) == ("engine", 6, 14)
     assert (load.groups, load.accepted_at) == ([{"group": "window", "used_pages": 4}], [2, 2])
     assert sum_loads([{"pages": 3, "path": "a"}, {"pages": 4, "path": "b"}]) == {"pages": 7, "path": "a"}
+
+
+def test_prompts_with_other_images_are_other_prompts() -> None:
+    """Their token ids are equal."""
+    chooser, text = make_chooser(), prompt(1)
+    items = [MediaItem("image", bytes([number]) * 32, [PlaceholderRun(3, 4)], 4, "", []) for number in range(2)]
+    home = chooser.choose_replica(text, "", {0: 0, 1: 0}, items[:1])
+    assert chooser.choose_replica(text, "", {home: 1, 1 - home: 0}, items[:1]) == home
+    assert chooser.choose_replica(text, "", {home: 1, 1 - home: 0}, items[1:]) == 1 - home

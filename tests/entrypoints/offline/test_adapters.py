@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from frame import Engine, SamplingParams
-from frame.config.schema import AdaptersSection
+from frame.config.server_sections import AdaptersSection
 from frame.core.interfaces.adapter import AdapterError
 from frame.core.messages import ControlReply, Generate
 from frame.entrypoints.engine_client.limits import InvalidRequestError

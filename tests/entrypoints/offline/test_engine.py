@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -128,6 +129,9 @@ def test_streaming_adds_up(engine: Engine) -> None:
         ids[delta.index] += delta.token_ids
     assert texts == [output.text for output in whole]
     assert ids == [output.token_ids for output in whole]
+    deltas = list(engine.stream("The quick", msgspec.structs.replace(GREEDY, stream_interval=4)))
+    assert "".join(delta.text for delta in deltas) == whole[0].text
+    assert {len(delta.token_ids) for delta in deltas[1:-1]} == {4}
 
 
 async def test_async_forms(engine: Engine) -> None:
@@ -191,7 +195,7 @@ def test_ids_only(checkpoint: Path) -> None:
         assert outputs[0].text == ""
         with pytest.raises(EngineError, match="skip_tokenizer_init"):
             engine.generate("text")
-        with pytest.raises(InvalidRequestError, match="stop strings need a tokenizer"):
+        with pytest.raises(InvalidRequestError, match="stop needs a tokenizer"):
             engine.generate([3, 4], SamplingParams(stop=("a",)))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits, read_usage, start_monitor
 

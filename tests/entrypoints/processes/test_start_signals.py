@@ -107,7 +107,7 @@ def test_a_loop_gets_the_signal_that_has_come(signals: StartSignals) -> None:
 
 
 def test_a_router_that_starts_ends_with_0(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def strike(_: str) -> None:
+    def strike(*_: str) -> None:
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         signal.raise_signal(signal.SIGTERM)
 

@@ -81,6 +81,9 @@ class Deployment:
     def read_inflight_text(self) -> frozenset[int]:
         return frozenset()
 
+    def set_weights(self, folder: str, version: str) -> None:
+        self.weights = (folder, version)
+
     def handle_message(self, message: Any) -> None:
         from frame.entrypoints.processes.deployment import Deployment as Real
 

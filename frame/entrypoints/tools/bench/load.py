@@ -19,6 +19,7 @@ import msgspec
 
 from frame.entrypoints.tools.bench.summary import Timing
 from frame.entrypoints.tools.bench.workload import Job
+from frame.host.progress import show_progress
 
 DONE = b"[DONE]"
 TIMEOUT = 600.0  # timeout of a response in seconds
@@ -102,9 +103,9 @@ class EventReader(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def run(target: Target, jobs: Sequence[Job], max_concurrency: int | None = None) -> list[Timing]:
-    """Send every job at its arrival time. max_concurrency: maximum number of concurrent requests;
-    None: no limit. -> one timing per job."""
+async def run(target: Target, jobs: Sequence[Job], max_concurrency: int | None = None, title: str = "requests") -> list[Timing]:
+    """Send every job at its arrival time, and show the progress under `title`. max_concurrency:
+    maximum number of concurrent requests; None: no limit. -> one timing per job."""
     start = time.perf_counter()
     gate = asyncio.Semaphore(max_concurrency or len(jobs))
     timings = [Timing(start + job.at, len(job.prompt)) for job in jobs]
@@ -119,9 +120,11 @@ async def run(target: Target, jobs: Sequence[Job], max_concurrency: int | None =
                 timing.error = f"no response within {TIMEOUT:g} s"
             except OSError as error:
                 timing.error = f"cannot connect: {error.strerror or error}"
+        advance(1)
 
     requests = [_request(target, job) for job in jobs]
-    await asyncio.gather(*map(one, jobs, timings, requests))
+    with show_progress(title, len(jobs)) as advance:
+        await asyncio.gather(*map(one, jobs, timings, requests))
     return timings
 
 

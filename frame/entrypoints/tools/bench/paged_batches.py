@@ -234,6 +234,7 @@ class Case:
     sinks: bool = False
     selected: int = 0  # keys that each token attends to (sparse attention); 0: all
     trees: bool = False  # rows after a prefix are of trees of drafted tokens
+    spans: bool = False  # tokens of extends are placeholders of images, which attend in both directions
     causal: bool = True  # False: an encoder's layer, whose rows have no prefix
     scores: float = 1.3  # standard deviation of the scores before the softmax
     magnitude: float = 1.0  # of the queries; the scale is so much smaller
@@ -269,6 +270,7 @@ def requirements(case: Case, graphs: bool = False) -> AttentionRequirements:
         sparse=case.selected > 0,
         bidirectional=not case.causal,
         tree_mask=case.trees,
+        spans=case.spans,
         graphs=graphs,
         phases=phases,
     )

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from frame.entrypoints.tools.eval.tasks import RECALL_BUCKETS, TASKS, Example, Message, make_examples
+from frame.host.progress import Advance, show_progress
 
 _ALLOW_INCOMPLETE_INPUT = 0x4000  # CPython's flag of that name, which only `codeop` exports, undocumented
 _PARSE_ONLY = ast.PyCF_ONLY_AST | _ALLOW_INCOMPLETE_INPUT
@@ -116,7 +117,14 @@ def _recall_scores(outcomes: Sequence[Outcome]) -> list[Score]:
     return scores
 
 
-async def _answer(backend: EvalBackend, example: Example, gate: asyncio.Semaphore) -> Outcome:
+async def _answer(backend: EvalBackend, example: Example, gate: asyncio.Semaphore, advance: Advance) -> Outcome:
+    try:
+        return await _ask(backend, example, gate)
+    finally:
+        advance(1)
+
+
+async def _ask(backend: EvalBackend, example: Example, gate: asyncio.Semaphore) -> Outcome:
     async with gate:
         try:
             if example.messages:
@@ -129,12 +137,14 @@ async def _answer(backend: EvalBackend, example: Example, gate: asyncio.Semaphor
 
 
 async def evaluate(backend: EvalBackend, tasks: Sequence[str] = TASKS, samples: int = 100, seed: int = 0, concurrency: int = 32) -> Report:
-    """Ask `samples` examples of each task, at most `concurrency` at a time, and score the answers.
-    The examples depend only on tasks, samples and seed. A failed request counts as not correct."""
+    """Ask `samples` examples of each task, at most `concurrency` at a time, score the answers and
+    show the progress. The examples depend only on tasks, samples and seed. A failed request counts
+    as not correct."""
     examples = [example for task in tasks for example in make_examples(task, samples, seed)]
     gate = asyncio.Semaphore(concurrency)
     begun = time.perf_counter()
-    outcomes = list(await asyncio.gather(*(_answer(backend, example, gate) for example in examples)))
+    with show_progress("evaluating", len(examples)) as advance:
+        outcomes = list(await asyncio.gather(*(_answer(backend, example, gate, advance) for example in examples)))
     seconds = time.perf_counter() - begun
     by_task = [_score(task, [item for item in outcomes if item.example.task == task]) for task in tasks]
     return Report(seed, seconds, by_task, _recall_scores(outcomes) if "recall" in tasks else [], outcomes)

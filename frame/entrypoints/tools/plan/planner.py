@@ -7,7 +7,7 @@ estimated. Used by `frame plan`. Opens no device and reads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 from frame.checkpoint.model_config import find_model
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.kv_tier import BLOCK_ALIGNMENT, KVTierCapabilities
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
+from frame.core.kv_cache.capacity import GIB
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.memory_plan import MemoryPlan
 from frame.entrypoints.processes.planned_rank import PlannedRank
 from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
+from frame.kv_tiers.build import divide_options
 
 if TYPE_CHECKING:
     from frame.config.resolved import Resolved
@@ -56,6 +59,18 @@ class Target:
     share: float = 0.6
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedTier:
+    """A KV cache tier of each replica or attention group. `block_bytes`: of a block, on all ranks.
+    `blocks`: that fit; None: its options do not say. `host_bytes`: of host memory, of all
+    replicas."""
+
+    name: str
+    block_bytes: int
+    blocks: int | None
+    host_bytes: int
+
+
 @dataclass(frozen=True)
 class DeploymentPlan:
     """A resolved configuration on a machine."""
@@ -64,6 +79,7 @@ class DeploymentPlan:
     stages: tuple[MemoryPlan, ...]  # of one rank of each stage
     card: Card | None
     source: str  # the folder that config.json was read from
+    tiers: tuple[PlannedTier, ...] = ()
 
     @property
     def memory(self) -> MemoryPlan:
@@ -157,6 +173,7 @@ class DeploymentPlan:
             "max_total_tokens": self.memory.tokens,
             "largest_context": self.largest_context,
             "largest_batch": self.count_requests(DECODE_CONTEXT),
+            "tiers": [asdict(tier) for tier in self.tiers],
             "phases": [asdict(phase) for phase in phases if phase is not None],
         }
 
@@ -186,7 +203,8 @@ def plan_deployment(config: FrameConfig, machine: Machine | None) -> DeploymentP
     else:
         memory = HostPlatform(PlatformContext()).measure_memory()
     stages = tuple(_plan_stage(prepared, stage, memory) for stage in range(resolved.plan.pp))
-    return DeploymentPlan(resolved, stages, machine.card if machine is not None and devices else None, str(find_model(config.model.path)))
+    card, source = machine.card if machine is not None and devices else None, str(find_model(config.model.path))
+    return DeploymentPlan(resolved, stages, card, source, tuple(_plan_tiers(prepared, stages)))
 
 
 def try_plans(config: FrameConfig, machine: Machine, target: Target) -> Iterator[tuple[str, str]]:
@@ -214,3 +232,20 @@ def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryP
         name = prepared.resolved.choice("model").name
         raise ConfigurationError(f"model.implementation {name} builds its layers while it loads, so its size cannot be planned")
     return memory_plan
+
+
+def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan]) -> Iterator[PlannedTier]:
+    """The tiers, each with the blocks that it has room for. Ranks share a size equally."""
+    resolved, plan = prepared.resolved, prepared.resolved.plan
+    sizes = [-(-stage.bytes_per_token * resolved.page_size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT for stage in stages]
+    pages = min(stage.tokens for stage in stages) // resolved.page_size
+    for choice in resolved.plugins.get("kv_tier", ()):
+        can = prepared.registry.get("kv_tier", choice.name).capabilities
+        known = can if isinstance(can, KVTierCapabilities) else KVTierCapabilities()
+        size, ratio = divide_options(known, choice.options, plan).get(known.size), choice.options.get(known.ratio)
+        blocks = None if size is None else int(size * GIB) // max(sizes)
+        host_bytes = int(sum(choice.options[option] for option in known.memory) * GIB)
+        if ratio is not None:
+            blocks = int(ratio * pages)
+            host_bytes = blocks * sum(sizes) * plan.tp
+        yield PlannedTier(choice.name, sum(sizes) * plan.attention_tp, blocks, host_bytes * plan.num_replicas)

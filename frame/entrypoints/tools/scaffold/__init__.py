@@ -27,8 +27,10 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "collective": ("frame.core.interfaces.collective", 'CollectiveCapabilities(devices=("cpu",))'),
     "drafter": ("frame.core.interfaces.drafter", "DrafterCapabilities()"),
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
+    "kv_tier": ("frame.core.interfaces.kv_tier", "KVTierCapabilities(in_memory=True)"),
     "logits_processor": ("frame.core.interfaces.sampling", 'ProcessorCapabilities(custom=("$name",))'),
     "launcher": ("frame.core.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),
+    "modality": ("frame.core.interfaces.modality", 'ModalityCapabilities("image", ("PNG",))'),
     "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("${class_name}ForCausalLM",))'),
     "moe_dispatcher": ("frame.core.interfaces.moe", 'DispatcherCapabilities(devices=("cpu", "cuda"))'),
     "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
@@ -37,6 +39,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
         'PlatformCapabilities(find_devices="$package.plugin:find_devices", compatible=("cpu",))',
     ),
     "prefix_cache": ("frame.core.interfaces.cache", "PrefixCacheCapabilities(eviction_policy=False)"),
+    "weight_transfer": ("frame.core.interfaces.weight_transfer", "WeightTransferCapabilities(shares=True)"),
     "weight_source": ("frame.core.interfaces.weights", "WeightSourceCapabilities()"),
     "weight_format": ("frame.core.interfaces.weight_format", 'FormatCapabilities(checkpoints=(None,), quant_types=("plain", "int8"))'),
     "gemm_kernel": (
@@ -50,8 +53,11 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "collective": ("tp: 2  # it connects ranks",),
     "gemm_kernel": ("quantization: int8  # it multiplies quantized weights",),
     "launcher": ("tp: 2  # it starts ranks",),
+    "routing_policy": ("dp: 2  # it chooses replicas",),
     "model": ("path: /path/to/checkpoint  # config.json has the architecture ${class_name}ForCausalLM",),
 }
+# Lists that have no plugin unless it is named.
+_ALONE = frozenset({"kv_tier", "weight_transfer"})
 # What the generated plugin does once it is served.
 _EFFECTS: Mapping[str, str] = {
     "adapter": 'It reads adapters whose adapter_config.json has `"format": "$name"`.',
@@ -72,6 +78,10 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 '''
+# Fields of the options that an implementation reads.
+_FIELDS: Mapping[str, str] = {
+    "kv_tier": "max_blocks: int = 1000",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +145,15 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
         arguments += "\n        capabilities=CAPABILITIES,"
     imports.insert(0, "from pydantic import BaseModel, ConfigDict\n")
     constants += _fill(_OPTIONS, words)
+    constants += f"\n    {_FIELDS[kind.name]}\n" if kind.name in _FIELDS else ""
     arguments += "\n        options=Options,"
     words |= {"imports": "\n".join(imports), "constants": constants, "arguments": arguments}
     if not kind.key:  # a command, which help lists without a manifest
         words |= {"group": "frame_commands", "entry": _fill('$name = "$package.plugin:$class_name"', words)}
         return words | {"use": f"Call it:\n\n```sh\nframe {name}\n```", "manifest_note": "`pyproject.toml` names the command"}
     section, _, key = kind.key.partition(".")
-    settings = (f"{key}: {f'[builtin, {name}]' if kind.is_list else name}", *(_fill(each, words) for each in _SETTINGS.get(kind.name, ())))
+    chosen = f"[{name}]" if kind.name in _ALONE else f"[builtin, {name}]"
+    settings = (f"{key}: {chosen if kind.is_list else name}", *(_fill(each, words) for each in _SETTINGS.get(kind.name, ())))
     words |= {"group": "frame", "entry": _fill('$package = "$package"', words)}
     select = "\n".join((f"{section}:", *(f"  {each}" for each in settings)))
     words["use"] = f"Choose it in a configuration file, here `frame.yaml`:\n\n```yaml\n{select}\n```\n\n"

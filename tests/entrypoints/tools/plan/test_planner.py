@@ -12,7 +12,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from frame.config.schema import FrameConfig, SpeculativeSection
+from frame.config.schema import CacheSection, FrameConfig, SpeculativeSection
+from frame.config.server_sections import PluginsSection
 from frame.core.errors import ConfigError
 from frame.core.kv_cache.capacity import GIB, activation_bytes
 from frame.entrypoints.cli.main import cli
@@ -124,6 +125,29 @@ def test_the_command_prints_the_plan() -> None:
     assert "--machine" in refused.output
     refused = runner.invoke(cli, ["plan", "--context", "4096"])
     assert (refused.exit_code, "--context is part of a target; add --requests" in refused.output) == (78, True)
+
+
+def test_tiers_are_planned_in_blocks() -> None:
+    options = ["--cache-tiers", "host", "--set", "plugins.options.kv_tier/host.size_gib=1"]
+    done = CliRunner().invoke(cli, ["plan", "--model", "frame-tiny", "--machine", "h100", "--json", *options])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    (tier,) = found["tiers"]
+    assert tier["name"] == "host"
+    assert tier["blocks"] == GIB // tier["block_bytes"] > 0
+    assert tier["host_bytes"] == GIB
+
+
+def test_ranks_share_a_tier_and_replicas_have_their_own(tmp_path: Path) -> None:
+    config = llama(tmp_path, tp=4, dp=2)
+    tiers = CacheSection(tiers=("host", "disk"))
+    options = PluginsSection(options={"kv_tier/host": {"size_gib": 16}, "kv_tier/disk": {"size_gib": 32, "buffer_gib": 2}})
+    planned = plan_deployment(config.model_copy(update={"cache": tiers, "plugins": options}), parse_machine("8xh100"))
+    host, disk = planned.tiers
+    page = planned.memory.bytes_per_token * planned.resolved.page_size
+    assert [tier.block_bytes for tier in planned.tiers] == [4 * page, 4 * page]
+    assert [host.blocks, disk.blocks] == [16 * GIB // (4 * page), 32 * GIB // (4 * page)]
+    assert [host.host_bytes, disk.host_bytes] == [32 * GIB, 4 * GIB]
 
 
 def test_the_model_of_a_drafter_is_counted(tmp_path: Path) -> None:
