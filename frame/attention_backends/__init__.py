@@ -35,10 +35,11 @@ TORCH_NATIVE = AttentionCapabilities(
     sparse=True,
     bidirectional=True,
     tree_mask=True,
+    spans=True,
     kv_dtypes=("fp8_e4m3", "int8"),
 )
 
-FLEX_ATTENTION = replace(TORCH_NATIVE, chunked=False, tree_mask=False, compute_capability=((8, 0), (12, 1)))
+FLEX_ATTENTION = replace(TORCH_NATIVE, chunked=False, tree_mask=False, spans=False, compute_capability=((8, 0), (12, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ TRITON = KernelCapabilities(
     sinks=True,
     sparse=True,
     tree_mask=True,
+    spans=True,
     kv_dtypes=("fp8_e4m3", "int8"),
     graphs="decode",
     shared_prefixes=True,

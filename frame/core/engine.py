@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from frame.core.blame import explain
+from frame.core.engine_states import ACTIONS, EngineStates, StateContext, WeightCommands
 from frame.core.interfaces.runner import DeviceLost, ProfileError, ProfileRequest, UnsampledStep
 from frame.core.messages import Abort, AbortAll, Control, ControlReply, Fatal, Finish, FinishReason, Generate, Heartbeat, StepTokens
 
@@ -49,7 +50,10 @@ class EngineOptions:
     heartbeat: float | None = None  # seconds between heartbeats; None: none are sent
     info: dict[str, Any] = field(default_factory=dict)  # added to the reply to `server_info`
     device_memory: Callable[[], int] = int  # -> bytes of device memory that this process holds
+    expert_imbalance: Callable[[], list[float]] = list  # see `Heartbeat`
     adapters: AdapterCommands | None = None  # None: they are off
+    weights: WeightCommands | None = None  # None: they do not change
+    sleep_obstacle: str = "this engine cannot release its memory"  # why; empty: it can
     check_params: Callable[[SamplingParams], Finish | None] | None = None  # -> how a request ends whose parameters a plugin refuses
 
 
@@ -75,12 +79,18 @@ class EngineScheduler(Protocol):
     def drain_outputs(self) -> StepTokens | None: ...
     def close(self) -> None: ...
     def schedule_batch(self, now: float | None = None) -> ScheduledBatch | None: ...
+    def poll_tiers(self, now: float) -> None: ...
     def fill_deferred_mask(self, batch: ScheduledBatch) -> np.ndarray | None: ...
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepTokens: ...
     def fail_step(self, batch: ScheduledBatch, error: str) -> FailedRequests: ...
     def publish_inflight(self, path: Path) -> None: ...
     def flush_cache(self) -> int: ...
+    def preempt_all(self) -> int: ...
+    def change_weights(self, *, keeps_running: bool) -> int: ...
+    def admit_new_requests(self, allowed: bool) -> None: ...
+    def count_started(self) -> int: ...
     def outline_cache(self, limit: int) -> dict[str, Any]: ...
+    def outline_requests(self, limit: int) -> dict[str, Any]: ...
     def get_load(self) -> dict[str, Any]: ...
     def check_integrity(self) -> None: ...
     def audit_integrity(self) -> Iterator[None]: ...
@@ -146,12 +156,17 @@ class Engine:
         self.grammars = grammars
         self.adapters = self.options.adapters
         self._stopping = False
-        self._paused = False
         self._is_checked = False  # no step has run since the last self-check
         self._audit: Iterator[None] | None = None  # the self-check in progress
         self._failures = 0
         self._last_heartbeat = 0.0
         self._step = 0
+        self.states = EngineStates(self._make_state_context())
+
+    def _make_state_context(self) -> StateContext:
+        beat = self._beat if self.options.heartbeat is not None else int
+        weights, obstacle = self.options.weights, self.options.sleep_obstacle
+        return StateContext(self.scheduler, self.runner, self.transport.send, self._abort_all, beat, weights, obstacle)
 
     def run(self) -> None:
         """Serve until the command `shutdown`. An error that ends the engine is sent as `Fatal` and
@@ -173,14 +188,18 @@ class Engine:
         in_flight: InFlight | None = None
         progress = False
         while not self._stopping or in_flight is not None:
+            self.states.check_deadline()
             self._receive(0.0 if progress or in_flight else self._receive_timeout())
-            is_switching = self.runner.can_switch_backend
-            launched = None if is_switching else self._launch()
-            progress = is_switching or launched is not None or in_flight is not None
+            is_changing = self.states.is_due or self.runner.can_switch_backend
+            launched = None if is_changing else self._launch()
+            progress = is_changing or launched is not None or in_flight is not None
             if in_flight is not None:
                 self._commit(in_flight)
-            if is_switching:
-                self.runner.switch_backend()
+            if is_changing:
+                if self.runner.can_switch_backend:
+                    self.runner.switch_backend()
+                self._audit, self._is_checked = None, False
+                self.states.carry_out()
             if launched is not None and launched.batch.has_deferred_grammar_mask:
                 launched = self._sample(launched)
             if launched is not None and not self.options.overlap:
@@ -191,6 +210,8 @@ class Engine:
 
     def _receive_timeout(self) -> float | None:
         """Seconds to wait for a message while no step is in flight and none could be launched."""
+        if self.states.is_due:
+            return 0.0
         if not self.scheduler.is_idle or self.grammars or self.adapters:
             return STALLED_WAIT
         if not self._is_checked and self.options.check_integrity != "off":
@@ -230,14 +251,17 @@ class Engine:
                 self._send(self.grammars.abort_requests(message.rids, message.reason))
             self.scheduler.abort(message.rids, message.reason)
         elif isinstance(message, AbortAll):
-            if self.grammars is not None:
-                self._send(self.grammars.abort_all(message.reason))
-            self.scheduler.abort_all(message.reason)
+            self._abort_all(message.reason)
         elif isinstance(message, Control):
             if (reply := self._control(message)) is not None:
                 self.transport.send(reply)
         else:
             log.warning("the engine does not take %s", type(message).__name__)
+
+    def _abort_all(self, reason: FinishReason = "abort") -> None:
+        if self.grammars is not None:
+            self._send(self.grammars.abort_all(reason))
+        self.scheduler.abort_all(reason)
 
     def _check_params(self, message: Generate) -> Finish | None:
         """How the request ends if a plugin refuses its parameters."""
@@ -260,8 +284,9 @@ class Engine:
         now = time.monotonic()
         if now - self._last_heartbeat >= MIN_HEARTBEAT:
             self._last_heartbeat = now
-            held = self.options.device_memory()
-            self.transport.send(Heartbeat(process="engine", step=self._step, device_memory=held, **self.scheduler.get_load()))
+            held, imbalance = self.options.device_memory(), self.options.expert_imbalance()
+            load = self.scheduler.get_load()
+            self.transport.send(Heartbeat(process="engine", step=self._step, device_memory=held, expert_imbalance=imbalance, **load))
 
     def _control(self, control: Control) -> ControlReply | None:
         """Carry out a command. -> the reply; None: it comes later."""
@@ -272,10 +297,13 @@ class Engine:
                 data = {"pages": self.scheduler.flush_cache()}
             elif control.action == "outline_cache":
                 data = self.scheduler.outline_cache(int(control.arguments.get("limit", 200)))
+            elif control.action == "outline_requests":
+                data = self.scheduler.outline_requests(int(control.arguments.get("limit", 100)))
+                data["phases"]["grammar"] += 0 if self.grammars is None else len(self.grammars)
             elif control.action == "server_info":
-                data = {**self.options.info, **self.scheduler.get_load(), "step": self._step, "paused": self._paused}
-            elif control.action in ("pause", "resume"):
-                self._paused = control.action == "pause"
+                data = {**self.options.info, **self.scheduler.get_load(), "step": self._step, **self.states.describe()}
+            elif control.action in ACTIONS:
+                return self.states.begin(control)
             elif control.action == "check_integrity":
                 self.scheduler.check_integrity()
             elif control.action == "start_profile":
@@ -316,7 +344,8 @@ class Engine:
     # steps ----------------------------------------------------------------------------------------
 
     def _launch(self) -> InFlight | None:
-        if self._paused or self._stopping:
+        if self.states.is_stopped or self._stopping:
+            self.scheduler.poll_tiers(time.monotonic())
             return None
         batch = self.scheduler.schedule_batch(time.monotonic())
         if batch is None:

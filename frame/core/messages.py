@@ -14,6 +14,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from frame.core.interfaces.kv_tier import KVTransfer
+from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -49,7 +51,8 @@ class Generate(Message, frozen=True):
     deadline: float | None = None  # seconds from arrival; None: the engine's request timeout
     second_text_start: int = 0  # index of the first token of a pair's second text; 0: one text
     adapter: str = ""  # digest of a loaded adapter; "": none
-    encoder_input: bytes = b""  # of an encoder-decoder model: float32 of the shape `ModelConfig.encoder_input`
+    media: list[MediaItem] = []  # in the order of the prompt
+    transfer: KVTransfer | None = None  # of the prompt's blocks, to or from another server
     trace: str = ""
 
 
@@ -72,8 +75,8 @@ class Control(Message, frozen=True):
 
     id: str
     action: Literal[
-        "flush_cache", "outline_cache", "server_info", "pause", "resume", "check_integrity", "start_profile", "stop_profile", "shutdown",
-        "ping", "load_adapter", "unload_adapter",
+        "flush_cache", "outline_cache", "outline_requests", "server_info", "pause", "resume", "check_integrity", "start_profile",
+        "stop_profile", "shutdown", "ping", "load_adapter", "unload_adapter", "update_weights", "transfer_weights", "sleep", "wake",
     ]  # fmt: skip
     arguments: dict[str, Any] = {}
 
@@ -96,7 +99,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     token_ids: list[int]
     logprobs: list[float | None]  # None: of the first prompt token
-    top: list[list[tuple[int, float]]]  # for each token, (id, log-probability) of the likeliest ones
+    # for each token, (id, log-probability) of the likeliest ones, then of `logprob_token_ids`
+    top: list[list[tuple[int, float]]]
     ranks: list[int | None] = []  # of prompt tokens: 1 + the number of likelier tokens
 
 
@@ -120,13 +124,21 @@ class StepTokens(StepOutput, frozen=True):
     pooled: dict[int, bytes] = {}  # float32 vector of an embedding or classification request
 
 
+class NewWeights(Message, frozen=True):
+    """The engine has other weights. Sent by the way of the tokens: those before it are of the
+    earlier weights, those after it of `version`."""
+
+    version: str
+
+
 class ControlReply(Message, frozen=True):
     """The reply to a `Control`."""
 
     id: str
     ok: bool
     error: str | None = None  # one sentence
-    code: Literal["conflict"] | None = None  # "conflict": the engine's state or settings forbid the command
+    # "conflict": the engine's state or settings forbid the command; "invalid": an argument is wrong
+    code: Literal["conflict", "invalid"] | None = None
     data: dict[str, Any] = {}
 
 
@@ -164,6 +176,17 @@ class Heartbeat(Message, frozen=True):
     adapters_on_device: int = 0  # in their places, with or without requests
     adapters_running: int = 0  # those that a running request uses
     adapter_copies: int = 0  # counter: copies of adapters to the device
+    media_rows: int = 0  # of the device's table of encoded media
+    media_used_rows: int = 0  # those that hold an item, with or without requests
+    media_encoded: int = 0  # counter: items that were encoded
+    media_reused: int = 0  # counter: items that were in the table
+    tiers: list[dict[str, Any]] = []  # of the KV cache: "tier" (its name), and counters: "loaded_tokens", "stored_tokens"
+    tier_waiting: int = 0  # requests that wait for blocks of a tier
+    tier_failed_loads: int = 0  # counter: loads that yielded too few blocks
+    tier_late_loads: int = 0  # counter: requests that computed because their load had not ended in time
+    tier_dropped_blocks: int = 0  # counter: blocks that were not stored because there was no room
+    # By layer with experts: tokens of the busiest rank over the mean; empty: not counted yet
+    expert_imbalance: list[float] = []
 
 
 class Fatal(Message, frozen=True):
@@ -175,6 +198,15 @@ class Fatal(Message, frozen=True):
 
 
 # to and from tokenizer and detokenizer processes --------------------------------------------------
+
+
+class MediaText(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A media item as text: what stands for it in a prompt, and what takes that place."""
+
+    modality: str
+    placeholder: str
+    row_token: str  # of the expansion; gets a row of the encoder's output
+    expansion: str
 
 
 class Tokenize(Message, frozen=True):
@@ -189,6 +221,7 @@ class Tokenize(Message, frozen=True):
     inputs: list[list[str]] | None = None  # of one text, or a pair of texts, each
     truncate_to: int | None = None  # tokens to which each input is cut
     max_tokens: int | None = None  # a longer text is refused, before all of it is tokenized
+    media: list[MediaText] = []  # of the text or chat, in the order of its parts
     trace: str = ""
 
 
@@ -198,6 +231,7 @@ class Tokenized(Message, frozen=True):
     id: str
     token_ids: list[int] = []  # of the text or chat
     encoded: list[tuple[list[int], int]] = []  # of each input: ids, and the start of the second text
+    media_order: list[int] = []  # indices of `Tokenize.media`, in the order of the prompt
     error: str | None = None  # one sentence for the client
     is_too_long: bool = False  # a text has more than `max_tokens` tokens
 
@@ -225,6 +259,7 @@ AnyMessage = (
     | AbortAll
     | Control
     | StepTokens
+    | NewWeights
     | ControlReply
     | Ready
     | Heartbeat

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from frame.core.interfaces.rank_context import Track, track_silently
+
 THREADS = 8  # a fifth of a compilation holds the interpreter's lock
 _OURS = ("frame.kernels.", "frame.attention_backends.triton.")  # what reads their outputs takes zeros
 _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
 
 
 @contextmanager
-def compile_ahead(rank: int = 0, ranks: int = 1) -> Iterator[None]:
+def compile_ahead(rank: int = 0, ranks: int = 1, track: Track = track_silently) -> Iterator[None]:
     """Note frame's Triton kernels where this thread launches them, and launch none; at the end of
     the block compile all. Kernels of others run as usual.
 
@@ -74,9 +76,9 @@ def compile_ahead(rank: int = 0, ranks: int = 1) -> Iterator[None]:
         yield
     max_length = sorted(jobs.values(), key=lambda job: -job.length)  # first, so that none begins last
     with ThreadPoolExecutor(THREADS, "compile-ahead") as executor:
-        for share in range(ranks):
-            for job in max_length[(rank + share) % ranks :: ranks]:
-                executor.submit(job.run)
+        started = [executor.submit(job.run) for share in range(ranks) for job in max_length[(rank + share) % ranks :: ranks]]
+        for compilation in track(started, "compiling kernels"):
+            compilation.result()
     for each in launches:
         if isinstance(each.compiled, _Code) and each.compiled.exception() is None:
             each.compiled = each.compiled.result()

@@ -17,6 +17,7 @@ import torch
 from frame.core.execution.decode_graphs import bound_lengths, capture_step, create_graph_pool
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import HostView
+from frame.core.interfaces.rank_context import Track, track_silently
 from frame.speculation.draft_passes import DraftPasses, DraftRows
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class DraftGraphs:
         """Whether there are graphs of the passes of so many rows."""
         return rows <= self._graphs.maximum and self._graphs.find_size(rows) in self._passes
 
-    def capture(self, *, is_dry: bool = False) -> None:
+    def capture(self, *, is_dry: bool = False, track: Track = track_silently) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
         is_dry: run each size only."""
         graphs = self._graphs
@@ -76,7 +77,7 @@ class DraftGraphs:
         if self._tree is not None:  # each branch is a row
             max_rows = min(max_rows, graphs.maximum // self._tree.shape.width)
         with paused_collection(collects_first=True):
-            for step in reversed(graphs.steps):
+            for step in track(graphs.steps[::-1], "capturing graphs of drafts"):
                 size = step.batch.num_rows
                 self._fills[size] = fill = self._capture_fill(step, pool)
                 if size <= max_rows:

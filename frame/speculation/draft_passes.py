@@ -55,7 +55,7 @@ class DraftPasses:
         self.model = model
         self.backend = attention or inputs.backend
         self.has_separate_backend = attention is not None
-        self.table, self.kv = inputs.table, inputs.kv
+        self.table, self.kv, self._media = inputs.table, inputs.kv, inputs.media
         self._agree = agree
         self._draw_plain = inputs.sampler.operations.draw_plain
 
@@ -78,6 +78,10 @@ class DraftPasses:
         values, ids = rank_tokens(logits, draws, states.shape[1], count)
         return self._agree(values), self._agree(ids)
 
+    def find_positions(self, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The rotary positions of tokens at these places of their sequences, int64 [n] each."""
+        return places if self._media is None else self._media.shift_positions(slots, places)
+
     def make_batch(self, rows: DraftRows, host_lens: np.ndarray, host_slots: np.ndarray) -> ForwardBatch:
         """A pass over one token of each row, without a plan. A token beyond the pages of its row is
         stored in the reserved page."""
@@ -87,7 +91,7 @@ class DraftPasses:
         return ForwardBatch(
             num_decodes=count,
             token_ids=rows.ids,
-            positions=inside,
+            positions=self.find_positions(rows.slots, inside),
             kv_slots=torch.where(rows.positions < rows.limits, pages * size + inside % size, 0),
             request_slots=rows.slots,
             seq_lens=(inside + 1).int(),

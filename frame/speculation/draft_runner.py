@@ -15,6 +15,7 @@ import torch
 
 from frame.core.blame import describe, remedy
 from frame.core.interfaces.batch import ForwardBatch, HiddenStateOutputs, SelectedTokens, TreeMask
+from frame.core.interfaces.media import MediaRows
 from frame.speculation.draft_graphs import DraftGraphs
 from frame.speculation.draft_passes import DraftPasses, DraftRows, list_lens
 from frame.speculation.tree_passes import TreePasses
@@ -125,10 +126,12 @@ class DraftRunner:
         """The first pass. last: int64 [n], the samples whose states are read. -> the states of the
         tokens that these are drawn from."""
         samples, ids = tensors.samples, batch.token_ids
+        extensions = {**batch.extensions, SelectedTokens: SelectedTokens(samples.index_select(0, last))}
         if self.model.reads_next:
             ids = tensors.next_ids.index_copy(0, samples, token_ids)
-        selected = SelectedTokens(samples.index_select(0, last))
-        first = replace(batch, token_ids=ids, extensions={**batch.extensions, SelectedTokens: selected})
+            if (media := batch.get(MediaRows)) is not None:
+                extensions[MediaRows] = media.shift(batch.query_starts)
+        first = replace(batch, token_ids=ids, extensions=extensions)
         needs_plan = self._passes.has_separate_backend or tensors.places is not None
         return self.model.forward(replace(first, plan=self._passes.backend.plan(first)) if needs_plan else first, states)
 

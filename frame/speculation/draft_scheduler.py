@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from frame.core.blame import describe, remedy
 from frame.core.interfaces.batch import DraftOrder, SlotSetup
@@ -92,7 +93,7 @@ class DraftScheduler(Speculation):
             for setup in setups:
                 requested = setup.params.num_speculative_tokens
                 self._max_tokens[setup.slot] = MAX_STEPS if requested is None else requested
-                drafter.add_slot(setup)
+                drafter.add_slot(self._with_keys(setup))
         except Exception as error:  # noqa: BLE001 - the output does not depend on drafts
             self._disable(drafter, error)
         self.stats.seconds += time.perf_counter() - began
@@ -128,7 +129,7 @@ class DraftScheduler(Speculation):
             return None
         began = time.perf_counter()
         try:
-            drafts = drafter.propose_tokens(slots[chosen], room[chosen])
+            drafts = _cut_placeholders(drafter.propose_tokens(slots[chosen], room[chosen]))
             self._check(drafts, room[chosen])
         except Exception as error:  # noqa: BLE001 - as above
             self._disable(drafter, error)
@@ -244,6 +245,14 @@ class DraftScheduler(Speculation):
             self._length = self._lengths.choose(num_rows) if self._max_tokens.any() else 0
         return self._length
 
+    def _with_keys(self, setup: SlotSetup) -> SlotSetup:
+        """The setup with the cache keys of placeholders, so that different media are no equal
+        context."""
+        request = self._table.requests[setup.slot]
+        if request is None or request.prompt_keys is None:
+            return setup
+        return replace(setup, token_ids=request.content_keys(setup.token_ids))
+
     def _check(self, drafts: Drafts, room: np.ndarray) -> None:
         """Raise ValueError for drafts that cannot be verified."""
         counts, token_ids = drafts.counts, drafts.token_ids
@@ -265,3 +274,13 @@ class DraftScheduler(Speculation):
         problem = f"{type(error).__name__}: {error}"
         log.error("%s failed and is not used any more: %s; %s", describe(drafter), problem, remedy(drafter), exc_info=error)
         self._drafter = None
+
+
+def _cut_placeholders(drafts: Drafts) -> Drafts:
+    """The drafts up to the first placeholder, which a drafter has copied from a prompt."""
+    is_placeholder = drafts.token_ids < -1  # as cache keys are; -1 is a fault of the drafter
+    if not is_placeholder.any() or len(drafts.token_ids) != int(drafts.counts.sum()):
+        return drafts
+    counts = drafts.counts.copy()
+    np.minimum.at(counts, np.repeat(np.arange(len(counts)), drafts.counts)[is_placeholder], drafts.offsets[is_placeholder])
+    return drafts.shorten(counts)

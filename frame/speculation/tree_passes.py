@@ -115,14 +115,14 @@ class TreePasses:
         pages = table.pages[rows.slots.unsqueeze(1), places // table.page_size]
         stored = torch.add(places % table.page_size, pages, alpha=table.page_size)
         kv_slots = torch.where((rows.positions <= last).unsqueeze(1), stored, 0)
-        slots, positions = rows.slots.repeat_interleave(width), first.repeat_interleave(width)
+        slots = rows.slots.repeat_interleave(width)
         lens, ones = (places[0] + 1).int().flatten(), torch.ones_like(slots, dtype=torch.int32)
         starts, nothing = torch.arange(len(slots) + 1, dtype=torch.int32, device=device), np.zeros(0, np.int32)
         for place in range(size // width):
             yield ForwardBatch(
                 num_decodes=len(slots),
                 token_ids=slots,
-                positions=positions + place,
+                positions=self._passes.find_positions(slots, first.repeat_interleave(width) + place),
                 kv_slots=kv_slots[place].flatten().clone(),  # at an aligned address, which kernels want
                 request_slots=slots,
                 seq_lens=lens + place * width,

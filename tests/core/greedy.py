@@ -45,7 +45,7 @@ NATIVE = (
     "DeepseekV2ForCausalLM",
     EMBEDDED,
 )
-NEWER = (  # `test_newer_architectures` in each run, every form in `soak`
+NEWER = (  # `test_forms_at_once` in each run, every form in `soak`
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",
     "Phi3ForCausalLM",

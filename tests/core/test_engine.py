@@ -366,6 +366,7 @@ def test_grammars_are_compiled_off_the_loop(start: Callable[..., Running]) -> No
     assert len(running.finish("plain")["plain"][0]) == 6  # others do not wait for the compiler
     running.near.send(Abort(rids=["c"]))
     assert running.finish("c")["c"][1].reason == "abort"
+    assert running.ask("outline_requests").data["phases"]["grammar"] == 2
     backend.gate.set()
     done = running.finish("g", "b")
     assert len(done["g"][0]) == 3

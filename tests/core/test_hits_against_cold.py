@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from frame.core.interfaces.media import MediaItem
 from frame.testing.checkpoints import make_checkpoint
 from tests.core import greedy
-from tests.tiny_whisper import MELS, POSITIONS, make_whisper
+from tests.tiny_whisper import MELS, POSITIONS, make_items, make_whisper
 
 ENCODED = "write_once"
 KINDS = {  # an architecture for each kind of group
@@ -49,12 +50,13 @@ def compare(kind: str, scratch: Path, count: int) -> int:
     folder = str(make_whisper(scratch) if kind == ENCODED else make_checkpoint(KINDS[kind], scratch))
     warm, cold = (greedy.make_loop(folder, 4096, page_size=PAGE, chunk=CHUNK, prefix=prefix) for prefix in ("radix", "none"))
     numbers, params, texts = random.Random(11), greedy.greedy(TOKENS), list[list[int]]()
-    noise, inputs = np.random.default_rng(11), list[bytes]()
+    noise, inputs = np.random.default_rng(11), list[list[MediaItem]]()
     lengths = list(draw_lengths(numbers, count))
     for first in range(0, count, ROWS):
         if first % (ROWS * 8) == 0:  # more texts than the cache has room for
             texts = draw_texts(numbers)
-            inputs = [noise.standard_normal((MELS, 2 * POSITIONS), np.float32).tobytes() if kind == ENCODED else b"" for _ in texts]
+            features = [noise.standard_normal((MELS, 2 * POSITIONS), np.float32) for _ in texts]
+            inputs = make_items(scratch, features) if kind == ENCODED else [[] for _ in texts]
             warm.generate(texts, params, inputs)
         drawn = lengths[first : first + ROWS]
         chosen = [numbers.randrange(len(texts)) for _ in drawn]

@@ -14,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
-from frame.config.resolve_drafter import MAX_PADDING
+from frame.config.resolution.drafter import MAX_PADDING
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import ScheduledBatch
@@ -147,6 +147,22 @@ def test_recurrent_states(architecture: str, seed: int, tmp_path: Path) -> None:
     assert load["drafted_tokens"] > load["accepted_tokens"] > 0
     assert loop.stats["cached"] >= 64
     loop.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "draft_model"])
+def test_thinking_budgets(algorithm: str) -> None:
+    """The closing token is forced at the same place, also within a draft."""
+    prompts, _ = make_requests(6)
+    params = []
+    for number in range(6):
+        sampling: dict[str, Any] = {"temperature": (0.0, 0.7)[number % 2], "seed": number, "max_tokens": 64, "ignore_eos": True}
+        params.append(SamplingParams(thinking_token_budget=1 + 3 * number, thinking_end_id=300, **sampling))
+    outputs = make_loop().generate(prompts, params)
+    for number, output in enumerate(outputs):
+        assert 300 in output[: 2 + 3 * number], number
+    loop = make_loop(algorithm=algorithm, overlap=True, draft=FOLDER if algorithm == "draft_model" else None)
+    assert loop.generate(prompts, params) == outputs
+    assert loop.scheduler.get_load()["accepted_tokens"] > 0
 
 
 def test_model_that_drafts_for_itself_is_always_right() -> None:

@@ -20,7 +20,7 @@ from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.local_loop import LocalLoop
 from tests.core.greedy import greedy, make_loop, on_two_ranks, prepared_for
 from tests.speculation.test_draft_graphs import CapturableAttention
-from tests.tiny_whisper import CONTEXT, FIRST, MELS, POSITIONS, load_whisper, make_whisper
+from tests.tiny_whisper import CONTEXT, FIRST, MELS, POSITIONS, load_whisper, make_items, make_whisper
 
 GREEDY = greedy(64)
 
@@ -33,7 +33,7 @@ class AudioCase:
     reference: Any
 
     def run(self, loop: LocalLoop, params: Any = GREEDY) -> None:
-        outputs = loop.generate(self.prompts, params, [given.tobytes() for given in self.inputs])
+        outputs = loop.generate(self.prompts, params, make_items(Path(self.folder), self.inputs))
         for prompt, given, output in zip(self.prompts, self.inputs, outputs, strict=True):
             with torch.no_grad():
                 ids = torch.tensor([prompt + output])
@@ -115,7 +115,10 @@ def test_inputs_of_the_wrong_kind_are_refused(case: AudioCase) -> None:
     loop = make_loop(case.folder, 4096)
     with pytest.raises(RuntimeError, match="the request has none; use the route audio/transcriptions"):
         loop.generate([[FIRST]], GREEDY)
-    with pytest.raises(RuntimeError, match="which this model does not read"):
-        make_loop("frame-tiny", 4096).generate([[5]], GREEDY, [b"0000"])
+    items = make_items(Path(case.folder), case.inputs[:2])
+    with pytest.raises(RuntimeError, match="the model reads one audio input"):
+        loop.generate([[FIRST]], GREEDY, [items[0] + items[1]])
+    with pytest.raises(RuntimeError, match="this server reads text alone"):
+        make_loop("frame-tiny", 4096).generate([[5]], GREEDY, items[:1])
     with pytest.raises(ConfigurationError, match="encoder-decoder models verify no drafts"):
         prepared_for(case.folder, 4096, speculative={"algorithm": "ngram"})

@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.interpreter import needs_triton, run_interpreted
+import pytest
+
+from tests.interpreter import WHOLE, needs_triton, run_interpreted
 
 FILES = sorted(file for file in Path(__file__).parent.glob("*.py") if not file.name.startswith(("test_", "_")))
 FILES.append(Path(__file__).parents[1] / "attention_backends" / "test_triton_split_schedule.py")
@@ -19,3 +21,9 @@ def test_under_the_interpreter() -> None:
     """All files in one process, which imports torch once."""
     output = run_interpreted("-rs", *map(str, FILES))
     assert set(re.findall(r"^SKIPPED .*?(\w+)\.py:", output, re.MULTILINE)) == NEED_A_GPU
+
+
+@needs_triton
+@pytest.mark.soak
+def test_every_case_under_the_interpreter() -> None:
+    run_interpreted("-m", "not alone", *map(str, FILES), limit=None, **WHOLE)

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from frame.attention_backends import TORCH_NATIVE
 from frame.attention_backends.torch_native.cached_rows import CachedRows, open_cache, take
-from frame.attention_backends.torch_native.plan import Group, Grouping, Groups
+from frame.attention_backends.torch_native.plan import Group, Grouping, Groups, show_spans
 from frame.attention_backends.torch_native.sparse import attend_sparse
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch, SparseKeys, TreeMask
@@ -174,7 +174,7 @@ def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, 
     plain = spec.soft_cap is not None or spec.sinks is not None  # PyTorch's attention supports neither
     if group.query_len == 1 or group.mask is not None or not spec.causal:
         return _attend_unfused(spec, q, k, v, group.mask) if plain else _attend_sdpa(spec, q, k, v, group.mask)
-    if group.offset == 0 and not plain and (spec.sliding_window is None or group.key_len <= spec.sliding_window):
+    if group.offset == 0 and not plain and group.ends is None and (spec.sliding_window is None or group.key_len <= spec.sliding_window):
         return _attend_sdpa(spec, q, k, v, None, is_causal=True)
     compute = _attend_unfused if plain else _attend_sdpa
     cells = BLOCK_CELLS // (group.rows * spec.num_heads) if plain else BLOCK_CELLS
@@ -183,6 +183,8 @@ def attend(spec: AttentionSpec, group: Group, q: torch.Tensor, k: torch.Tensor, 
         mask = _block_mask(group.offset + lo - first, hi - lo, stop - first, spec, q)
         if spec.chunked and spec.sliding_window is not None:
             mask += _chunk_mask(group.first_key + group.offset + lo, hi - lo, group.first_key + first, stop - first, spec.sliding_window, q)
+        if group.ends is not None:
+            show_spans(mask[0, 0], group.ends[lo:hi] - first, torch.arange(lo, hi, device=mask.device) + group.offset - first)
         blocks.append(compute(spec, q[:, lo:hi], k[:, first:stop], v[:, first:stop], mask))
     return torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]
 
@@ -193,7 +195,7 @@ def _blocks(group: Group, window: int | None, cells: int) -> Iterator[tuple[int,
     for lo in range(0, group.query_len, size):
         hi = min(lo + size, group.query_len)
         first = 0 if window is None else max(0, group.offset + lo - window + 1)
-        yield lo, hi, first, group.offset + hi
+        yield lo, hi, first, group.offset + hi if group.ends is None else group.key_len
 
 
 def _block_mask(offset: int, queries: int, keys: int, spec: AttentionSpec, like: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
 from frame.core.interfaces.drafter import MAX_TREE_KEYS
+from frame.core.interfaces.media import MediaSpans
 
 # Measured on two CPU cores: one more call costs about as much as reading SPARE_BYTES of padding or
 # computing SPARE_CELLS scores.
@@ -46,6 +47,7 @@ class Group:
     valid: torch.Tensor | None  # int64 [n]: which of the rows * query_len queries are not padding; None: all
     targets: slice | torch.Tensor  # where the results of the valid queries go, among the step's tokens
     first_key: int = 0  # position in its row of a single row's first key
+    ends: torch.Tensor | None = None  # of a row without a mask: keys that each query sees at least, int32 [query_len]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,13 @@ def split_runs(costs: np.ndarray, budget: int, spare: int, fill: float = FILL) -
         start = stop
 
 
+def show_spans(mask: torch.Tensor, ends: torch.Tensor, last: torch.Tensor) -> None:
+    """Show the keys between a query's own one, `last`, and the end of its span. mask: additive, […,
+    queries, keys]; ends, last: […, queries]."""
+    keys = torch.arange(mask.shape[-1], device=mask.device)
+    mask.masked_fill_((keys > last.unsqueeze(-1)) & (keys < ends.unsqueeze(-1)), 0.0)
+
+
 class Grouping:
     """Makes the groups of one step for one window. `token_bytes`: size of one cached token of one
     layer."""
@@ -96,8 +105,12 @@ class Grouping:
         self.trees = batch.get(TreeMask)
         if self.trees is not None and window is not None:
             raise ValueError("layers with windows cannot verify trees of drafted tokens; use a drafter of chains")
+        self.spans = batch.get(MediaSpans)
         self.token_bytes = token_bytes
-        self.group_bytes = GROUP_BYTES if self.device.type == "cpu" else GPU_GROUP_BYTES
+
+    @property
+    def group_bytes(self) -> int:
+        return GROUP_BYTES if self.device.type == "cpu" else GPU_GROUP_BYTES
 
     def make_groups(self, num_decodes: int) -> Groups:
         """The groups of a causal step whose first `num_decodes` rows are decodes."""
@@ -107,6 +120,8 @@ class Grouping:
         fresh = (self.prefix[extends] == 0) & (self.starts[extends] == 0)
         if self.window is not None:
             fresh &= self.keys[extends] <= self.window
+        if self.spans is not None:  # every row gets a mask
+            fresh &= False
         return Groups(
             decodes=list(self._decodes(decodes)),
             extends=[*self._fresh(extends[fresh]), *self._prefixed(extends[~fresh])],
@@ -168,6 +183,7 @@ class Grouping:
             valid=None,
             targets=tokens,
             first_key=int(self.starts[row]),
+            ends=None if self.spans is None or is_masked else self.spans.ends[tokens] - int(self.starts[row]),
         )
 
     def _padded(self, rows: np.ndarray, from_step: bool = False, bidirectional: bool = False) -> Group:
@@ -220,6 +236,10 @@ class Grouping:
         mask = self._copy(torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf))
         if has_trees:
             self._hide_branches(mask, rows)
+        if self.spans is not None and query_len > 1:
+            tokens = self.first_token[rows, None] + np.minimum(np.arange(query_len), self.queries[rows, None] - 1)
+            ends = self.spans.ends.index_select(0, self._device(tokens)) - self._device(np.repeat(self.starts[rows], query_len))
+            show_spans(mask, ends.view(len(rows), query_len), self._copy(torch.from_numpy(last)))
         return mask[:, None]
 
     def _hide_branches(self, mask: torch.Tensor, rows: np.ndarray) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from frame.attention_backends.triton.online_softmax import CAUSAL, LOG2E, TREE, attend_causal, load_queries, store_rows
+from frame.attention_backends.triton.online_softmax import LOG2E, SPAN, TREE, attend_causal, load_queries, store_rows
 
 
 @triton.jit(do_not_specialize=["num_tiles", "first_row", "table_stride"])
@@ -30,7 +30,7 @@ def extend_kernel(
     key_starts,  # int32 [extend rows]: start of each row's ragged keys, if RAGGED_HAS_ALL
     k_scales,  # float16 [slots, kv heads] of an int8 cache, if SCALE_STRIDE > 0
     v_scales,
-    tree_bits,  # int32 [tokens], if TREES
+    query_bits,  # int32 [tokens], if MASK is TREE or SPAN
     num_tiles,
     first_row,  # index of the first extend row
     table_stride, scale, value_scale,
@@ -47,7 +47,7 @@ def extend_kernel(
     PAGED: tl.constexpr,  # some keys are read from the paged cache
     HAS_RAGGED: tl.constexpr,  # some keys are ragged: this step's own, or all
     RAGGED_HAS_ALL: tl.constexpr, USE_TMA: tl.constexpr,
-    TREES: tl.constexpr,  # some rows are trees of drafted tokens, of at most 32 tokens each
+    MASK: tl.constexpr,  # CAUSAL; TREE: some rows are trees of at most 32 drafted tokens; SPAN: some tokens see later ones
     WIDE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv heads * blocks of `HEADS` query heads, tiles). Tiles with most keys come first, and
@@ -79,7 +79,6 @@ def extend_kernel(
     HEAD_STRIDES: tl.constexpr = (Q1_HEAD, Q2_HEAD)
     WIDTHS: tl.constexpr = (WIDTH1, WIDTH2, VALUE)
     BLOCKS: tl.constexpr = (BLOCK1, BLOCK2, BLOCK_VALUE)
-    MASK: tl.constexpr = TREE if TREES else CAUSAL
     queries = load_queries((q1_pointer, q2_pointer), token, head, valid, k1_pointer, STRIDES, HEAD_STRIDES, WIDTHS, BLOCKS, UPCAST)
     if HAS_SINKS:  # a sink is one more logit, without a value
         row_max = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
@@ -97,9 +96,12 @@ def extend_kernel(
         window_start = (prefix + first_query) // -WINDOW * -WINDOW
     seen = prefix + first_query + 1  # keys that all queries of the tile see, if there is no window
     bits = query
-    if TREES:
+    if MASK == TREE:
         seen = prefix + tl.maximum(0, first_query - 31)
-        bits = tl.load(tree_bits + token, mask=valid, other=-1)
+        bits = tl.load(query_bits + token, mask=valid, other=-1)
+    elif MASK == SPAN:
+        bits = tl.load(query_bits + token, mask=valid, other=0)
+        end = tl.maximum(end, tl.minimum(seq_len, tl.max(bits, 0)))
     begin = 0  # first ragged key
     if PAGED:
         stop = prefix if HAS_RAGGED else end

@@ -17,10 +17,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from frame import kernels
 from frame.attention_backends.triton.extend_kernel import extend_kernel
+from frame.attention_backends.triton.online_softmax import CAUSAL, SPAN, TREE
 from frame.attention_backends.triton.operands import Operands, compute_scales, get_window, or_unused
 from frame.attention_backends.triton.tile_sizes import DeviceLimits, Tile, choose_extend
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import TreeMask
+from frame.core.interfaces.media import MediaSpans
 from frame.kernels import INTERPRETED, nvidia
 from frame.kernels.launch import PreparedLaunch
 
@@ -99,11 +101,11 @@ class ExtendLauncher:
         cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
         assert cached_or_ragged is not None
         assert ragged_or_cached is not None
-        trees = batch.get(TreeMask)
-        key = (spec.layer, cached is None, trees is None, ragged_or_cached.layout)  # the cache's strides never change
+        mask, bits = _get_mask(batch)
+        key = (spec.layer, cached is None, mask, ragged_or_cached.layout)  # the cache's strides never change
         known = self._layers.get(key)
         if known is None or known[0] is not spec:
-            known = spec, self._find_variant(spec, cached, ragged, out, trees is not None), compute_scales(spec, cached_or_ragged)
+            known = spec, self._find_variant(spec, cached, ragged, out, mask), compute_scales(spec, cached_or_ragged)
             self._layers[key] = known
         variant = known[1]
         use_tma = ragged is not None and variant.can_use_tma and ragged.is_aligned
@@ -118,7 +120,7 @@ class ExtendLauncher:
                 [_retarget(box, piece, ragged_or_cached.k1) for box, piece in zip(step.descriptors, ragged_or_cached[2:5], strict=True)]
             )
         tensors = (*cached_or_ragged.get_tensors(), *keys, out, or_unused(spec.sinks, out), *step.tensors, *cached_or_ragged.get_scales())
-        tensors = (*tensors, batch.seq_lens if trees is None else trees.bits)
+        tensors = (*tensors, bits)
         numbers = (*step.numbers, *known[2])
         if step.launch is None:
             step.launch = self._prepare(variant, step.tile, use_tma, (*tensors, *numbers))
@@ -126,13 +128,13 @@ class ExtendLauncher:
 
     def _takes_expanded(self, spec: AttentionSpec, ragged: Operands, batch: ForwardBatch, plan: StepPlan) -> bool:
         """Whether `expanded_extend` computes this step's extends of a layer."""
-        return plan.num_pairs * spec.num_heads >= _PAIRS and batch.get(TreeMask) is None and self._can_run_expanded(spec, ragged)
+        return plan.num_pairs * spec.num_heads >= _PAIRS and _get_mask(batch)[0] == CAUSAL.value and self._can_run_expanded(spec, ragged)
 
     def _can_run_expanded(self, spec: AttentionSpec, ragged: Operands) -> bool:
         return self._has_gluon and ragged.can_use_tma and ragged.is_aligned and _expanded().can_run(spec, ragged)
 
     def _find_variant(
-        self, spec: AttentionSpec, cached: Operands | None, ragged: Operands | None, out: torch.Tensor, trees: bool
+        self, spec: AttentionSpec, cached: Operands | None, ragged: Operands | None, out: torch.Tensor, mask: int
     ) -> ExtendVariant:
         """The variant of a layer that was not seen before."""
         if ragged is not None and self._can_run_expanded(spec, ragged):
@@ -148,7 +150,7 @@ class ExtendLauncher:
             "PAGED": cached is not None,
             "HAS_RAGGED": ragged is not None,
             "RAGGED_HAS_ALL": ragged is not None and ragged.has_all_keys,
-            "TREES": trees,
+            "MASK": mask,
         }
         variant = ExtendVariant(
             constants,
@@ -184,6 +186,17 @@ class ExtendLauncher:
         launch = PreparedLaunch(extend_kernel, example, constants, self._device, tile.warps)
         variant.launches[tile, use_tma] = launch
         return launch
+
+
+def _get_mask(batch: ForwardBatch) -> tuple[int, torch.Tensor]:
+    """What hides keys of the step's queries besides their positions, and the numbers that say it,
+    int32 [tokens]; an unused tensor for CAUSAL."""
+    trees, spans = batch.get(TreeMask), batch.get(MediaSpans)
+    if trees is not None and spans is not None:
+        raise ValueError("a step has trees of drafted tokens, and images whose tokens attend in both directions; use a drafter of chains")
+    if trees is not None:
+        return TREE.value, trees.bits
+    return (CAUSAL.value, batch.seq_lens) if spans is None else (SPAN.value, spans.ends)
 
 
 @cache

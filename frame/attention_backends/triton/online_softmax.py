@@ -22,8 +22,9 @@ PRECISION = tl.constexpr("tf32x3")
 # them, and the result is divided by it.
 VALUE_UNIT = tl.constexpr(128.0)
 # which scores are masked: none, those past the last key, also those outside a query's position and
-# window, or also those that a query's bits leave out
-NONE, TAIL, CAUSAL, TREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+# window, or also those that a query's bits leave out; SPAN: as CAUSAL, but up to the end of a
+# query's span
+NONE, TAIL, CAUSAL, TREE, SPAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def apply_soft_cap(scores, SOFT_CAP: tl.constexpr):
 def attend_keys(
     queries,  # (q1, q2)
     query_at,  # [M] position of each query, for MASK >= CAUSAL
-    query_bits,  # [M] `TreeMask.bits` of each query, for MASK == TREE
+    query_bits,  # [M] `TreeMask.bits` of each query, for MASK == TREE; its `MediaSpans.ends` for MASK == SPAN
     state,  # (row_max [M], row_sum [M], acc [M, values])
     first,  # the keys first … end - 1
     end,
@@ -152,7 +153,7 @@ def attend_keys(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,  # the values are the first piece of the keys
-    MASK: tl.constexpr,  # NONE, TAIL, CAUSAL or TREE
+    MASK: tl.constexpr,  # NONE, TAIL, CAUSAL, TREE or SPAN
     USE_TMA: tl.constexpr,  # contiguous keys, with `sources` as descriptors; otherwise pointers
     WIDE: tl.constexpr,  # element offsets exceed int32
     UPCAST: tl.constexpr,
@@ -200,7 +201,8 @@ def attend_keys(
         if MASK == TAIL:
             scores = tl.where((keys < end)[None, :], scores, float("-inf"))
         elif MASK >= CAUSAL:
-            seen = (keys < end)[None, :] & (keys[None, :] <= query_at[:, None])
+            last = tl.maximum(query_at, query_bits - 1) if MASK == SPAN else query_at
+            seen = (keys < end)[None, :] & (keys[None, :] <= last[:, None])
             if WINDOW > 0:
                 seen &= keys[None, :] > query_at[:, None] - WINDOW
             elif WINDOW < 0:  # chunks of -WINDOW keys
@@ -239,7 +241,7 @@ def attend_causal(
     scale, table, key_start, sources, first_columns, scales,
     STRIDES: tl.constexpr, SCALE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
-    MASK: tl.constexpr,  # CAUSAL or TREE
+    MASK: tl.constexpr,  # CAUSAL, TREE or SPAN
     USE_TMA: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """`attend_keys` twice: keys first … whole - 1, in whole blocks, are visible to all queries and

@@ -67,7 +67,8 @@ class StepOutput:
     def tensors(self) -> list[torch.Tensor]:
         sampled = self.sampled
         first = (sampled.token_ids, sampled.best)
-        tensors = (*first, self.counts, self.drafts, self.order, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        scores = (sampled.logprobs, sampled.top_ids, sampled.top_logprobs, sampled.listed_logprobs)
+        tensors = (*first, self.counts, self.drafts, self.order, *scores)
         return [tensor for tensor in tensors if tensor is not None] + (self.prompts.tensors() if self.prompts else [])
 
     def result(self, arrays: list[np.ndarray]) -> StepResult:
@@ -81,8 +82,8 @@ class StepOutput:
         is_finite = np.isfinite(best)
         values: dict[str, Any] = {}
         if self.plan.logprob_rows is not None:
-            names = ("logprobs", "top_ids", "top_logprobs")
-            values = {name: _spread(array, self.plan) for name, array in zip(names, arrays[2:5], strict=True)}
+            names = ("logprobs", "top_ids", "top_logprobs", "listed_logprobs")[: 3 + (self.sampled.listed_logprobs is not None)]
+            values = {name: _spread(array, self.plan) for name, array in zip(names, arrays[2 : 2 + len(names)], strict=True)}
             if order is not None:
                 values = {name: array[order] for name, array in values.items()}
         prompts = self.prompts.finish(arrays[2 + len(values) :]) if self.prompts else None

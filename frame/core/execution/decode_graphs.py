@@ -22,6 +22,7 @@ from frame.core.execution.staging import to_torch_dtype
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import ForwardBatch, HostView, TreeMask
 from frame.core.interfaces.platform import Platform, SupportsGraphs, SupportsStreams
+from frame.core.interfaces.rank_context import Track, track_silently
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
@@ -192,14 +193,14 @@ class DecodeGraphs:
         """The smallest size that holds so many rows."""
         return self._sizes[self._smallest[rows]]
 
-    def capture(self, *, is_dry: bool = False) -> None:
+    def capture(self, *, is_dry: bool = False, track: Track = track_silently) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
         is_dry: run each size only, and keep the states of the step."""
         pool = None if is_dry else create_graph_pool(self.platform)
         counted = torch.arange(self.maximum + 1, dtype=torch.int64, device=self.device)
         token_ids = torch.zeros(self.maximum, dtype=torch.int64, device=self.device)
         with paused_collection(collects_first=True):
-            for size in reversed(self._sizes):
+            for size in track(self._sizes[::-1], "capturing graphs of decode steps"):
                 step = self._captured(self._batch(size, counted, token_ids), pool)
                 if is_dry:  # without the pool of graphs, all logits together take gigabytes
                     outputs = step.outputs._replace(logits=step.outputs.best)
@@ -232,14 +233,12 @@ class DecodeGraphs:
             "drawn_slots": tokens.drawn,
             "positions": tokens.positions,
             "kv_slots": tokens.kv_slots,
-            "seq_lens": tokens.positions + 1,
+            "seq_lens": tokens.seq_lens,
             **tokens.places,
             **draws,
         }
         if self._input_batch.table.has_trees:
-            arrays["tree_bits"] = np.full(rows, -1, np.int32)
-        if (trees := tokens.trees) is not None:
-            arrays |= {"positions": trees.positions, "tree_bits": trees.bits}
+            arrays["tree_bits"] = np.full(rows, -1, np.int32) if tokens.tree_bits is None else tokens.tree_bits
         padded = self._buffers.write(arrays, size)
         lens, minimum = padded["seq_lens"], None
         if resolve is not None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from frame.core.interfaces.rank_context import Track, track_silently
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DraftGraphs(Protocol):
-    def capture(self, *, is_dry: bool = False) -> None:
+    def capture(self, *, is_dry: bool = False, track: Track = track_silently) -> None:
         """See `DecodeGraphs.capture`."""
         ...
 

@@ -22,6 +22,7 @@ import torch
 
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import AttentionOutput, HostView, SparseKeys, TreeMask
+from frame.core.interfaces.media import MediaSpans
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionSpec, LatentProjections
@@ -255,6 +256,8 @@ def _slice_batch(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: 
     if (trees := batch.get(TreeMask)) is not None:
         is_inside = (trees.rows >= rows.start) & (trees.rows < rows.stop)
         extensions[TreeMask] = TreeMask(trees.rows[is_inside] - rows.start, trees.bits[tokens])
+    if (spans := batch.get(MediaSpans)) is not None:
+        extensions[MediaSpans] = MediaSpans(spans.ends[tokens])
     return replace(
         batch,
         num_decodes=num_decodes,

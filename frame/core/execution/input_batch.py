@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import KVCache, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.step_media import StepMedia
     from frame.core.sampling.sampler import Sampler
 
 _MAX_PROMPT_KEYS = 16_384  # keys that the prompt tokens of a decode graph may read in total, without `shared_prefixes`
@@ -68,6 +69,7 @@ class StagedArrays(Generic[A]):
     host_tokens: A | None  # int64 [n]; the tokens from the host of a step that a decode graph runs
     page_writes: dict[str, A]  # see `PageTable.flat_writes`
     groups: dict[str, A]  # those of `GroupInputs`, by its names
+    media: dict[str, A]  # those of `StepMedia`, by its names
 
 
 class TokenPlacement(Protocol):
@@ -94,21 +96,14 @@ class TokenRows:
 
     slots: np.ndarray
     positions: np.ndarray
+    seq_lens: np.ndarray
     sources: np.ndarray  # index of the row's token id in the last-token table
     drawn: np.ndarray  # index in the last-token table that the drawn token is written to
     kv_slots: np.ndarray
     num_sampling: int
     places: Mapping[str, np.ndarray]  # `GroupInputs.find_places`; empty for a model with one cache group
     pending: int = 0  # tokens by which lengths and positions may be greater
-    trees: TreeRows | None = None  # None: no row is a token of a tree
-
-
-@dataclass(frozen=True, slots=True)
-class TreeRows:
-    """What differs in `TokenRows` of a step with trees, whose `positions` are places."""
-
-    positions: np.ndarray  # int64 [tokens]
-    bits: np.ndarray  # int32 [tokens]; see `TreeMask`
+    tree_bits: np.ndarray | None = None  # int32 [tokens], see `TreeMask`; None: no row is a token of a tree
 
 
 @dataclass(slots=True)
@@ -152,6 +147,7 @@ class InputBatch:
     max_graph_rows: the largest batch that has a decode graph; 0: none has. The runner sets it.
     draws_masked: whether graphs draw under deferred grammar masks. The runner sets it.
     placement: the addresses of the piecewise graphs; None: there are none. The runner sets it.
+    media: None: media are off. The builder sets it.
     """
 
     def __init__(self, context: BuildContext, kv: KVCache, sampler: Sampler, *, selects_tokens: bool = False) -> None:
@@ -170,10 +166,10 @@ class InputBatch:
         sampling = SamplingTable(limits.max_running_requests, by_row=sampler.by_row)
         self.planner = StepPlanner(sampling, sampler.processors, self.table, tuple(windows.values()))
         self.pending = PendingRows(self.table)
-        self._window_names = tuple(windows)
         self.max_graph_rows = 0
         self.draws_masked = False
         self.placement: TokenPlacement | None = None
+        self.media: StepMedia | None = None
         self.sampler = sampler
         self.selects_tokens = selects_tokens
         self.backend: AttentionBackend = context.attention
@@ -188,9 +184,14 @@ class InputBatch:
             batch = msgspec.structs.replace(batch, num_computed=batch.num_computed - batch.num_pending)
             self._write_host_tables(batch)
         layout = compute_layout(batch)
+        if self.media is not None:
+            layout = replace(layout, positions=self.media.find_positions(layout.token_slots, layout.positions, batch))
         is_replay = self._fits_decode_graph(batch, layout)
         draws = is_replay and (self.draws_masked or not batch.has_deferred_grammar_mask)
         plans = self.planner.plan(batch, layout, is_replay=is_replay, draws=draws)
+        drafting = plans.arrays.drafting
+        if self.media is not None and drafting is not None and drafting.places is not None:
+            drafting.places = self.media.find_positions(layout.sample_slots, drafting.places)
         return self._prepare_replay(batch, layout, plans) if is_replay else self._prepare_forward(batch, layout, plans)
 
     def build_forward_batch(
@@ -231,7 +232,7 @@ class InputBatch:
             torch.index_select(table.last_token, 0, pending.sources, out=out)
         fields = None
         if pending is not None:
-            kv_slots = (tokens.kv_slots, *(staged.groups[name] for name in self._window_names))
+            kv_slots = (tokens.kv_slots, *(staged.groups[name] for name in self._list_windows()))
             fields = TokenFields(tokens.positions, rows.seq_lens, rows.request_slots, kv_slots)
         self.pending.resolve(tensors, fields)
         if tensors.verification is not None and tensors.verification.bits is not None:
@@ -239,6 +240,8 @@ class InputBatch:
             extensions[TreeMask] = make_tree_mask(layout, self.backend, tensors.verification.bits, is_plain=is_plain)
         if selects_tokens:
             extensions[SelectedTokens] = SelectedTokens(rows.logits_indices)
+        if self.media is not None and staged.media:
+            extensions |= self.media.make_extensions(staged.media, tokens.positions)
         forward = ForwardBatch(
             num_decodes=decodes,
             token_ids=tokens.token_ids,
@@ -257,6 +260,9 @@ class InputBatch:
         if self.groups is not None:
             forward = self.groups.make_views(forward, staged.groups, self.backend.plan)
         return replace(forward, plan=self.backend.plan(forward)), tensors
+
+    def _list_windows(self) -> tuple[str, ...]:
+        return () if self.groups is None else tuple(self.groups.windows)
 
     def _view_host(self, batch: ScheduledBatch, lens: np.ndarray) -> HostView:
         """lens: the minimum lengths; on a CPU, where `PendingRows` changed them, the true ones."""
@@ -278,7 +284,7 @@ class InputBatch:
         num_host = len(batch.token_ids)
         if layout.num_tokens > self.max_graph_rows or len(layout.prompt_logprob_rows) or (num_host and self._keeps_step):
             return False
-        if any(setup.encoder_input is not None for setup in batch.setups):
+        if batch.encodes or batch.media_rows is not None or batch.rotary_positions is not None:
             return False
         if num_host and self.groups is not None and self.groups.has_states:
             return False  # a state is read and written by one row of a step
@@ -303,7 +309,7 @@ class InputBatch:
 
     def _resolve_rows(self, tensors: StepArrays[torch.Tensor], rows: Mapping[str, torch.Tensor]) -> None:
         """rows: the inputs of a decode graph."""
-        kv_slots = [rows[name] for name in ("kv_slots", *self._window_names)]
+        kv_slots = [rows[name] for name in ("kv_slots", *self._list_windows())]
         fields = TokenFields(rows["positions"], rows["seq_lens"], rows["request_slots"], kv_slots, rows.get("tree_bits"))
         keys = self.pending.resolve(tensors, fields)
         if keys is not None:
@@ -340,26 +346,25 @@ class InputBatch:
         """The step's tokens one by one. The ids of tokens from the host are where `_stage_replay`
         writes them, and `PendingPlan` says where those of rows with drafts are."""
         table, total, decodes, num_samples = self.table, layout.num_tokens, batch.num_decodes, len(layout.sample_rows)
-        slots, positions, pending, trees = layout.token_slots, layout.places, plans.pending, None
-        sources = slots
+        slots, places, positions, pending = layout.token_slots, layout.places, layout.positions, plans.pending
+        sources, lens = slots, places + 1
         if decodes < total:
             drafted = None if pending is None else pending.arrays.sources
             sources = slots.copy()
             sources[decodes:] = table.first_host_token + np.arange(total - decodes) if drafted is None else drafted
-        kv_slots = table.find_kv_slots(batch, slots, positions)
-        places = {} if self.groups is None else self.groups.find_places(batch, layout.slots, slots, positions)
-        verification = None if plans.verification is None else plans.verification.arrays
-        if verification is not None and verification.trees is not None and verification.bits is not None:
-            trees = TreeRows(layout.positions, verification.bits)
+        kv_slots = table.find_kv_slots(batch, slots, places)
+        further = {} if self.groups is None else self.groups.find_places(batch, layout.slots, slots, places)
+        bits = None if plans.verification is None else plans.verification.arrays.bits
         drawn = slots
         if total > num_samples:
             order = layout.order_samples()
             drawn = np.full(total, table.padding_slot, np.int64)
             drawn[:num_samples] = layout.sample_slots
-            slots, positions, sources, kv_slots = slots[order], positions[order], sources[order], kv_slots[order]
-            places = {name: array[order] for name, array in places.items()}
-            trees = None if trees is None else TreeRows(trees.positions[order], trees.bits[order])
-        return TokenRows(slots, positions, sources, drawn, kv_slots, num_samples, places, 0 if pending is None else pending.width, trees)
+            slots, positions, lens, sources, kv_slots = (each[order] for each in (slots, positions, lens, sources, kv_slots))
+            further = {name: array[order] for name, array in further.items()}
+            bits = None if bits is None else bits[order]
+        width = 0 if pending is None else pending.width
+        return TokenRows(slots, positions, lens, sources, drawn, kv_slots, num_samples, further, width, bits)
 
     def _write_host_tables(self, batch: ScheduledBatch) -> None:
         if len(batch.new_pages):
@@ -383,7 +388,8 @@ class InputBatch:
         writes = table.flat_writes(batch.new_pages) if len(batch.new_pages) and not table.is_shared else {}
         if self.groups is not None:
             groups |= self.groups.list_moves(batch)
-        staged: StagedArrays[torch.Tensor] = self._staging.move(StagedArrays(arrays, tokens, rows, host_tokens, writes, groups))
+        media = {} if self.media is None or rows is None else self.media.list_arrays(batch)
+        staged: StagedArrays[torch.Tensor] = self._staging.move(StagedArrays(arrays, tokens, rows, host_tokens, writes, groups, media))
         if writes:
             table.write_device(**staged.page_writes)
         if self.groups is not None:

@@ -27,6 +27,7 @@ from frame.core.execution.recorded_forward import record_decodes
 from frame.core.execution.torch_compile import Forward
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
 from frame.core.interfaces.platform import SupportsStreams
+from frame.core.interfaces.rank_context import track_silently
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.prompt_logprobs import PromptScores
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.model import Model, ModelConfig
+    from frame.core.interfaces.moe import ExpertBalance
     from frame.core.interfaces.runner import AdapterOrder, PendingOrder, PendingStep
     from frame.core.kv_cache.capacity import Capacity
     from frame.core.sampling.sampler import Sampler
@@ -75,7 +77,7 @@ class TorchModelRunner(ModelRunner):
         self.decode_graphs: DecodeGraphs | None = None
         self.piecewise_graphs: PiecewiseGraphs | None = None
         self.drafts: DeviceDrafts | None = None  # of a device drafter
-        self.before_step: Callable[[], None] | None = None  # moves experts; the builder sets it
+        self.balancer: ExpertBalance | None = None  # moves experts; the builder sets it
         self.adapters: StepAdapters | None = None  # the builder sets it
         if self.streams is not None and self._stream is not None:  # work queued so far, such as clearing the KV cache, is on another stream
             self._stream.wait_stream(self.streams.get_current_stream())
@@ -86,8 +88,10 @@ class TorchModelRunner(ModelRunner):
         try:
             with torch.inference_mode():
                 self._enter_stream()
-                if self.before_step is not None:
-                    self.before_step()
+                if self.balancer is not None:
+                    self.balancer.begin_step()
+                if self.inputs.media is not None:
+                    self.inputs.media.begin_step(batch)
                 if self.adapters is None:
                     return self._execute(batch)
                 self.adapters.begin_step(batch)
@@ -183,13 +187,14 @@ class TorchModelRunner(ModelRunner):
         graphs = DecodeGraphs(self._decode, self.inputs, sizes, platform, self._graph_redraw, vocab_size)
         graphs.adapters = self.adapters
         problem = "decode steps cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
-        self._capture(partial(graphs.capture, is_dry=is_dry), problem)
+        track = track_silently if is_dry else self.context.track
+        self._capture(partial(graphs.capture, is_dry=is_dry, track=track), problem)
         if not is_dry:
             self.decode_graphs, self.inputs.max_graph_rows = graphs, graphs.maximum
             self.inputs.draws_masked = vocab_size > 0
         if self.drafts is not None:
             problem = "the passes of the drafter cannot be captured in CUDA graphs ({}); set --cuda-graph-max-bs 0"
-            self._capture(partial(self.drafts.make_graphs(graphs).capture, is_dry=is_dry), problem)
+            self._capture(partial(self.drafts.make_graphs(graphs).capture, is_dry=is_dry, track=track), problem)
 
     @property
     def _graph_redraw(self) -> Redraw | None:
@@ -203,7 +208,7 @@ class TorchModelRunner(ModelRunner):
         graphs = PiecewiseGraphs(self.model.forward, self.inputs, self.inputs.backend, piece_sizes(max_tokens), self.context.platform)
         graphs.adapters = self.adapters
         problem = "steps with prompts cannot be captured in CUDA graphs ({}); set --prompt-graph-max-tokens 0"
-        self._capture(partial(graphs.capture, is_dry=is_dry), problem)
+        self._capture(partial(graphs.capture, is_dry=is_dry, track=track_silently if is_dry else self.context.track), problem)
         if not is_dry:
             self.piecewise_graphs = self.inputs.placement = graphs
 
@@ -217,6 +222,10 @@ class TorchModelRunner(ModelRunner):
 
     def start_order(self, order: AdapterOrder) -> PendingOrder:
         return super().start_order(order) if self.adapters is None else self.adapters.start_order(order)
+
+    def list_imbalance(self) -> list[float]:
+        """See `ExpertBalance`; empty without one."""
+        return [] if self.balancer is None else self.balancer.imbalance
 
     def close(self) -> None:
         """Wait until the device has finished."""

@@ -27,6 +27,7 @@ from frame.core.execution.input_batch import TokenArrays
 from frame.core.garbage_collection import paused_collection
 from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, HostView
 from frame.core.interfaces.platform import Platform, SupportsGraphs
+from frame.core.interfaces.rank_context import Track, track_silently
 
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch
@@ -121,14 +122,14 @@ class PiecewiseGraphs:
         """The largest number of tokens that has graphs."""
         return self._sizes[-1]
 
-    def capture(self, *, is_dry: bool = False) -> None:
+    def capture(self, *, is_dry: bool = False, track: Track = track_silently) -> None:
         """Run and capture each size, the largest first, so that smaller sizes reuse its memory.
         is_dry: run each size only."""
         began, free = time.perf_counter(), self._platform.measure_memory().free
         platform = None if is_dry or not isinstance(self._platform, SupportsGraphs) else self._platform
         pool = None if platform is None else platform.create_graph_pool()
         with paused_collection(collects_first=True):
-            for batch in reversed(self._batches):
+            for batch in track(self._batches[::-1], "capturing graphs of steps with prompts"):
                 self._forward(replace(batch, plan=self._backend.plan(batch)))  # compiles and initialises kernels before the capture
                 if platform is None:
                     continue
@@ -162,7 +163,9 @@ class PiecewiseGraphs:
         graph."""
         tokens = batch.num_tokens
         index = self._smallest[tokens]
-        pieces = self._pieces
+        pieces, media = self._pieces, self._input_batch.media
+        if media is not None:
+            media.place_tokens(batch)
         if self.adapters is not None and self.adapters.is_active:
             self.adapters.place_tokens(batch, self._sizes[index])
             pieces = self._adapted
@@ -222,7 +225,8 @@ class PiecewiseGraphs:
         slots = np.full(len(lens), table.padding_slot, np.int32)
         counts = torch.from_numpy(lens).to(self._device)
         starts = torch.from_numpy(np.append(0, np.cumsum(lens)).astype(np.int32)).to(self._device)
-        groups = self._input_batch.groups
+        groups, media = self._input_batch.groups, self._input_batch.media
+        extensions = {} if groups is None else groups.pad_states(len(lens))
         return ForwardBatch(
             num_decodes=0,
             token_ids=inputs["token_ids"][:size],
@@ -236,7 +240,7 @@ class PiecewiseGraphs:
             logits_indices=starts[:0].long(),
             kv=self._input_batch.kv,
             host=HostView(slots, lens, lens, table.host_pages),
-            extensions={} if groups is None else groups.pad_states(len(lens)),
+            extensions=extensions if media is None else extensions | media.get_fixed(size),
         )
 
 

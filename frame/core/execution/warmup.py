@@ -36,6 +36,8 @@ _PROCESSED = SamplingParams(  # greedy, with every built-in logits processor
     repetition_penalty=1.5,
     bad_words_ids=((0,),),
     logit_bias={0: 1.0},
+    thinking_token_budget=1,
+    thinking_end_id=0,
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -28,6 +29,19 @@ class Span(Protocol):
     def size(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PairDelta:
+    """What a runner's kernel adds to its GEMM of (token, expert) pairs: `shrunk`, summed over the
+    splits, times `b` of the pair's adapter and expert. Where a token has no adapter, or one with
+    fewer pages, `shrunk` is undefined."""
+
+    shrunk: torch.Tensor  # float32 [splits, pairs, parts, pages of an adapter * 16]
+    b: torch.Tensor  # [pages, experts, outputs, 16]; the first stride is any, the others are contiguous
+    places: torch.Tensor  # int32 [tokens]; place of each token's adapter; -1: none
+    place_pages: torch.Tensor  # int32 [places, pages of an adapter]
+    counts: torch.Tensor  # int32 [places]; pages of each place that the layer reads, perhaps 0
+
+
 class LayerDelta(Protocol):
     """The deltas of one layer, of every adapter on the device. A layer calls `shrink` with its
     input, computes its product, and calls `expand` with both. It sets `gemm` once its weights are
@@ -44,6 +58,17 @@ class LayerDelta(Protocol):
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, inputs] -> the product with each row's `a`, float32 or the model's dtype [rows,
         parts * ranks]. May run beside the layer's product."""
+        ...
+
+    @property
+    def can_pair(self) -> bool:
+        """Whether the layer has `shrink_pairs`."""
+        ...
+
+    def shrink_pairs(self, x: torch.Tensor, ids: torch.Tensor) -> PairDelta | None:
+        """`shrink` of a layer with experts, for a kernel that adds the deltas itself. ids int64
+        [tokens, k], contiguous: the experts of each token; x [tokens, inputs], or [tokens * k,
+        inputs] of the pairs. None: no adapter of this step changes the layer."""
         ...
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,7 @@ class AttentionRequirements:
     sparse: bool = False  # layers select the keys of each token (`SparseKeys`)
     bidirectional: bool = False  # an encoder: every token attends to the whole row
     tree_mask: bool = False  # drafts are trees (`TreeMask`)
+    spans: bool = False  # placeholders of an item attend to each other in both directions (`MediaSpans`)
     graphs: bool = False  # CUDA-graph capture of decode
     phases: tuple[Phase, ...] = ("extend", "decode")  # one of them, where another backend computes the other
     other_head_dims: tuple[int, ...] = ()  # of layers with heads of another size
@@ -114,6 +115,7 @@ class AttentionCapabilities:
     latent_heads: bool = False  # `run_mla` computes heads as wide as the latent; without it, adapters change no `kv_b_proj`
     bidirectional: bool = False
     tree_mask: bool = False  # `run` and `run_mla` read `TreeMask`
+    spans: bool = False  # `run` reads `MediaSpans`
     graphs: Literal["none", "decode"] = "none"  # steps that a CUDA graph may capture
     shared_prefixes: bool = False  # decodes read a prefix that rows share once
     device_lengths: bool = False  # lengths are read on the device; those of `HostView` may be bounds
@@ -203,6 +205,7 @@ class AttentionCapabilities:
             (requirements.sparse and not self.sparse, "does not attend to selected keys (sparse attention)"),
             (requirements.bidirectional and not self.bidirectional, "computes causal attention only, and the model is an encoder"),
             (requirements.tree_mask and not self.tree_mask, "has no mask for trees of drafted tokens"),
+            (requirements.spans and not self.spans, "has no mask for images whose tokens attend in both directions"),
             (requirements.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
         )
         return [Reason(sentence) for missing, sentence in checks if missing]
@@ -223,6 +226,7 @@ class AttentionBackend(ABC):
     - Rows `[0, num_decodes)` have one query token each, the rest are extends. Both kinds may be
       absent. Several decodes may be of one
       slot, at one position each: a prompt's tokens one by one.
+    - A token of `MediaSpans` also attends to the keys after it, up to its span's end.
     - Tokens of rows that `TreeMask` names attend to those of the nearest tokens before them that it
       says, and to all others before them.
     - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from frame.core.interfaces.media import EncodeOrder
 from frame.core.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ class SlotSetup(msgspec.Struct, frozen=True, array_like=True):
     second_text_start: int = 0  # index of the first token of a pair's second text; 0: there is one text
     rid: str = ""  # request id, set for traced requests
     tenant: str = ""  # the owner of the request's cache namespace
-    encoder_input: np.ndarray | None = None  # float32; of an encoder-decoder model, whose encoder runs in this step
     adapter: int = -1  # place of the request's adapter; -1: none
     adapter_start: int = 0  # first position at which the adapter is active
+    position_offset: int = 0  # rotary position less the place in the sequence, of tokens after the prompt's last item
 
 
 class DraftOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -81,6 +82,12 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     setups: list[SlotSetup] = []
     released: list[int] = []  # slots whose request left since the last step
     adapter_loads: list[AdapterLoad] = []  # in order, before the step
+    encodes: list[EncodeOrder] = []  # before the step
+    media_rows: np.ndarray | None = None  # int32 [len(token_ids)]; see `MediaRows`; None: the step has no placeholders
+    # int32 [3, len(token_ids)], without meaning in rows with drafts; None: those of text, with each
+    # slot's offset
+    rotary_positions: np.ndarray | None = None
+    media_spans: np.ndarray | None = None  # int32 [len(token_ids)]; see `MediaSpans`; None: no token is in a span
     prompt_logprobs: np.ndarray | None = None  # bool [rows]; whether the row's own tokens need log-probabilities
     skip_kv_store: np.ndarray | None = None  # bool [rows]; K and V are cached in shared pages: compute logits, store nothing
     # Of each cache group besides `tokens`: writes to its own page table, as `new_pages`. Of a
@@ -120,6 +127,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: np.ndarray | None = None  # float32 [samples]; of the sampled token
     top_ids: np.ndarray | None = None  # int32 [samples, k]; k = the largest number asked for in the batch
     top_logprobs: np.ndarray | None = None  # float32 [samples, k]
+    listed_logprobs: np.ndarray | None = None  # float32 [samples, m]; of `SamplingParams.logprob_token_ids`, in order
     prompt_logprobs: list[PromptLogprobs | None] | None = None  # one per batch row
     invalid: np.ndarray | None = None  # bool [samples]; whether a logit was not finite; None: no row has one
     banned: np.ndarray | None = None  # bool [samples]; of the invalid ones: whether every logit was -inf; None: none is known to be

@@ -15,6 +15,7 @@ from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.moe import MoEDispatcher, MoERunner
 from frame.core.interfaces.rank_context import Limits, LoadCode, RankContext
 from frame.core.interfaces.row_operations import RowOperations
+from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import WeightFormat
 
 __all__ = ["BuildContext", "Collective", "Limits", "LoadCode"]
@@ -30,6 +31,7 @@ class BuildContext(RankContext):
     moe_runner: MoERunner | None = None  # None: the model has no experts
     moe_dispatcher: MoEDispatcher | None = None
     adapters: AdapterLayers | None = None  # None: adapters are off
+    media: MediaSizes | None = None  # None: the model reads text alone
 
     @property
     def row_operations(self) -> RowOperations | None:

@@ -64,6 +64,17 @@ def owner_of(namespace: str) -> str:
     return owner if colon else ""
 
 
+def add_version(namespace: str, num_updates: int) -> str:
+    """A request's namespace for the weights after so many updates: what other weights have computed
+    is in another one. No two pairs have the same result."""
+    return f"{namespace}\0{num_updates}" if num_updates or "\0" in namespace else namespace
+
+
+def change_version(namespace: str, num_updates: int) -> str:
+    """The same of a result of `add_version`."""
+    return add_version(namespace.rpartition("\0")[0] if "\0" in namespace else namespace, num_updates)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixCacheContext:
     """What a prefix cache is built for."""

@@ -106,6 +106,8 @@ class ModelConfig:
     labels: tuple[str, ...] = ()  # of a sequence classifier, in the order of its outputs
     sentence: SentenceTransformersConfig | None = None  # None: not a sentence-transformers folder
     config: dict[str, Any] = field(default_factory=dict)  # all of config.json (text part)
+    full_config: dict[str, Any] = field(default_factory=dict)  # all of config.json, of a checkpoint with encoders; empty: it has none
+    has_processor: bool = False  # it has the files of a processor of media
     chat_template: str = ""  # its source; shows how the model writes tool calls and reasoning
 
     @property
@@ -123,6 +125,11 @@ class ModelConfig:
     def encoder_input(self) -> tuple[int, int]:
         """The shape of an encoder-decoder model's encoder input: mel bins, and frames."""
         return int(self.config["num_mel_bins"]), 2 * self.encoder_length
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether rotary positions have three components (M-RoPE, arXiv 2409.12191)."""
+        return any("mrope_section" in (self.config.get(key) or {}) for key in ("rope_scaling", "rope_parameters"))
 
     @property
     def num_labels(self) -> int:
@@ -154,6 +161,8 @@ class ModelCapabilities:
     draft_layers: bool = False  # checkpoints may have a multi-token-prediction module, for a drafter
     biased_experts: bool = False  # its experts have biases or an activation of their own, see `MoERunner`
     graphs: bool = True
+    modalities: tuple[str, ...] = ()  # media that its encoders read (`HasEncoders`); a checkpoint of text alone may have none of them
+    media_spans: bool = False  # placeholders of an item attend to each other in both directions, see `MediaSpans`
     adapters: bool = True  # its layers apply the low-rank deltas of `BuildContext.adapters`
 
     def unsupported(self, requirements: ModelRequirements) -> list[Reason]:

@@ -8,6 +8,7 @@ computes the experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import nn
 
+    from frame.core.interfaces.adapter_layers import PairDelta
     from frame.core.interfaces.rank_context import RankContext
 
 
@@ -86,6 +88,17 @@ class MovableExperts(Protocol):
     def set_placement(self, placement: ExpertPlacement) -> None:
         """Route by another placement, whose weights have been written into `list_tensors`."""
         ...
+
+
+class ExpertBalance(Protocol):
+    """Counts the experts' tokens, and moves experts between steps. `imbalance`: by layer, the
+    tokens of the busiest rank over the mean of the ranks, when they were last counted; empty
+    before."""
+
+    imbalance: list[float]
+
+    def begin_step(self) -> None:
+        """Called by each rank before each step. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +191,24 @@ class SupportsPairMatmul(Protocol):
         """x [tokens, inputs], contiguous; ids int64 [tokens, k] -> [tokens * k, outputs]: each
         token by `gate_up` or `down` of each of its experts, without bias, activation and weight.
         Where the runner's capabilities say `graphs`, graphs can capture it."""
+        ...
+
+
+@runtime_checkable
+class SupportsPairDeltas(Protocol):
+    """A runner whose kernels add the deltas of adapters to the products of single (token, expert)
+    pairs, for the numbers of tokens at which launches cost more than what they compute."""
+
+    def run_with_deltas(
+        self,
+        tokens: DispatchOutput,
+        experts: nn.Module,
+        gate_up: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
+        down: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
+    ) -> torch.Tensor | None:
+        """As `MoERunner.run`, with deltas. gate_up, down: `LayerDelta.shrink_pairs` of the two
+        layers. None, before anything is computed: the runner has no such kernel for so many
+        tokens."""
         ...
 
 

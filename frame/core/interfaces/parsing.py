@@ -51,6 +51,15 @@ class ParserContext:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The texts that open and close the reasoning of a response. `begin`: empty where the prompt
+    has opened it. `end`: empty where there is no reasoning."""
+
+    begin: str = ""
+    end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ReasoningDelta:
     """The reasoning and the answer in a piece of text."""
 
@@ -74,6 +83,11 @@ class ReasoningParser(ABC):
         """The format of a whole output, around the format of its `reply` (with `is_calls`: of its
         tool calls)."""
         return reply
+
+    def find_marks(self) -> ReasoningMarks | None:
+        """Called between `begin` and the first `feed`. None: this parser's reasoning cannot be
+        limited in length."""
+        return None
 
     @abstractmethod
     def feed(self, text: str) -> ReasoningDelta: ...

@@ -248,6 +248,27 @@ class SupportsGraphs(ABC):
         return tensor
 
 
+class SupportsSleep(ABC):
+    """Optional: memory is released while an engine sleeps, and mapped again at its addresses.
+    Memory has the tags of `frame.core.interfaces.runner.MEMORY_TAGS`."""
+
+    def tag_allocations(self, tag: str) -> contextlib.AbstractContextManager[object]:
+        """Inside a with block, what this thread allocates on the device can be released as
+        `tag`."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def release_tag(self, tag: str, tensors: Sequence[torch.Tensor], *, keeps_values: bool) -> int:
+        """Release the memory of a tag, which has these tensors. No step runs, and nothing reads
+        them before `map_tag`. keeps_values: `map_tag` brings the values back; otherwise they are
+        zeros then, or what they were. -> the released bytes; 0 where this memory is what would be
+        kept."""
+
+    @abstractmethod
+    def map_tag(self, tag: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Map the memory of a tag again, at the same addresses."""
+
+
 class SupportsSynchronisationChecks(ABC):
     """Optional: detects calls that wait for the device. Suites and tests use it."""
 

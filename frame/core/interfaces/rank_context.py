@@ -8,8 +8,9 @@ this page.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from frame.core.interfaces.collective import Collective
 from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 Task = Literal["generate", "embed", "classify"]
+T = TypeVar("T")
 
 
 class LoadCode(Protocol):
@@ -26,6 +28,18 @@ class LoadCode(Protocol):
     JSON files, `part` for error texts."""
 
     def __call__(self, part: str, reference: str) -> Any: ...
+
+
+class Track(Protocol):
+    """Yields the items, and shows the user how many the loop has done of the work that `title`
+    names."""
+
+    def __call__(self, items: Sequence[T], title: str) -> Iterable[T]: ...
+
+
+def track_silently(items: Sequence[T], title: str) -> Iterable[T]:
+    """The `Track` of ranks and tests that show nothing."""
+    return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,7 @@ class RankContext:
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`
     platform: Platform = HOST  # of `device`
     plan: ParallelPlan = ONE_RANK
+    track: Track = track_silently
 
     @property
     def ep_group(self) -> Collective:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Fields of SamplingParams that logits processors implement; a record's capabilities name its own.
 PROCESSOR_PARAMS = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "bad_words", "bad_words_ids", "min_tokens",
+    "thinking_token_budget",
 )  # fmt: skip
 
 

@@ -84,6 +84,7 @@ class RequestRecord:
     inference_time: float | None = None  # from the queue's end to the end; None: it ended before its first token
     max_tokens: int | None = None  # of the request; None: not given
     is_abandoned: bool = False  # its client has left
+    n: int = 1  # sequences of each prompt that the request asked for
 
 
 class StatLogger(ABC):

@@ -8,7 +8,7 @@ request, a model or the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import EncoderInputs, ForwardBatch, HostView, ScheduledBatch
+from frame.core.interfaces.media import MediaItem
 from frame.core.kv_cache.geometry import CacheGroup, KVGeometry
 from frame.core.kv_cache.kv_pool import PageTable
 
@@ -29,6 +30,7 @@ class EncoderBlocks:
         self.length = group.length
         self.table = PageTable(num_rows, self.span, geometry.page_size, device)
         self.layers = tuple(layer.layer for layer in group.layers)
+        self.read_features: Callable[[MediaItem], Mapping[str, np.ndarray]] | None = None  # the builder sets it
         self._group = group.pool
         self._rows = self._make_rows(num_rows)
 
@@ -41,14 +43,21 @@ class EncoderBlocks:
     def list_inputs(self, batch: ScheduledBatch, token_slots: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays that `make_view` reads on the device. token_slots: int64 [tokens]."""
         arrays = {"group_queries": token_slots}
-        inputs = [(setup.slot, setup.encoder_input) for setup in batch.setups if setup.encoder_input is not None]
-        if inputs:
-            slots, size = np.array([slot for slot, _ in inputs]), self.table.page_size
+        orders = [order for order in batch.encodes if order.slot >= 0]
+        if orders:
+            slots, size = np.array([order.slot for order in orders]), self.table.page_size
             positions = np.arange(self.length)
             pages = self.table.host_pages[slots][:, positions // size].astype(np.int64)
             arrays["group_encoded"] = pages * size + positions % size
-            arrays["group_features"] = np.stack([features for _, features in inputs])
+            arrays["group_features"] = np.stack([self._read(order.item) for order in orders])
         return arrays
+
+    def _read(self, item: MediaItem) -> np.ndarray:
+        """The encoder's input, the one array of the item's file."""
+        if self.read_features is None:
+            raise RuntimeError("an encoder-decoder model got an item, and nothing reads files of features")
+        (features,) = self.read_features(item).values()
+        return features
 
     def make_view(self, batch: ForwardBatch, places: Mapping[str, torch.Tensor]) -> ForwardBatch:
         """The batch as the group's layers read it, without a plan. Adds `EncoderInputs` to the

@@ -28,8 +28,8 @@ class GroupInputs:
         geometry = pool.geometry
         self._pool = pool
         groups, rows = geometry.groups[1 : geometry.num_pools], table.num_slots + 1
-        self._blocks = EncoderBlocks(geometry, groups[-1], rows, device) if groups[-1].kind == "write_once" else None
-        self._groups = groups if self._blocks is None else groups[:-1]
+        self.blocks = EncoderBlocks(geometry, groups[-1], rows, device) if groups[-1].kind == "write_once" else None
+        self._groups = groups if self.blocks is None else groups[:-1]
         self._tables = [
             PageTable(rows, table.max_pages, table.page_size, device) if group.page_size else PageTable(rows, 1, 0, device)
             for group in self._groups
@@ -50,8 +50,8 @@ class GroupInputs:
         """Write the batch's pages to the host's tables."""
         for table, writes in zip(self._tables, batch.group_pages, strict=False):
             table.write_host(writes)
-        if self._blocks is not None and batch.group_pages:
-            self._blocks.table.write_host(self._blocks.expand_writes(batch.group_pages[-1]))
+        if self.blocks is not None and batch.group_pages:
+            self.blocks.table.write_host(self.blocks.expand_writes(batch.group_pages[-1]))
 
     @property
     def windows(self) -> dict[str, PageTable]:
@@ -67,7 +67,7 @@ class GroupInputs:
     def padding(self) -> dict[str, np.generic]:
         """The names of `find_places`, with the values of rows of padding."""
         values = (np.int64(0 if table.page_size else self._pool.num_pages[index]) for index, table in enumerate(self._tables, 1))
-        queries = {} if self._blocks is None else {"group_queries": np.int64(self._padding_slot)}
+        queries = {} if self.blocks is None else {"group_queries": np.int64(self._padding_slot)}
         return {**{self._name(index): value for index, value in enumerate(values)}, **queries}
 
     def pad_states(self, rows: int) -> dict[type, Any]:
@@ -91,7 +91,7 @@ class GroupInputs:
             else table.host_pages[slots, 0].astype(np.int64)
             for index, table in enumerate(self._tables)
         }
-        return places if self._blocks is None else places | self._blocks.list_inputs(batch, token_slots)
+        return places if self.blocks is None else places | self.blocks.list_inputs(batch, token_slots)
 
     def find_drafted(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
         """The arrays of `DraftedStates`, and of the rows with drafts: their pages, `query_starts`
@@ -116,7 +116,7 @@ class GroupInputs:
             if not table.is_shared and batch.group_pages and len(batch.group_pages[index]):
                 writes = table.flat_writes(batch.group_pages[index])
                 arrays |= {f"{self._name(index)}_{name}": array for name, array in writes.items()}
-        blocks = self._blocks
+        blocks = self.blocks
         if blocks is not None and not blocks.table.is_shared and batch.group_pages and len(batch.group_pages[-1]):
             writes = blocks.table.flat_writes(blocks.expand_writes(batch.group_pages[-1]))
             arrays |= {f"{self._name(len(self._tables))}_{name}": array for name, array in writes.items()}
@@ -131,7 +131,7 @@ class GroupInputs:
         if (loads := tensors.pop("group_loads", None)) is not None:
             self._copy_states(loads)
         self._saves = tensors.pop("group_saves", None)
-        for index, table in enumerate(self._tables if self._blocks is None else [*self._tables, self._blocks.table]):
+        for index, table in enumerate(self._tables if self.blocks is None else [*self._tables, self.blocks.table]):
             self._write_device(index, table, tensors)
 
     def make_views(self, batch: ForwardBatch, places: Mapping[str, torch.Tensor], plan: Callable[[ForwardBatch], Any]) -> ForwardBatch:
@@ -150,9 +150,9 @@ class GroupInputs:
             view = replace(batch, kv_slots=places[self._name(index)], page_table=table.pages, host=host, group=index + 1)
             view = replace(view, plan=plan(view))
             views |= dict.fromkeys((layer.layer for layer in group.layers), view)
-        if self._blocks is not None:
-            view = self._blocks.make_view(batch, places)
-            views |= dict.fromkeys(self._blocks.layers, replace(view, plan=plan(view)))
+        if self.blocks is not None:
+            view = self.blocks.make_view(batch, places)
+            views |= dict.fromkeys(self.blocks.layers, replace(view, plan=plan(view)))
         return replace(batch, views=views)
 
     @staticmethod

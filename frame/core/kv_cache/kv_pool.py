@@ -73,8 +73,13 @@ class KVPool:
         }
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of all layers, with the scales."""
+        return [tensor for layer in (*self._layers.values(), *self._scales.values()) for tensor in layer]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for layer in (*self._layers.values(), *self._scales.values()) for tensor in layer)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def store(self, spec: AttentionSpec, slots: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Write this step's tokens; see `KVCache.store`. Tensors are cast to the cache's dtype

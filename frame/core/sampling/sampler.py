@@ -45,6 +45,7 @@ class Sampled:
     logprobs: torch.Tensor | None = None  # float32 [n]
     top_ids: torch.Tensor | None = None  # int64 [n, k]
     top_logprobs: torch.Tensor | None = None  # float32 [n, k]
+    listed_logprobs: torch.Tensor | None = None  # float32 [n, m]; of `SamplingArrays.listed_ids`
 
 
 class Sampler:
@@ -73,7 +74,7 @@ class Sampler:
         if raw is None or rows is None:
             return Sampled(token_ids, best)
         chosen = token_ids if len(raw) == plan.num_rows else token_ids.index_select(0, rows)
-        return Sampled(token_ids, best, *self.operations.compute_logprobs(raw, chosen, plan.num_top_logprobs))
+        return Sampled(token_ids, best, *self._score(raw, chosen, plan, tensors.listed_ids))
 
     def add_logprobs(self, sampled: Sampled, logits: torch.Tensor, plan: SamplingPlan, tensors: SamplingTensors) -> Sampled:
         """`sampled` with the log-probabilities that the plan asks for, under logits [rows, vocab]
@@ -82,8 +83,18 @@ class Sampler:
         if rows is None:
             return sampled
         token_ids = sampled.token_ids.index_select(0, rows).clamp_(min=0)  # -1: not drawn
-        scores = self.operations.compute_logprobs(logits.index_select(0, rows), token_ids, plan.num_top_logprobs)
+        scores = self._score(logits.index_select(0, rows), token_ids, plan, tensors.listed_ids)
         return Sampled(sampled.token_ids, sampled.best, *scores)
+
+    def _score(
+        self, logits: torch.Tensor, chosen: torch.Tensor, plan: SamplingPlan, listed_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The log-probabilities in `Sampled` of logits [n, vocab] and chosen ids [n]."""
+        logprobs, top_ids, top_logprobs = self.operations.compute_logprobs(logits, chosen, plan.num_top_logprobs)
+        if listed_ids is None:
+            return logprobs, top_ids, top_logprobs, None
+        normaliser = logits.gather(1, chosen.unsqueeze(1)).float() - logprobs.unsqueeze(1)
+        return logprobs, top_ids, top_logprobs, logits.gather(1, listed_ids).float() - normaliser
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Compile the kernels for every kind of row, except those of logits processors, which

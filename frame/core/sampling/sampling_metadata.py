@@ -73,6 +73,7 @@ class SamplingArrays(Generic[A]):
     draw: DrawArrays[A] | None = None  # None: all rows are greedy
     filters: FilterArrays[A] | None = None  # None: no row uses top-k or top-p
     logprob_rows: A | None = None  # int64 [n]; rows with log-probabilities; None: no row has any
+    listed_ids: A | None = None  # int64 [n, m]; of `logprob_rows`: tokens with log-probabilities, filled up with 0; None: there are none
     grammar: GrammarArrays[A] | None = None  # None: no row is limited
     processing: ProcessorArrays[A] | None = None  # None: no row uses a logits processor
 
@@ -132,11 +133,13 @@ class SamplingTable:
         self._by_row = by_row
         self._rows = np.zeros(num_slots, _ROW)
         self._prompts: dict[int, np.ndarray] = {}
+        self._listed_ids: dict[int, tuple[int, ...]] = {}  # `logprob_token_ids` of the slots with any
 
     def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> None:
         """Store the parameters of new slots; drop the prompts of released ones."""
         for slot in released:
             self._prompts.pop(slot, None)
+            self._listed_ids.pop(slot, None)
         if not setups:
             return
         rows = np.array([_row(setup) for setup in setups], _ROW)
@@ -145,6 +148,8 @@ class SamplingTable:
         for setup in setups:
             if setup.params.prompt_logprobs is not None:
                 self._prompts[setup.slot] = setup.token_ids[: setup.prompt_len]
+            if setup.params.logprob_token_ids:
+                self._listed_ids[setup.slot] = setup.params.logprob_token_ids
 
     def prompt(self, slot: int) -> np.ndarray:
         """The prompt of a slot with prompt log-probabilities, int32."""
@@ -203,6 +208,7 @@ class SamplingTable:
             draw=draw,
             filters=filters,
             logprob_rows=logprob_rows if len(logprob_rows) else None,
+            listed_ids=self._list_ids(slots[logprob_rows]) if self._listed_ids else None,
             grammar=None if mask is None else find_limited_rows(mask),
         )
         return SamplingPlan(
@@ -217,6 +223,17 @@ class SamplingTable:
             by_row=self._by_row,
             arrays=arrays,
         )
+
+    def _list_ids(self, slots: np.ndarray) -> np.ndarray | None:
+        """The `logprob_token_ids` of these slots, int64 [n, m], filled up with 0; None: none has
+        any."""
+        listed = [self._listed_ids.get(slot, ()) for slot in slots.tolist()]
+        if not (width := max(map(len, listed), default=0)):
+            return None
+        ids = np.zeros((len(listed), width), np.int64)
+        for row, each in zip(ids, listed, strict=True):
+            row[: len(each)] = each
+        return ids
 
 
 def find_limited_rows(mask: np.ndarray) -> GrammarArrays[np.ndarray] | None:

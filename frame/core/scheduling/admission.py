@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 
-from frame.core.interfaces.cache import owner_of
+from frame.core.interfaces.cache import add_version, owner_of
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import ParamProblem
 from frame.core.messages import Finish, Generate, as_array
@@ -42,7 +41,6 @@ class SchedulerConfig:
     # RESERVE_DECAY_STEPS steps without one, down to half of this value.
     growth_reserve: int = 32
     pools: bool = False  # a request ends when its prompt is computed, and yields a vector instead of tokens
-    encoder_input: tuple[int, int] | None = None  # the shape of `Generate.encoder_input`; None: the model takes none
     whole_prompts: bool = False  # a prompt is computed in one step
     short_prompt_share: float = 0.5  # share of the token budget kept for short prompts while long ones are computed
     preemption: bool = True  # a waiting request may preempt running ones
@@ -71,30 +69,19 @@ class SchedulerConfig:
         return self.token_budget + self.max_running
 
 
-_NO_INPUT = "the model writes text for an audio input, and the request has none; use the route audio/transcriptions or Engine.transcribe"
-_UNUSED_INPUT = "the request has an audio input, which this model does not read; remove it"
-
-
-def _bind_namespace(message: Generate) -> str:
-    """The request's namespace, with the digest of its encoder input: cached keys depend on it."""
-    if not message.encoder_input:
-        return message.namespace
-    owner, colon, salt = message.namespace.partition(":")
-    owner, salt = (owner, salt) if colon else ("", owner)
-    return f"{owner}:{salt}#{blake2b(message.encoder_input, digest_size=16).hexdigest()}"
-
-
 class Admission:
     """Checks requests, numbers them in order of arrival, and draws a seed for each that brings
     none.
 
-    Seeds come from one generator with a fixed seed, so equal sequences of requests get equal seeds.
+    Prefixes of a request are cached for the present weights only. Seeds come from one generator
+    with a fixed seed, so equal sequences of requests get equal seeds.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._random = random.Random(config.seed)
         self._arrived = 0
+        self.num_updates = 0  # of the weights
 
     def create_request(self, message: Generate, now: float, grammar: Grammar | None) -> Request | Finish:
         """The request, or how it ends because it is refused. `now`: its arrival, in seconds of the
@@ -122,13 +109,14 @@ class Admission:
             max_num_tokens=max_num_tokens,
             stop_ids=params.ends(config.eos_ids),
             priority=message.priority,
-            namespace=_bind_namespace(message),
+            namespace=add_version(message.namespace, self.num_updates),
             tenant=owner_of(message.namespace),
             trace=message.trace,
             grammar=grammar,
             second_text_start=message.second_text_start,
             adapter=message.adapter,
-            encoder_input=np.frombuffer(message.encoder_input, np.float32).reshape(config.encoder_input) if config.encoder_input else None,
+            media=message.media,
+            transfer=message.transfer,
             wants_prompt_logprobs=params.prompt_logprobs is not None,
             is_reported=message.output_len > 0,
         )
@@ -143,9 +131,6 @@ class Admission:
             return ParamProblem("prompt", "the prompt is empty; it needs at least one token")
         if tokens.min() < 0 or tokens.max() >= config.vocab_size:
             return ParamProblem("prompt", f"the prompt holds a token id outside the vocabulary (0 to {config.vocab_size - 1})")
-        shape = config.encoder_input
-        if len(message.encoder_input) != (4 * shape[0] * shape[1] if shape else 0):
-            return ParamProblem("prompt", _UNUSED_INPUT if shape is None else _NO_INPUT)
         problems = message.params.problems(config.vocab_size)  # the client checks the same; the engine does not rely on it
         if problems:
             return problems[0]

@@ -1,9 +1,9 @@
 """The self-check of the scheduler's pages, locks and slots. The engine runs it while it is idle,
 never in a step.
 
-Invariant: every page is free, private to one running request, owned by the prefix cache, or
-deferred until a step in flight is committed. `audit_accounts` finds a breach, one bounded part at a
-time; `repair_accounts` reclaims what leaked.
+Invariant: every page is free, private to one running request, owned by the prefix cache, in transit
+to it from a cache tier, or deferred until a step in flight is committed. `audit_accounts` finds a
+breach, one bounded part at a time; `repair_accounts` reclaims what leaked.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 
 from frame.core.interfaces.cache import SupportsRelock
 from frame.core.scheduling.running import RunningSet
+from frame.core.scheduling.step_features import RequestTiers
 
 
-def audit_accounts(running: RunningSet) -> Iterator[None]:
+def audit_accounts(running: RunningSet, tiers: RequestTiers) -> Iterator[None]:
     """Raise RuntimeError, one sentence, at the first breach of the invariant. Each `next` checks a
     bounded part.
 
@@ -28,37 +29,39 @@ def audit_accounts(running: RunningSet) -> Iterator[None]:
         owned.append(pages)
         yield
     _check_slots(running)
-    kv_manager.allocator.check_integrity([*_held(running), *owned])
+    transit, copied = tiers.list_held_pages()
+    kv_manager.allocator.check_integrity([*_held(running), transit, *owned])
     yield
-    shared = _shared(running)
+    shared = _shared(running, copied)
     if kv_manager.cache.num_locked != len(shared):
-        raise RuntimeError(f"the cache has {kv_manager.cache.num_locked} locked pages, running requests share {len(shared)}")
+        raise RuntimeError(f"the cache has {kv_manager.cache.num_locked} locked pages, running requests share {len(shared)} with copies")
     _check_groups(running)
-    shared = _shared(running, all_groups=True)
+    shared = _shared(running, copied, all_groups=True)
     if shared.size and np.setdiff1d(shared, np.concatenate(owned)).size:
-        raise RuntimeError("a running request reads shared pages that the cache does not own")
+        raise RuntimeError("a running request or a copy reads shared pages that the cache does not own")
 
 
-def check_accounts(running: RunningSet) -> None:
+def check_accounts(running: RunningSet, tiers: RequestTiers) -> None:
     """Run the whole audit at once. Raises RuntimeError at the first breach."""
-    for _ in audit_accounts(running):
+    for _ in audit_accounts(running, tiers):
         pass
 
 
-def repair_accounts(running: RunningSet) -> list[str]:
+def repair_accounts(running: RunningSet, tiers: RequestTiers) -> list[str]:
     """Reclaim leaked pages, locks and slots. -> one sentence for each repair.
 
     Raises RuntimeError when a page has two holders: that cannot be repaired, since either may read
     the other's keys.
     """
     kv_manager, done = running.kv_manager, []
-    if kv_manager.cache.num_locked != len(_shared(running)):
+    transit, copied = tiers.list_held_pages()
+    if kv_manager.cache.num_locked != len(_shared(running, copied)):
         before = kv_manager.cache.num_locked
         if not isinstance(kv_manager.cache, SupportsRelock):
             raise RuntimeError(f"{type(kv_manager.cache).__name__} cannot repair its locks")
-        kv_manager.cache.relock(request.handle for request in running.requests)
+        kv_manager.cache.relock([*(request.handle for request in running.requests), *tiers.list_handles()])
         done.append(f"{before} pages of the prefix cache were locked, {kv_manager.cache.num_locked} are in use; the locks were reset")
-    held = np.concatenate([np.empty(0, np.int32), *_held(running), *kv_manager.cache.audit()])
+    held = np.concatenate([np.empty(0, np.int32), *_held(running), transit, *kv_manager.cache.audit()])
     leaked = np.setdiff1d(kv_manager.allocator.pages_out(), held)
     if leaked.size:
         kv_manager.allocator.free(leaked)
@@ -71,7 +74,7 @@ def repair_accounts(running: RunningSet) -> list[str]:
     for slot in _idle_prefills(running):
         rid = running.prefilling.pop(slot).rid
         done.append(f"request {rid} was marked as prefilling, but no step computes its prompt; the mark was removed")
-    check_accounts(running)
+    check_accounts(running, tiers)
     return done
 
 
@@ -84,14 +87,14 @@ def _held(running: RunningSet) -> list[np.ndarray]:
     return [*private, *waiting]
 
 
-def _shared(running: RunningSet, all_groups: bool = False) -> np.ndarray:
-    """The cache's pages that running requests read, each once, int32; with `all_groups` those of
-    every cache group."""
+def _shared(running: RunningSet, copied: np.ndarray, all_groups: bool = False) -> np.ndarray:
+    """The cache's pages that running requests read, and those that copies of tiers lock, each once,
+    int32; with `all_groups` those of every cache group."""
     kv_manager = running.kv_manager
-    rows = [kv_manager.shared_pages(request.slot) for request in running.requests]
+    rows = [copied, *(kv_manager.shared_pages(request.slot) for request in running.requests)]
     if all_groups and kv_manager.groups is not None:
         rows += [kv_manager.groups.shared_pages(request.slot) for request in running.requests]
-    return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int32)
+    return np.unique(np.concatenate(rows))
 
 
 def _check_groups(running: RunningSet) -> None:

@@ -284,8 +284,7 @@ class OutputProcessor:
             if i in sampled.finishes or slot not in self._running.prefilling:
                 continue
             request = self._running.prefilling.pop(slot)
-            duplicates = self._running.kv_manager.cache_prefill(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
-            self._running.release_pages(slot, duplicates)
+            self._running.cache_prefill(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
 
     def _cache_chunks(self, record: StepRecord) -> None:
         """Insert what this step computed of prompts that it does not complete."""
@@ -293,8 +292,7 @@ class OutputProcessor:
         for row in np.flatnonzero(is_chunk).tolist():
             request = self._running.prefilling.get(int(record.slots[row]))
             if request is not None:
-                num_computed = int(record.num_computed[row]) + int(record.num_scheduled[row])
-                self._running.release_pages(request.slot, self._running.kv_manager.cache_prefill(request, num_computed))
+                self._running.cache_prefill(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
 
     def _collect_prompt_logprobs(self, record: StepRecord, chunks: list[PromptLogprobs | None]) -> None:
         live = self._table.arrays.epoch[record.slots] == record.epochs
@@ -329,14 +327,17 @@ def _list_tokens(sampled: SampledRows) -> list[list[int]]:
 
 
 def _token_logprobs(request: Request, samples: slice, result: StepResult) -> TokenLogprobs:
-    """The log-probabilities of a row's samples and of the `params.logprobs` likeliest tokens
-    each."""
+    """The log-probabilities of a row's samples, and for each those of the `params.logprobs`
+    likeliest tokens and of `params.logprob_token_ids`."""
     count, chosen = request.params.logprobs or 0, result.logprobs
     assert chosen is not None
     top: list[list[tuple[int, float]]] = [[] for _ in range(samples.stop - samples.start)]
     if count and result.top_ids is not None and result.top_logprobs is not None:
         columns = zip(result.top_ids[samples, :count].tolist(), result.top_logprobs[samples, :count].tolist(), strict=True)
         top = [list(zip(ids, values, strict=True)) for ids, values in columns]
+    if (listed := request.params.logprob_token_ids) and result.listed_logprobs is not None:
+        for entries, values in zip(top, result.listed_logprobs[samples, : len(listed)].tolist(), strict=True):
+            entries += zip(listed, values, strict=True)
     return TokenLogprobs(result.token_ids[samples].tolist(), chosen[samples].tolist(), top)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence, Set
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,33 +19,15 @@ from frame.core.scheduling.admission import SchedulerConfig
 from frame.core.scheduling.policy_guard import GuardedPolicy
 from frame.core.scheduling.prefix_dedup import InBatchPrefixSharing
 from frame.core.scheduling.request import Request, RequestStatus
-from frame.core.scheduling.running import RunningSet
+from frame.core.scheduling.running import RunningSet, StepPlan
 from frame.core.scheduling.step_features import StepFeatures
-from frame.core.scheduling.waiting_queue import WaitingQueue
+from frame.core.scheduling.waiting_queue import TenantUsage, WaitingQueue
 
 POLICY_WINDOW = 128  # waiting requests that a policy sees
 POLICY_MATCH_WINDOW = 64  # the same, for policies that need each request's cached prefix
 MAX_GROWTH_RESERVE = 512  # tokens; upper bound of the growth reserve for each running request
 MAX_PREFIX_LOOKUPS = 8  # long waiting prompts of which a step looks up how many of their tokens are not cached
 RESERVE_DECAY_STEPS = 128  # the growth reserve is halved after so many steps without a preemption
-
-_NO_SLOTS = np.empty(0, np.intp)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """The rows of a step. It is false when the step has none."""
-
-    decode_slots: np.ndarray  # intp [n]; one token each
-    draft_slots: np.ndarray = field(default_factory=lambda: _NO_SLOTS)  # intp [m]; decodes with drafted tokens
-    drafts: Drafts | None = None  # of `draft_slots`; None: there are none
-    chunks: list[tuple[Request, int, int]] = field(default_factory=list)  # extend rows: request, first token, number of tokens
-    budget: int = 0  # prompt tokens that may still be added
-    is_retry: bool = False  # one request runs alone because a step with it failed
-    has_device_drafts: bool = False  # the tokens of `drafts` are on the device
-
-    def __bool__(self) -> bool:
-        return bool(self.chunks) or self.decode_slots.size > 0 or self.drafts is not None
 
 
 class StepPlanner:
@@ -65,9 +46,8 @@ class StepPlanner:
         self._running = running
         self._kv_manager = running.kv_manager
         self._queue = queue
-        self.speculation, self.adapters = features.speculation, features.adapters
+        self.speculation, self.adapters, self.media, self.tiers = features.speculation, features.adapters, features.media, features.tiers
         self._policy = GuardedPolicy(policy)
-        self._usage = queue.usage
         self._growth_reserve = config.growth_reserve
         self._last_preemption = -1
         self._step = 0
@@ -101,6 +81,10 @@ class StepPlanner:
         if self.speculation.num_ahead:
             self._reserve_ahead(plan)
         return plan
+
+    @property
+    def _usage(self) -> TenantUsage:
+        return self._queue.usage
 
     def preempt(self, request: Request, *, is_shortage: bool = True) -> None:
         """Preempt a running request: it returns to the head of the queue with its tokens, and its
@@ -211,9 +195,12 @@ class StepPlanner:
 
     def _exceeds_long_prompt_budget(self) -> bool:
         """Whether the running prompts would use more than the long prompts' part of the token
-        budget."""
-        extending = self._running.extending.values()
-        return bool(extending) and sum(map(self._count_unscheduled, extending)) > self._config.token_budget - self._config.short_budget
+        budget. Not if one of them goes on with an item that needs more: it gets its turn."""
+        extending, limit = self._running.extending.values(), self._config.token_budget - self._config.short_budget
+        if not extending or sum(map(self._count_unscheduled, extending)) <= limit:
+            return False
+        start_of = self._running.table.arrays.num_computed_tokens
+        return not any(request.media and self.media.count_next(request, int(start_of[request.slot])) > limit for request in extending)
 
     def _count_unscheduled(self, request: Request) -> int:
         """Prompt tokens of a running request that are not scheduled yet."""
@@ -247,15 +234,19 @@ class StepPlanner:
         start, end = int(a.num_computed_tokens[slot]), len(request.tokens)
         room = (int(a.num_pages[slot]) + self._kv_manager.num_growable) * self._config.page_size - start
         count = min(end - start, plan.budget, room)
-        groups = self._kv_manager.groups
+        groups, maximum = self._kv_manager.groups, count
         if groups is not None and count > 0:
             count = groups.limit_chunk(start, count, end, request.branch)
+        if request.media and count > 0:  # an item that must not be divided is more important than a checkpoint in it
+            count = self.media.limit_chunk(request, start, count) or self.media.limit_chunk(request, start, maximum)
         if self._config.whole_prompts and count < end - start:
             return
         if count <= 0 or not self._kv_manager.grow_row(slot, start + count):
             return
         if groups is not None:
             groups.save_chunk(slot, start + count)
+        if request.media:
+            self.media.schedule_chunk(request, start, count, self._step)
         plan.chunks.append((request, start, count))
         plan.budget -= count
         self._usage.add_tokens(request.tenant, count)
@@ -293,12 +284,14 @@ class StepPlanner:
                 return
             if max_tokens is not None and self._usage.get_tokens(request.tenant) > max_tokens:
                 return
-            if self._should_wait_for_prefix(request, prefills):
+            if not (self._running.admits_new or request.admitted_at) or self._should_wait_for_prefix(request, prefills):
                 continue
             if max_uncached is not None and request.num_tokens > plan.budget - floor:
                 lookups -= 1
                 if lookups < 0 or self._count_uncached(request) > plan.budget - floor:
                     continue
+            if not self.tiers.may_start(request) or (request.media and not self.media.may_start(request)):
+                continue
             if not self.adapters.acquire(request, is_idle=not (plan or self._running.in_flight)):
                 continue
             need = self._admit_request(request, reserved, now)
@@ -377,6 +370,7 @@ class StepPlanner:
             return None
         self._queue.remove(request)
         self._running.add_request(request, cached)
+        self.tiers.forget(request)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = min(int(self._running.table.arrays.num_computed_tokens[request.slot]), request.prompt_len)
             self.num_cached_tokens += request.num_cached_tokens
@@ -429,7 +423,9 @@ class StepPlanner:
         candidates = self._order_waiting(now)
         first = next(candidates, None)
         candidates.close()
-        if first is None or not self.adapters.is_on_device(first):
+        if first is None or not (self._running.admits_new or first.admitted_at):
+            return
+        if not self.adapters.is_on_device(first) or not self.tiers.may_start(first):
             return
         first.tokens = first.all_tokens()
         cached = self._kv_manager.lock_prefix(first)
@@ -457,11 +453,12 @@ class StepPlanner:
 
     def _list_excess_requests(self, first: Request) -> list[Request]:
         """Running requests, oldest first, that other tenants have in excess of the tenant of
-        `first`: the newest of each tenant, never the oldest of all."""
+        `first`: the newest of each tenant, never the oldest of all, nor one that a policy by
+        priority would admit again before `first`."""
         usage, excess = self._usage, []
         left = {tenant: usage.count_excess(first.tenant, tenant) for tenant in usage.num_running}
         for request in reversed(self._running.requests[1:]):
-            if left[request.tenant]:
+            if left[request.tenant] and not (self._policy.by_priority and request.priority > first.priority):
                 left[request.tenant] -= 1
                 excess.append(request)
         return excess[::-1]

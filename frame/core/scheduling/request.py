@@ -17,6 +17,8 @@ import numpy as np
 
 from frame.core.interfaces.batch import PromptLogprobs
 from frame.core.interfaces.cache import Match
+from frame.core.interfaces.kv_tier import KVTransfer
+from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
@@ -58,6 +60,9 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # token ids that end the request
     priority: int = 0  # higher first
     namespace: str = ""  # of the prefix cache
+    # That of the present weights, while its KV is of earlier ones, and nothing of it is cached; ""
+    # otherwise
+    next_namespace: str = ""
     tenant: str = ""  # the owner of the namespace
     grammar: Grammar | None = None
     grammar_state: Any = None  # of `grammar`, between steps; the calls of grammars create and read it
@@ -83,7 +88,11 @@ class Request:
     adapter_start: int = 0  # first token for which the adapter is active
     adapter_key: int = 0  # of that token with the adapter, in place of its id in the prefix cache; 0: no adapter
     adapter_place: int = -1  # while running
-    encoder_input: np.ndarray | None = None  # float32; kept, because a preempted request is encoded again
+    media: list[MediaItem] = field(default_factory=list)
+    media_layout: Any = None  # where they are in the prompt; `RequestMedia` creates and reads it
+    prompt_keys: np.ndarray | None = None  # int32 [prompt_len]; `prompt` with the cache keys of placeholders; None: it has none
+    position_offset: int = 0  # see `SlotSetup`
+    transfer: KVTransfer | None = None  # of the prompt's blocks, until it has begun or is not needed
     wants_prompt_logprobs: bool = False  # they are still to be sent
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # one entry for each computed chunk of the prompt
 
@@ -105,13 +114,21 @@ class Request:
         return self.max_num_tokens - len(self.prompt)
 
     def cache_keys(self, tokens: np.ndarray) -> np.ndarray:
-        """What the prefix cache knows the first tokens of the request by: `tokens`, int32, with the
+        """What the prefix cache knows the first tokens of the request by: `content_keys`, with the
         adapter in place of the first token that it changes."""
         if not self.adapter_key or len(tokens) <= self.adapter_start:
-            return tokens
-        keys = tokens.copy()
+            return self.content_keys(tokens)
+        keys = self.content_keys(tokens, copy=True)
         keys[self.adapter_start] = self.adapter_key
         return keys
+
+    def content_keys(self, tokens: np.ndarray, *, copy: bool = False) -> np.ndarray:
+        """The first tokens of the request, int32, with the cache key of its item in place of each
+        placeholder: equal keys are equal content. copy: the result is not `tokens`."""
+        keys = self.prompt_keys
+        if keys is None:
+            return tokens.copy() if copy else tokens
+        return np.concatenate((keys[: len(tokens)], tokens[len(keys) :]))
 
     def all_tokens(self) -> np.ndarray:
         """Prompt and output so far, int32; the prompt itself, not a copy, when there is no

@@ -16,9 +16,28 @@ from operator import attrgetter
 import numpy as np
 
 from frame.core.interfaces.batch import SlotSetup
+from frame.core.interfaces.drafter import Drafts
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.request_slots import RequestTable
+
+_NO_SLOTS = np.empty(0, np.intp)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The rows of a step. It is false when the step has none."""
+
+    decode_slots: np.ndarray  # intp [n]; one token each
+    draft_slots: np.ndarray = field(default_factory=lambda: _NO_SLOTS)  # intp [m]; decodes with drafted tokens
+    drafts: Drafts | None = None  # of `draft_slots`; None: there are none
+    chunks: list[tuple[Request, int, int]] = field(default_factory=list)  # extend rows: request, first token, number of tokens
+    budget: int = 0  # prompt tokens that may still be added
+    is_retry: bool = False  # one request runs alone because a step with it failed
+    has_device_drafts: bool = False  # the tokens of `drafts` are on the device
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks) or self.decode_slots.size > 0 or self.drafts is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -49,12 +68,15 @@ class RunningSet:
     def __init__(self, table: RequestTable, kv_manager: KVCacheManager) -> None:
         self.table = table
         self.on_remove: Callable[[Request], object] | None = None  # a request leaves the device; the scheduler sets it
+        # The prefix cache has these cache keys of a request, whole pages; None: no cache tiers
+        self.on_cached: Callable[[Request, np.ndarray], object] | None = None
         self.kv_manager = kv_manager
         self.requests: list[Request] = []  # oldest first
         self.extending: dict[int, Request] = {}  # by slot; their prompt is not scheduled to its end
         self.prefilling: dict[int, Request] = {}  # by slot; their prompt is not in the prefix cache yet
         self.num_of_tenant: Counter[str] = Counter()  # running requests
         self.in_flight: deque[StepRecord] = deque()
+        self.admits_new = True  # False: only requests that have run before are admitted
         self._setups: list[SlotSetup] = []
         self._renewed: dict[int, SlotSetup] = {}  # by slot; of requests extended by tokens that were not sampled
         self._released: list[int] = []
@@ -80,7 +102,7 @@ class RunningSet:
         insort(self.requests, request, key=attrgetter("index"))
         self.num_of_tenant[request.tenant] += 1
         self.extending[request.slot] = self.prefilling[request.slot] = request
-        self._setups.append(_setup(request, request.encoder_input))
+        self._setups.append(_setup(request))
 
     def extend_request(self, request: Request, tokens: list[int]) -> None:
         """Append two or more tokens that a grammar forces. The request's row in flight, which
@@ -101,13 +123,17 @@ class RunningSet:
         """Take a request off the device. `keep`: its computed tokens stay in the prefix cache.
         `state`: its state afterwards."""
         slot = request.slot
-        num_computed_tokens = self.count_committed(slot) if keep else 0
+        num_computed_tokens = self.count_committed(slot) if keep and not request.next_namespace else 0
         self.table.flush_tokens(slot)
-        pages = self.kv_manager.release_row(request, request.all_tokens(), num_computed_tokens)
+        tokens = request.all_tokens()
+        pages = self.kv_manager.release_row(request, tokens, num_computed_tokens)
+        self._tell_cached(request, tokens, num_computed_tokens)
         self.table.remove_request(request)
         if self.on_remove is not None:
             self.on_remove(request)
         request.state = state
+        if request.next_namespace:
+            request.namespace, request.next_namespace = request.next_namespace, ""
         self.requests.remove(request)
         self.num_of_tenant[request.tenant] -= 1
         if not self.num_of_tenant[request.tenant]:
@@ -121,6 +147,19 @@ class RunningSet:
             self._recycle(slot)
         else:
             record.deferred_slots.append(slot)
+
+    def cache_prefill(self, request: Request, num_computed: int) -> None:
+        """Insert what is computed of a prompt into the prefix cache; see
+        `KVCacheManager.cache_prefill`."""
+        if request.next_namespace:
+            return
+        self.release_pages(request.slot, self.kv_manager.cache_prefill(request, num_computed))
+        self._tell_cached(request, request.tokens, num_computed)
+
+    def _tell_cached(self, request: Request, tokens: np.ndarray, num_computed: int) -> None:
+        if self.on_cached is not None and num_computed >= self.kv_manager.page_size:
+            whole = num_computed // self.kv_manager.page_size * self.kv_manager.page_size
+            self.on_cached(request, request.cache_keys(tokens[:whole]))
 
     def release_pages(self, slot: int, pages: np.ndarray) -> None:
         """Free pages that a slot held: now, or when the last step in flight with a row of the slot
@@ -202,7 +241,7 @@ class RunningSet:
         self._released.append(slot)
 
 
-def _setup(request: Request, encoder_input: np.ndarray | None = None) -> SlotSetup:
+def _setup(request: Request) -> SlotSetup:
     rid = request.rid if request.trace else ""
-    identity = (request.second_text_start, rid, request.tenant, encoder_input, request.adapter_place, request.adapter_start)
+    identity = (request.second_text_start, rid, request.tenant, request.adapter_place, request.adapter_start, request.position_offset)
     return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, *identity)

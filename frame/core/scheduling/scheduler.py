@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, StepResult
-from frame.core.interfaces.cache import SupportsOutline, evict_all
+from frame.core.interfaces.cache import SupportsOutline, change_version, evict_all
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.ipc.inflight_file import open_inflight
@@ -26,13 +27,13 @@ from frame.core.messages import Finish, FinishReason, Generate, StepTokens
 from frame.core.scheduling.admission import Admission, SchedulerConfig
 from frame.core.scheduling.integrity import audit_accounts, check_accounts, repair_accounts
 from frame.core.scheduling.output_processor import OutputProcessor
-from frame.core.scheduling.planner import StepPlan, StepPlanner
+from frame.core.scheduling.planner import StepPlanner
 from frame.core.scheduling.request import Request, RequestStatus, queue_full, timed_out
+from frame.core.scheduling.request_outline import outline_requests
 from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS
-from frame.core.scheduling.running import RunningSet, StepRecord
-from frame.core.scheduling.step_features import StepFeatures
-from frame.core.scheduling.tenant_usage import TenantUsage
-from frame.core.scheduling.waiting_queue import Deadlines, WaitingQueue
+from frame.core.scheduling.running import RunningSet, StepPlan, StepRecord
+from frame.core.scheduling.step_features import NoTiers, StepFeatures
+from frame.core.scheduling.waiting_queue import Deadlines, TenantUsage, WaitingQueue
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -78,7 +79,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._admission = Admission(config)
         self._grammars, self.speculation = features.grammars, features.speculation
-        running.on_remove = features.adapters.release
+        running.on_remove = partial(_release, features)
+        running.on_cached = None if isinstance(features.tiers, NoTiers) else features.tiers.offer
         self._planner = StepPlanner(config, running, self._queue, policy, features)
         self._output = OutputProcessor(running, self._end_running, clock, self._grammars, self.speculation)
         self._ended: list[tuple[str, Finish]] = []
@@ -103,8 +105,9 @@ class Scheduler:
         request = self._admission.create_request(message, arrival, grammar)
         if isinstance(request, Finish):
             return request
-        if (refusal := self._planner.adapters.start_request(request)) is not None:
-            return refusal
+        for feature in (self._planner.media, self._planner.adapters):
+            if (refusal := feature.start_request(request)) is not None:
+                return refusal
         if grammar is not None and (refusal := self._grammars.start_request(request)) is not None:
             return refusal
         self._requests[request.rid] = request
@@ -138,8 +141,9 @@ class Scheduler:
         )
 
     def close(self) -> None:
-        """Stop the threads that call grammars."""
+        """Stop the threads that call grammars, and the cache tiers."""
         self._grammars.close()
+        self._planner.tiers.close()
 
     # steps ----------------------------------------------------------------------------------------
 
@@ -148,6 +152,7 @@ class Scheduler:
         is added, or when drafts need the tokens of the step in flight. `now`: seconds of the
         clock."""
         now = self._clock() if now is None else now
+        self._planner.tiers.poll(now)
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
         speculation = self.speculation
@@ -165,6 +170,11 @@ class Scheduler:
         self._hold_slow_grammars()
         self._step += 1
         return batch
+
+    def poll_tiers(self, now: float) -> None:
+        """Take in the copies of the cache tiers that have ended, while no step is scheduled. `now`:
+        seconds of the clock."""
+        self._planner.tiers.poll(now)
 
     def fill_deferred_mask(self, batch: ScheduledBatch) -> np.ndarray | None:
         """The grammar mask of a batch with `has_deferred_grammar_mask`, int32 [samples, words];
@@ -197,6 +207,7 @@ class Scheduler:
         alive = running.table.arrays.epoch[record.slots] == record.epochs
         rows = set(record.slots[alive].tolist())
         slots = rows | {setup.slot for setup in batch.setups}  # the device may lack these setups
+        slots |= {request.slot for request in self._planner.media.fail_step(batch.step, running.requests)}
         requests = [request for slot in sorted(slots) if (request := running.table.requests[slot]) is not None]
         ended = [request for request in requests if len(record.slots) == 1 and request.slot in rows]
         again = [request for request in requests if request not in ended]
@@ -213,8 +224,9 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or runs, no step is in flight, and no end is left to report."""
-        return not (self._requests or self._running.in_flight or self._ended)
+        """Whether no request waits or runs, no step is in flight, no end is left to report, and no
+        cache tier copies."""
+        return not (self._requests or self._running.in_flight or self._ended or self._planner.tiers.is_busy)
 
     @property
     def num_requests(self) -> int:
@@ -244,17 +256,62 @@ class Scheduler:
     # maintenance ----------------------------------------------------------------------------------
 
     def flush_cache(self) -> int:
-        """Evict all cached prefixes that no running request uses. -> pages freed."""
+        """Evict all cached prefixes that no running request uses, and let no request read what the
+        tiers hold now. -> pages freed."""
+        self._planner.tiers.invalidate_blocks()
         kv_manager = self._running.kv_manager
         pages = evict_all(kv_manager.cache, 0 if kv_manager.groups is None else kv_manager.groups.num_cached)
         kv_manager.allocator.free(pages)
         return len(pages)
+
+    def preempt_all(self) -> int:
+        """Preempt every running request and evict every cached prefix, so that all tokens are
+        computed anew; no step may be in flight. -> the number of preempted requests. Raises
+        RuntimeError if pages stay in use."""
+        self._finish_masks()
+        requests = list(self._running.requests)
+        for request in reversed(requests):
+            self._planner.preempt(request, is_shortage=False)
+        self.flush_cache()
+        free, total = self._running.kv_manager.allocator.num_free, self.config.num_pages - 1
+        if free != total:
+            raise RuntimeError(f"{total - free} pages stay in use after all requests were preempted")
+        return len(requests)
+
+    def change_weights(self, *, keeps_running: bool) -> int:
+        """Other weights come; no step may be in flight. No request reads what the earlier ones have
+        cached. Running requests are preempted, or go on with their KV (`keeps_running`), of which
+        nothing is cached any more. -> the number of preempted requests."""
+        num_preempted = 0 if keeps_running else self.preempt_all()
+        self._admission.num_updates += 1
+        for request in self._requests.values():
+            renewed = change_version(request.namespace, self._admission.num_updates)
+            if request.state == RequestStatus.RUNNING:
+                request.next_namespace = renewed
+            else:
+                request.namespace = renewed
+        if keeps_running:
+            self.flush_cache()
+        return num_preempted
+
+    def admit_new_requests(self, allowed: bool) -> None:
+        """Whether requests that have not run yet may be admitted from now on."""
+        self._running.admits_new = allowed
+
+    def count_started(self) -> int:
+        """Requests that run, or have run and wait."""
+        return sum(1 for request in self._requests.values() if request.admitted_at)
 
     def outline_cache(self, limit: int) -> dict[str, Any]:
         """The prefix cache's most recently used runs, for display: `CachedRun` as plain data."""
         cache = self._running.kv_manager.cache
         runs = cache.outline(limit) if isinstance(cache, SupportsOutline) else []
         return {"page_size": self.config.page_size, "runs": [asdict(run) for run in runs]}
+
+    def outline_requests(self, limit: int) -> dict[str, Any]:
+        """What the requests do now, for display: counts, and the oldest `limit` of them."""
+        queue = self._queue if len(self._grammars) else None
+        return outline_requests(self._requests, self._running, queue, self._planner, self._clock(), limit)
 
     def get_load(self) -> dict[str, Any]:
         """Gauges, and counters since the start, named as in `Heartbeat`."""
@@ -274,20 +331,22 @@ class Scheduler:
             "jumped_tokens": self._grammars.num_jumped,
             **self.speculation.describe_load(),
             **self._planner.adapters.describe_load(),
+            **self._planner.media.describe_load(),
+            **self._planner.tiers.describe_load(),
         }
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every page, lock and slot is accounted for; see `integrity`."""
-        check_accounts(self._running)
+        check_accounts(self._running, self._planner.tiers)
 
     def audit_integrity(self) -> Iterator[None]:
         """`check_integrity` in parts of about a millisecond. The result is void if requests were
         added or ran meanwhile."""
-        return audit_accounts(self._running)
+        return audit_accounts(self._running, self._planner.tiers)
 
     def repair_integrity(self) -> list[str]:
         """Repair what `check_integrity` finds. -> one sentence for each repair."""
-        return repair_accounts(self._running)
+        return repair_accounts(self._running, self._planner.tiers)
 
     # internals ------------------------------------------------------------------------------------
 
@@ -358,6 +417,7 @@ class Scheduler:
             num_pending=pending,
             grammar_mask=mask,
             has_deferred_grammar_mask=waits,
+            **self._planner.media.take_inputs(plan.chunks, len(token_ids)),
         )
         rows = (slots, a.epoch[slots], num_computed, num_scheduled, samples)
         followed = (order is not None, limits, 0 if order is None else order.num_tokens)
@@ -419,8 +479,15 @@ class Scheduler:
         del self._requests[request.rid]
         self._queue.usage.remove_request(request.tenant)
         self._planner.adapters.end_request(request)
+        self._planner.tiers.forget(request)
         if self._on_finish is not None:
             self._on_finish(request, finish)
+
+
+def _release(features: StepFeatures, request: Request) -> None:
+    """A request leaves the device."""
+    features.adapters.release(request)
+    features.media.release(request)
 
 
 def _list_sampling_slots(slots: np.ndarray, samples: np.ndarray, num_drafts: np.ndarray | None) -> np.ndarray:

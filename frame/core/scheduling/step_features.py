@@ -22,6 +22,8 @@ from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import StepRecord
 
 _OFF = Finish("error", error="this server has no adapters; serve with --enable-lora", code="invalid_request", param="model")
+_NO_PAGES = np.empty(0, np.int32)
+_NO_MEDIA = Finish("error", error="this server reads text alone; remove images, videos and audio", code="invalid_request", param="messages")
 
 
 class StepGrammars(Protocol):
@@ -223,6 +225,156 @@ class NoAdapters:
         return {}
 
 
+class RequestMedia(Protocol):
+    """Media of requests: the cache keys and positions of their placeholders, and the rows of the
+    device's table that hold the encoders' output. All methods but `start_request`, `release`,
+    `fail_step` and `take_inputs` are called for requests with media alone."""
+
+    def start_request(self, request: Request) -> Finish | None:
+        """A request arrives. Sets `media_layout`, `prompt_keys` and `position_offset`. Returns how
+        it ends if its media cannot be served. None: it continues."""
+
+    def may_start(self, request: Request) -> bool:
+        """Whether a waiting request may start now as far as its media are concerned."""
+
+    def count_next(self, request: Request, start: int) -> int:
+        """Tokens from `start` on that a chunk must hold together; 0: any number."""
+
+    def limit_chunk(self, request: Request, start: int, count: int) -> int:
+        """The tokens of a chunk, at most `count`, whose items have rows, or can get them, and can
+        be encoded in this step."""
+
+    def schedule_chunk(self, request: Request, start: int, count: int, step: int) -> None:
+        """A chunk that `limit_chunk` allowed is in the step: hold the rows of its items, and order
+        those to be encoded that are not in the table."""
+
+    def release(self, request: Request) -> None:
+        """The request leaves the device."""
+
+    def take_inputs(self, chunks: Sequence[tuple[Request, int, int]], num_tokens: int) -> dict[str, Any]:
+        """The fields of `ScheduledBatch` that concern media, of a step whose `token_ids` are
+        `num_tokens`, the last of them those of `chunks`."""
+
+    def fail_step(self, step: int, running: Sequence[Request]) -> list[Request]:
+        """A step failed: nothing in the table is valid. -> requests with rows in later steps, which
+        may have read what is missing."""
+
+    def describe_load(self) -> dict[str, Any]:
+        """Gauges and counters, named as in `Heartbeat`."""
+
+
+class NoMedia:
+    """The scheduler's media where the model or the server reads none; implements
+    `RequestMedia`."""
+
+    def start_request(self, request: Request) -> Finish | None:
+        return _NO_MEDIA if request.media else None
+
+    def may_start(self, request: Request) -> bool:
+        return True
+
+    def count_next(self, request: Request, start: int) -> int:
+        return 0
+
+    def limit_chunk(self, request: Request, start: int, count: int) -> int:
+        return count
+
+    def schedule_chunk(self, request: Request, start: int, count: int, step: int) -> None:
+        pass
+
+    def release(self, request: Request) -> None:
+        pass
+
+    def take_inputs(self, chunks: Sequence[tuple[Request, int, int]], num_tokens: int) -> dict[str, Any]:
+        return {}
+
+    def fail_step(self, step: int, running: Sequence[Request]) -> list[Request]:
+        return []
+
+    def describe_load(self) -> dict[str, Any]:
+        return {}
+
+
+class RequestTiers(Protocol):
+    """Cache tiers behind the prefix cache: reads the missing part of a waiting request's prefix
+    back, and stores prefixes of the cache."""
+
+    def poll(self, now: float) -> None:
+        """Take in the copies that have ended: insert loaded prefixes, unlock stored ones. Called
+        before each step is planned, and while no step can be planned."""
+
+    def may_start(self, request: Request) -> bool:
+        """Whether a waiting request starts now; False while a part of its prefix is being loaded,
+        which the call may begin. True for a request that is to compute it."""
+
+    def is_loading(self, request: Request) -> bool:
+        """Whether the request waits for a load."""
+
+    def forget(self, request: Request) -> None:
+        """The request starts or ends, and does not wait for a load any more."""
+
+    def offer(self, request: Request, keys: np.ndarray) -> None:
+        """The prefix cache holds the pages of these cache keys, a whole number of pages, in the
+        request's namespace: they may be stored."""
+
+    def invalidate_blocks(self) -> None:
+        """The prefix cache is about to be flushed: no request may read blocks that are stored now.
+        Raises RuntimeError if copies do not end, in which case pages would stay in the cache."""
+
+    def list_held_pages(self) -> tuple[np.ndarray, np.ndarray]:
+        """(pages in transit to the prefix cache, which are allocated; pages of the prefix cache
+        that copies lock), int32."""
+
+    def list_handles(self) -> list[Any]:
+        """The locked handles of the prefix cache."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies are under way."""
+
+    def describe_load(self) -> dict[str, Any]:
+        """Gauges and counters, named as in `Heartbeat`."""
+
+    def close(self) -> None:
+        """Stop copies and tiers."""
+
+
+class NoTiers:
+    """The scheduler's tiers where there are none; implements `RequestTiers`."""
+
+    is_busy = False
+
+    def poll(self, now: float) -> None:
+        pass
+
+    def may_start(self, request: Request) -> bool:
+        return True
+
+    def is_loading(self, request: Request) -> bool:
+        return False
+
+    def forget(self, request: Request) -> None:
+        pass
+
+    def offer(self, request: Request, keys: np.ndarray) -> None:
+        pass
+
+    def invalidate_blocks(self) -> None:
+        pass
+
+    def list_held_pages(self) -> tuple[np.ndarray, np.ndarray]:
+        return _NO_PAGES, _NO_PAGES
+
+    def list_handles(self) -> list[Any]:
+        return []
+
+    def describe_load(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
     """What a scheduler is given of the rooms above it."""
@@ -230,3 +382,5 @@ class StepFeatures:
     grammars: StepGrammars
     speculation: Speculation
     adapters: RequestAdapters = NoAdapters()  # noqa: RUF009 - it has no state
+    media: RequestMedia = NoMedia()  # noqa: RUF009 - it has no state
+    tiers: RequestTiers = NoTiers()  # noqa: RUF009 - it has no state

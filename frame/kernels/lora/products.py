@@ -53,10 +53,15 @@ class Tiles:
     block: int
     num_rows: int
     num_experts: int  # 0: without experts
+    top: int = 1  # with `block` 1: consecutive rows that have one entry of `keys`
+
+    @property
+    def count(self) -> int:
+        return len(self.keys) * self.top
 
     @property
     def constants(self) -> dict[str, object]:
-        return {"BLOCK": self.block, "HAS_EXPERTS": self.num_experts > 0, "UPCAST": INTERPRETED}
+        return {"BLOCK": self.block, "HAS_EXPERTS": self.num_experts > 0, "TOP": self.top, "UPCAST": INTERPRETED}
 
 
 def choose_sizes(block: int, inputs: int, splits: tuple[int, ...], value_bytes: int, shared_memory: int) -> ProductSizes:
@@ -90,9 +95,9 @@ def list_blocks(splits: tuple[int, ...], outputs: int) -> tuple[list[tuple[int, 
 
 
 @triton.jit
-def _find_tile(tile, keys, rows, num_experts, BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr):
+def _find_tile(tile, keys, rows, num_experts, BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr):
     """-> (place or -1, expert, rows [BLOCK])."""
-    place = tl.load(keys + tile)
+    place = tl.load(keys + tile // TOP)
     expert = 0
     if BLOCK == 1:
         row = tile + tl.arange(0, 1)
@@ -111,13 +116,14 @@ def _shrink_kernel(
     x, a, keys, rows, counts, place_pages, out,
     num_rows, inputs, columns, num_experts, max_pages, x_stride, a_stride,
     split,  # inputs of one split, a multiple of INPUTS
+    X_TOP: tl.constexpr,  # rows that read one row of x
     COLUMNS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of COLUMNS of each page, tiles, splits)."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    place, expert, row = _find_tile(tl.program_id(1), keys, rows, num_experts, BLOCK, HAS_EXPERTS)
+    place, expert, row = _find_tile(tl.program_id(1), keys, rows, num_experts, BLOCK, HAS_EXPERTS, TOP)
     if place < 0:
         return
     number = tl.program_id(0) % max_pages
@@ -127,7 +133,7 @@ def _shrink_kernel(
     is_row = row < num_rows
     column = tl.program_id(0) // max_pages * COLUMNS + tl.arange(0, COLUMNS)
     lanes = tl.arange(0, INPUTS)
-    x_rows = x + row.to(tl.int64)[:, None] * x_stride + lanes[None, :]
+    x_rows = x + (row // X_TOP).to(tl.int64)[:, None] * x_stride + lanes[None, :]
     a_rows = a + page * a_stride + (tl.cast(expert, tl.int64) * columns + column)[:, None] * inputs + lanes[None, :]
     IS_TALL: tl.constexpr = BLOCK >= 64  # the side of 64 rows comes first, as warp-group MMA requires
     total = tl.zeros([BLOCK, COLUMNS] if IS_TALL else [COLUMNS, BLOCK], tl.float32)
@@ -155,16 +161,16 @@ def shrink(
     x: torch.Tensor, a: torch.Tensor, parts: int, tiles: Tiles, counts: torch.Tensor,
     place_pages: torch.Tensor, sizes: ProductSizes,
 ) -> torch.Tensor:  # fmt: skip
-    """-> float32 [splits, rows, parts, ranks], whose sum over the splits is the product. Arguments
-    as in `LayerPages`."""
+    """-> float32 [splits, rows, parts, ranks], whose sum over the splits is the product. x: of each
+    row, or of each `tiles.top` rows. Other arguments as in `LayerPages`."""
     inputs, max_pages = x.shape[1], place_pages.shape[1]
     columns = 16 * parts
     out = torch.empty((sizes.splits, tiles.num_rows, parts, 16 * max_pages), dtype=torch.float32, device=x.device)
     split = ceil_div(ceil_div(inputs, sizes.splits), sizes.inputs) * sizes.inputs
-    _shrink_kernel[(max_pages * ceil_div(columns, sizes.columns), len(tiles.keys), sizes.splits)](
+    _shrink_kernel[(max_pages * ceil_div(columns, sizes.columns), tiles.count, sizes.splits)](
         x, a, tiles.keys, tiles.rows, counts, place_pages, out,
         tiles.num_rows, inputs, columns, max(1, tiles.num_experts), max_pages, x.stride(0), a.stride(0), split,
-        COLUMNS=sizes.columns, INPUTS=sizes.inputs, STAGES=sizes.stages,
+        X_TOP=max(1, tiles.num_rows // max(1, len(x))), COLUMNS=sizes.columns, INPUTS=sizes.inputs, STAGES=sizes.stages,
         **tiles.constants, **launch_options(x.device, sizes.shrink_warps),
     )  # fmt: skip
     return out
@@ -215,7 +221,7 @@ def _expand_kernel(
     product, shrunk, b, keys, rows, counts, place_pages, blocks, scales, has_scale, bias, out,
     num_rows, outputs, half, parts, num_experts, max_pages, product_stride, out_stride, b_stride,
     SPLITS: tl.constexpr, OUTPUTS: tl.constexpr, UNIT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of OUTPUTS, tiles). IS_GATED: outputs of the gate, each with the one `half`
     after it, also of rows without an adapter."""
@@ -224,7 +230,7 @@ def _expand_kernel(
     launch_dependents(PDL)
     wait_for_previous(PDL)
     tile = tl.program_id(1)
-    place, expert, row = _find_tile(tile, keys, rows, num_experts, BLOCK, HAS_EXPERTS)
+    place, expert, row = _find_tile(tile, keys, rows, num_experts, BLOCK, HAS_EXPERTS, TOP)
     if not IS_GATED:
         if place < 0:
             return
@@ -288,7 +294,7 @@ def expand(
     half by `gated_outputs`."""
     table, unit = blocks
     target = out if gated is None else gated
-    _expand_kernel[(len(table), len(tiles.keys))](
+    _expand_kernel[(len(table), tiles.count)](
         out, shrunk, b, tiles.keys, tiles.rows, counts, place_pages, table, *scales, out if bias is None else bias, target,
         tiles.num_rows, out.shape[1], out.shape[1] // 2, shrunk.shape[2], max(1, tiles.num_experts), place_pages.shape[1],
         out.stride(0), target.stride(0), b.stride(0),

@@ -307,14 +307,36 @@ def _partial_sums(tile, row, LANES: tl.constexpr):
 
 
 @triton.jit
+def _load_page(shrunk, b, page, is_used, split_stride, SPLITS: tl.constexpr):
+    """One page of the deltas of several pairs: `b` [pairs, outputs, 16], and what it multiplies,
+    float32 [pairs, 16]. shrunk: pointers [pairs] to the page's first rank of the first split; b: to
+    that of each output in page 0, [pairs, outputs]; page: the page's offset in `b`."""
+    rank = tl.arange(0, 16)
+    is_rank = rank < tl.where(is_used, 16, 0)
+    inner = tl.zeros([shrunk.shape[0], 16], tl.float32)
+    for split in tl.static_range(SPLITS):
+        inner += tl.load((shrunk + split * split_stride)[:, None] + rank[None, :], mask=is_rank[None, :], other=0.0)
+    return tl.load((b + page)[:, :, None] + rank[None, None, :], mask=is_rank[None, None, :], other=0.0), inner
+
+
+@triton.jit
+def _multiply_page(b_tile, inner):
+    """-> float32 [outputs], the sum over the pairs."""
+    return tl.sum(tl.sum(b_tile.to(tl.float32) * inner[:, None, :], 2), 0)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
 def vector_gate_up_kernel(
     x, w,
     act,  # [pairs, INNER], already times the pairs' weights
     ids, pair_weights,
     bias,  # [experts, weight rows]
-    x_stride, w_expert, w_row,
+    shrunk, b, places, place_pages, counts,  # of `PairDelta`
+    x_stride, w_expert, w_row, b_stride, max_pages, num_pairs,
     INNER: tl.constexpr, HIDDEN: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr,  # of `shrunk`; 0: no deltas
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of INNER, pairs)."""
     LANES: tl.constexpr = 8
@@ -326,6 +348,17 @@ def vector_gate_up_kernel(
     columns = first + tl.arange(0, BN)
     x += (pair // TOP).to(tl.int64) * x_stride
     gates = w + expert * w_expert + tl.minimum(columns, INNER - 1)[:, None] * w_row
+    if SPLITS > 0:  # the first page is loaded beside the weights
+        PARTS: tl.constexpr = 2 if GATED else 1
+        place = tl.load(places + pair // TOP)
+        count = tl.load(counts + place, mask=place >= 0, other=0)
+        inner_rows = shrunk + pair * PARTS * max_pages * 16 + tl.arange(0, 1)
+        b_rows = b + (expert * PARTS * INNER + tl.minimum(columns, INNER - 1)[None, :]) * 16
+        split_stride, pages = num_pairs * PARTS * max_pages * 16, place_pages + place * max_pages
+        page = tl.load(pages, mask=count > 0, other=0).to(tl.int64) * b_stride
+        b_tile, inner = _load_page(inner_rows, b_rows, page, count > 0, split_stride, SPLITS)
+        if GATED:
+            up_b, up_inner = _load_page(inner_rows + max_pages * 16, b_rows + INNER * 16, page, count > 0, split_stride, SPLITS)
     gate = tl.zeros([BN, BK // LANES], tl.float32)
     up = tl.zeros([BN, BK // LANES], tl.float32)
     for k in tl.static_range(0, HIDDEN, BK):
@@ -338,6 +371,16 @@ def vector_gate_up_kernel(
             up += _partial_sums(up_tile, row, LANES)
         gate += _partial_sums(gate_tile, row, LANES)
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if SPLITS > 0:
+        for number in range(count):
+            gate_sum += _multiply_page(b_tile, inner)
+            is_next = number + 1 < count
+            page = tl.load(pages + number + 1, mask=is_next, other=0).to(tl.int64) * b_stride
+            following = inner_rows + (number + 1) * 16
+            b_tile, inner = _load_page(following, b_rows, page, is_next, split_stride, SPLITS)
+            if GATED:
+                up_sum += _multiply_page(up_b, up_inner)
+                up_b, up_inner = _load_page(following + max_pages * 16, b_rows + INNER * 16, page, is_next, split_stride, SPLITS)
     if BIASED:
         biases = bias + expert * (2 * INNER if GATED else INNER) + tl.minimum(columns, INNER - 1)
         gate_sum += tl.load(biases).to(tl.float32)
@@ -358,17 +401,20 @@ def _load_expert_rows(w, ids, place, k, rows, w_expert, INNER: tl.constexpr, PLA
     return tl.load(tile, mask=inputs < INNER, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def vector_down_kernel(
     act,  # [pairs, INNER], already times the pairs' weights
     w,
     out,  # [tokens, HIDDEN]
     ids, pair_weights,
     bias,  # [experts, HIDDEN]
-    w_expert, w_row,
+    shrunk, b, places, place_pages, counts,  # of `PairDelta`, from `act`
+    w_expert, w_row, b_stride, max_pages, num_pairs,
     INNER: tl.constexpr, HIDDEN: tl.constexpr, TOP: tl.constexpr,
     PLACES: tl.constexpr,  # experts loaded at a time
-    BIASED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    BIASED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr,  # of `shrunk`; 0: no deltas
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of HIDDEN, tokens). A program sums its token's experts.
 
@@ -384,6 +430,12 @@ def vector_down_kernel(
     rows = tl.minimum(columns, HIDDEN - 1) * w_row
     ids += token * TOP
     following = _load_expert_rows(w, ids, 0, 0, rows, w_expert, INNER, PLACES, BK)
+    if SPLITS > 0:  # tables of this step, which kernels before all of this layer's wrote
+        outputs = tl.minimum(columns, HIDDEN - 1)[None, :]
+        place = tl.load(places + token)
+        count = tl.load(counts + place, mask=place >= 0, other=0)
+        pages = place_pages + place * max_pages
+        page = tl.load(pages, mask=count > 0, other=0).to(tl.int64) * b_stride
     wait_for_previous(PDL)
     launch_dependents(PDL)
     acc = tl.zeros([PLACES, BN, BK // LANES], tl.float32)
@@ -397,6 +449,15 @@ def vector_down_kernel(
         terms = tile.to(tl.float32) * row
         acc += tl.sum(tl.reshape(terms, [PLACES, BN, BK // LANES, LANES]), 3)
     total = tl.sum(tl.sum(acc, 2), 0)
+    if SPLITS > 0:
+        for number in range(count):
+            for choice in tl.static_range(0, TOP, PLACES):
+                choices = choice + tl.arange(0, PLACES)
+                inner_rows = shrunk + ((token * TOP + choices) * max_pages + number) * 16
+                b_rows = b + (tl.load(ids + choices)[:, None] * HIDDEN + outputs) * 16
+                b_tile, inner = _load_page(inner_rows, b_rows, page, count > 0, num_pairs * max_pages * 16, SPLITS)
+                total += _multiply_page(b_tile, inner)
+            page = tl.load(pages + number + 1, mask=number + 1 < count, other=0).to(tl.int64) * b_stride
     if BIASED:
         for place in tl.static_range(TOP):
             biases = bias + tl.load(ids + place) * HIDDEN + tl.minimum(columns, HIDDEN - 1)

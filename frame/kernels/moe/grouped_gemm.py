@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -29,6 +29,9 @@ from frame.kernels.moe.expert_kernels import (
 )
 from frame.kernels.moe.expert_tiles import Tile, Vector
 from frame.kernels.nvidia import count_multiprocessors
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.adapter_layers import PairDelta
 
 _NARROW = torch.bfloat16, torch.float16
 _PIECE = 16  # bytes per asynchronous copy
@@ -151,29 +154,42 @@ def combine_pairs(rows: torch.Tensor, top: int, weights: torch.Tensor | None = N
     return out
 
 
-def compute_gate_up_vector(x: torch.Tensor, weights: Weights, pairs: Pairs, size: Vector, activation: Activation = SILU) -> torch.Tensor:
+def compute_gate_up_vector(
+    x: torch.Tensor, weights: Weights, pairs: Pairs, size: Vector, activation: Activation = SILU, delta: PairDelta | None = None
+) -> torch.Tensor:
     """`compute_gate_up` for one token or a few, times the pairs' weights: each pair reads its
     expert separately."""
     values, inner, hidden = weights.values, activation.count_inner(weights), x.shape[1]
     act = torch.empty((pairs.count, inner), dtype=x.dtype, device=x.device)
     strides = x.stride(0), values.stride(0), values.stride(1)
     types = x.dtype, values.dtype, None if weights.bias is None else weights.bias.dtype
-    launch = _prepared_vector(activation, inner, hidden, pairs.ids.shape[1], size, types, strides, x.device)
-    tensors = x, values, act, pairs.ids, pairs.weights, _or(weights.bias, x)
-    launch((ceil_div(inner, size.bn), pairs.count, 1), tensors, strides)
+    deltas, numbers = _list_delta(delta, x)
+    launch = _prepared_vector(activation, inner, hidden, pairs.ids.shape[1], size, types, (*strides, *numbers), x.device)
+    tensors = x, values, act, pairs.ids, pairs.weights, _or(weights.bias, x), *deltas
+    launch((ceil_div(inner, size.bn), pairs.count, 1), tensors, (*strides, *numbers[1:], pairs.count))
     return act
 
 
-def compute_down_vector(act: torch.Tensor, weights: Weights, pairs: Pairs, size: Vector) -> torch.Tensor:
+def compute_down_vector(act: torch.Tensor, weights: Weights, pairs: Pairs, size: Vector, delta: PairDelta | None = None) -> torch.Tensor:
     """`compute_gate_up_vector`'s result -> [tokens, hidden], the sum over each token's experts."""
     values, (tokens, top), (hidden, inner) = weights.values, pairs.ids.shape, weights.values.shape[1:]
     out = torch.empty((tokens, hidden), dtype=act.dtype, device=act.device)
     strides = values.stride(0), values.stride(1)
     types = act.dtype, values.dtype, None if weights.bias is None else weights.bias.dtype
-    launch = _prepared_vector(None, inner, hidden, top, size, types, strides, act.device)
-    tensors = act, values, out, pairs.ids, pairs.weights, _or(weights.bias, act)
-    launch((ceil_div(hidden, size.bn), tokens, 1), tensors, strides)
+    deltas, numbers = _list_delta(delta, act)
+    launch = _prepared_vector(None, inner, hidden, top, size, types, (*strides, *numbers), act.device)
+    tensors = act, values, out, pairs.ids, pairs.weights, _or(weights.bias, act), *deltas
+    launch((ceil_div(hidden, size.bn), tokens, 1), tensors, (*strides, *numbers[1:], pairs.count))
     return out
+
+
+def _list_delta(delta: PairDelta | None, instead: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[int, int, int]]:
+    """The tensors of a delta, or placeholders; and (splits or 0, stride of pages, pages of an
+    adapter)."""
+    if delta is None:
+        return (instead,) * 5, (0, 0, 0)
+    tensors = delta.shrunk, delta.b, delta.places, delta.place_pages, delta.counts
+    return tensors, (len(delta.shrunk), delta.b.stride(0), delta.place_pages.shape[1])
 
 
 def _can_use_gluon(rows: Rows, weights: Weights, dtype: torch.dtype) -> bool:
@@ -316,12 +332,14 @@ def _prepared_vector(
     top: int,
     size: Vector,
     types: tuple[torch.dtype, torch.dtype, torch.dtype | None],  # of x, weights and bias
-    strides: tuple[int, ...],
+    numbers: tuple[int, ...],  # strides, then those of `_list_delta`
     device: torch.device,
 ) -> PreparedLaunch:
     x, w, bias = types
-    example = x, w, x, torch.int64, torch.float32, bias or x, *strides
-    constants: dict[str, Any] = {"INNER": inner, "HIDDEN": hidden, "TOP": top, "BN": size.bn, "BIASED": bias is not None}
+    *strides, splits, b_stride, max_pages = numbers
+    deltas = (torch.float32, x, *[torch.int32] * 3) if splits else (x,) * 5
+    example = x, w, x, torch.int64, torch.float32, bias or x, *deltas, *strides, b_stride, max_pages, 0
+    constants: dict[str, Any] = {"INNER": inner, "HIDDEN": hidden, "TOP": top, "BN": size.bn, "BIASED": bias is not None, "SPLITS": splits}
     constants["BK"] = min(size.bk, next_power_of_2(inner if activation is None else hidden))
     if activation is not None:
         return PreparedLaunch(vector_gate_up_kernel, example, constants | activation.constants, device, size.warps)

@@ -20,6 +20,7 @@ from frame.core.execution.warmup import idle_decodes, idle_mixed, idle_prompts
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.platform import HOST
+from frame.core.interfaces.rank_context import Track
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.logits_pipeline import Processors
@@ -30,6 +31,7 @@ from frame.entrypoints.processes.build_engine import build_rank, load_parts
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.components import RunnerPlan, build_runner
 from frame.entrypoints.processes.join_groups import Groups
+from frame.host import progress
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
 
@@ -83,7 +85,8 @@ def test_a_cold_start_runs_its_steps_twice(is_cold: bool, monkeypatch: pytest.Mo
     steps: list[str] = []
 
     @contextmanager
-    def compile_ahead(rank: int, ranks: int) -> Iterator[None]:
+    def compile_ahead(rank: int, ranks: int, track: Track) -> Iterator[None]:
+        assert track is progress.track
         steps.append("begin")
         yield
         steps.append("end")

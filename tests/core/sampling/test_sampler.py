@@ -204,6 +204,26 @@ def test_logprobs_are_of_the_untouched_logits():
     np.testing.assert_allclose(sampled.top_logprobs, expected[[0, 2]].topk(4).values, rtol=1e-5)
 
 
+def test_logprobs_of_listed_tokens():
+    """Also of tokens that a grammar forbids; rows with fewer ids are filled up."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
+    params = [
+        SamplingParams(temperature=2.0, logprobs=1, logprob_token_ids=(5, 0, VOCAB - 1)),
+        SamplingParams(temperature=0.0, logprobs=0),
+        SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=(9,)),
+    ]
+    mask = np.full((3, -(-VOCAB // 32)), -1, np.int32)
+    mask[0] = 0
+    mask[0, 1] = 1 << 5
+    expected = torch.log_softmax(logits.double(), -1)
+    sampled, plan = run(logits, params, grammar_mask=mask)
+    assert plan.arrays.listed_ids.tolist() == [[5, 0, VOCAB - 1], [0, 0, 0], [9, 0, 0]]
+    np.testing.assert_allclose(sampled.listed_logprobs[0], expected[0, [5, 0, VOCAB - 1]], rtol=1e-5)
+    np.testing.assert_allclose(sampled.listed_logprobs[2, 0], expected[2, 9], rtol=1e-5)
+    sampled, plan = run(torch.randn(2, VOCAB), [SamplingParams(logprobs=2)] * 2)
+    assert (plan.arrays.listed_ids, sampled.listed_logprobs) == (None, None)
+
+
 def test_grammar_masks_hold_for_greedy_and_drawn_rows():
     rows, words = 64, -(-VOCAB // 32)
     mask = np.random.default_rng(0).integers(-(2**31), 2**31, (rows, words)).astype(np.int32)

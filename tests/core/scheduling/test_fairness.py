@@ -225,3 +225,14 @@ def test_late_requests_go_first() -> None:
     fresh, late, later = request(2, 15.0), request(1, 1.0), request(0, 0.5)
     assert late_first([fresh], view) == [fresh]
     assert late_first([fresh, late, later], view) == [later, late, fresh]
+
+
+def test_excess_requests_of_a_higher_priority_are_not_preempted_in_every_step() -> None:
+    """They would be admitted again before the other tenant's request."""
+    harness = rig("priority", max_running=2, token_budget=3)
+    for start in (1, 20):
+        harness.add(prompt(20, start), params(2), priority=1, namespace="one:")
+    harness.step()
+    harness.add(prompt(20, 60), params(2), namespace="two:")
+    harness.run(max_steps=200)
+    assert harness.scheduler.get_load()["preempted"] == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -213,8 +214,16 @@ SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_co
 TestScheduler = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("policy", sorted(SCHEDULING_POLICIES))
+def crowds(first: int) -> list[Any]:
+    """Policies and overlap: each policy has one of both in each run, the next policy the other."""
+    return [
+        pytest.param(policy, overlap, marks=[pytest.mark.soak] * ((first + place + overlap) % 2))
+        for place, policy in enumerate(sorted(SCHEDULING_POLICIES))
+        for overlap in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(("policy", "overlap"), crowds(0))
 def test_crowd(policy: str, overlap: bool) -> None:
     """Many requests over a small pool: constant eviction and preemption."""
     rng = random.Random(policy)
@@ -242,8 +251,7 @@ def test_crowd(policy: str, overlap: bool) -> None:
     assert rig.scheduler.get_load()["cached_tokens"] > 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("policy", sorted(SCHEDULING_POLICIES))
+@pytest.mark.parametrize(("policy", "overlap"), crowds(1))
 def test_preempted_crowd_with_one_prefix(policy: str, overlap: bool) -> None:
     """Requests with a common prefix are preempted and their prefix is evicted, with room for all:
     the rig checks that none waits."""

@@ -10,7 +10,7 @@ import pytest
 from frame.core.interfaces.cache import owner_of
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
-from frame.core.scheduling.tenant_usage import TenantUsage
+from frame.core.scheduling.waiting_queue import TenantUsage
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import SCHEDULING
 from frame.testing.scheduler_rig import SchedulerRig

@@ -1,0 +1,120 @@
+"""Deltas of adapters that the kernels of single (token, expert) pairs add, against float64.
+
+Collected by `tests/gpu/test_lora.py`, and run by `test_interpreted.py` in a process with
+TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from frame.adapters.deltas import LayerPages
+from frame.adapters.triton_deltas import TritonDeltas
+from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.core.interfaces.adapter_layers import PairDelta
+from frame.core.interfaces.moe import DispatchOutput, SupportsPairDeltas
+from frame.plugins.moe_runners.triton import Triton
+from frame.testing.moe.runner import PlainExperts
+from tests.kernels.moe import CONTEXT, DEVICE, drawn, squared_relu, with_form
+
+COUNTS = (1, 0, 3)  # pages of each place
+PLACE_PAGES = [[4, 0, 0], [0, 0, 0], [2, 5, 1]]
+UNIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+class Deltas:
+    """The deltas of one layer of experts whose pages are random."""
+
+    def __init__(self, experts: int, inputs: int, splits: tuple[int, ...], dtype: torch.dtype) -> None:
+        stacks, outputs = experts * len(splits), sum(splits)
+        a_size, b_size = stacks * PAGE_RANKS * inputs, experts * outputs * PAGE_RANKS
+        pool = torch.full((6, a_size + b_size + 32), torch.nan, dtype=dtype, device=DEVICE)
+        pool[:, :a_size] = torch.randn(6, a_size) * inputs**-0.5
+        pool[:, a_size : a_size + b_size] = torch.randn(6, b_size) * PAGE_RANKS**-0.5
+        self.counts = torch.tensor(COUNTS, dtype=torch.int32, device=DEVICE)
+        self.place_pages = torch.tensor(PLACE_PAGES, dtype=torch.int32, device=DEVICE)
+        self.pages = LayerPages(
+            pool[:, :a_size].unflatten(1, (stacks, PAGE_RANKS, inputs)),
+            pool[:, a_size : a_size + b_size].unflatten(1, (experts, outputs, PAGE_RANKS)),
+            splits, self.counts, torch.ones(3, 0, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE), experts,
+        )  # fmt: skip
+
+    def shrink(self, places: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> PairDelta:
+        shrunk = TritonDeltas().shrink_pairs(x, self.pages, places, ids, self.place_pages)
+        return PairDelta(shrunk, self.pages.b, places, self.place_pages, self.counts)
+
+    def expected(self, place: int, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """float64 [outputs] of one pair."""
+        splits = self.pages.splits
+        total = torch.zeros(sum(splits), dtype=torch.float64, device=DEVICE)
+        for page in PLACE_PAGES[place][: COUNTS[place]] if place >= 0 else ():
+            a = self.pages.a[page, expert * len(splits) : (expert + 1) * len(splits)].double() @ x.double()
+            b = self.pages.b[page, expert].double().split(splits)
+            total += torch.cat([part @ inner for part, inner in zip(b, a, strict=True)])
+        return total
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top", "form", "dtype"),
+    [
+        (1, 8, "", torch.float32),
+        (1, 2, "", torch.bfloat16),
+        (1, 2, "", torch.float16),
+        (2, 3, "clamped", torch.float32),
+        (3, 2, "ungated", torch.float32),
+    ],
+)
+def test_vectors_add_deltas(tokens: int, top: int, form: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens * top)
+    experts, hidden, inner = 24, 24, 12
+    x, ids, weights, first, second = drawn(tokens, (experts, top, hidden, inner), dtype)
+    module = with_form(form, first, second) if form else PlainExperts(first, second, hidden_first=False)
+    splits = (inner,) if form == "ungated" else (inner, inner)
+    gate_up, down = Deltas(experts, hidden, splits, dtype), Deltas(experts, inner, (hidden,), dtype)
+    places = torch.tensor([2, -1, 0, 1][:tokens], dtype=torch.int32, device=DEVICE)
+    runner, tokens_in = Triton(CONTEXT), DispatchOutput(x, ids, weights)
+    assert isinstance(runner, SupportsPairDeltas)
+    out = runner.run_with_deltas(
+        tokens_in, module, lambda x, ids: gate_up.shrink(places, x, ids), lambda x, ids: down.shrink(places, x, ids)
+    )
+    assert out is not None
+    plain = runner.run_with_deltas(tokens_in, module, lambda x, ids: None, lambda x, ids: None)
+    assert plain is not None
+    torch.testing.assert_close(plain, runner.run(tokens_in, module))
+    for token, place in enumerate(places.tolist()):
+        expected = torch.zeros(hidden, dtype=torch.float64, device=DEVICE)
+        for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
+            gates = module.gate_up[expert].double() @ x[token].double() + gate_up.expected(place, expert, x[token])
+            if form == "clamped":
+                gates += read_bias(module, "gate_up")[expert].double()
+            values = compute_activation(module, gates)
+            row = second[expert].double() @ values + down.expected(place, expert, values)
+            if form == "clamped":
+                row += read_bias(module, "down")[expert].double()
+            expected += weight * row
+        assert (out[token].double() - expected).norm() < UNIT[dtype] * expected.norm()
+
+
+def compute_activation(module: PlainExperts, gates: torch.Tensor) -> torch.Tensor:
+    if not getattr(module, "gated", True):
+        assert module.activation is squared_relu
+        return gates.relu() ** 2
+    gate, up = gates.chunk(2)
+    return torch.nn.functional.silu(gate) * up if module.activation is None else module.activation(gate, up)
+
+
+def read_bias(module: PlainExperts, name: str) -> torch.Tensor:
+    bias = getattr(module, f"{name}_bias")
+    assert isinstance(bias, torch.Tensor)
+    return bias
+
+
+def refuse(x: torch.Tensor, ids: torch.Tensor) -> PairDelta | None:
+    raise AssertionError("nothing is computed")
+
+
+def test_only_few_tokens_have_such_a_kernel() -> None:
+    x, ids, weights, first, second = drawn(9, (24, 8, 72, 40), torch.float32)
+    module = PlainExperts(first, second, hidden_first=False)
+    assert Triton(CONTEXT).run_with_deltas(DispatchOutput(x, ids, weights), module, refuse, refuse) is None

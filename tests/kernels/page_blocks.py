@@ -1,0 +1,39 @@
+"""Pages of tensors of several widths to blocks and back.
+
+Run by `test_interpreted.py` under TRITON_INTERPRET=1, and by tests/gpu.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from frame.kernels import INTERPRETED
+from frame.kernels.page_blocks import copy_blocks
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+PAGES = [7, 2, 9]
+
+
+@pytest.mark.parametrize("unit", [1, 2, 4, 8])
+def test_pages_become_blocks_and_blocks_become_pages(unit: int) -> None:
+    """The bytes between two tensors of a block, and pages that are not named, stay as they are."""
+    generator = torch.Generator().manual_seed(unit)
+    widths = (3 * unit, 5000 * unit)
+    tensors = [torch.randint(256, (10, width), dtype=torch.uint8, generator=generator).to(DEVICE) for width in widths]
+    offsets, block_bytes = (0, widths[0] + unit), sum(widths) + 2 * unit
+    rows = [(each.data_ptr(), width // unit, offset // unit) for each, width, offset in zip(tensors, widths, offsets, strict=True)]
+    table, pages = torch.tensor(rows, device=DEVICE), torch.tensor(PAGES, device=DEVICE)
+    blocks = torch.full((5, block_bytes), 17, dtype=torch.uint8, device=DEVICE)
+    expected = blocks.clone()
+    for each, width, offset in zip(tensors, widths, offsets, strict=True):
+        expected[: len(PAGES), offset : offset + width] = each[PAGES]
+    copy_blocks(blocks, pages, table, unit, 5000, is_store=True)
+    assert torch.equal(blocks, expected)
+
+    contents = [each.clone() for each in tensors]
+    for each in tensors:
+        each[PAGES] = 0
+    copy_blocks(blocks, pages, table, unit, 5000, is_store=False)
+    for each, content in zip(tensors, contents, strict=True):
+        assert torch.equal(each, content)
