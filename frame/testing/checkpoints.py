@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -155,10 +155,10 @@ def make_checkpoint(
     config = CONFIG_MAPPING[model_type](**copy.deepcopy({**_BASE, **changes, **overrides}))
     config.architectures = [architecture]
     model = _auto_class(architecture).from_config(config, attn_implementation="eager", trust_remote_code=False).to(torch.float32)
-    _set_weights(model, seed)
+    set_weights(model, seed)
     folder = Path(folder)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
-    _save_tokenizer(folder, config.max_position_embeddings)
+    save_tokenizer(folder, config.max_position_embeddings)
     return folder
 
 
@@ -188,16 +188,17 @@ def _auto_class(architecture: str) -> Any:
     return transformers.AutoModel if is_body else transformers.AutoModelForCausalLM
 
 
-def _set_weights(model: Any, seed: int) -> None:
+def set_weights(model: Any, seed: int) -> None:
+    """Set the weights of a model of transformers; see `make_checkpoint`."""
     import torch
 
-    zero_centred = type(model).__name__.startswith(("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5"))  # their norms multiply by 1 + weight
+    is_centred = type(model).__name__.startswith(("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5"))  # their norms multiply by 1 + weight
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if not tensor.is_floating_point():
                 continue
             noise = torch.randn(tensor.shape, generator=_generator(seed, name), dtype=torch.float32)
-            tensor.copy_(_scaled(name, noise, zero_centred))
+            tensor.copy_(_scaled(name, noise, is_centred and "vis" not in name))
     model.tie_weights()
 
 
@@ -205,7 +206,7 @@ def _scaled(name: str, noise: torch.Tensor, zero_centred: bool) -> torch.Tensor:
     if noise.dim() < 2:
         is_factor = (name.endswith("weight") and not zero_centred) or name.endswith(("layer_scalar", "router.scale", "expert_scale"))
         return noise * 0.1 + (1.0 if is_factor else 0.0)
-    fan_in = noise.shape[-1]
+    fan_in = noise[0].numel() if noise.dim() > 3 else noise.shape[-1]  # all but the outputs of an image's patches
     if "embed" in name or "lm_head" in name or "wte" in name:
         return noise * 3.0 / fan_in**0.5
     router = name.endswith(("gate.weight", "router.weight"))  # a sharper choice of experts keeps rounding from flipping it
@@ -219,9 +220,16 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _save_tokenizer(folder: Path, max_length: int) -> None:
-    """Byte-level BPE over all 256 bytes, so that any text round-trips: 6 special tokens, 256 bytes,
-    up to 122 merges."""
+def save_tokenizer(
+    folder: str | Path,
+    max_length: int,
+    special: Sequence[str] = _SPECIAL,
+    chat_template: str = _CHAT_TEMPLATE,
+    named: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """Write a byte-level BPE over all 256 bytes, so that any text round-trips: special tokens, 256
+    bytes, and merges up to 384 tokens in all. special: first those of beginning, end and padding.
+    named: attributes of the tokenizer for further ones. -> the tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -229,10 +237,11 @@ def _save_tokenizer(folder: Path, max_length: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=list(_SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=_SPECIAL[0], eos_token=_SPECIAL[1], pad_token=_SPECIAL[2], model_max_length=max_length
-    )
-    fast.chat_template = _CHAT_TEMPLATE
+    names = {"bos_token": special[0], "eos_token": special[1], "pad_token": special[2]}
+    more = {"extra_special_tokens": dict(named)} if named else {}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, model_max_length=max_length, **more)
+    fast.chat_template = chat_template
     fast.save_pretrained(folder)
+    return fast

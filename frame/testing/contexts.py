@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from frame.core.interfaces.cache import EvictionContext
 from frame.core.interfaces.parsing import ParserContext
+from frame.core.interfaces.routing import RoutingContext
 from frame.core.interfaces.scheduling import SchedulingContext
 
 SCHEDULING = SchedulingContext(max_running_requests=16, token_budget=256, max_context=1024, page_size=4, num_pages=1024)
 EVICTION = EvictionContext(page_size=4, num_pages=1024)
+ROUTING = RoutingContext(seed=5)
 PARSER = ParserContext()

@@ -240,6 +240,9 @@ class FakeRunner(ModelRunner):
         requested = [k for k in asked if k is not None]
         width = max(requested, default=0)
         top = (tokens[:, None] + np.arange(width)) % self.vocab_size
+        listed = [self._slots[slot].setup.params.logprob_token_ids for slot in slots]
+        most_listed = max(map(len, listed), default=0)
+        ids = np.array([[*each, *[0] * (most_listed - len(each))] for each in listed], np.int64).reshape(len(listed), most_listed)
         return StepResult(
             step=batch.step,
             token_ids=tokens,
@@ -247,6 +250,7 @@ class FakeRunner(ModelRunner):
             logprobs=_logprob(tokens) if requested else None,
             top_ids=top.astype(np.int32) if width else None,
             top_logprobs=_logprob(top) if width else None,
+            listed_logprobs=_logprob(ids) if most_listed else None,
             prompt_logprobs=self._prompt_logprobs(batch) if batch.prompt_logprobs is not None else None,
             invalid=invalid if invalid.any() else None,
             banned=invalid if self.bans_all and invalid.any() else None,

@@ -21,6 +21,7 @@ from frame.core.messages import Generate, StepTokens
 if TYPE_CHECKING:
     from frame.core.engine import EngineScheduler
     from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.interfaces.media import MediaItem
     from frame.core.interfaces.runner import ModelRunner, PendingStep
 
 MAX_STEPS = 100_000
@@ -37,13 +38,15 @@ class LocalLoop:
         self._number = 0
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], encoder_inputs: Sequence[bytes] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        media: Sequence[Sequence[MediaItem]] = (),
     ) -> list[list[int]]:
-        """The output tokens of every prompt; encoder_inputs: one for each, for encoder-decoder
-        models. Raises RuntimeError when a request is refused or does not end."""
+        """The output tokens of every prompt; media: the items of each. Raises RuntimeError when a
+        request is refused or does not end."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        inputs = encoder_inputs or [b""] * len(prompts)
-        rids = [self._add(*request) for request in zip(prompts, each, inputs, strict=True)]
+        rids = [self._add(*request) for request in zip(prompts, each, media or [()] * len(prompts), strict=True)]
         outputs: dict[str, list[int]] = {rid: [] for rid in rids}
         ended: set[str] = set()
         for tokens in self._run_checked():
@@ -65,11 +68,11 @@ class LocalLoop:
                 vectors[tokens.rids[index]] = np.frombuffer(tokens.pooled[index], np.float32)
         return np.stack([vectors[rid] for rid in rids])
 
-    def _add(self, prompt: Sequence[int], params: SamplingParams, encoder_input: bytes = b"", second_text_start: int = 0) -> str:
+    def _add(self, prompt: Sequence[int], params: SamplingParams, media: Sequence[MediaItem] = (), second_text_start: int = 0) -> str:
         """Queue a request. -> its rid. Raises RuntimeError when it is refused."""
         self._number += 1
         rid, tokens = f"r{self._number}", list(prompt)
-        message = Generate(rid=rid, token_ids=tokens, params=params, encoder_input=encoder_input, second_text_start=second_text_start)
+        message = Generate(rid=rid, token_ids=tokens, params=params, media=list(media), second_text_start=second_text_start)
         refusal = self.scheduler.add_request(message)
         if refusal is not None:
             raise RuntimeError(f"request {rid} is refused: {refusal.error}")

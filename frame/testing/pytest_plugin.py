@@ -75,7 +75,7 @@ class ConformanceRun:
             yield ConformanceItem.from_parent(session, name=f"{selector}[{check.name}]", check=check)
 
     def _subject(self, selector: str) -> Subject:
-        from frame.config.schema import PluginsSection
+        from frame.config.server_sections import PluginsSection
         from frame.core.errors import PluginError
         from frame.plugins.loader import load_configured
         from frame.testing import conformance

@@ -24,14 +24,18 @@ from frame.core.interfaces.cache import (
     PrefixCacheContext,
 )
 from frame.core.interfaces.cache_groups import PagePool
+from frame.core.interfaces.kv_tier import KVTransfer
+from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingContext, SchedulingPolicy
 from frame.core.kv_cache.page_allocator import PageAllocator, PagedAllocator
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
+from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
 from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.core.scheduling.step_features import NoTiers, RequestMedia, RequestTiers
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION, SCHEDULING
@@ -105,6 +109,7 @@ class SchedulerRig:
         eviction: EvictionPolicy | None = None,
         prefix_cache: bool | PrefixCache = True,  # frame's own, none, or this one
         is_invalid: IsInvalid | None = None,
+        media: RequestMedia | None = None,
     ) -> None:
         self.config = config
         self.now = 0.0
@@ -115,9 +120,15 @@ class SchedulerRig:
         if isinstance(cache, bool):
             taken = (eviction or OldestFirst()) if cache else None
             cache = load_cache_class(cache)(PrefixCacheContext(config.page_size, config.num_pages, taken, pools))
-        self.scheduler = assemble_scheduler(config, cache, self.allocator, policy, clock=lambda: self.now)
+        self.scheduler = assemble_scheduler(
+            config, cache, self.allocator, policy, clock=lambda: self.now, media=media, make_tiers=self.make_tiers
+        )
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self._kept_waiting: dict[str, int] = {}  # steps in a row
+
+    def make_tiers(self, kv_manager: KVCacheManager) -> RequestTiers:
+        """The cache tiers behind the prefix cache."""
+        return NoTiers()
 
     def make_memory(self, is_invalid: IsInvalid | None) -> tuple[tuple[PagePool, ...], PageAllocator, FakeRunner]:
         """The pools of the cache groups, their allocator, and a runner that uses them."""
@@ -134,11 +145,16 @@ class SchedulerRig:
         namespace: str = "",
         deadline: float | None = None,
         grammar: Callable[[], Grammar] | None = None,
+        media: Sequence[MediaItem] = (),
+        transfer: KVTransfer | None = None,
     ) -> str:
         """Queue a request; it must not be refused. `params.seed` must be set when the temperature
         is above 0; `grammar` makes one at its beginning. -> rid."""
         rid = f"request-{len(self.requests)}"
-        message = Generate(rid=rid, token_ids=list(tokens), params=params, priority=priority, namespace=namespace, deadline=deadline)
+        message = Generate(
+            rid=rid, token_ids=list(tokens), params=params, priority=priority, namespace=namespace, deadline=deadline, media=list(media),
+            transfer=transfer,
+        )  # fmt: skip
         refused = self.scheduler.add_request(message, grammar() if grammar is not None else None)
         assert refused is None, f"{rid} was refused: {refused.error}"
         self.requests[rid] = Expected(message, self._whole(tokens, params, grammar() if grammar is not None else None))

@@ -15,7 +15,8 @@ from tests.testing.mutants import Mutant, load_mutants
 from tests.testing.mutants.scheduling_policy import PreemptsTheOldest, ShortestFirst
 
 REGISTRY = load_registry(installed=False)
-SELECTORS = [f"{kind}:{record.name}" for kind in ("scheduling_policy", "eviction_policy") for record in REGISTRY.records(kind)]
+KINDS = ("scheduling_policy", "eviction_policy", "routing_policy")
+SELECTORS = [f"{kind}:{record.name}" for kind in KINDS for record in REGISTRY.records(kind)]
 
 
 @pytest.mark.parametrize("selector", SELECTORS)

@@ -43,7 +43,7 @@ def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str,
     """Named cases that the capabilities cover: those of `EACH_DTYPE` in every dtype where there is
     time for it, the others in one."""
     candidates = [*_heads_cases(), *_latent_cases(), *_encoder_cases(), *_shared_cases(), *_fp8_cases(), *_chunked_cases(), *_int8_cases()]
-    candidates += [*_sparse_cases(), *_tree_cases()]
+    candidates += [*_sparse_cases(), *_tree_cases(), *_span_cases()]
     if thorough:
         candidates += [*_large_cases(), *_fuzzed_cases(60)]
     if getattr(capabilities, "latent_heads", False):
@@ -108,6 +108,12 @@ def _tree_cases() -> Iterator[tuple[str, Case]]:
     rows = Rows.of([5, 70], [(34, 9), (0, 21), (60, 4), (300, 17), (7, 2)])
     yield "mha-trees", Case(rows, trees=True, page_size=4)
     yield "mla-trees", Case(rows, trees=True, **LATENT)
+
+
+def _span_cases() -> Iterator[tuple[str, Case]]:
+    yield "mha-spans", Case(MIXED, spans=True, page_size=4)
+    yield "mha-spans-window", Case(MIXED, spans=True, window=9, head_dim=64, v_head_dim=64)
+    yield "mha-spans-long-rows", Case(Rows.of([70], [(2500, 33), (0, 200)]), spans=True, heads=2, kv_heads=1, head_dim=64, v_head_dim=64)
 
 
 def select_positions(case: Case, position: int) -> np.ndarray:

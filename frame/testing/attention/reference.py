@@ -129,10 +129,24 @@ def make_tree_mask(case: Case) -> TreeMask:
     return TreeMask(np.array(list(row_words)), torch.tensor(words, dtype=torch.int32, device=case.device))
 
 
+def make_ends(case: Case) -> list[np.ndarray]:
+    """Of each row `MediaSpans.ends` of its queries: an extend has texts and images by turns, of one
+    to seven tokens each."""
+    numbers, ends = np.random.default_rng(case.seed), []
+    for row, (queries, prefix) in enumerate(zip(case.rows.queries, case.rows.prefixes, strict=True)):
+        row_ends, start = np.zeros(queries, np.int32), int(numbers.integers(4))
+        while row >= case.rows.num_decodes and start < queries:
+            stop = min(queries, start + int(numbers.integers(1, 8)))
+            row_ends[start:stop] = prefix + stop
+            start = stop + int(numbers.integers(3))
+        ends.append(row_ends)
+    return ends
+
+
 def reference(case: Case, inputs: Inputs) -> torch.Tensor:
     """Dense attention in float64, row by row -> [tokens, heads, v_head_dim]."""
     spec, outs = inputs.spec, []
-    words = make_words(case) if case.trees else {}
+    words, ends = make_words(case) if case.trees else {}, make_ends(case) if case.spans else []
     for row, (q, cached, prefix) in enumerate(zip(inputs.queries, inputs.cached, case.rows.prefixes, strict=True)):
         q = q.to(case.device)
         k, v = _keys_and_values(case, inputs, tuple(part.to(case.device) for part in cached))
@@ -142,7 +156,8 @@ def reference(case: Case, inputs: Inputs) -> torch.Tensor:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         at = torch.arange(prefix, prefix + queries, device=case.device)[:, None]
         keys = torch.arange(length, device=case.device)[None]
-        hidden = keys > (at if case.causal else length)
+        last = torch.maximum(at, torch.from_numpy(ends[row]).to(case.device)[:, None] - 1) if ends else at
+        hidden = keys > (last if case.causal else length)
         if spec.sliding_window is not None:
             hidden |= (keys < at // spec.sliding_window * spec.sliding_window) if spec.chunked else (keys <= at - spec.sliding_window)
         if case.selected:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
 from frame.core.interfaces.batch import SparseKeys, TreeMask
+from frame.core.interfaces.media import MediaSpans
 from frame.entrypoints.tools.bench.paged_batches import (
     Case,
     PlainKVCache,
@@ -32,6 +34,7 @@ from frame.testing.attention.reference import (
     Inputs,
     Placed,
     fields_of,
+    make_ends,
     make_inputs,
     make_tree_mask,
     no_waiting,
@@ -72,6 +75,8 @@ def place(backend: AttentionBackend, case: Case, inputs: Inputs, only: int | Non
         batch.extensions[SparseKeys] = SparseKeys(_select_slots(case, inputs).to(device))
     if case.trees:
         batch.extensions[TreeMask] = make_tree_mask(case)
+    if case.spans:
+        batch.extensions[MediaSpans] = MediaSpans(torch.from_numpy(np.concatenate(make_ends(case))).to(device))
     if backend.capabilities.stores_kv:  # the backend has to write this step's part itself
         for part in parts:
             part.view(-1, *part.shape[2:])[batch.kv_slots] = torch.nan

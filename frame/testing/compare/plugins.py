@@ -23,12 +23,14 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from frame.config.schema import FrameConfig, PluginsSection
+from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
+from frame.config.server_sections import PluginsSection
 from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError, PluginError
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.model import ModelCapabilities
+from frame.core.interfaces.runner import unwrap_runner
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
 from frame.entrypoints.configuration.prepare import prepare
@@ -73,10 +75,14 @@ PARSERS = ("reasoning_parser", "tool_call_parser")
 NOT_COMPARED: Mapping[str, str] = MappingProxyType(
     {
         "adapter": "two formats read different files",
+        "weight_transfer": "each receives from trainers of its own and computes no tokens",
+        "kv_tier": "each keeps blocks in a place of its own and computes no tokens",
+        "modality": "two plugins read different files",
         "weight_format": "two formats store different weights, so the tokens differ",
         "logits_processor": "each changes the tokens of requests by parameters of its own",
         "http_extension": "each serves routes of its own and computes no tokens",
         "cli_command": "each is a command of its own and computes no tokens",
+        "routing_policy": "each chooses replicas, and computes no tokens",
         "stat_logger": "each writes figures to a place of its own and computes no tokens",
     }
 )
@@ -235,7 +241,8 @@ def _recording(runner: Any) -> Iterator[list[dict[str, torch.Tensor]]]:
 
         return noting
 
-    handles = [module.register_forward_hook(hook(name)) for name, module in runner.model.named_modules() if _LAYER.search(name)]
+    rank: Any = unwrap_runner(runner)
+    handles = [module.register_forward_hook(hook(name)) for name, module in rank.model.named_modules() if _LAYER.search(name)]
     runner.launch = launching
     try:
         yield states

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import (
     DeviceMemory,
     Platform,
     PlatformCapabilities,
     PlatformContext,
     SupportsGraphs,
+    SupportsSleep,
     SupportsStreams,
     SupportsSynchronisationChecks,
     UsableDevices,
@@ -201,6 +203,34 @@ def check_synchronisation_is_found_or_not(platform: Any) -> None:
     with platform.check_synchronisation(is_allowed=False), platform.check_synchronisation(is_allowed=True):
         assert float(x.sum()) == 8
     assert float(x.sum()) == 8, "check_synchronisation must end with its block"
+
+
+# sleep --------------------------------------------------------------------------------------------
+
+
+def check_tags_are_released_and_mapped(platform: Any) -> None:
+    device = platform.device
+    if not isinstance(platform, SupportsSleep):
+        raise SkipCheck("this platform releases no memory")
+    try:
+        with platform.tag_allocations("weights"):
+            weights = torch.arange(_SIZE, dtype=torch.float32, device=device)
+        with platform.tag_allocations("kv_cache"):
+            pool = torch.ones(4 << 20, dtype=torch.float32, device=device)
+    except ConfigurationError as error:
+        raise SkipCheck(str(error)) from None
+    addresses = weights.data_ptr(), pool.data_ptr()
+    for _ in range(2):
+        assert platform.release_tag("weights", [weights], keeps_values=True) >= 0
+        released = platform.release_tag("kv_cache", [pool], keeps_values=False)
+        assert pool.nbytes / 2 < released, "release_tag returns the released bytes"
+        platform.map_tag("kv_cache", [pool])
+        platform.map_tag("weights", [weights])
+        assert (weights.data_ptr(), pool.data_ptr()) == addresses
+        assert float(weights.double().sum()) == _SIZE * (_SIZE - 1) / 2, "kept values come back"
+        assert bool(((pool == 0) | (pool == 1)).all()), "other values are zeros, or what they were"
+        pool.fill_(1)
+        assert float(pool.double().sum()) == pool.numel(), "mapped memory can be written"
 
 
 # graphs -------------------------------------------------------------------------------------------

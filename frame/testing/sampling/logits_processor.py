@@ -42,6 +42,8 @@ EXAMPLES = tuple(
         {"logit_bias": {1: -1.5}},
         {"min_tokens": 20, "stop_token_ids": (7,)},
         {"repetition_penalty": 0.8, "presence_penalty": -0.3},
+        {"thinking_token_budget": 3, "thinking_end_id": 4},
+        {"thinking_token_budget": 1, "thinking_start_ids": (5,), "thinking_end_id": 6},
     )
 )
 # A request with each parameter that a record may name. The tokenizer sets `bad_words_ids` too.
@@ -54,6 +56,7 @@ ONE_PARAM: Mapping[str, SamplingParams] = MappingProxyType(
         "bad_words": SamplingParams(bad_words=("a",), bad_words_ids=((4,),)),
         "bad_words_ids": SamplingParams(bad_words_ids=((4,),)),
         "min_tokens": SamplingParams(min_tokens=4, stop_token_ids=(3,)),
+        "thinking_token_budget": SamplingParams(thinking_token_budget=4, thinking_end_id=3),
     }
 )
 # Values of a client's own parameter, `custom`, which are texts.

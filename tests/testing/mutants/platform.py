@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.platform import Accelerator, DeviceMemory, HostPlatform, UsableDevices
+from frame.core.interfaces.platform import Accelerator, DeviceMemory, HostPlatform, SupportsSleep, UsableDevices
 from tests.plugins.fake_platform import CAPABILITIES, MEMORY, FakeEvent, FakeGraph, FakePlatform, FakeStream
 from tests.testing.mutants import MutantList
 
@@ -201,3 +201,16 @@ class BorrowsCopies(FakePlatform):
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
+
+
+@mutant
+class LosesWeights(FakePlatform, SupportsSleep):
+    """release_tag drops values that map_tag has to bring back."""
+
+    def release_tag(self, tag: str, tensors: Sequence[torch.Tensor], *, keeps_values: bool) -> int:
+        for tensor in tensors:
+            tensor.zero_()
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def map_tag(self, tag: str, tensors: Sequence[torch.Tensor]) -> None:
+        """The values are lost."""
