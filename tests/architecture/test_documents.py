@@ -34,17 +34,18 @@ DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.+?)\s*$", re.MULTILINE)
-OPENAI_FIELDS = {"text.format"}  # of /v1/responses
-OTHER_OPTIONS = {  # of pytest
+OPENAI_FIELDS = {"text.format", "text.verbosity"}  # of /v1/responses
+OTHER_OPTIONS = {  # of pytest, and of Claude Code
     "--frame-conformance", "--frame-conformance-json", "--frame-conformance-device", "--frame-conformance-options",
-    "--frame-conformance-thorough",
+    "--frame-conformance-thorough", "--disallowedTools",
 }  # fmt: skip
 COUNTS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen"),
     *("fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
     *(f"twenty-{each}" for each in ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")),
 )
-NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd", "lm_eval", "ray", "serve"}
+NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd", "lm_eval", "ray", "serve", "npm", "export"}
+NAMES |= {"claude", "codex", "aider"}  # the programs of docs/coding_agents.md
 
 
 def blocks(path: Path, *languages: str) -> list[str]:

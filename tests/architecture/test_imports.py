@@ -20,18 +20,19 @@ DATA = (
 CONFIGURATION = (
     "frame.config.schema",
     "frame.config.section",
+    "frame.config.server_sections",
     "frame.config.hardware",
     "frame.checkpoint",
     "frame.config.resolve",
-    "frame.config.resolve_drafter",
-    "frame.config.resolve_machine",
-    "frame.config.resolve_attention",
-    "frame.config.resolve_moe",
-    "frame.config.resolve_moves",
-    "frame.config.resolve_parallel",
-    "frame.config.resolve_platform",
-    "frame.config.resolve_plugins",
-    "frame.config.resolve_task",
+    "frame.config.resolution.drafter",
+    "frame.config.resolution.machine",
+    "frame.config.resolution.attention",
+    "frame.config.resolution.media",
+    "frame.config.resolution.tiers",
+    "frame.config.resolution.parallel",
+    "frame.config.resolution.platform",
+    "frame.config.resolution.plugins",
+    "frame.config.resolution.task",
     "frame.config.resolved",
     "frame.config.selection",
 )
@@ -40,8 +41,10 @@ SMALL_FAMILIES = (
     "frame.plugins.eviction_policies",
     "frame.plugins.grammar_backends",
     "frame.plugins.http_extensions",
+    "frame.plugins.kv_tiers",
     "frame.plugins.launchers",
     "frame.plugins.logits_processors",
+    "frame.plugins.modalities",
     "frame.plugins.moe_dispatchers",
     "frame.plugins.moe_runners",
     "frame.plugins.platforms",
@@ -52,6 +55,7 @@ SMALL_FAMILIES = (
     "frame.plugins.stat_loggers",
     "frame.plugins.tool_call_parsers",
     "frame.plugins.weight_sources",
+    "frame.plugins.weight_transfers",
 )
 FAMILIES = ("frame.attention_backends", "frame.models", "frame.quantization", *SMALL_FAMILIES)
 LAYERS = "frame.models.layers"
@@ -71,7 +75,7 @@ RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.ren
 SMALL_ROOMS = ("frame.checkpoint", "frame.fair_queue", "frame.host")
 ROOMS = (
     *("frame.adapters", "frame.config", "frame.diagnostics", "frame.loading", "frame.parallel", "frame.pooling", "frame.speculation"),
-    *("frame.structured_output", "frame.text"),
+    *("frame.kv_tiers", "frame.media", "frame.structured_output", "frame.text"),
     *SMALL_ROOMS,
 )
 
@@ -84,7 +88,12 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((room, ("frame.core", KERNELS, *SMALL_ROOMS)) for room in ROOMS),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
-    ("frame.plugins.launchers", (*DATA, "frame.host.child_process", "frame.host.socket_directory", MARKER)),
+    ("frame.plugins.kv_tiers", (*DATA, "frame.host.authenticated_link", "frame.host.host_memory", MARKER)),
+    (
+        "frame.plugins.launchers",
+        (*DATA, "frame.host.authenticated_link", "frame.host.child_process", "frame.host.socket_directory", MARKER),
+    ),
+    ("frame.plugins.modalities", (*DATA, "frame.media.sound", MARKER)),
     ("frame.plugins.platforms", (*DATA, "frame.host.host_memory", MARKER)),
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
@@ -92,9 +101,10 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame.testing", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),  # a suite loads weights through the layers
     ("frame.entrypoints.tools.bench", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),
     ("frame.entrypoints", ("frame.core", *ROOMS, "frame.plugins", KERNELS)),
-    ("frame.lang", ("frame.core", "frame.entrypoints")),
+    ("frame.lang", ("frame.core", "frame.entrypoints", "frame.host.progress")),
+    ("frame.rl", ("frame.entrypoints",)),
     ("frame", ("frame",)),
-    ("frame_quantize", DATA),
+    ("frame_quantize", (*DATA, "frame.host.progress")),
     ("frame_x86", (*DATA, MARKER)),
     ("frame_bitsandbytes", (*DATA, MARKER)),
     ("frame_gguf", (*DATA, MARKER)),
@@ -108,7 +118,7 @@ REMAINING_CYCLES: tuple[tuple[str, ...], ...] = ()
 # What core must not know, and what the parts that touch no tensor must not load when they are
 # imported.
 DISTRIBUTIONS = {  # where the import has another name
-    "yaml": "pyyaml", "zmq": "pyzmq", "pydantic_core": "pydantic-core", "typing_extensions": "typing-extensions",
+    "yaml": "pyyaml", "PIL": "pillow", "zmq": "pyzmq", "pydantic_core": "pydantic-core", "typing_extensions": "typing-extensions",
     "prometheus_client": "prometheus-client",
     "opentelemetry": "opentelemetry-sdk", "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking", "grpc_reflection": "grpcio-reflection", "google": "protobuf",

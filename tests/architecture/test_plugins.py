@@ -37,10 +37,11 @@ FOLDERS = {
 APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "ollama", "sagemaker"}
 ORDINARY = APIS | {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json", "cpu", "cuda"}
 ORDINARY |= {"int4", "int8", "fp8", "safetensors", "log"}  # types of numbers, a file format, a function
-ORDINARY |= {"single", "local", "suffix"}
+ORDINARY |= {"single", "local", "suffix", "image", "video", "audio", "host", "disk", "group", "ipc"}
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
     "frame/config/section.py: fp8": "the type of a KV cache, which users may write so",
+    "frame/checkpoint/config_defaults.py: llama": "the type of a nested configuration in config.json",
     "frame/entrypoints/offline/adapters.py: lora": "the parameter that names a request's adapter",
     "frame/config/schema.py: lru": "the schema's default eviction policy; a default has to name one",
     "packages/frame-automata/frame_automata/backend.py: combined": "the backend that compiles what the automata do not",

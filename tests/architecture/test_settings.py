@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 
-from frame.config.resolve_plugins import KEYS
+from frame.config.resolution.plugins import KEYS
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.gemm_kernel import GemmRequirements
@@ -32,6 +32,7 @@ OTHER_NAMES: dict[str, str] = {
     "model.per_layer_projection_norm": "a tensor of a checkpoint",
     "model.norm": "a tensor of a checkpoint",
     "text.format": "a field of /v1/responses",
+    "text.verbosity": "a field of /v1/responses",
 }
 NAME = re.compile(rf"(?<![\w./*`'-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?![\w(/.])")
 

@@ -107,7 +107,8 @@ COMPILED = {re.compile(rf"(?<![a-z])(?:{pattern})(?![a-z])"): remedy for pattern
 
 def words_in(text: str) -> Iterator[tuple[int, str, str]]:
     """(line, word, remedy) for each replaced word in the text."""
-    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower().replace("num_retracted_requests", "")  # a metric of SGLang
+    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower()
+    plain = re.sub(r"num_retracted_requests|[\"`]retract[\"`]", "", plain)  # a metric of SGLang, a mode of its pauses
     for pattern, remedy in COMPILED.items():
         for match in pattern.finditer(plain):
             yield plain.count("\n", 0, match.start()) + 1, match[0], remedy

@@ -214,3 +214,12 @@ def test_an_fp8_cache_reads_as_its_values_times_the_scales(latent: dict[str, int
             nope = layer.qk_nope_head_dim
             outs.append(backend.run_mla(layer, q[..., :nope], q[..., nope:], own[0], batch))
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_spans_of_large_rows_are_masked_block_by_block(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(planning, "MASK_CELLS", 64)
+    monkeypatch.setattr(native, "BLOCK_QUERIES", 16)
+    rows = Rows.of([30], [(0, 70), (45, 33)])
+    check_case(make, Case(rows, spans=True, window=window))
+    check_case(make, Case(rows, spans=True, window=window, soft_cap=2.0))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frame.checkpoint.config_defaults import DEFAULTS
+from frame.checkpoint.config_defaults import DEFAULTS, NESTED_SIZES
 from frame.checkpoint.model_config import read_model_config
 
 
@@ -30,3 +30,15 @@ def test_a_missing_key_has_its_default(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(written | {"rms_norm_eps": 1e-3}))
     config = read_model_config(tmp_path).config
     assert (config["rope_theta"], config["num_experts_per_tok"], config["rms_norm_eps"]) == (1e6, 2, 1e-3)
+
+
+@pytest.mark.parametrize("family", sorted(NESTED_SIZES))
+def test_sizes_of_nested_configurations_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    nested = {"model_type": family, "vocab_size": 32064, "max_position_embeddings": 4096}
+    raw = {"architectures": ["LlavaForConditionalGeneration"], "text_config": nested, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    read, default = read_model_config(tmp_path), CONFIG_MAPPING[family]()
+    assert {name: read.config[name] for name in NESTED_SIZES[family]} == {name: getattr(default, name) for name in NESTED_SIZES[family]}
+    assert (read.num_kv_heads, read.num_layers) == (default.num_key_value_heads, 32)

@@ -186,20 +186,24 @@ def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(CheckpointError, match=r"model.bin' is a file; give its folder"):
         read_model_config(tmp_path / "model.bin")
-    with pytest.raises(CheckpointError, match="download it first"):
+    with pytest.raises(CheckpointError, match="run `frame pull org/model`"):
         read_model_config("org/model")
 
 
 def test_a_gguf_file_and_its_folder_name_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").touch()
-    flags = "serve it with --load-format gguf --quantization gguf."
-    for is_there, remedy in ((True, flags), (False, f"install the package frame-gguf ({install_command('frame-gguf')}) and {flags}")):
+    for is_there, remedy in ((True, ""), (False, f", and install the package frame-gguf: {install_command('frame-gguf')}")):
         monkeypatch.setattr("frame.host.installation.is_installed", lambda name, installed=is_there: installed)
         for place, fault in ((tmp_path / "model.gguf", "is a GGUF file"), (tmp_path, "holds a GGUF file and no config.json")):
             with pytest.raises(CheckpointError) as caught:
                 read_model_config(place)
             assert fault in str(caught.value)
-            assert str(caught.value).endswith(remedy)
+            assert str(caught.value).endswith(f"{remedy}.")
+            assert ("frame-gguf" in str(caught.value)) != is_there
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"architectures": ["LlamaForCausalLM"]}))
+    assert read_model_config(tmp_path).quantization == "gguf"
+    (tmp_path / "model.safetensors").touch()
+    assert read_model_config(tmp_path).quantization is None
 
 
 def test_the_embedded_model_is_found_by_name() -> None:

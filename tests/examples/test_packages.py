@@ -14,7 +14,7 @@ from frame.checkpoint.model_config import find_model
 from tests.examples.conftest import PACKAGES, Environment
 
 MAX_LINES = 100
-SUITES = ("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "cli_command:hello")
+SUITES = ("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "routing_policy:weighted", "cli_command:hello")
 
 SERVE = """
 import json, sys
@@ -56,6 +56,26 @@ def test_a_file_alone_chooses_them_and_they_serve_equal_tokens(environment: Envi
     assert [cached for _, cached in second] == [0, 48, 48]
 
 
+ROUTE = """
+import asyncio, collections, httpx, sys
+from frame.entrypoints.router.server import load_policy
+from frame.entrypoints.router.replicas import Backends, counted
+from frame.core.interfaces.routing import RoutingRequest
+from frame.parallel.replica_choice import ReplicaChooser
+policy = load_policy("weighted", ["weights=[3, 1]"])()
+backends = Backends(["http://127.0.0.1:1", "http://127.0.0.1:2"], httpx.AsyncClient(), 1.0, ReplicaChooser(policy))
+held = []
+for _ in range(40):
+    held.append(counted(backends.choose(RoutingRequest())))
+    held[-1].__enter__()
+print([backend.outstanding for backend in backends.all])
+"""
+
+
+def test_a_routing_policy_of_the_command_line_routes(environment: Environment) -> None:
+    assert json.loads(environment.run("-c", ROUTE).stdout) == [30, 10]
+
+
 SEND = """
 import socket, sys
 from types import SimpleNamespace
@@ -68,7 +88,7 @@ receiver.bind(("127.0.0.1", 0))
 receiver.settimeout(10)
 option = f"plugins.options.stat_logger/statsd.port={receiver.getsockname()[1]}"
 prepared = prepare(load_config(sys.argv[1], sets=[option]).config)
-loggers = load_stat_loggers(prepared.resolved, prepared.registry, SimpleNamespace(client=None, metrics=None))
+loggers = load_stat_loggers(prepared.resolved, prepared.registry, SimpleNamespace(client=None, metrics=None, history=None))
 (logger,) = loggers._loggers.values()
 logger.record_request(RequestRecord("r", "m", "alice", "stop", 20, 16, 5, 0.5, 0.01, 0.125, None))
 print(receiver.recv(4096).decode())

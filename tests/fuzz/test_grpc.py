@@ -54,6 +54,8 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
 
 def scalar(rng: random.Random, field: Any) -> Any:
     """A value that the field's type can hold, often one that it should not."""
+    if field.type == field.TYPE_BYTES:
+        return rng.randbytes(rng.choice((0, 1, 40)))
     if field.cpp_type == field.CPPTYPE_STRING:
         return rng.choice(TEXTS).encode("utf-8", "replace").decode()
     if field.cpp_type == field.CPPTYPE_BOOL:

@@ -11,6 +11,7 @@ if torch.cuda.is_available():
     from frame.adapters.triton_deltas import TritonDeltas
     from frame.kernels.elementwise.activation import silu_mul
     from tests.adapters.test_latent_layers import test_products_of_kernels  # noqa: F401
+    from tests.kernels.expert_deltas import *  # noqa: F403
     from tests.kernels.lora import *  # noqa: F403
     from tests.kernels.lora import Case, draw_places, list_thresholds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from frame.core.interfaces.platform import SupportsSleep
 from frame.plugins.devices import capture_graph, open_platform
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,3 +39,25 @@ def test_waiting_for_the_device_is_found() -> None:
             assert x.sum().item() == 8
     memory = platform.measure_memory()
     assert 0 < memory.free < memory.total and memory.peak > 0 and memory.reserved == platform.count_reserved()
+
+
+def test_tagged_memory_is_released() -> None:
+    pytest.importorskip("torch_memory_saver")
+    platform = open_platform("cuda")
+    assert isinstance(platform, SupportsSleep)
+    with platform.tag_allocations("weights"):
+        weights = torch.arange(64 << 20, device="cuda", dtype=torch.int32)
+    with platform.tag_allocations("kv_cache"):
+        pool = torch.ones(64 << 20, device="cuda", dtype=torch.int32)
+    graph = capture_graph(platform, lambda: pool.add_(weights))
+    addresses, before = (weights.data_ptr(), pool.data_ptr()), platform.measure_memory().free
+    platform.release_tag("weights", [weights], keeps_values=True)
+    platform.release_tag("kv_cache", [pool], keeps_values=False)
+    assert platform.measure_memory().free - before >= 0.9 * (weights.nbytes + pool.nbytes)
+    platform.map_tag("weights", [weights])
+    platform.map_tag("kv_cache", [pool])
+    assert (weights.data_ptr(), pool.data_ptr()) == addresses
+    assert int(pool.abs().max()) == 0 and int(weights[-1]) == (64 << 20) - 1
+    graph.replay()
+    platform.synchronize()
+    assert torch.equal(pool, weights)

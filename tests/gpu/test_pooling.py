@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_vectors(architecture: str, mode: str, tmp_path: Path) -> None:
     folder = as_sentence_folder(make_checkpoint(architecture, tmp_path), mode, NORMALIZE)
     want, loop = make_loop(folder).pool(prompts()), make_loop(folder, execution={"device": "cuda"})
-    np.testing.assert_allclose(loop.pool(prompts()), want, atol=1e-4)
-    np.testing.assert_allclose(loop.pool(prompts()), want, atol=1e-4)
+    np.testing.assert_allclose(loop.pool(prompts()), want, atol=5e-4)
+    np.testing.assert_allclose(loop.pool(prompts()), want, atol=5e-4)
     loop.scheduler.check_integrity()
 
 

@@ -42,6 +42,23 @@ class Model:
         with Engine(model=str(self.folder), device="cuda", attention_backend="triton", skip_tokenizer_init=True, **sizes, **keys) as engine:
             return [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
 
+    def read_back(self, folder: Path) -> tuple[list[list[int]], int]:
+        """The second round over tiers, with a small pool. -> tokens, cached tokens."""
+        sizes: dict[str, Any] = {
+            "dtype": "float32",
+            "max_total_tokens": 512,
+            "max_running_requests": 4,
+            "page_size": 16,
+            "max_model_len": 256,
+        }
+        options = {"kv_tier/host": {"size_gib": 0.25}, "kv_tier/disk": {"folder": str(folder), "size_gib": 0.5, "buffer_gib": 0.25}}
+        tiers: dict[str, Any] = {"cache_tiers": ("host", "disk"), "plugins_options": options, "min_load_tokens": 16}
+        keys: dict[str, Any] = {"device": "cuda", "attention_backend": "triton", "skip_tokenizer_init": True, "tp": 2, **sizes, **tiers}
+        with Engine(model=str(self.folder), **keys) as engine:
+            engine.generate(PROMPTS, PARAMS)
+            outputs = [output for prompt, params in zip(PROMPTS, PARAMS, strict=True) for output in engine.generate([prompt], params)]
+            return [output.token_ids for output in outputs], sum(output.cached_tokens for output in outputs)
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
@@ -65,3 +82,11 @@ def test_two_ranks_give_the_tokens_of_one(models: dict[str, Model], architecture
     found = models[architecture].generate(graphs, tp=2, **keys)
     same = sum(mine == one for mine, one in zip(found, models[architecture].tokens, strict=True))
     assert same >= ROWS - 2  # sums in another order may tip a choice between two tokens
+
+
+def test_two_ranks_read_blocks_back(models: dict[str, Model], tmp_path: Path) -> None:
+    """Copies of both ranks on streams of their own, between steps."""
+    model = models["LlamaForCausalLM"]
+    found, cached = model.read_back(tmp_path / "blocks")
+    assert sum(mine == one for mine, one in zip(found, model.tokens, strict=True)) >= ROWS - 2
+    assert cached > sum(len(prompt) for prompt in PROMPTS) // 4

@@ -16,7 +16,7 @@ from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.testing.local_loop import LocalLoop
 from tests.core.greedy import greedy
-from tests.tiny_whisper import FIRST, MELS, POSITIONS, load_whisper, make_whisper
+from tests.tiny_whisper import FIRST, MELS, POSITIONS, load_whisper, make_items, make_whisper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -41,7 +41,7 @@ def generate(folder: Path, page_size: int, maximum: int) -> list[list[int]]:
     runner = build_rank(prepared.resolved, prepared.registry)
     assert (runner.decode_graphs is not None) == bool(maximum)
     loop = LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
-    outputs = loop.generate(PROMPTS, greedy(32), [each.tobytes() for each in INPUTS])
+    outputs = loop.generate(PROMPTS, greedy(32), make_items(folder, INPUTS))
     loop.scheduler.check_integrity()
     return outputs
 

@@ -63,7 +63,9 @@ def test_a_layer_switches_when_all_weights_are_there() -> None:
         for _ in range(8):
             balancer.begin_step()
             seen.append(layer.placement.logical)
+            assert bool(balancer.imbalance) == (len(seen) > 1)  # measured before the second step
             own = layer.placement.find_local(group.rank)
+            assert all(value >= 1.0 for value in balancer.imbalance)
             assert layer.tensors[0][:, 0, 0].tolist() == list(own) == layer.tensors[1][:, 0].float().tolist()
         return seen
 

@@ -3,9 +3,11 @@ order."""
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from frame.core.interfaces.batch import PromptLogprobs, ScheduledBatch, StepResult
+from frame.core.interfaces.media import EncodeOrder, MediaItem
 from frame.parallel.micro_batches import count_samples, join_results, split_batch
 
 
@@ -36,6 +38,21 @@ def test_rows_are_split_by_slot() -> None:
     assert even.batch.grammar_mask is not None and even.batch.grammar_mask[:, 0].tolist() == [0, 2, 3, 4, 5, 6]
     assert (even.batch.released, odd.batch.released, len(odd.batch.new_pages)) == ([6], [], 0)
     assert split_batch(make_batch(drafts=False), 1)[0].rows.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_media_of_tokens_go_with_their_rows() -> None:
+    media = {
+        "media_rows": np.arange(10, 18, dtype=np.int32),
+        "rotary_positions": np.arange(24, dtype=np.int32).reshape(3, 8),
+        "media_spans": np.arange(20, 28, dtype=np.int32),
+    }
+    item = MediaItem("image", b"", [], 1, "", [])
+    batch = msgspec.structs.replace(make_batch(drafts=False), encodes=[EncodeOrder(item, np.zeros(0, np.int32))], **media)
+    even, odd = split_batch(batch, 2)
+    for part, tokens in ((even, [3, 4, 5, 6, 7]), (odd, [0, 1, 2])):
+        for name, whole in media.items():
+            assert np.array_equal(getattr(part.batch, name), whole[..., tokens]), name
+    assert (len(even.batch.encodes), len(odd.batch.encodes)) == (1, 0)
 
 
 def test_results_are_joined_in_order() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from frame.core.errors import PluginError
 from frame.core.execution.model_runner import TorchModelRunner
+from frame.core.interfaces.runner import unwrap_runner
 from frame.core.messages import Fatal
 from frame.diagnostics.finite_check import check_finite
 from frame.entrypoints.processes import worker
@@ -178,8 +179,10 @@ def test_another_version_in_one_process_is_said(faulty: Faulty) -> None:
 
 def test_correct_plugins_yield_finite_results(faulty: Faulty) -> None:
     running = faulty.start()
-    assert isinstance(running.engine.runner, TorchModelRunner)
-    check_finite(running.engine.runner)
+    runner = running.engine.runner
+    runner = unwrap_runner(runner)
+    assert isinstance(runner, TorchModelRunner)
+    check_finite(runner)
     running.close()
 
 

@@ -12,7 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from frame import Engine
-from frame.config.schema import FrameConfig, PluginsSection
+from frame.config.schema import FrameConfig
+from frame.config.server_sections import PluginsSection
 from frame.core.errors import PluginError
 from frame.core.interfaces.sampling import LogitsProcessor
 from frame.core.interfaces.scheduling import SchedulerView, SchedulingPolicy

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from frame.config.schema import PluginsSection
+from frame.config.server_sections import PluginsSection
 from frame.core.errors import PluginError
 from frame.plugins import loader, manifests
 from frame.plugins.loader import load_configured, load_registry, observers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frame.config.resolve_plugins import Choices, choose_parser
+from frame.config.resolution.plugins import Choices, choose_parser
 from frame.plugins.loader import load_registry
 
 RECORDS = load_registry(installed=False).all_records()

@@ -25,7 +25,7 @@ from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.launcher import LauncherContext
 from frame.entrypoints.configuration.prepare import prepare
-from frame.plugins.launchers.authenticated_link import (
+from frame.host.authenticated_link import (
     INPUT,
     KEY_VARIABLE,
     LARGEST,

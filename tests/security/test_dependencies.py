@@ -21,6 +21,7 @@ FIXED: dict[str, tuple[tuple[str, str], ...]] = {
     "numpy": (("1.22.0", "CVE-2021-34141"), ("1.22.0", "CVE-2021-41496")),
     "protobuf": (("6.31.1", "CVE-2025-4565"), ("6.33.5", "CVE-2026-0994")),
     "psutil": (("5.6.6", "CVE-2019-18874"),),
+    "pillow": (("10.2.0", "CVE-2023-50447"), ("10.3.0", "CVE-2024-28219"), ("11.3.0", "CVE-2025-48379")),
     "pydantic": (("2.4.0", "CVE-2024-3772"),),
     "pyyaml": (("5.4", "CVE-2020-14343"),),
     "setuptools": (("70.0.0", "CVE-2024-6345"), ("78.1.1", "CVE-2025-47273")),
@@ -35,10 +36,12 @@ FIXED: dict[str, tuple[tuple[str, str], ...]] = {
 }  # fmt: skip
 # Without a published vulnerability in the versions that the bounds permit.
 NONE_KNOWN = {
-    "click", "fastapi", "flashinfer-python", "grpcio-health-checking", "grpcio-reflection", "humming-kernels", "llguidance", "matplotlib",
-    "msgspec", "openai", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "packaging", "pluggy", "prometheus-client",
-    "pydantic-core", "pyzmq", "rich", "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "soundfile", "tokenizers",
-    "triton", "typing-extensions", "uvloop",
+    "av", "click", "fastapi", "flashinfer-python", "grpcio-health-checking", "grpcio-reflection", "huggingface-hub", "humming-kernels",
+    "llguidance",
+    "matplotlib", "msgspec", "nixl-cu13", "openai", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "packaging", "pluggy",
+    "prometheus-client",
+    "pydantic-core", "pyzmq", "rich", "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "soundfile", "tokenizers", "torch-memory-saver",
+    "triton", "typing-extensions", "uvloop", "xxhash",
 }  # fmt: skip
 NOT_SERVING = ("test", "load", "docs", "dev")  # extras that servers do not use
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.keys import KeyRing, check_exposure, load_keys

@@ -178,6 +178,8 @@ async def many(server: InProcess, count: int, start: int) -> None:
         await asyncio.gather(*(one(number) for number in range(first, min(first + 16, start + count))))
     loggers = server.services.client.stats.loggers
     assert loggers is not None and loggers.render_metrics() is not None  # counts the values that it has kept
+    assert server.services.history is not None
+    server.services.history.take_sample(0.0)  # so does the page's history, each few seconds
 
 
 async def grows(warm: int, count: int) -> dict[str, int]:

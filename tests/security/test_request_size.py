@@ -87,7 +87,7 @@ async def test_long_texts_are_refused_by_every_route_that_tokenizes() -> None:
         ("/v1/chat/completions", {"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}, "messages"),
         ("/v1/responses", {"input": text}, "input"),
         ("/tokenize", {"text": text}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": text}]}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}, "messages"),
         ("/tokenize", {"messages": HI, "tools": tools}, "tools"),
         ("/detokenize", {"tokens": [5] * (COUNTED_TOKENS + 1)}, "tokens"),
     ]

@@ -15,7 +15,7 @@ import pytest
 from fastapi import Depends
 
 import frame.entrypoints.http.app as app_module
-from frame.config.schema import ServerSection
+from frame.config.server_sections import ServerSection
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.extensions import CORE_ROUTES
@@ -232,7 +232,7 @@ def test_methods_and_doubles() -> None:
 
 # what changes state -------------------------------------------------------------------------------
 
-READING = {"server_info", "outline_cache"}  # commands that do not change the engine
+READING = {"server_info", "outline_cache", "outline_requests"}  # commands that do not change the engine
 
 
 async def actions(server: InProcess, path: str, method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:

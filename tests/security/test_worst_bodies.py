@@ -43,7 +43,8 @@ POOLED = ("/v1/embeddings", "rerank", "score", "classify", "/pooling", "/embed")
 READ_BY_OTHERS = {"/invocations": ChatRequest}  # a route that forwards its body
 NO_BODY = (
     *("/ping", "/cancel", "/flush_cache", "/reset_prefix_cache", "/check_integrity"),
-    *("/pause_generation", "/continue_generation", "/stop_profile"),
+    *("/pause_generation", "/continue_generation", "/stop_profile", "/get_weight_version"),
+    *("/pause", "/resume", "/sleep", "/wake_up", "/get_world_size", "/cancel_weight_update"),
 )
 CONTEXT = 8192
 SPARSE = 30  # of so many bodies one is sent, in short runs
@@ -53,7 +54,8 @@ MINIMUM: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "model": "", "max_tokens": 1, "query": "hi",
     "documents": ["hi"], "tokens": [5], "input_file_id": "file-1", "endpoint": "/v1/completions", "metadata": {}, "items": [],
     "tools": [], "inputs": "hi", "text": "hi", "text_1": "hi", "text_2": "hi", "sampling_params": {"max_new_tokens": 1},
-    "lora_name": "a", "lora_path": "/a",
+    "lora_name": "a", "lora_path": "/a", "model_path": "/a", "names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "step": "begin",
+    "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 0, "world_size": 2, "init_info": {}, "update_info": {},
 }  # fmt: skip
 # For routes that need one of several fields.
 ALSO = {"/generate": ("text", "sampling_params"), "tokenize": ("text",), "score": ("text_1", "text_2")}

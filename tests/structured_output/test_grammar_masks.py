@@ -225,7 +225,7 @@ def test_a_slow_call_holds_its_own_request_alone(where: str, after: int, overlap
     quick = harness.add([8], GREEDY, grammar=lambda: Script(WIDTHS, VOCAB))
     step_until(harness, lambda: all(harness.requests[rid].finish for rid in (*others, quick)))
     assert harness.requests[slow].finish is None
-    assert harness.scheduler.get_load()["waiting"] == 1
+    assert harness.scheduler.get_load()["waiting"] == 1 == harness.scheduler.outline_requests(9)["phases"]["grammar"]
     until.set()
     step_until(harness, lambda: harness.scheduler.is_idle)
     harness.check()

@@ -222,13 +222,17 @@ class Reference:
     def __init__(self, case: Case, model: Any) -> None:
         self.case, self.model = case, model
         self.is_activated = case.variant == "alora"
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}  # engines of a test give equal tokens
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], output: Sequence[int] = ()) -> torch.Tensor:
         """Of each token of prompt and output, [tokens, vocab], computed at once. An aLoRA starts
         where the prompt says; tokens of the output do not move it."""
-        tokens = torch.tensor([[*prompt, *output]])
-        return self.model(input_ids=tokens, **self._offsets(prompt, tokens.shape[1])).logits[0].float()
+        key = (tuple(prompt), tuple(output))
+        if key not in self._known:
+            tokens = torch.tensor([[*prompt, *output]])
+            self._known[key] = self.model(input_ids=tokens, **self._offsets(prompt, tokens.shape[1])).logits[0].float()
+        return self._known[key]
 
     @torch.no_grad()
     def hidden(self, prompt: Sequence[int]) -> torch.Tensor:

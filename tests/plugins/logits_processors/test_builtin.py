@@ -28,6 +28,11 @@ WANTED = {
         SamplingParams(bad_words_ids=((1, 2, 3, 4), *((a, b, 9) for a in range(20) for b in range(20)))),
     ],
     "min-tokens": [SamplingParams(min_tokens=8, stop_token_ids=(0, 4)), SamplingParams(min_tokens=1), SamplingParams(min_tokens=20)],
+    "thinking-budget": [
+        SamplingParams(thinking_token_budget=0, thinking_end_id=4),
+        SamplingParams(thinking_token_budget=3, thinking_end_id=4),
+        SamplingParams(thinking_token_budget=1, thinking_start_ids=(5, 6), thinking_end_id=7),
+    ],
 }
 
 
@@ -157,3 +162,27 @@ def test_state_exists_only_while_a_request_uses_it():
     for each in setups[10:]:
         processor.remove_slot(each.slot)
     assert state.capacity == 0
+
+
+def test_thinking_budget_forces_the_closing_token_once():
+    """Tokens 5 6 open the reasoning and 7 closes it, after two tokens at most."""
+    params = SamplingParams(thinking_token_budget=2, thinking_start_ids=(5, 6), thinking_end_id=7)
+
+    def forced(*output):
+        processor = make("thinking-budget")
+        for observed in range(len(output) + 1):  # as resumed after so many tokens
+            row = [1, 2, *output[:observed]]
+            processor.add_slot(setup(3, params, row, 2))
+            slots = torch.tensor([3])
+            for token in output[observed:]:
+                processor.observe_tokens(slots, torch.tensor([token]))
+            logits = torch.zeros(1, VOCAB)
+            processor.apply(logits, torch.tensor([0]), slots, torch.tensor([len(output) + 2]))
+            allowed = logits[0].isfinite().nonzero().flatten().tolist()
+            yield allowed == [7]
+            assert allowed == [7] or len(allowed) == VOCAB
+
+    for output, expected in [((), False), ((5, 6, 9), False), ((5, 6, 9, 9), True), ((5, 6, 9, 7), False), ((5, 6, 9, 9, 7, 9, 9), False)]:
+        assert set(forced(*output)) == {expected}, output
+    assert set(forced(9, 5, 6, 9, 9, 9)) == {False}, "the output does not begin with the mark"
+    assert set(forced(5, 9, 9, 9)) == {False}
