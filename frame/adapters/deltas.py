@@ -98,6 +98,17 @@ class SupportsGated(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsPairs(Protocol):
+    """Optional, for layers with experts, whose `b` another kernel multiplies."""
+
+    def shrink_pairs(
+        self, x: torch.Tensor, layer: LayerPages, places: torch.Tensor, ids: torch.Tensor, place_pages: torch.Tensor
+    ) -> torch.Tensor:
+        """places int32 [tokens]; ids int64 [tokens, k], contiguous -> `PairDelta.shrunk`."""
+        ...
+
+
 class TorchDeltas:
     """The reference, for any device: one product for each adapter in the step."""
 

@@ -144,7 +144,9 @@ class _SlotTables:
             self.host[0, slot] = -1
         for setup in batch.setups:
             changed |= setup.adapter >= 0 or bool(self.host[0, setup.slot] >= 0)
-            self.host[:, setup.slot] = setup.adapter, setup.adapter_start
+            # positions of tokens are less than their places, by what media save before them
+            start = setup.adapter_start and setup.adapter_start + setup.position_offset
+            self.host[:, setup.slot] = setup.adapter, start
         if changed:
             self.device.copy_(torch.from_numpy(self.host.copy()), non_blocking=True)
 

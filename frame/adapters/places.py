@@ -22,14 +22,15 @@ MAX_IN_PASS = 32  # requests of one adapter that a pass over the waiting request
 SCANNED = 8  # times as many requests are looked at to find those
 OPEN_SECONDS = 0.5  # that an adapter keeps its place for further requests, although others wait for one
 RESERVED_SECONDS = 1.0  # that a place is kept for the request for which its adapter was copied
+MAX_KEYS = 4096  # of an adapter: first tokens that are remembered
 _GONE = "the version of the adapter that this request began with is no longer loaded; send the request again"
 
 
 @dataclass(slots=True)
 class AdapterVersion:
-    """An adapter in host memory. `keys`: by token id, the cache key of that token as the first one
-    that the adapter changes; no other adapter has had it. `num_requests`: those that wait or
-    run."""
+    """An adapter in host memory. `keys`: by token id or placeholder's key, the cache key of that
+    token as the first one that the adapter changes; no other adapter has had it. `num_requests`:
+    those that wait or run."""
 
     digest: str
     num_pages: int
@@ -44,13 +45,16 @@ class AdapterVersions:
 
     def __init__(self) -> None:
         self.by_digest: dict[str, AdapterVersion] = {}
-        self._last_key = -1
+        self._last_key = 0
 
     def find_key(self, version: AdapterVersion, token: int) -> int:
-        """The cache key of a token id as the first one that an adapter changes, below -1."""
+        """The cache key of a token as the first one that an adapter changes: negative and even;
+        those of placeholders are odd. token: its id, or a placeholder's key."""
         if token not in version.keys:
-            self._last_key -= 1
+            self._last_key -= 2
             version.keys[token] = self._last_key
+            if len(version.keys) > MAX_KEYS:
+                del version.keys[next(iter(version.keys))]
         return version.keys[token]
 
     def add_version(self, digest: str, num_pages: int, invocation: tuple[int, ...], copy_seconds: float) -> None:
@@ -88,11 +92,12 @@ class AdapterPlaces:
         version = self._versions.by_digest.get(request.adapter)
         if version is None:
             return Finish("error", error=_GONE, code="invalid_request", param="model")
-        start = _find_last(request.prompt, version.invocation) if len(version.invocation) else 0
+        keys = request.content_keys(request.prompt)
+        start = _find_last(keys, version.invocation) if len(version.invocation) else 0
         if start < 0:  # as PEFT: the adapter is not active without its invocation
             request.adapter = ""
             return None
-        request.adapter_start, request.adapter_key = start, self._versions.find_key(version, int(request.prompt[start]))
+        request.adapter_start, request.adapter_key = start, self._versions.find_key(version, int(keys[start]))
         version.num_requests += 1
         return None
 

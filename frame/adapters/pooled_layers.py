@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from frame.adapters.deltas import DeltaOperations, LayerPages, RowPlan, SupportsGated
+from frame.adapters.deltas import DeltaOperations, LayerPages, RowPlan, SupportsGated, SupportsPairs
 from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.core.interfaces.adapter_layers import PairDelta
 
 if TYPE_CHECKING:
     from frame.core.interfaces.adapter_layers import Span
@@ -134,6 +135,21 @@ class PooledLayer:
         side.wait_stream(streams.get_current_stream())
         with streams.use_stream(side):
             return operations.shrink(x, self.allocated, plan, place_pages)
+
+    @property
+    def can_pair(self) -> bool:
+        """See `LayerDelta.can_pair`."""
+        return self.num_experts > 0 and isinstance(self.rows.operations, SupportsPairs)
+
+    def shrink_pairs(self, x: torch.Tensor, ids: torch.Tensor) -> PairDelta | None:
+        """See `LayerDelta.shrink_pairs`."""
+        if not self.is_active:
+            return None
+        plan, place_pages = self.rows.select_plan(0)
+        operations, pages = self.rows.operations, self.allocated
+        assert isinstance(operations, SupportsPairs), "can_pair"
+        shrunk = operations.shrink_pairs(x, pages, plan.places, ids, place_pages)
+        return PairDelta(shrunk, pages.b, plan.places, place_pages, pages.counts)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """See `LayerDelta.look_up`."""

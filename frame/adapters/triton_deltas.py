@@ -79,6 +79,13 @@ class TritonDeltas:
         self._expand(product, shrunk, layer, plan, place_pages, bias, gated)
         return gated
 
+    def shrink_pairs(
+        self, x: torch.Tensor, layer: LayerPages, places: torch.Tensor, ids: torch.Tensor, place_pages: torch.Tensor
+    ) -> torch.Tensor:
+        """See `SupportsPairs`."""
+        tiles = Tiles(places, ids.flatten(), 1, ids.numel(), layer.num_experts, ids.shape[1])
+        return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, self._choose_sizes(tiles, layer))
+
     def _expand(
         self,
         out: torch.Tensor,

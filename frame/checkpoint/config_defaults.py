@@ -28,6 +28,17 @@ _SYNONYMS = (
 )  # fmt: skip
 
 _EPS = {"rms_norm_eps": 1e-05}
+_LLAMA_SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+# Sizes that the nested configuration of a language model with encoders leaves out where they have
+# the default (LLaVA); a model of its own names them.
+NESTED_SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "llama": _LLAMA_SIZES,
+        "mistral": {**_LLAMA_SIZES, "intermediate_size": 14336, "num_key_value_heads": 8},
+        "qwen2": {**_LLAMA_SIZES, "intermediate_size": 22016, "num_key_value_heads": 32},
+        "qwen3": {**_LLAMA_SIZES, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128},
+    }
+)
 _DEEPSEEK_V3 = {
     "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8,
     "topk_group": 4, "n_routed_experts": 256, "moe_intermediate_size": 2048,
@@ -55,6 +66,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "glm4_moe": {
             **_EPS, "num_experts_per_tok": 8, "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_routed_experts": 128,
+            "num_key_value_heads": 8,
+        },
+        "glm4v_text": {**_EPS, "num_key_value_heads": 2, "max_position_embeddings": 32768},
+        "glm4v_moe_text": {
+            **_EPS, "num_experts_per_tok": 8, "max_position_embeddings": 65536, "moe_intermediate_size": 1408, "n_routed_experts": 128,
             "num_key_value_heads": 8,
         },
         "glm_moe_dsa": {

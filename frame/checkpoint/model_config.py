@@ -13,18 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from frame.checkpoint.config_defaults import CONTEXT, EXPERTS, HEAD_DIM, KV_HEADS, add_defaults
+from frame.checkpoint.config_defaults import CONTEXT, EXPERTS, HEAD_DIM, KV_HEADS, NESTED_SIZES, add_defaults
 from frame.checkpoint.config_fields import check_fields, check_layer_list
 from frame.checkpoint.folder import check_folder, read_object
+from frame.checkpoint.hub_cache import find_cache, find_name, find_snapshot
 from frame.checkpoint.sentence_transformers import read_sentence_config
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import ModelConfig, is_classifier
 from frame.host.installation import describe_gguf
 
-__all__ = ["EMBEDDED", "CheckpointError", "find_model", "read_model_config"]
-
 WHISPER = "WhisperForConditionalGeneration"
 DESCRIPTION = "hf_quant_config.json"  # NVIDIA ModelOpt's, of a quantization that config.json may lack
+GGUF = "gguf"  # the quantization of a folder whose weights are a GGUF file
 EMBEDDED = "frame-tiny"  # the model that ships with the package
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -40,6 +40,8 @@ _MAX_ENTRIES = 2**24  # of a vector, a vocabulary or a layer's heads; products o
 _MAX_HEAD = 2**16  # entries of an attention head, whose rotary tables have as many for each position; labels
 _MAX_LAYERS = 1_000  # each is an object, built before weights are looked for
 _MAX_EXPERTS = 200_000  # of all layers; the same holds for them
+_ENCODER_CONFIGS = ("vision_config", "audio_config", "thinker_config")
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
 _SCALED_ROPE = ("linear", "dynamic", "yarn")
@@ -48,15 +50,37 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _DECODER_SIZES: Mapping[str, str] = {
     "num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads", "intermediate_size": "decoder_ffn_dim",
 }  # fmt: skip
-_WINDOW_IS_OPT_IN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_WINDOW_IS_OPT_IN = (
+    "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+)  # fmt: skip
 
 
 def find_model(path: str) -> Path:
-    """The folder of `model.path`: that of the embedded model for its name, else the path itself.
-    Reads nothing."""
+    """The folder of `model.path`: that of the embedded model for its name, the snapshot in the
+    cache for a name on a hub, else the path itself. Downloads nothing."""
     if path == EMBEDDED:
         return Path(__file__).resolve().parents[1] / "models" / EMBEDDED.replace("-", "_")
+    name = find_name(path)
+    if name is not None and (snapshot := find_snapshot(name)) is not None:
+        return snapshot
     return Path(path).expanduser().absolute()
+
+
+def name_model(path: str) -> str:
+    """The name in the API of the model at `model.path`, by default."""
+    name = find_name(path)
+    if name is not None:
+        return name.repository
+    return EMBEDDED if path == EMBEDDED else find_model(path).name
+
+
+def describe_missing(path: str) -> str:
+    """What to do about a path that is no folder: the command for a name on a hub."""
+    name = find_name(path)
+    if name is None:
+        return "give the folder of a checkpoint in Hugging Face layout"
+    return f"the cache ({find_cache()}) has no model of that name either: run `frame pull {name}`, or add --download"
 
 
 def read_model_config(path: str | Path, setting: str = "model.path") -> ModelConfig:
@@ -68,21 +92,20 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     """
     folder = find_model(str(path))
     if not folder.is_dir():
-        hint = "; download it first and give the folder" if "/" in str(path) and not str(path).startswith(("/", ".", "~")) else ""
         if folder.suffix == ".gguf" and folder.is_file():
             raise CheckpointError(
                 f"{setting} {str(path)!r} is a GGUF file; give its folder, with config.json and the tokenizer of the model that it was "
-                f"made from, and {describe_gguf()}."
+                f"made from{describe_gguf()}."
             )
         if folder.is_file():
             raise CheckpointError(f"{setting} {str(path)!r} is a file; give its folder, which also holds config.json and the tokenizer.")
-        raise CheckpointError(f"{setting} {str(path)!r} is no folder{hint or '; give the folder of a checkpoint in Hugging Face layout'}.")
+        raise CheckpointError(f"{setting} {str(path)!r} is no folder; {describe_missing(str(path))}.")
     check_folder(folder)
     raw = read_object(folder / "config.json")
     if raw is None and any(folder.glob("*.gguf")):
         raise CheckpointError(
             f"{folder} holds a GGUF file and no config.json; copy config.json and the tokenizer of the model that it was made from into "
-            f"the folder, and {describe_gguf()}."
+            f"the folder{describe_gguf()}."
         )
     if raw is None:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
@@ -90,17 +113,21 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     generation = read_object(folder / "generation_config.json") or {}
     if not text.get("quantization_config") and (described := _read_description(folder / DESCRIPTION)):
         text = {**text, "quantization_config": described}
+    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
+        text = {**text, "quantization_config": {"quant_method": GGUF}}
     text = add_defaults(text)
     if text.get("architectures") == [WHISPER]:  # whose `num_hidden_layers` counts those of the encoder
         text |= {new: text[old] for new, old in _DECODER_SIZES.items() if old in text}
     model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw))
-    return replace(model_config, sentence=read_sentence_config(folder))
+    full_config = raw if any(name in raw for name in _ENCODER_CONFIGS) else {}
+    has_processor = any((folder / name).is_file() for name in _PROCESSORS)
+    return replace(model_config, sentence=read_sentence_config(folder), full_config=full_config, has_processor=has_processor)
 
 
 def check_head(path: str, field: str) -> None:
     """Raise CheckpointError unless `path` is the folder of a head that drafts: its config.json has
     `field`."""
-    file = Path(path) / "config.json"
+    file = find_model(path) / "config.json"
     if file.parent.is_dir():
         check_folder(file.parent)
     raw = read_object(file)
@@ -275,6 +302,7 @@ def _select_text_config(raw: dict[str, Any]) -> dict[str, Any]:
         if isinstance(nested, dict) and nested:
             inherited = {key: raw[key] for key in _INHERITED if key in raw}
             text = {key: value for key, value in nested.items() if value is not None or key not in inherited}
+            text = {**NESTED_SIZES.get(str(nested.get("model_type")), {}), **text}
             if raw.get("tie_word_embeddings"):  # of the head, which is in the outer model; a stored head is used in any case
                 text["tie_word_embeddings"] = True
             return {**inherited, **text, "architectures": raw.get("architectures") or nested.get("architectures")}

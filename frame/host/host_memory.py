@@ -7,6 +7,8 @@ no torch.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt, from glibc's malloc.h
+_DONTNEED = 4  # MADV_DONTNEED of Linux
 _KEPT_BYTES = 256 << 20
 _LARGEST_KEPT = 32 << 20  # the maximum that glibc accepts
 
@@ -43,6 +46,23 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
     if trim is not None:
         trim(0)
+
+
+def drop_pages(address: int, size: int) -> int:
+    """Return the whole pages of a range to the system (`MADV_DONTNEED`). They stay mapped: pages of
+    the process alone read as zeros then, those of a file as the file. -> the bytes of the pages.
+    Raises OSError, and where there is no madvise."""
+    madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+    if madvise is None:
+        raise OSError("this system has no madvise")
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length <= 0:
+        return 0
+    if madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _DONTNEED) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"madvise: {os.strerror(number)}")
+    return length
 
 
 def measure_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> tuple[int, int]:

@@ -50,11 +50,9 @@ def is_installed(distribution: str) -> bool:
 
 
 def describe_gguf() -> str:
-    """How to serve a folder with a GGUF file; the command that installs the package, if needed."""
-    flags = "--load-format gguf --quantization gguf"
-    if is_installed("frame-gguf"):
-        return f"serve it with {flags}"
-    return f"install the package frame-gguf ({install_command('frame-gguf')}) and serve it with {flags}"
+    """The command that installs the package that reads GGUF files, as the end of a sentence; empty
+    if it is installed."""
+    return "" if is_installed("frame-gguf") else f", and install the package frame-gguf: {install_command('frame-gguf')}"
 
 
 def _is_pip_of_interpreter(path: str | None) -> bool:

@@ -19,6 +19,7 @@ from frame.core.ipc.inflight_file import INFLIGHT
 MAX_SOCKET_LENGTH = "frame-12345678/tokenizer-63-out"  # the longest socket path below the folder of temporary files
 NAME = re.compile(r"frame-[a-z0-9_]{8}")  # as mkdtemp makes it
 FILES = (INFLIGHT, "ranks")  # starts of names beside the sockets; ranks: where those of one host meet
+FEATURES = ".features"  # end of names of files that media were decoded to
 STALE_AFTER = 60.0  # seconds without a change; a directory that is just being created has no lock yet
 
 
@@ -88,12 +89,17 @@ def _remove_stale(base: str, before: float) -> None:
             lock = _open_locked(Path(entry.path), fcntl.LOCK_EX)
             try:
                 files = list(os.scandir(entry.path))
-                if all(file.name.startswith(FILES) or stat.S_ISSOCK(file.stat(follow_symlinks=False).st_mode) for file in files):
+                if all(_is_ours(file) for file in files):
                     for file in files:
                         Path(file.path).unlink()
                     Path(entry.path).rmdir()
             finally:
                 os.close(lock)
+
+
+def _is_ours(file: os.DirEntry[str]) -> bool:
+    is_named = file.name.startswith(FILES) or file.name.endswith(FEATURES)
+    return is_named or stat.S_ISSOCK(file.stat(follow_symlinks=False).st_mode)
 
 
 def _is_private(status: os.stat_result) -> bool:

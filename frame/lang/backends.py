@@ -34,6 +34,11 @@ class Conversation:
     messages: tuple[Mapping[str, Any], ...] = ()
 
     @property
+    def has_images(self) -> bool:
+        """Whether a message has parts, as those with images have."""
+        return any(isinstance(message["content"], list) for message in self.messages)
+
+    @property
     def is_continued(self) -> bool:
         """Whether the generation continues an assistant's message that has text already."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
@@ -81,9 +86,12 @@ class FrameBackend:
         self._is_remote = hasattr(target, "post")
         self._target = target.copy() if self._is_remote else target  # connections of this run alone
         self.name = type(target).__name__
+        if "image" in getattr(target, "modalities", ()):
+            self.features = self.features | {"image"}
 
     async def generate(self, prompt: Conversation, params: Mapping[str, Any], on_text: OnText | None) -> Generated:
-        ids, sampling = await self._encode(prompt), msgspec.convert(dict(params), SamplingParams)
+        sampling = msgspec.convert(dict(params), SamplingParams)
+        ids: Any = self._messages(prompt) if prompt.has_images else await self._encode(prompt)
         if on_text is None or sampling.n > 1:
             output = await self._target.agenerate(ids, sampling)
         else:
@@ -94,7 +102,15 @@ class FrameBackend:
                     on_text(delta.text)
         return self._generated([output] if sampling.n == 1 else output.outputs)
 
+    def _messages(self, prompt: Conversation) -> list[dict[str, Any]]:
+        """The messages of a prompt with images. Raises BackendError."""
+        if prompt.is_continued:
+            raise BackendError("a generation after text in assistant() cannot have images before it; generate in an empty assistant()")
+        return [dict(message) for message in prompt.messages]
+
     async def score(self, prompt: Conversation, choices: Sequence[str]) -> tuple[list[list[float]], Generated]:
+        if prompt.has_images:
+            raise BackendError("select() by log-probability cannot have images before it; use method='constrained'")
         prefix = await self._encode(prompt)
         encoded = [await self._call(self._target.tokenizer.encode, choice, False) for choice in choices]
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -142,7 +158,8 @@ class FrameBackend:
 
 
 _OPENAI = ("max_tokens", "temperature", "top_p", "n", "seed", "stop", "frequency_penalty", "presence_penalty", "logit_bias")
-_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "skip_special_tokens", "bad_words")
+_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_regex", "stop_token_ids", "skip_special_tokens",
+               "bad_words")  # fmt: skip
 _STRUCTURED = {"regex": "regex", "choice": "choice", "ebnf": "grammar"}
 
 

@@ -6,6 +6,7 @@ backend.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,9 +156,15 @@ def select(
     return Select(name, _checked_choices(choices), method, normalization, timeout)
 
 
-def image(url: str) -> Image:
-    """An image in a user's message, by URL; refused by backends whose model takes none."""
-    return Image(url)
+def image(source: Any) -> Image:
+    """An image in a user's message: a URL, a path, bytes, an image of PIL or an array of pixels.
+    Refused by backends whose model takes none. Raises ValueError for what is no image."""
+    if isinstance(source, str) and source.startswith(("http:", "https:", "data:", "file:")):
+        return Image(source)
+    from frame.entrypoints.offline.media import read_part
+
+    data = read_part("image", source, "image()").source
+    return Image(data if isinstance(data, str) else f"data:image/png;base64,{base64.b64encode(data).decode()}")
 
 
 def system(content: Node | str) -> Role:

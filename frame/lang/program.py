@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from frame.host.progress import show_progress
 from frame.lang import nodes
 from frame.lang.backends import Backend, Conversation, Generated, make_backend
 from frame.lang.report import Trace
@@ -102,7 +103,8 @@ class Program:
         """
         results: list[Any] = [None] * len(arguments)
         target, threads = make_backend(backend), ThreadPoolExecutor(max(1, concurrency))
-        with _loop(target) as loop, _bar(self.name, len(arguments), progress) as advance, threads:
+        shown = show_progress(self.name, len(arguments)) if progress else contextlib.nullcontext(lambda _: None)
+        with _loop(target) as loop, shown as advance, threads:
             runs = [self._runtime(loop, target, {**options, **keywords}) for keywords in arguments]
             firsts = [self._first_prompt(loop, keywords) if sort_by_prefix else "" for keywords in arguments]
 
@@ -113,7 +115,7 @@ class Program:
                     if not return_errors:
                         raise
                     results[index] = error
-                advance()
+                advance(1)
 
             futures = [threads.submit(run, index) for index in sorted(range(len(runs)), key=firsts.__getitem__)]
             try:
@@ -283,15 +285,3 @@ def _loop(backend: Backend) -> Iterator[asyncio.AbstractEventLoop]:
         thread.join()
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
-
-
-@contextlib.contextmanager
-def _bar(name: str, total: int, is_shown: bool) -> Iterator[Callable[[], None]]:
-    if not is_shown:
-        yield lambda: None
-        return
-    from rich.progress import Progress
-
-    with Progress() as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda: bar.advance(task)

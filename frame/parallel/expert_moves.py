@@ -65,7 +65,8 @@ class ExpertBalancer:
     A stage moves at most `stage_bytes`, or one expert. The weights of a layer's experts are
     received beside the present ones, which takes memory for at most one layer's experts; when all
     are there, they are written and the layer's placement changes, before the same step on all
-    ranks.
+    ranks. `imbalance`: by layer, the load of the busiest rank over the mean load, when it was last
+    measured; empty before.
     """
 
     def __init__(self, layers: Sequence[MovableExperts], group: Collective, interval: int, stage_bytes: int) -> None:
@@ -76,6 +77,7 @@ class ExpertBalancer:
         self._step = 0
         self._open: deque[LayerMove] = deque()
         self._num_stages = 0
+        self.imbalance: list[float] = []
         for layer in layers:  # counts of warm-up steps
             layer.get_counts().zero_()
 
@@ -99,6 +101,8 @@ class ExpertBalancer:
         present = np.array([layer.placement.logical for layer in self._layers])
         balanced = balance_experts(load, present.shape[1], ranks)
         before, after = find_imbalance(load, present, ranks), find_imbalance(load, balanced, ranks)
+        if load.any():
+            self.imbalance = before.round(3).tolist()
         for index in np.flatnonzero(after < before - _MIN_GAIN).tolist():
             layer, placed = self._layers[index], present[index]
             logical = keep_places(placed, balanced[index], ranks)

@@ -18,6 +18,7 @@ import numpy as np
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
+from frame.core.scheduling.request_outline import join_outlines
 from frame.core.scheduling.scheduler import FailedRequests, Scheduler
 from frame.parallel.replica_choice import ReplicaChooser, sum_loads
 
@@ -26,12 +27,12 @@ ALLOWED = -1  # a word of a grammar mask that allows all tokens
 
 class GroupedScheduler:
     """Has the methods of `Scheduler` that the engine calls. A request stays in the group that it
-    was given to, which is chosen by load and by cached prefix."""
+    was given to, which `chooser` names."""
 
-    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+    def __init__(self, schedulers: Sequence[Scheduler], chooser: ReplicaChooser) -> None:
         self.config = schedulers[0].config
         self._schedulers = schedulers
-        self._chooser = ReplicaChooser()
+        self._chooser = chooser
         self._step = 0
 
     def add_request(self, message: Generate, grammar: Grammar | None = None, arrival: float | None = None) -> Finish | None:
@@ -39,7 +40,8 @@ class GroupedScheduler:
         home = next((each for each in self._schedulers if each.has_request(message.rid)), None)
         if home is None:
             loads = {number: each.num_requests for number, each in enumerate(self._schedulers)}
-            home = self._schedulers[self._chooser.choose_replica(message.token_ids, message.namespace + message.adapter, loads)]
+            space = message.namespace + message.adapter
+            home = self._schedulers[self._chooser.choose_replica(message.token_ids, space, loads, message.media)]
         return home.add_request(message, grammar, arrival)
 
     def abort(self, rids: Sequence[str], reason: FinishReason = "abort") -> None:
@@ -69,6 +71,10 @@ class GroupedScheduler:
         batch = join_rows(batches)
         self._step += 1
         return msgspec.structs.replace(batch, step=self._step - 1, groups=groups)
+
+    def poll_tiers(self, now: float) -> None:
+        for each in self._schedulers:
+            each.poll_tiers(now)
 
     def fill_deferred_mask(self, batch: ScheduledBatch) -> np.ndarray | None:
         """The masks of the groups whose masks are deferred, one after another; rows of the others
@@ -112,9 +118,26 @@ class GroupedScheduler:
     def flush_cache(self) -> int:
         return sum(each.flush_cache() for each in self._schedulers)
 
+    def preempt_all(self) -> int:
+        return sum(each.preempt_all() for each in self._schedulers)
+
+    def change_weights(self, *, keeps_running: bool) -> int:
+        return sum(each.change_weights(keeps_running=keeps_running) for each in self._schedulers)
+
+    def admit_new_requests(self, allowed: bool) -> None:
+        for each in self._schedulers:
+            each.admit_new_requests(allowed)
+
+    def count_started(self) -> int:
+        return sum(each.count_started() for each in self._schedulers)
+
     def outline_cache(self, limit: int) -> dict[str, Any]:
         """That of the first group."""
         return self._schedulers[0].outline_cache(limit)
+
+    def outline_requests(self, limit: int) -> dict[str, Any]:
+        """See `Scheduler.outline_requests`."""
+        return join_outlines([each.outline_requests(limit) for each in self._schedulers], limit)
 
     def get_load(self) -> dict[str, Any]:
         return sum_loads([each.get_load() for each in self._schedulers])

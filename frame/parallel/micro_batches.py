@@ -16,6 +16,7 @@ import numpy as np
 
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 
+_BY_TOKEN = ("media_rows", "rotary_positions", "media_spans")  # of rows that extend, the tokens last
 _BY_ROW = ("slots", "num_computed", "num_scheduled", "samples", "prompt_logprobs", "skip_kv_store", "num_drafts")
 
 
@@ -61,10 +62,12 @@ def split_batch(batch: ScheduledBatch, count: int) -> list[MicroBatch]:
 def _take_rows(batch: ScheduledBatch, rows: np.ndarray, samples: np.ndarray, *, is_first: bool, is_last: bool) -> ScheduledBatch:
     extends = rows[rows >= batch.num_decodes] - batch.num_decodes
     ends = np.cumsum(batch.num_scheduled[batch.num_decodes :])
-    chunks = np.split(batch.token_ids, ends[:-1]) if len(ends) else []
     changes: dict[str, Any] = {name: value[rows] for name in _BY_ROW if (value := getattr(batch, name)) is not None}
     changes["num_decodes"] = int((rows < batch.num_decodes).sum())
-    changes["token_ids"] = np.concatenate([chunks[row] for row in extends]) if len(extends) else batch.token_ids[:0]
+    chunks = np.split(np.arange(len(batch.token_ids)), ends[:-1]) if len(ends) else []
+    tokens = np.concatenate([chunks[row] for row in extends]) if len(extends) else np.empty(0, np.int64)
+    changes["token_ids"] = batch.token_ids[tokens]
+    changes |= {name: value[..., tokens] for name in _BY_TOKEN if (value := getattr(batch, name)) is not None}
     changes["grammar_mask"] = None if batch.grammar_mask is None else batch.grammar_mask[samples]
     if not is_first:
         changes |= {
@@ -72,6 +75,7 @@ def _take_rows(batch: ScheduledBatch, rows: np.ndarray, samples: np.ndarray, *, 
             "setups": [],
             "released": [],
             "adapter_loads": [],
+            "encodes": [],
             "group_pages": [],
             "state_loads": None,
         }
@@ -89,7 +93,7 @@ def join_results(batch: ScheduledBatch, micro_batches: Sequence[MicroBatch], res
     prompts: list[Any] = [None] * len(batch.slots)
     faults: dict[int, str] = {}
     for micro_batch, result in zip(micro_batches, results, strict=True):
-        for name in ("token_ids", "logprobs", "top_ids", "top_logprobs", "invalid"):
+        for name in ("token_ids", "logprobs", "top_ids", "top_logprobs", "listed_logprobs", "invalid"):
             if (value := getattr(result, name)) is not None:
                 joined[name] = _scatter(joined.get(name), value, micro_batch.samples, total)
         if batch.num_drafts is not None:

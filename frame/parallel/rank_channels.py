@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ import numpy as np
 import zmq
 
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
-from frame.core.interfaces.runner import AdapterOrder, ProfileRequest
+from frame.core.interfaces.runner import AdapterOrder, MemoryOrder, ProfileRequest, TierOrder, TransferOrder, WeightOrder
 from frame.core.ipc.transport import DECODE_ERRORS, open_pull, open_push
 
 log = logging.getLogger(__name__)
@@ -83,17 +85,29 @@ class GrammarMask(msgspec.Struct, frozen=True, tag=True):
 
 class OrderReply(msgspec.Struct, frozen=True):
     """A follower's reply to order `number`. `error`: one sentence; empty if the order was carried
-    out."""
+    out. `num_blocks`: see `TierReply`."""
 
     rank: int
     number: int
     error: str = ""
+    num_blocks: int = 0
 
 
-Order = Profile | Traced | SwitchBackend | GrammarMask | AdapterOrder
+@dataclass(slots=True)
+class Replies:
+    """The replies to an order so far."""
+
+    silent: set[int]  # ranks that have not replied
+    problems: list[str] = field(default_factory=list)
+    num_blocks: int | None = None  # the minimum of all ranks
+
+
+Order = Profile | Traced | SwitchBackend | GrammarMask | AdapterOrder | WeightOrder | TransferOrder | MemoryOrder
+AnyOrder = Order | TierOrder
 BATCH, ORDER = b"batch", b"order"  # the second frame of what rank 0 sends; the first is the data, the third an order's number
 REPLY_TIMEOUT = 30.0  # seconds that a follower may take to reply
-_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)
+REPLY_POLL = 0.1  # seconds between two beats while replies are awaited
+_order_decoder: msgspec.msgpack.Decoder[AnyOrder] = msgspec.msgpack.Decoder(AnyOrder, dec_hook=decode_array)
 _reply_decoder = msgspec.msgpack.Decoder(OrderReply)
 
 
@@ -106,12 +120,12 @@ class BatchSender:
         self._sockets = [open_push(self._context, address) for address in addresses]
         self._replies = open_pull(self._context, replies)
         self._number = 0
-        self._waiting: dict[int, tuple[set[int], list[str]]] = {}  # by order: the ranks that have not replied, and problems
+        self._waiting: dict[int, Replies] = {}  # by order
 
     def send(self, batch: ScheduledBatch) -> None:
         self._send_all(encode_batch(batch), BATCH)
 
-    def send_order(self, order: Order) -> None:
+    def send_order(self, order: AnyOrder) -> None:
         """Send an order to the followers, in order with the batches."""
         self._number += 1
         self._send_all(_encoder.encode(order), ORDER, str(self._number).encode())
@@ -120,28 +134,43 @@ class BatchSender:
         """Send an order and wait for every follower's reply, up to `timeout` seconds. -> one
         sentence for each rank that failed."""
         self.send_order(order)
-        number, until = self.await_replies(), time.monotonic() + timeout
-        silent, problems = self._waiting[number]
-        while silent and self._receive_reply(max(0, int(1000 * (until - time.monotonic())))):
-            pass
-        del self._waiting[number]
-        return problems + [f"rank {rank} did not answer within {timeout:g} s" for rank in sorted(silent)]
+        return self.collect_replies(timeout)
 
-    def await_replies(self) -> int:
-        """Note that every follower replies to the last order. -> its number, for `poll_replies`."""
-        self._waiting[self._number] = set(range(1, len(self._sockets) + 1)), []
+    def collect_replies(self, timeout: float, beat: Callable[[], object] = int) -> list[str]:
+        """Wait for every follower's reply to the last order, as `ask`; calls `beat` meanwhile."""
+        number, until = self.await_replies(), time.monotonic() + timeout
+        replies = self._waiting[number]
+        while replies.silent and (left := until - time.monotonic()) > 0:
+            self._receive_reply(int(1000 * min(left, REPLY_POLL)) + 1)
+            beat()
+        self.forget_replies(number)
+        return replies.problems + [f"rank {rank} did not answer within {timeout:g} s" for rank in sorted(replies.silent)]
+
+    def await_replies(self, ranks: Iterable[int] | None = None) -> int:
+        """Note that every follower, or each of `ranks`, replies to the last order. -> its
+        number."""
+        self._waiting[self._number] = Replies(set(range(1, len(self._sockets) + 1) if ranks is None else ranks))
         return self._number
 
     def poll_replies(self, number: int) -> list[str] | None:
         """One sentence for each rank that failed to carry out an order; None: some have not
         replied yet."""
+        self.receive_replies()
+        replies = self.take_replies(number)
+        return None if replies is None else replies.problems
+
+    def receive_replies(self) -> None:
+        """Receive the replies that have come."""
         while self._receive_reply(0):
             pass
-        silent, problems = self._waiting[number]
-        if silent:
-            return None
-        del self._waiting[number]
-        return problems
+
+    def take_replies(self, number: int) -> Replies | None:
+        """The replies to an order, of those received; None: some ranks have not replied yet."""
+        return None if self._waiting[number].silent else self._waiting.pop(number)
+
+    def forget_replies(self, number: int) -> None:
+        """Nothing waits for the replies to this order any more."""
+        self._waiting.pop(number, None)
 
     def _receive_reply(self, milliseconds: int) -> bool:
         """Receive one reply. -> False: none came in time."""
@@ -153,10 +182,11 @@ class BatchSender:
         except DECODE_ERRORS as error:
             log.warning("dropped %d received bytes that are no reply: %s", len(data), error)
             return True
-        silent, problems = self._waiting.get(reply.number, (set[int](), list[str]()))
-        if reply.rank in silent:
-            silent.remove(reply.rank)
-            problems += [f"rank {reply.rank}: {reply.error}"] if reply.error else []
+        replies = self._waiting.get(reply.number)
+        if replies is not None and reply.rank in replies.silent:
+            replies.silent.remove(reply.rank)
+            replies.problems += [f"rank {reply.rank}: {reply.error}"] if reply.error else []
+            replies.num_blocks = reply.num_blocks if replies.num_blocks is None else min(replies.num_blocks, reply.num_blocks)
         return True
 
     def close(self) -> None:
@@ -182,7 +212,7 @@ class BatchReceiver:
         self._rank = rank
         self._number = 0  # of the last order
 
-    def receive(self) -> ScheduledBatch | Order | None:
+    def receive(self) -> ScheduledBatch | AnyOrder | None:
         """Wait for the next batch or order; None when rank 0 stops.
 
         Messages without rank 0's framing are dropped. Raises RuntimeError for a batch or order that
@@ -212,10 +242,10 @@ class BatchReceiver:
         """Whether a message comes in this time."""
         return bool(self._socket.poll(milliseconds))
 
-    def reply(self, error: str = "", number: int | None = None) -> None:
+    def reply(self, error: str = "", number: int | None = None, num_blocks: int = 0) -> None:
         """Answer an order, by default the last one: carried out, or the error."""
         number = self._number if number is None else number
-        self._replies.send(msgspec.msgpack.encode(OrderReply(self._rank, number, error)))
+        self._replies.send(msgspec.msgpack.encode(OrderReply(self._rank, number, error, num_blocks)))
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -1,70 +1,79 @@
 """`ReplicaChooser` and `sum_loads`: several schedulers behind one address, which are those of
 replicas or of attention groups.
 
-Used by the server's client and by the scheduler of attention groups. Must not know a request.
+Used by the server's client, by the scheduler of attention groups and by the router. Must not know a
+routing policy by name.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import msgspec
 
+from frame.core.blame import describe, remedy
+from frame.core.interfaces.media import MediaItem
+from frame.core.interfaces.routing import RoutingPolicy, RoutingRequest
 from frame.core.messages import Heartbeat
+
+log = logging.getLogger(__name__)
 
 BLOCK = 128  # tokens of a prompt that are compared together
 MAX_BLOCKS = 32  # of a prompt
-MAX_PREFIXES = 65_536  # blocks remembered, the most recently used
-LOAD_WEIGHT = 1.0  # score lost by a replica with a mean load more than the least; less would never move a whole prompt from one of two
-SLACK = 4  # sequences; a smaller difference is no load
 
 
 class ReplicaChooser:
-    """Chooses the replica of a prompt: the one with the greatest share of the prompt in its cache
-    less its relative load. What replicas have cached is estimated from earlier choices."""
+    """Asks a routing policy for the replica of a request. A policy that fails, or names a replica
+    that cannot be chosen, is not asked again: from then on, and without a policy, the least loaded
+    replica is chosen."""
 
-    def __init__(self) -> None:
-        self._replicas: OrderedDict[int, int] = OrderedDict()  # hash of a prefix of whole blocks -> a bit for each replica chosen for it
+    def __init__(self, policy: RoutingPolicy | None) -> None:
+        self._policy = policy
 
-    def choose_replica(self, prompt: Sequence[int], namespace: str, loads: Mapping[int, int]) -> int:
+    def choose_replica(self, prompt: Sequence[int], namespace: str, loads: Mapping[int, int], media: Sequence[MediaItem] = ()) -> int:
         """`loads`: outstanding sequences by replica, of those that take requests."""
-        return self.choose_by_blocks(_hash_blocks(prompt, namespace), loads)
+        return self.choose(RoutingRequest(_hash_blocks(prompt, namespace, media)), loads)
 
-    def choose_by_blocks(self, blocks: Sequence[int], loads: Mapping[int, int]) -> int:
-        """`blocks`: a hash of each prefix of the prompt, the shortest first."""
-        matched, held = dict.fromkeys(loads, 0), -1
-        for number, block in enumerate(blocks, 1):
-            held &= self._replicas.get(block, 0)
-            if not held:
-                break
-            matched |= {replica: number for replica in loads if held >> replica & 1}
-        minimum, mean = min(loads.values()), sum(loads.values()) / len(loads)
-
-        def score(replica: int) -> float:
-            excess = max(0, loads[replica] - minimum - SLACK)
-            return matched[replica] / max(1, len(blocks)) - LOAD_WEIGHT * excess / max(1.0, mean)
-
-        chosen = max(loads, key=lambda replica: (score(replica), -loads[replica]))
-        for block in blocks:
-            self._replicas[block] = self._replicas.get(block, 0) | 1 << chosen
-            self._replicas.move_to_end(block)
-        while len(self._replicas) > MAX_PREFIXES:
-            self._replicas.popitem(last=False)
-        return chosen
+    def choose(self, request: RoutingRequest, loads: Mapping[int, int]) -> int:
+        """The replica of a request, one of `loads`."""
+        if self._policy is not None:
+            try:
+                chosen = self._policy.choose_replica(request, loads)
+                if chosen in loads:
+                    return chosen
+                self._give_up(self._policy, f"chose replica {chosen!r} of {[*loads]}")
+            except Exception as error:  # noqa: BLE001 - third-party code must not end the requests
+                self._give_up(self._policy, f"failed ({type(error).__name__}: {error})", error)
+        return min(loads, key=loads.__getitem__)
 
     def forget_replica(self, replica: int) -> None:
         """Its cache is empty: it was started again."""
-        self._replicas = OrderedDict((block, left) for block, held in self._replicas.items() if (left := held & ~(1 << replica)))
+        if self._policy is not None:
+            try:
+                self._policy.forget_replica(replica)
+            except Exception as error:  # noqa: BLE001 - third-party code must not end the requests
+                self._give_up(self._policy, f"failed to forget replica {replica} ({type(error).__name__}: {error})", error)
+
+    def _give_up(self, policy: RoutingPolicy, sentence: str, error: Exception | None = None) -> None:
+        self._policy = None
+        log.error(
+            "%s %s; the replica with the least load is chosen from now on; %s", describe(policy), sentence, remedy(policy), exc_info=error
+        )
 
 
-def _hash_blocks(prompt: Sequence[int], namespace: str) -> list[int]:
-    """A hash of each prefix of whole blocks."""
+def _hash_blocks(prompt: Sequence[int], namespace: str, media: Sequence[MediaItem]) -> list[int]:
+    """A hash of each prefix of whole blocks. An item counts in the block in which it begins: those
+    after it contain it, and its digest stands for what no token id shows."""
     hashes, last = [], hash(namespace)
+    begun: dict[int, tuple[bytes, ...]] = {}
+    for item in media:
+        block = item.runs[0].start // BLOCK if item.runs else 0
+        begun[block] = (*begun.get(block, ()), item.digest)
     for start in range(0, min(len(prompt), MAX_BLOCKS * BLOCK) - BLOCK + 1, BLOCK):
-        last = hash((last, *prompt[start : start + BLOCK]))
+        last = hash((last, *begun.get(start // BLOCK, ()), *prompt[start : start + BLOCK]))
         hashes.append(last)
     return hashes
 
@@ -81,10 +90,11 @@ def sum_loads(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             total[name] = sum(values)
         elif name == "accepted_at":
             total[name] = [sum(column) for column in zip_longest(*values, fillvalue=0)]
-        elif name == "groups":
-            total[name] = [_sum_groups(same) for same in zip(*values, strict=False)]
+        elif name in ("groups", "tiers"):
+            total[name] = [_sum_named(same) for same in zip(*values, strict=False)]
     return total
 
 
-def _sum_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: sum(group[name] for group in groups) if name != "group" else value for name, value in groups[0].items()}
+def _sum_named(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of parts of one name are added."""
+    return {key: sum(part[key] for part in parts) if isinstance(value, int) else value for key, value in parts[0].items()}

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,12 +20,17 @@ from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import (
     AdapterOrder,
     DeviceLost,
+    MemoryOrder,
     ModelRunner,
     PendingOrder,
     PendingStep,
     ProfileError,
     ProfileRequest,
+    TierOrder,
+    TierReply,
+    TransferOrder,
     UnsampledStep,
+    WeightOrder,
     WrappedRunner,
 )
 from frame.parallel.rank_channels import (
@@ -43,6 +49,8 @@ from frame.parallel.rank_watch import RankWatch
 log = logging.getLogger(__name__)
 
 ORDER_POLL = 20  # milliseconds between looks at orders that take a while
+TIER_POLL = 1  # milliseconds between looks at tiers that have work
+WEIGHTS_TIMEOUT = 600.0  # seconds that a follower may take longer than rank 0 to load weights
 
 
 class LeadingRunner(WrappedRunner):
@@ -93,6 +101,18 @@ class LeadingRunner(WrappedRunner):
     def start_order(self, order: AdapterOrder) -> PendingOrder:
         self._followers.send_order(order)
         return LedOrder(self._runner.start_order(order), self._followers, self._followers.await_replies())
+
+    def update_weights(self, order: WeightOrder | TransferOrder, beat: Callable[[], object]) -> str:
+        self._followers.send_order(order)
+        error = self._runner.update_weights(order, beat)
+        problems = self._followers.collect_replies(WEIGHTS_TIMEOUT, beat)
+        return error or "; ".join(problems)
+
+    def change_memory(self, order: MemoryOrder, beat: Callable[[], object]) -> str:
+        self._followers.send_order(order)
+        error = self._runner.change_memory(order, beat)
+        problems = self._followers.collect_replies(WEIGHTS_TIMEOUT, beat)
+        return error or "; ".join(problems)
 
     def close(self) -> None:
         self._followers.close()
@@ -194,6 +214,16 @@ class RankObserver(Protocol):
         """Called when rank 0 has ended a traced request."""
 
 
+class OrderedTiers(Protocol):
+    """A follower's KV cache tiers. `frame.kv_tiers.follower` documents the methods."""
+
+    @property
+    def is_busy(self) -> bool: ...
+    def start_order(self, order: TierOrder, number: int) -> None: ...
+    def poll(self) -> Sequence[TierReply]: ...
+    def close(self) -> None: ...
+
+
 class ResultThread:
     """Waits for steps in a thread and sends their results, so that the next step can be launched
     meanwhile."""
@@ -229,10 +259,11 @@ def follow(
     results: ResultSender | None = None,
     watch: RankWatch | None = None,
     group: int = 0,
+    tiers: OrderedTiers | None = None,
 ) -> None:
     """Run batches until rank 0 stops. Each step is awaited after the next launch, as rank 0 does
     with overlap. `results`: this rank's results count, and are sent. `group`: number
-    of its attention group.
+    of its attention group. `tiers`: of its KV cache.
 
     Raises the error of a failed step: a rank that missed a step cannot rejoin the others, so its
     process ends. It does not wait for its device then, which may wait for other ranks.
@@ -241,18 +272,23 @@ def follow(
     thread = None if results is None else ResultThread(results)
     orders: dict[int, PendingOrder] = {}  # by number; those that take a while
     with contextlib.closing(batches):
-        while (batch := _receive(batches, orders)) is not None:
+        while (batch := _receive(batches, orders, tiers, group)) is not None:
             if isinstance(batch, Profile):
                 batches.reply(_profile(runner, batch))
                 continue
             if isinstance(batch, AdapterOrder):
                 orders[batches.order_number] = runner.start_order(batch)
                 continue
-            if isinstance(batch, SwitchBackend):
+            if isinstance(batch, SwitchBackend | WeightOrder | TransferOrder | MemoryOrder):
                 if in_flight is not None:
                     in_flight.wait()
                 in_flight = None
-                runner.switch_backend()
+                if isinstance(batch, MemoryOrder):
+                    batches.reply(runner.change_memory(batch, int))
+                elif not isinstance(batch, SwitchBackend):
+                    batches.reply(runner.update_weights(batch, int))
+                else:
+                    runner.switch_backend()
                 continue
             if isinstance(batch, Traced):
                 if observer is not None:
@@ -278,18 +314,32 @@ def follow(
             in_flight = launched
         if thread is not None:
             thread.close()
+        if tiers is not None:
+            tiers.close()
         runner.close()
 
 
-def _receive(batches: BatchReceiver, orders: dict[int, PendingOrder]) -> ScheduledBatch | Order | None:
-    """The next batch or order. Replies to the orders that have ended meanwhile."""
+def _receive(
+    batches: BatchReceiver, orders: dict[int, PendingOrder], tiers: OrderedTiers | None, group: int
+) -> ScheduledBatch | Order | None:
+    """The next batch or order. Replies to the orders that have ended meanwhile, and passes those
+    for tiers on."""
     while True:
         for number, order in list(orders.items()):
             if (error := order.poll()) is not None:
                 batches.reply(error, number)
                 del orders[number]
-        if not orders or batches.wait_message(ORDER_POLL):
-            return batches.receive()
+        is_copying = tiers is not None and tiers.is_busy
+        if tiers is not None and is_copying:
+            for reply in tiers.poll():
+                batches.reply(reply.error, reply.number, reply.num_blocks)
+        if (orders or is_copying) and not batches.wait_message(TIER_POLL if is_copying else ORDER_POLL):
+            continue
+        received = batches.receive()
+        if not isinstance(received, TierOrder):
+            return received
+        if tiers is not None and received.group == group:
+            tiers.start_order(received, batches.order_number)
 
 
 def _profile(runner: ModelRunner, order: Profile) -> str:

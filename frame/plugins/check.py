@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from frame.config.schema import PluginsSection
+from frame.config.server_sections import PluginsSection
 from frame.core.errors import PluginError
 from frame.plugins.loader import load_configured
 

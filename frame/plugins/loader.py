@@ -18,8 +18,8 @@ from typing import Any
 
 import pluggy
 
-from frame.config.resolve_plugins import FRAME_DISTRIBUTION
-from frame.config.schema import PluginsSection
+from frame.config.resolution.plugins import FRAME_DISTRIBUTION
+from frame.config.server_sections import PluginsSection
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.kinds import KINDS
 from frame.plugins import hookspecs

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from frame.config.resolve_plugins import plugin_options
+from frame.config.resolution.plugins import plugin_options
 from frame.config.resolved import PluginChoice
 from frame.core.blame import note_origin
 from frame.core.errors import PluginError, did_you_mean

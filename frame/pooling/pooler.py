@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
@@ -20,7 +19,8 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 class Pooler:
     """`head` maps pooled hidden states to logits, of which the columns `label_ids` are kept (all if
-    empty). `head` None: the pooled hidden states are the result."""
+    empty). `head` None: the pooled hidden states are the result. Activations and the scaling to
+    length 1 are of the request, and follow on the host."""
 
     def __init__(
         self, pooling: Pooling, head: Head | None = None, label_ids: Sequence[int] = (), device: torch.device | None = None
@@ -34,8 +34,9 @@ class Pooler:
         the mode is "last", the batch has only rows of whole prompts."""
         pooled = self._pool(hidden, batch)
         if self._head is not None:
-            return self._activate(self._head(pooled).float())
-        return F.normalize(pooled.float(), dim=-1) if self._pooling.normalize else pooled.float()
+            logits = self._head(pooled).float()
+            return logits if self._labels is None else logits.index_select(-1, self._labels)
+        return pooled.float()
 
     def _pool(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         mode = self._pooling.mode
@@ -45,10 +46,3 @@ class Pooler:
             return hidden.index_select(0, batch.query_starts[:-1].long())
         pooled = torch.segment_reduce(hidden.float(), mode, lengths=batch.query_lens.long(), unsafe=True)
         return pooled.to(hidden.dtype) if self._head is not None else pooled
-
-    def _activate(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._labels is not None:
-            logits = logits.index_select(-1, self._labels)
-        if self._pooling.activation == "sigmoid":
-            return torch.sigmoid(logits)
-        return torch.softmax(logits, dim=-1) if self._pooling.activation == "softmax" else logits

@@ -26,6 +26,7 @@ from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, load_parameters
 from frame.models.layers.rotary import Rotary, read_rope_parameters
+from frame.models.layers.weights.layer_weight import set_buffer
 from frame.plugins.drafters.draft_config import read_draft_config
 
 
@@ -77,6 +78,7 @@ class Eagle3Head(DraftModel, nn.Module):
         self.head = Head(build, "lm_head", size, hidden)
         self.d2t = ShardedParameter(torch.zeros(size, dtype=torch.int64), ShardRule(output=0), optional=size == model_config.vocab_size)
         self.d2t.bind("d2t", Range.whole(size))
+        self.targets: torch.Tensor
         self._target = (target,)  # in a tuple, so that its parameters are not those of this module
         self._vocab_size = model_config.vocab_size
 
@@ -86,8 +88,8 @@ class Eagle3Head(DraftModel, nn.Module):
     def forward(self, batch: ForwardBatch, states: torch.Tensor) -> torch.Tensor:
         if states.shape[-1] > self._target[0].model_config.hidden_size:  # the first pass, which steps without drafts leave out
             states = self.fc(states)
-        embedded = self.input_norm(self._target[0].embed(batch.token_ids))
-        rows = None if self.rotary.fused else self.rotary.gather_rows(batch.positions)
+        embedded = self.input_norm(self._target[0].embed_inputs(batch))
+        rows = self.rotary.prepare_rows(batch)
         x = self.attention(torch.cat((embedded, self.hidden_norm(states)), -1), rows, batch)
         selected = batch.get(SelectedTokens)
         if selected is not None:
@@ -107,7 +109,7 @@ class Eagle3Head(DraftModel, nn.Module):
     def finish(self) -> None:
         """Compute the target's ids of the head's vocabulary: `d2t` holds their differences."""
         ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-        self.targets = ids.clamp_(0, self._vocab_size - 1)
+        set_buffer(self, "targets", ids.clamp_(0, self._vocab_size - 1))
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
         return load_parameters(self, _rename(weights), (r"t2d$", r"embed_tokens\.", r".*rotary_emb\.inv_freq$"))

@@ -51,9 +51,9 @@ class PredictionLayer(DraftModel, nn.Module):
         self._rotary = target.get_rotary(layer)
 
     def forward(self, batch: ForwardBatch, states: torch.Tensor) -> torch.Tensor:
-        embedded = self._target[0].embed(batch.token_ids)
+        embedded = self._target[0].embed_inputs(batch)
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), -1))
-        rows = None if self._rotary.fused else self._rotary.gather_rows(batch.positions)
+        rows = self._rotary.prepare_rows(batch)
         selected, residual = batch.get(SelectedTokens), None
         *body, last = self.layers
         for layer in body:

@@ -49,6 +49,7 @@ NO_ROLLBACK = 1 << 30  # tokens: an error
 _TEXT, _LETTERS, _WORD = r"[^\"\\\x00-\x1F\x7F]", "[a-z]", "[a-zA-Z0-9_-]"
 _LENGTHS = ((_TEXT, (4, 7, 10, 14, 30)), (_LETTERS, (10, 20)), (_WORD, (10, 20)))
 SLICES = [r"[\x20\x0A\x0D\x09]+", f"{_TEXT}+", *(f"{what}{{1,{maximum}}}" for what, lengths in _LENGTHS for maximum in lengths)]
+_SEPARATORS = {"key_separator": ": ", "item_separator": ", "}  # in structural tags, as xgrammar writes JSON without free whitespace
 _LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
 # ECMAScript and xgrammar define the shorthands over ASCII, the library over Unicode. It also gives
 # `\\<` and `\\>` a meaning of its own.
@@ -216,7 +217,9 @@ class LLGuidanceBackend(GrammarBackend):
         self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=stops or None, slices=SLICES)
         self._stops = frozenset(self._tokenizer.eos_tokens)
         added = backend.get_added_tokens_decoder()
-        self._special_ids = {token.content: number for number, token in added.items() if token.special}
+        # The library has more special tokens than the tokenizer, such as Qwen3's `</think>`.
+        special = (number for number, token in added.items() if token.special or self._tokenizer.is_special_token(number))
+        self._special_ids = {added[number].content: number for number in special}
         self._batch = LLMaskBatch()
 
     def compile(self, kind: str, source: str) -> LLCompiled:
@@ -268,10 +271,13 @@ class LLGuidanceBackend(GrammarBackend):
             limit = self._options.max_whitespace
         return {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{limit}}}"} if limit else {"whitespace_flexible": False}
 
-    def _write_schema(self, schema: Any, max_whitespace: int | None) -> str:
+    def _write_schema(self, schema: Any, max_whitespace: int | None, pattern: str | None) -> str:
         if not isinstance(schema, dict):
             raise ValueError("json_schema must be an object")
-        return json.dumps({**close_schema(schema), "x-guidance": self._whitespace(max_whitespace)})
+        spaces = self._whitespace(max_whitespace) if pattern is None else {"whitespace_pattern": with_ascii_escapes(pattern)}
+        if not spaces.get("whitespace_flexible", True):
+            spaces |= _SEPARATORS
+        return json.dumps({**close_schema(schema), "x-guidance": spaces})
 
 
 def read_cost(matcher: Any) -> int:

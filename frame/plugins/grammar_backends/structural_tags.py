@@ -15,12 +15,13 @@ from typing import Any
 from frame.plugins.grammar_backends import ebnf
 
 Form = Mapping[str, Any]
-WriteSchema = Callable[[Any, int | None], str]  # (JSON schema, maximum whitespace in one place or None) -> schema of the library
+# (JSON schema, maximum whitespace in one place or None, its pattern or None) -> library's schema
+WriteSchema = Callable[[Any, int | None, str | None], str]
 
 _TEXT = "TEXT: /(?s:.*)/"
 _FIELDS = {  # type -> (required fields, optional fields)
     "const_string": (("value",), ()),
-    "json_schema": (("json_schema",), ("style", "max_whitespace_cnt")),
+    "json_schema": (("json_schema",), ("style", "max_whitespace_cnt", "whitespace_pattern")),
     "any_text": ((), ()),
     "regex": (("pattern",), ()),
     "grammar": (("grammar",), ()),
@@ -86,7 +87,8 @@ class _Writer:
     def _write_json_schema(self, form: Form) -> str:
         if form.get("style", "json") != "json":
             raise ValueError(f"the style {form['style']!r} is not supported: it needs the grammar backend combined, with xgrammar")
-        return f"%json {self._write_schema(form['json_schema'], form.get('max_whitespace_cnt'))}"
+        schema = self._write_schema(form["json_schema"], form.get("max_whitespace_cnt"), form.get("whitespace_pattern"))
+        return f"%json {schema}"
 
     def _write_any_text(self, form: Form) -> str:
         return "TEXT"

@@ -153,6 +153,8 @@ class XGrammarBackend(GrammarBackend):
             return [self._compact(each) for each in form]
         if not isinstance(form, dict):
             return form
+        if form.get("type") == "json_schema" and "whitespace_pattern" in form:
+            raise ValueError("whitespace_pattern is not supported by xgrammar; use disable_any_whitespace: false")
         if form.get("type") != "json_schema" or "max_whitespace_cnt" in form:
             return {key: value if key == "json_schema" else self._compact(value) for key, value in form.items()}
         if form.get("style", "json") != "json" or set(form) - {"type", "json_schema", "style"}:

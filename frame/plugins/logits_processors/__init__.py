@@ -17,5 +17,6 @@ def register_logits_processors(registry: KindRegistry) -> None:
         (30, "logit-bias", "logit_bias:LogitBias", ("logit_bias",), "Adds a bias to single logits."),
         (20, "bad-words", "bad_words:BadWords", ("bad_words", "bad_words_ids"), "Bans token sequences."),
         (10, "min-tokens", "min_tokens:MinTokens", ("min_tokens",), "Bans the end of a request until its minimum length."),
+        (5, "thinking-budget", "thinking_budget:ThinkingBudget", ("thinking_token_budget",), "Ends reasoning after so many tokens."),
     ):
         registry.add(name, f"{_HERE}.{target}", summary=summary, rank=rank, capabilities=ProcessorCapabilities(params, custom=()))

@@ -8,6 +8,7 @@ experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from frame import kernels
+from frame.core.interfaces.adapter_layers import PairDelta
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.kernels import nvidia
@@ -81,6 +83,22 @@ class Triton(MoERunner):
         rows = Rows(*quantize_groups(x)) if is_float8 else Rows(x)
         pairs = Pairs(ids, torch.empty(ids.shape, dtype=torch.float32, device=ids.device))  # which are not read
         return compute_pairs(rows, weights, pairs, order, self._fit_tile(tile, weights, 1), x.dtype)
+
+    def run_with_deltas(
+        self,
+        tokens: DispatchOutput,
+        experts: nn.Module,
+        gate_up: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
+        down: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
+    ) -> torch.Tensor | None:
+        """See `SupportsPairDeltas`."""
+        activation, first, ids = find_activation(experts), _weights(experts, "gate_up"), tokens.ids.contiguous()
+        vectors = choose_vectors(len(tokens.x), ids.shape[1], len(first.values))
+        if vectors is None or activation.name == "none" or first.scale is not None:
+            return None
+        pairs = Pairs(ids, tokens.weights.contiguous())
+        act = compute_gate_up_vector(tokens.x, first, pairs, vectors[0], activation, gate_up(tokens.x, ids))
+        return compute_down_vector(act, _weights(experts, "down"), pairs, vectors[1], down(act, ids))
 
     def _compile(self, tokens: DispatchOutput, layer: _Layer) -> None:
         """Run every variant of the kernels once, so that no later step waits for a compilation."""

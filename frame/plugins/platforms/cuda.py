@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import (
     DeviceMemory,
     Platform,
     PlatformContext,
     SupportsGraphs,
+    SupportsSleep,
     SupportsStreams,
     SupportsSynchronisationChecks,
 )
+from frame.host.installation import install_command
 
 
-class CudaPlatform(Platform, SupportsStreams, SupportsGraphs, SupportsSynchronisationChecks):
-    """One GPU. Streams, events and graphs are PyTorch's own objects."""
+class CudaPlatform(Platform, SupportsStreams, SupportsGraphs, SupportsSleep, SupportsSynchronisationChecks):
+    """One GPU. Streams, events and graphs are PyTorch's own objects. Memory is released by
+    torch-memory-saver, from a pool of PyTorch's allocator for each tag."""
 
     def __init__(self, context: PlatformContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
@@ -54,6 +59,26 @@ class CudaPlatform(Platform, SupportsStreams, SupportsGraphs, SupportsSynchronis
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
+
+    def tag_allocations(self, tag: str) -> AbstractContextManager[object]:
+        # The library decides about host copies when memory is allocated: a release with
+        # keeps_values=False keeps the copies of weights too.
+        region: AbstractContextManager[object] = _find_saver().region(tag=tag, enable_cpu_backup=tag == "weights")
+        return region
+
+    def release_tag(self, tag: str, tensors: Sequence[torch.Tensor], *, keeps_values: bool) -> int:
+        if keeps_values and tag != "weights":
+            raise ValueError(f"values with the tag {tag!r} are not kept")
+        self.synchronize()
+        torch.cuda.empty_cache()
+        _find_saver().pause(tag)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def map_tag(self, tag: str, tensors: Sequence[torch.Tensor]) -> None:
+        _find_saver().resume(tag)
+        for tensor in tensors if tag != "weights" else ():
+            tensor.zero_()
+        self.synchronize()
 
     def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -104,6 +129,18 @@ class CudaPlatform(Platform, SupportsStreams, SupportsGraphs, SupportsSynchronis
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+
+
+@cache
+def _find_saver() -> Any:
+    """The memory saver of this process. Raises ConfigurationError."""
+    try:
+        from torch_memory_saver import torch_memory_saver
+    except ImportError:
+        command = install_command("frame-serve[sleep]")
+        raise ConfigurationError(f"execution.sleep needs torch-memory-saver; run {command}, or turn it off") from None
+    torch_memory_saver.hook_mode = "torch"  # needs no library that is loaded before the process starts; graphs stay
+    return torch_memory_saver
 
 
 class _Memory:

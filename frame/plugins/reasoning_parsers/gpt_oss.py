@@ -11,7 +11,7 @@ import re
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningParser, held_back
+from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningMarks, ReasoningParser, held_back
 
 START, MESSAGE = "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
@@ -58,6 +58,12 @@ class GptOss(ReasoningParser):
         header: list[Format] = [] if is_calls else [{"type": "const_string", "value": FINAL}]
         optional: list[Format] = [{"type": "optional", "content": thinking}] if self._may_think else []
         return {"type": "sequence", "elements": [*([thinking] if is_open else optional), *header, reply]}
+
+    def find_marks(self) -> ReasoningMarks:
+        """Of the first message."""
+        if self._is_header:
+            return ReasoningMarks(ANALYSIS, ENDS[0]) if self._may_think else ReasoningMarks()
+        return ReasoningMarks("", ENDS[0]) if self._is_thinking else ReasoningMarks()
 
     def feed(self, text: str) -> ReasoningDelta:
         self._held += text

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningParser, held_back
+from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningMarks, ReasoningParser, held_back
 from frame.plugins.reasoning_parsers import ThinkTagsOptions
 
 _START, _THINKING, _GAP, _REPLY = range(4)
@@ -49,6 +49,11 @@ class ThinkTags(ReasoningParser):
             return {"type": "sequence", "elements": [thinking, gap, reply]}
         optional: Format = {"type": "optional", "content": {"type": "sequence", "elements": [thinking, gap]}}
         return {"type": "sequence", "elements": [optional, reply]}
+
+    def find_marks(self) -> ReasoningMarks:
+        if self._state == _THINKING or (self._state == _START and self._starts_open):
+            return ReasoningMarks("", self._options.close)
+        return ReasoningMarks(self._options.open, self._options.close) if self._state == _START else ReasoningMarks()
 
     def feed(self, text: str) -> ReasoningDelta:
         self._held += text

@@ -11,15 +11,16 @@ from frame.registration import KindRegistry, hookimpl
 def register_weight_sources(registry: KindRegistry) -> None:
     """Add the source of GGUF files."""
     registry.add(
-        "gguf", "frame_gguf.source:GgufSource", capabilities=WeightSourceCapabilities(), rank=1,
+        "gguf", "frame_gguf.source:GgufSource", capabilities=WeightSourceCapabilities(checkpoints=("gguf",)), rank=60,
         summary="Reads a GGUF file of the llama and qwen families.",
     )  # fmt: skip
 
 
 @hookimpl
 def register_weight_formats(registry: KindRegistry) -> None:
-    """Add the format of GGUF files. `auto` does not choose it, as it has no rank."""
+    """Add the format of GGUF files."""
     registry.add(
-        "gguf", "frame_gguf.format:Gguf", capabilities=FormatCapabilities(checkpoints=(None,), quant_types=("plain", "int4", "int8")),
+        "gguf", "frame_gguf.format:Gguf", rank=20,
+        capabilities=FormatCapabilities(checkpoints=("gguf", None), quant_types=("plain", "int4", "int8")),
         summary="GGUF: Q4_0, Q4_1, Q4_K, Q8_0 and Q6_K as integers per block, other types dequantized.",
     )  # fmt: skip

@@ -13,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from frame.config.schema import FrameConfig
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.interfaces.weights import WeightSourceContext
+from frame.entrypoints.configuration.prepare import prepare
+from frame.plugins.loader import load_registry
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.weights.packed_weights import check_form
 from tests.models.harness import open_session
@@ -124,6 +127,22 @@ def test_models_on_one_and_two_ranks(architecture: str, kind: str, tmp_path: Pat
         return
     both = on_ranks(2, lambda group: logits_of(stored, tp=group, gemm_kernel="torch"))
     torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_folder_with_a_gguf_file_needs_no_further_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, _ = make_pair("LlamaForCausalLM", "Q4_0", tmp_path)
+    registry = load_registry(installed=False)
+    for kind in ("weight_source", "weight_format"):
+        part = registry.kind(kind, "frame_gguf")
+        getattr(frame_gguf, f"register_{kind}s")(part)
+        registry.commit(part)
+    monkeypatch.setattr("frame.entrypoints.configuration.prepare.load_configured", lambda *_: registry)
+    config = FrameConfig.model_validate({"model": {"path": str(stored), "skip_tokenizer_init": True}, "execution": {"device": "cpu"}})
+    resolved = prepare(config).resolved
+    assert (resolved.choice("weight_source").name, resolved.choice("weight_format").name) == ("gguf", "gguf")
+    shutil.copy(next(tmp_path.glob("*/model.safetensors")), stored)
+    resolved = prepare(config).resolved
+    assert (resolved.choice("weight_source").name, resolved.choice("weight_format").name) == ("safetensors", "none")
 
 
 def test_kept_blocks_name_the_format_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
 from frame.core.interfaces.cli import CliCommand
 from frame.host.installation import install_command
+from frame.host.progress import is_terminal, show_progress
 from frame_quantize.schemes import CACHE_SCALES, METHODS
 
 LIBRARY = "llmcompressor>=0.14"  # brings compressed-tensors, datasets and transformers
@@ -47,6 +50,9 @@ def command(
     device: str | None,
 ) -> None:
     """See the help text."""
+    shows_bars = is_terminal()
+    if not shows_bars:
+        os.environ["TQDM_DISABLE"] = "1"  # the bars of llmcompressor, in whose place a line every ten seconds is written
     chosen = METHODS[method]
     if chosen.is_calibrated and calibration is None:
         raise click.UsageError(f"--method {method} needs sample texts: name a file with --calibration.")
@@ -75,11 +81,12 @@ def command(
     try:
         check_device(device)
         check_model(model)
-        if calibration is None:
-            quantize_weights(model, out, weights, chosen.activations, ignore, device)
-        else:
-            texts = read_samples(calibration, samples)
-            quantize_calibrated(model, out, method, weights, ignore, texts, max_length, device, CACHE_SCALES.get(kv_cache or ""))
+        with nullcontext() if shows_bars else show_progress(f"quantizing {model}"):
+            if calibration is None:
+                quantize_weights(model, out, weights, chosen.activations, ignore, device)
+            else:
+                texts = read_samples(calibration, samples)
+                quantize_calibrated(model, out, method, weights, ignore, texts, max_length, device, CACHE_SCALES.get(kv_cache or ""))
     except BaseException as error:
         shutil.rmtree(out, ignore_errors=True)  # what was written so far; the folder was empty or absent
         if isinstance(error, (ValueError, OSError)):

@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
+from frame.host import progress
 from frame.host.installation import install_command
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame_quantize.command import command
 from frame_quantize.schemes import METHODS
+from tests.entrypoints.serving import wait_until
 from tests.models.harness import open_session
 
 TOKENS = list(range(20, 60))
@@ -101,6 +103,18 @@ def test_the_folder_of_a_failure_can_be_used_again(tmp_path: Path, monkeypatch: 
         assert not out.exists()
     code, output = quantize("model", "--method", "int8", "--out", out)
     assert (code, f"frame serve --model {out}" in output) == (0, True)
+
+
+def test_a_line_tells_that_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    monkeypatch.setenv("TQDM_DISABLE", "")
+    caplog.set_level("INFO", "frame.progress")
+    work = ModuleType("frame_quantize.quantize")
+    work.quantize_calibrated = work.read_samples = None  # type: ignore[attr-defined]
+    work.check_device = work.check_model = lambda _: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, work.__name__, work)
+    work.quantize_weights = lambda *_: wait_until(lambda: "quantizing model: 0:00 so far" in caplog.text)  # type: ignore[attr-defined]
+    assert quantize("model", "--method", "int8", "--out", tmp_path / "out")[0] == 0
 
 
 def test_what_cannot_be_quantized_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@ carries.
 
 The first message of the end that connects shows that it knows the secret, then both ends prove it
 for this connection. Every frame has a code (HMAC-SHA256) over its number and content. Contents are
-not encrypted. Used by the launcher `rendezvous`. Must
-not know a rank or what its sockets carry.
+not encrypted. Used by the launcher `rendezvous` and by the tier `nixl`. Must not know a rank or
+what its sockets carry.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class LinkError(OSError):
     """The other host is not who it should be, sent what is no frame, or is gone."""
 
 
-def read_key() -> bytes:
-    """The secret that all hosts share. Raises ConfigurationError."""
+def read_key(setting: str = "parallel.nnodes", holders: str = "host") -> bytes:
+    """The secret that all hosts share. setting: that needs it. Raises ConfigurationError."""
     key = os.environ.get(KEY_VARIABLE, "")
     if len(key) < SHORTEST_KEY:
         raise ConfigurationError(
-            f"parallel.nnodes needs a secret of at least {SHORTEST_KEY} characters in {KEY_VARIABLE}, the same on every host;"
+            f"{setting} needs a secret of at least {SHORTEST_KEY} characters in {KEY_VARIABLE}, the same on every {holders};"
             f" export {KEY_VARIABLE}=$(openssl rand -hex 32)"
         )
     return key.encode()
