@@ -22,14 +22,6 @@ from statistics import median
 
 import httpx
 
-BY_TURNS = """
-import itertools
-from frame.parallel.replica_choice import ReplicaChooser
-turns = itertools.count()
-ReplicaChooser.choose_by_blocks = lambda self, blocks, loads: sorted(loads)[next(turns) % len(loads)]
-from frame.entrypoints.cli.main import main
-main()
-"""
 PREFIX = "The same beginning of every request. " * 40
 
 
@@ -84,7 +76,7 @@ def main() -> None:
     serve = [[sys.executable, "-m", "frame", "serve", "--port", str(port), "--served-model-name", "frame"] for port in (first, second)]
     routers = [
         [sys.executable, "-m", "frame", "router", "--port", str(by_prefix), *replicas],
-        [sys.executable, "-c", BY_TURNS, "router", "--port", str(by_turns), *replicas],
+        [sys.executable, "-m", "frame", "router", "--port", str(by_turns), "--policy", "round_robin", *replicas],
     ]
     running = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for command in serve + routers]
     try:

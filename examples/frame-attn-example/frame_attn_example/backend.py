@@ -65,9 +65,7 @@ class BlockwiseBackend(AttentionBackend):
         out = [self._attend(layer.spec, q[row.tokens], cached, values, row.places) for row in batch.plan]
         return layer.unabsorb(torch.cat(out))
 
-    def _attend(
-        self, spec: AttentionSpec, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, spec: AttentionSpec, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Attend for one row: q [queries, heads, d], keys and values [places, kv_heads, …] ->
         [queries, heads, dv]."""
         queries, heads, length = q.shape[0], q.shape[1], places.shape[0]
