@@ -44,7 +44,7 @@ def test_a_tier_without_capabilities_is_local() -> None:
 
 
 def digest(folder: Path, **sections: dict[str, object]) -> str:
-    values = {"model": {"path": str(folder)}, "execution": {"device": "cpu"}}
+    values: dict[str, dict[str, object]] = {"model": {"path": str(folder), "dtype": "float32"}, "execution": {"device": "cpu"}}
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     return digest_model(prepare(FrameConfig.model_validate(values)).resolved)
