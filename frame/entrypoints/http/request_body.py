@@ -32,6 +32,8 @@ def bounded_schema(schema: Any, is_form: bool = False, in_container: bool = Fals
     """A core schema, changed in place, with the bounds and number rules of bodies. is_form: values
     come as text."""
     kind = schema.get("type")
+    if kind == "function-before" and _is_bound(schema["function"]["function"]):
+        return schema  # pydantic shares the schema of a body between the schemas that contain it
     if kind in ("int", "float"):
         if in_container:
             schema["strict"] = True
@@ -58,6 +60,10 @@ def bounded_schema(schema: Any, is_form: bool = False, in_container: bool = Fals
     if kind == "dict" and schema.get("values_schema", {}).get("type", "any") != "any":
         return core_schema.no_info_before_validator_function(_limit_pairs, schema)
     return schema
+
+
+def _is_bound(function: Any) -> bool:
+    return function is _limit_pairs or (isinstance(function, partial) and function.func is _check_number)
 
 
 def _check_number(refused: tuple[type, ...], error_type: Any, value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, create_model
 
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.validation_errors import unreadable_json, validation_error
@@ -26,6 +26,14 @@ class Body(RequestBody):
     form: Literal["float", "base64"] | None = None
     biases: dict[str, float] = Field(default_factory=dict)
     names: dict[str, str] = Field(default_factory=dict, max_length=2)
+
+
+def test_bounds_are_set_once() -> None:
+    """pydantic shares the schema of a body with those of the models that contain it."""
+    before = str(Body.__pydantic_core_schema__).count("_check_number")
+    for number in range(20):
+        create_model(f"Outer{number}", __base__=RequestBody, bodies=(list[Body], ...))
+    assert str(Body.__pydantic_core_schema__).count("_check_number") == before > 0
 
 
 @pytest.mark.parametrize(
