@@ -59,7 +59,9 @@ class ImageModality(ProcessorModality):
         self._row_token = find_row_token(context.model_config, tokenizer, "image", placeholder)
         check_names(context.processor_options, set(images.valid_kwargs.__annotations__), "image processor")
         merged = self._processor._merge_kwargs(  # noqa: SLF001 - the defaults of a processor are nowhere else
-            tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}), images_kwargs=dict(context.processor_options)
+            self._processor.valid_processor_kwargs,
+            tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}),
+            images_kwargs=dict(context.processor_options),
         )
         self._arguments: dict[str, Any] = {**merged["images_kwargs"], "return_tensors": "np", "do_convert_rgb": False}
         self._shapes = copy.copy(self._processor)

@@ -10,6 +10,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def load_image_processor(folder: Path) -> Any:
     """The checkpoint's image processor in its PIL form."""
-    from transformers import AutoImageProcessor
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # the name in `transformers` may ask for torchvision
 
     return _load(
         "image processor",
@@ -152,6 +153,9 @@ def _load(what: str, folder: Path, load: Callable[[], Any]) -> Any:
         raise
     except Exception as error:  # of transformers, which raises many
         _log.debug("the %s of %s", what, folder, exc_info=True)
+        if "torchvision" in str(error).lower() and find_spec("torchvision") is None:
+            sentence = f"this version of transformers needs torchvision for the {what}"
+            raise ConfigurationError(f"{sentence}; run: pip install --upgrade transformers") from error
         if "torchvision" in str(error):
             sentence = f"torchvision, which does not fit the installed torch, prevents the {what}: {str(error)[:200]}"
             raise ConfigurationError(f"{sentence}; run: pip uninstall torchvision") from error

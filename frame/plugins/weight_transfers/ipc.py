@@ -28,7 +28,8 @@ from frame.core.interfaces.weight_transfer import (
 
 FOLDER = "/dev/shm"  # noqa: S108 - where POSIX shared memory is
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")  # no path, no hidden file
-_HANDLE_BYTES = 64  # of a CUDA IPC handle; torch may put a byte for the allocator in front
+_HANDLE_BYTES = 64  # of a CUDA IPC handle; torch puts its version of the format and the kind of memory in front
+_PLAIN = b"c"  # the kind of memory from cudaMalloc, whose format is the same in all versions
 
 
 class IpcTransfer(WeightTransfer):
@@ -122,8 +123,12 @@ class DeviceBuffer:
             handle, counter, event = (bytes.fromhex(text) for text in (buffer.handle, buffer.counter, buffer.event))
         except ValueError:
             raise TransferError(f"the handles of buffer {buffer.number} are not hexadecimal") from None
-        if not _HANDLE_BYTES <= len(handle) <= _HANDLE_BYTES + 1 or not counter:
+        if handle[1:2] == b"e":
+            remedy = "start the trainer with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+            raise TransferError(f"buffer {buffer.number} is in an expandable segment; {remedy}")
+        if len(handle) != _HANDLE_BYTES + 2 or handle[1:2] != _PLAIN or not counter:
             raise TransferError(f"buffer {buffer.number} has no handle of CUDA IPC and of its reference counter")
+        handle = b"\x01" + handle[1:]  # a trainer's torch may be newer
         index = torch.cuda.current_device() if device.index is None else device.index
         place = (buffer.counter_offset, event, buffer.has_event)
         try:
