@@ -82,8 +82,14 @@ def test_it_ends_with_a_start_that_is_stopped(number: signal.Signals) -> None:
 
 
 def test_the_start_goes_on_without_it() -> None:
-    with starting() as (process, child):
+    with serving() as process:
+        # The main process has not read the configuration when its first child appears.
+        while not (children := psutil.Process(process.pid).children()):
+            pass
+        process.send_signal(signal.SIGSTOP)
+        (child,) = children
         child.kill()
+        process.send_signal(signal.SIGCONT)
         assert process.stderr is not None
         for line in process.stderr:
             if "ready on" in line:

@@ -53,7 +53,7 @@ def test_a_replica_that_is_killed_under_load(tmp_path: Path) -> None:
         RunningRouter(first.url, second.url) as router,
         ThreadPoolExecutor(32) as pool,
     ):
-        load: list[Future[list[str] | int]] = [pool.submit(send, router.url, number, number % 2 == 0) for number in range(32)]
+        load: list[Future[list[str] | int]] = [pool.submit(send, router.url, number, number % 4 < 2) for number in range(32)]
         wait_until(lambda: all(each.get("/server_info")["outstanding"] >= 8 for each in (first, second)))
         kill(first)
         results = [task.result(PATIENCE) for task in load]
