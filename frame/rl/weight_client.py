@@ -44,6 +44,7 @@ class WeightClient:
         self._group: Any = None
         self._group_name = ""
         self._store: Any = None
+        self._http: Any = None  # httpx.Client
 
     def get_world_size(self) -> int:
         """The number of the engine's ranks."""
@@ -98,6 +99,9 @@ class WeightClient:
 
     def close(self) -> None:
         self.leave_group()
+        if self._http is not None:
+            self._http.close()
+            self._http = None
 
     # ----------------------------------------------------------------------------------------------
 
@@ -162,7 +166,9 @@ class WeightClient:
         import httpx
 
         try:
-            response = httpx.request(method, f"{self._target}{path}", json=body, headers=self._headers, timeout=self._timeout)
+            if self._http is None:  # a client for each message would read the certificates of all authorities each time
+                self._http = httpx.Client(base_url=str(self._target), headers=self._headers, timeout=self._timeout)
+            response = self._http.request(method, path, json=body)
             data: dict[str, Any] = response.json()
         except (httpx.HTTPError, ValueError) as error:
             raise WeightUpdateError(f"{path} failed: {error}") from error
