@@ -4,7 +4,7 @@
 
 `--model`: a folder with the configuration, tokenizer and processors of a model that reads images;
 its weights are random. All rows come from one run, in rounds in turn; rates are requests a second,
-and the median of the rounds.
+and the median of the rounds. `pauses`: the longest times without a response, in seconds.
 
 text, text_only: the same texts, to this server and to one with `--language-model-only`.
 repeated, plain: one image after texts that differ, and texts of as many tokens.
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +84,20 @@ class Server:
         answer: dict[str, Any] = reply.json()
         return answer
 
-    async def run(self, bodies: list[dict[str, Any]], at_once: int) -> tuple[float, int]:
-        """Requests a second, and the prompt tokens of the last."""
-        waiting, places, used = iter(bodies), min(at_once, len(bodies)), 0
+    async def run(self, bodies: list[dict[str, Any]], at_once: int) -> tuple[float, int, float]:
+        """Requests a second, the last one's prompt tokens, the longest time without a response."""
+        waiting, places, used, ends = iter(bodies), min(at_once, len(bodies)), 0, list[float]()
 
         async def work(http: httpx.AsyncClient) -> None:
             nonlocal used
             for body in waiting:
                 used = (await self.send(http, body))["usage"]["prompt_tokens"]
+                ends.append(time.perf_counter())
 
         async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=places)) as http:
-            start = time.perf_counter()
+            ends.append(start := time.perf_counter())
             await asyncio.gather(*(work(http) for _ in range(places)))
-        return len(bodies) / (time.perf_counter() - start), used
+        return len(bodies) / (ends[-1] - start), used, max(after - before for before, after in pairwise(ends))
 
     async def flush(self) -> None:
         """Forget cached prefixes."""
@@ -104,7 +105,9 @@ class Server:
             (await http.post(self.url + "/flush_cache")).raise_for_status()
 
     async def stream(self, http: httpx.AsyncClient, gaps: list[float]) -> None:
-        async with http.stream("POST", self.url + "/v1/chat/completions", json=make_body(make_text(64), tokens=400, stream=True)) as reply:
+        params = {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True}
+        body = {"text": make_text(64), "sampling_params": params, "stream": True}  # an event a token, also of one without text
+        async with http.stream("POST", self.url + "/generate", json=body) as reply:
             last = 0.0
             async for line in reply.aiter_lines():
                 if line.startswith("data: {"):
@@ -149,10 +152,11 @@ def bound(model: Path, size: tuple[int, int], tokens: int, flops: float) -> floa
 
 async def measure(server: Server, text_only: Server, arguments: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {"text": [], "text_only": [], "repeated": [], "plain": [], "small": [], "large": []}
+    pauses: dict[str, list[float]] = {name: [] for name in rows}
     one, images = make_image(SMALL), arguments.images
-    _, with_image = await server.run([make_body(make_text(64), one)], 1)
-    _, without = await server.run([make_body(make_text(64))], 1)
-    _, twice = await server.run([make_body(make_text(128))], 1)
+    _, with_image, _ = await server.run([make_body(make_text(64), one)], 1)
+    _, without, _ = await server.run([make_body(make_text(64))], 1)
+    _, twice, _ = await server.run([make_body(make_text(128))], 1)
     letters = 64 / (twice - without)  # of a token
     same = 64 + round((with_image - without) * letters)
     prompt_tokens = {}
@@ -164,18 +168,22 @@ async def measure(server: Server, text_only: Server, arguments: argparse.Namespa
         texts = [make_body(make_text(600), tokens=64) for _ in range(256)]
         for name, each in (("text", server), ("text_only", text_only)):
             await each.flush()
-            rows[name].append((await each.run(texts, 128))[0])
+            rate, _, pause = await each.run(texts, 128)
+            rows[name].append(rate)
+            pauses[name].append(pause)
         repeated = [make_body(make_text(64), one) for _ in range(2 * images)]
         plain = [make_body(make_text(same)) for _ in range(2 * images)]
         for name, bodies in (("repeated", repeated), ("plain", plain)):
-            rate, prompt_tokens[name] = await server.run(bodies, 64)
+            rate, prompt_tokens[name], pause = await server.run(bodies, 64)
             rows[name].append(rate)
+            pauses[name].append(pause)
         for name, size in (("small", SMALL), ("large", LARGE)):
             bodies = [make_body(make_text(16), make_image(size)) for _ in range(images if size == SMALL else images // 2)]
-            rate, prompt_tokens[name] = await server.run(bodies, 64)
+            rate, prompt_tokens[name], pause = await server.run(bodies, 64)
             rows[name].append(rate)
+            pauses[name].append(pause)
     report: dict[str, Any] = {
-        name: {"median": statistics.median(all_rates), "all": all_rates, "prompt_tokens": prompt_tokens.get(name)}
+        name: {"median": statistics.median(all_rates), "all": all_rates, "pauses": pauses[name], "prompt_tokens": prompt_tokens.get(name)}
         for name, all_rates in rows.items()
     }
     for name, size in (("small", SMALL), ("large", LARGE)):

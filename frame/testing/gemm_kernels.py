@@ -32,6 +32,7 @@ def make_gemm_kernels(context: RankContext, named: str | None = None) -> tuple[G
     choices = []
     for record in registry.records("gemm_kernel"):
         capabilities = record.capabilities
-        if isinstance(capabilities, GemmCapabilities) and not capabilities.unsupported(requirements):
+        is_usable = not record.problems or record.name == named  # others need a package that is not installed
+        if is_usable and isinstance(capabilities, GemmCapabilities) and not capabilities.unsupported(requirements):
             choices.append(GemmChoice(record.name, registry.load(record)(context, None), capabilities.speeds, record.name == named))
     return tuple(choices)

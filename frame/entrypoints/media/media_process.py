@@ -150,7 +150,6 @@ def main(load: Callable[[Resolved, Registry], Mapping[str, Modality]] = load_mod
         signal.signal(number, signal.SIG_IGN)
     replies = os.dup(1)
     os.dup2(2, 1)  # output of libraries goes to the log
-    os.nice(NICENESS)
     if (message := read_message(0)) is None:
         return
     setup = _read_request(message)
@@ -162,6 +161,7 @@ def main(load: Callable[[Resolved, Registry], Mapping[str, Modality]] = load_mod
         write_message(replies, _encode(Refused(str(error))))
         return
     write_message(replies, _encode(Ready({name: (each.placeholder, each.row_token) for name, each in modalities.items()})))
+    os.nice(NICENESS)  # from here on: a start that waits for this process loses nothing
     seconds = WALL_FACTOR * resolved.user.media.decode_timeout
     child = _Child.fork(resolved, modalities, Path(setup.folder), (0, replies))
     while (message := read_message(0)) is not None:
