@@ -22,10 +22,11 @@ import torch
 from torch import distributed
 
 from frame.entrypoints.offline.engine import Engine
+from frame.parallel.gloo_group import make_gloo_group
 from frame.rl.buckets import Bucket, DeviceBucket, HostBucket, describe, split_buckets
 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 512 << 20
 ALIGNMENT = 256  # bytes of a tensor's offset in a bucket
 
 
@@ -70,7 +71,7 @@ class WeightClient:
             if device == "cuda":
                 self._group = distributed.ProcessGroupNCCL(store, 0, size, distributed.ProcessGroupNCCL.Options())
             else:
-                self._group = distributed.ProcessGroupGloo(store, 0, size, wait)
+                self._group = make_gloo_group(store, 0, size, wait, host)
 
         self._together("open", join, kind="group", name=name, info={**info, "group_name": name})
 

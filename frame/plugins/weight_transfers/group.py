@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from torch import distributed
 
 from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart, WeightTransfer, WeightTransferContext
+from frame.parallel.gloo_group import find_own_address, make_gloo_group
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # by backend: the prefix that torch puts before the keys of its store
 TRAINER = 0  # its rank
@@ -80,7 +81,8 @@ class GroupTransfer(WeightTransfer):
         for prefix in (info.group_name, f"{info.group_name}/", f"{DEVICES[info.backend]}/"):  # as torch makes it
             store = distributed.PrefixStore(prefix, store)
         if info.backend == "gloo":
-            return distributed.ProcessGroupGloo(store, rank, info.world_size, self._timeout)
+            own = find_own_address(info.master_address, info.master_port)
+            return make_gloo_group(store, rank, info.world_size, self._timeout, own)
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = self._timeout  # noqa: SLF001 - the name that torch gives it
         return distributed.ProcessGroupNCCL(store, rank, info.world_size, options)
