@@ -29,6 +29,7 @@ from frame.structured_output.grammar_calls import (
     accept_tokens,
     get_grammar_state,
     grammar_error,
+    start_mask,
 )
 from frame.structured_output.grammar_threads import NICENESS, QUICK_SECONDS, CallBatch, GrammarThreads
 
@@ -128,13 +129,14 @@ class GrammarCalls(StepGrammars):
                 end = accept_tokens(request.grammar, tokens, request.params)
                 state.mask = None
                 if end is None:
-                    fills.append(GrammarCall(request, (), filling.masks[len(filling.requests)]))
+                    if (call := start_mask(request, state, filling.masks, len(filling.requests))) is not None:
+                        fills.append(call)
                     filling.requests.append(request)
             elif end is None:
                 calls[i] = GrammarCall(request, tokens, np.empty(self._words, np.int32))
             ends.append(end)
             if len(fills) == slice_rows or (fills and i == len(drawn) - 1):
-                filling.begun += self._begin(fills, num_rows, filling.masks, len(filling.requests) - len(fills))
+                filling.begun += self._begin(fills, num_rows, filling.masks)
                 fills = []
         self._filling = filling
         self._run(list(calls.values()), num_rows)
@@ -182,7 +184,10 @@ class GrammarCalls(StepGrammars):
             elif state.mask is not None:
                 mask[i], state.mask = state.mask, None
             elif state.error is None and state.call is None:
-                calls[i] = GrammarCall(request, (), masks[len(calls)])
+                if (call := start_mask(request, state, masks, len(calls))) is not None:
+                    calls[i] = call
+                elif state.mask is not None:
+                    mask[i], state.mask = state.mask, None
         self._run(list(calls.values()), len(slots), masks)
         for i, call in calls.items():
             state = get_grammar_state(call.request)
@@ -253,25 +258,23 @@ class GrammarCalls(StepGrammars):
 
     def _run(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None = None) -> None:
         """Run calls of a step of `num_rows` rows, and wait for those of requests whose calls are
-        quick. masks: int32 [calls or more, words], the calls' own; None: each is made alone."""
-        self._finish(self._begin(calls, num_rows, masks, 0), num_rows)
+        quick. masks: int32 [n, words], which hold the calls' masks; None: each is made alone."""
+        self._finish(self._begin(calls, num_rows, masks), num_rows)
 
-    def _begin(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None, first: int) -> list[_Pending]:
-        """Start calls, those of slow requests beside the steps. Their masks are the rows of `masks`
-        from `first` on. -> an entry if any can be waited for."""
+    def _begin(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None) -> list[_Pending]:
+        """Start calls, those of slow requests beside the steps. masks: see `_run`. -> an entry if
+        any can be waited for."""
         alone: list[GrammarCall] = []
         batched: dict[MaskBatch, list[tuple[GrammarCall, Any, int]]] = {}
         share = min(MEASURED_SHARE, MAX_MEASURED / num_rows)
-        for row, call in enumerate(calls, first):
+        for call in calls:
             if get_grammar_state(call.request).is_slow:
                 self._slow.submit([call])
                 self._stop(call)
             elif masks is None or (batch := self._choose_batch(call, share)) is None:
                 alone.append(call)
-            elif (handle := call.start_mask()) is None:
-                _keep_mask(call)
             else:
-                batched.setdefault(batch, []).append((call, handle, row))
+                batched.setdefault(batch, []).append((call, call.handle, call.row))
         if not alone and not batched:
             return []
         batches = [BatchCall(batch, masks, entries) for batch, entries in batched.items()] if masks is not None else []
@@ -283,9 +286,10 @@ class GrammarCalls(StepGrammars):
         """What fills the mask of a call with others. None: it is filled alone, as this share of
         the masks that could be filled with others."""
         batch = _get_batch(call.request)
-        if batch is None or call.tokens or not self._batches_masks:
+        if batch is None or call.handle is None or not self._batches_masks:
             return None
-        is_known = get_grammar_state(call.request).num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
+        num_measured = get_grammar_state(call.request).num_measured + getattr(call.request.grammar, "num_measured", 0)
+        is_known = num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
         return batch if is_known and self._random.random() >= share else None
 
     def _finish(self, begun: Sequence[_Pending], num_rows: int) -> None:

@@ -148,7 +148,10 @@ class BatchedGrammar(Grammar, Protocol):
     thread and must be quick.
 
     `start_mask`, the batch and `finish_mask` have the effect of `fill_mask`. No other call comes
-    between them.
+    between them. `fill_mask` may be called after `start_mask` instead.
+
+    It may have `num_measured`: calls of other requests that computed masks of the same grammar in a
+    short time. Such a request need not be measured before its masks are filled in batches.
     """
 
     @property

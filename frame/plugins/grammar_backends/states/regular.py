@@ -41,6 +41,7 @@ class Language:
     _forms: dict[Node, Form] = field(default_factory=dict)
     _further: dict[tuple[Node, int], Node] = field(default_factory=dict)
     _passes: dict[tuple[Node, Node], bytes] = field(default_factory=dict)
+    _joined: dict[tuple[Node, Node], Node] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
@@ -57,7 +58,17 @@ class Language:
             return second
         if second is self.empty:
             return first
-        spine = []  # to the right, so that equal sequences are equal
+        if first.kind == "cat":
+            found = self._joined.get((first, second))
+            if found is None:
+                found = self._joined[first, second] = self._join(first, second)
+            return found
+        return self._node("cat", (first, second), is_nullable=first.is_nullable and second.is_nullable)
+
+    def _join(self, first: Node, second: Node) -> Node:
+        """The sequence of a sequence and a node, nested to the right, so that equal sequences are
+        equal."""
+        spine = []
         while first.kind == "cat":
             spine.append(first.parts[0])
             first = first.parts[1]
@@ -106,15 +117,30 @@ class Language:
     def follow(self, node: Node, text: bytes) -> Node:
         """Return the derivative by a text."""
         known, at, end = self._derivatives, 0, len(text)
-        while at < end:
-            if node.kind == "cat" and (repeat := node.parts[0]).kind == "repeat":
-                count = end - at - len((text[at:] if at else text).lstrip(self._passed(repeat.parts[0], node.parts[1])))
+        while at < end and node is not self.none:
+            byte = text[at]
+            if node.kind != "cat":
+                node, at = known.get((node, byte)) or self.derive(node, byte), at + 1
+                continue
+            head, tail = node.parts
+            if head.kind == "repeat":
+                count = end - at - len((text[at:] if at else text).lstrip(self._passed(head.parts[0], tail)))
                 if count > 1:
-                    count = count if repeat.maximum is None else min(count, repeat.maximum)
+                    count = count if head.maximum is None else min(count, head.maximum)
                     node, at = self._after(node, count), at + count
                     continue
-            byte = text[at]
-            node, at = known.get((node, byte)) or self.derive(node, byte), at + 1
+            # What the tail does not take part in is derived without it: few heads have many tails.
+            while head.kind != "cat" and head.first >> byte & 1 and not (head.is_nullable and tail.first >> byte & 1):
+                head, at = known.get((head, byte)) or self.derive(head, byte), at + 1
+                if at == end:
+                    break
+                byte = text[at]
+            if head is not node.parts[0]:
+                node = self.cat(head, tail) if at == end or head.first >> byte & 1 or not head.is_nullable else tail
+            elif head.is_nullable and not head.first >> byte & 1:
+                node = tail
+            else:
+                node, at = known.get((node, byte)) or self.derive(node, byte), at + 1
         return node
 
     def form(self, node: Node) -> Form:
@@ -134,12 +160,14 @@ class Language:
             self._clamped[key] = found
         return found
 
-    def forget(self) -> None:
-        """Clear the caches if they are large. Existing nodes stay valid; equal nodes created later
-        are other objects."""
-        if len(self._nodes) + len(self._derivatives) + len(self._further) > MAX_NODES:
-            self._nodes, self._derivatives, self._clamped = {}, {}, {}
-            self._further, self._passes, self._forms = {}, {}, {}
+    def forget(self) -> bool:
+        """Clear the caches if they are large, and return whether. Existing nodes stay valid; equal
+        nodes created later are other objects."""
+        if len(self._nodes) + len(self._derivatives) + len(self._further) + len(self._joined) <= MAX_NODES:
+            return False
+        self._nodes, self._derivatives, self._clamped = {}, {}, {}
+        self._further, self._passes, self._forms, self._joined = {}, {}, {}, {}
+        return True
 
     def _passed(self, part: Node, after: Node) -> bytes:
         """The bytes that are one whole repetition of `part` and cannot start `after`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from frame.plugins.grammar_backends.ebnf import LAST, SURROGATES, Ranges, complement
-from frame_automata.regular import Language, Node
-from frame_automata.regular_syntax import characters, literal
+from frame.plugins.grammar_backends.states.regular import Language, Node
+from frame.plugins.grammar_backends.states.regular_syntax import characters, literal
 
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92), (127, 127)]  # JSON does not require the last

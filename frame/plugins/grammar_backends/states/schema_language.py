@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
-from frame_automata import json_texts
-from frame_automata.regular import Language, Node
-from frame_automata.regular_syntax import literal, literals, read
+from frame.plugins.grammar_backends.states import json_texts
+from frame.plugins.grammar_backends.states.regular import Language, Node
+from frame.plugins.grammar_backends.states.regular_syntax import literal, literals, read
 
 MAX_SCHEMAS = 2000  # after expanding references
 MAX_NODES = 40_000

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from frame.plugins.grammar_backends.ebnf import SURROGATES, Ranges, UnsupportedSyntaxError, complement
-from frame_automata.regular import Language, Node
+from frame.plugins.grammar_backends.states.regular import Language, Node
 
 MAX_COUNT = 1_000_000
 MAX_DEPTH = 100
