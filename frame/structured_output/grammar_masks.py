@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,7 @@ class GrammarCalls(StepGrammars):
         self._stopped: list[Request] = []
         self._filling: _Filling | None = None
         self._filled: _Filling | None = None  # the last one
+        self._spare: deque[np.ndarray] = deque(maxlen=3)  # memory of earlier steps' masks, oldest first
         self._random = random.Random()  # a client must not know which masks are measured
         self._is_crowded = False  # the masks of the last step took longer than `CROWDED_SECONDS`
         self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
@@ -120,7 +122,7 @@ class GrammarCalls(StepGrammars):
         calls: dict[int, GrammarCall] = {}
         ends: list[Finish | None] = []
         fills: list[GrammarCall] = []
-        filling = _Filling(num_rows, np.empty((len(drawn), self._words), np.int32), [], [])
+        filling = _Filling(num_rows, self._take_masks(len(drawn)), [], [])
         slice_rows = max(MIN_SLICE_ROWS, -(-len(drawn) // NUM_SLICES))
         for i, (request, tokens) in enumerate(drawn):
             state = get_grammar_state(request)
@@ -143,6 +145,14 @@ class GrammarCalls(StepGrammars):
         for i, call in calls.items():
             ends[i] = call.end if call.is_finished else None
         return ends
+
+    def _take_masks(self, count: int) -> np.ndarray:
+        """Memory for so many masks, int32 [count or more, words]: that of the step before the last
+        one, which the device has read. New memory takes as much time as its masks."""
+        if len(self._spare) < 2:
+            return np.empty((count, self._words), np.int32)
+        masks = self._spare.popleft()
+        return masks if count <= len(masks) <= 2 * count else np.empty((count, self._words), np.int32)
 
     def wait_for_masks(self) -> None:
         filling, self._filling = self._filling, None
@@ -168,6 +178,8 @@ class GrammarCalls(StepGrammars):
             if all(state.mask is not None for state in states):
                 for state in states:
                     state.mask = None
+                if not self._stopped and not self._held:  # no call may still write
+                    self._spare.append(filled.masks)
                 return filled.masks[: len(slots)]  # nothing to copy
         mask = np.full((len(slots), self._words), -1, np.int32)
         calls: dict[int, GrammarCall] = {}

@@ -11,9 +11,9 @@ import pytest
 
 from frame.core.interfaces.sampling import Grammar
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError, complement
-from frame_automata.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame.plugins.grammar_backends.states.regular import Language, Node
 from frame.plugins.grammar_backends.states.regular_syntax import literal, literals, read
+from frame_automata.automaton import AutomatonCompiled, Masks, Vocabulary
 from frame_automata.states import TooMuchWorkError, only_byte
 from tests.core.scheduling.scripted_grammar import Script
 from tests.plugins.grammar_backends import random_grammars
