@@ -48,7 +48,7 @@ MATCHER_BYTES = 384 << 10  # of a matcher that computes masks, beside its source
 READ_SECONDS = 1.0  # of masks of one request, after which the count is read: 2 us to 1 ms, by the size of the grammar
 NO_ROLLBACK = 1 << 30  # tokens: an error
 MAX_AHEAD = 256  # tokens that a matcher catches up with at once, in less than a millisecond
-SHARING_KINDS = ("json_schema", "regex", "choice")  # whose states are known; see `states`
+SHARING_KINDS = ("json_schema", "regex", "choice", "structural_tag")  # whose states are known; see `states`
 # Expressions: where a grammar allows all tokens of one, a mask takes them as a whole, and walks the
 # other tokens byte by byte. The library's own list has `_TEXT` with 10, 30 and any number of
 # characters. Strings near their `maxLength` need the short ones, expressions the letters.
@@ -344,9 +344,12 @@ class LLGuidanceBackend(GrammarBackend):
         if kind not in SHARING_KINDS or self._options.any_whitespace:
             return None
         if self._tokens is None:
-            self._tokens = Tokens(self._tokenizer, self._vocabulary.get_vocab())
-        read = json.loads if kind == "choice" else str
-        return read_states(kind, close_schema(json.loads(source)) if kind == "json_schema" else read(source), self._tokens, add_bytes)
+            self._tokens = Tokens(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids)
+        read: Callable[[str], Any] = str if kind == "regex" else json.loads
+        form = read(source)
+        if kind == "json_schema":
+            form = close_schema(form)
+        return read_states(kind, form["format"] if kind == "structural_tag" else form, self._tokens, add_bytes)
 
     def _make_matcher(self, translated: str, has_ebnf: bool) -> Any:
         """A matcher whose first mask is computed, so that its copies need not compute it."""

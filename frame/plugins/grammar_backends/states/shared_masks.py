@@ -9,7 +9,7 @@ llguidance. Must not compute a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
 from frame.plugins.grammar_backends.states.regular import Language, Node
 from frame.plugins.grammar_backends.states.regular_syntax import literals, read
 from frame.plugins.grammar_backends.states.schema_language import read_schema
+from frame.plugins.grammar_backends.states.tag_language import read_tags, write_special
 
 MASK_BYTES = 16 << 20  # of the masks of one grammar; the oldest are dropped
 FEW_WORDS = 32  # of a mask
@@ -31,16 +32,18 @@ Key = tuple[Node, int]  # a state, and the token before it where it matters
 class Tokens:
     """The bytes of a tokenizer's tokens. `max_length`: of the longest one, in bytes."""
 
-    def __init__(self, tokenizer: Any, vocabulary: dict[str, int]) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: dict[str, int], special_ids: Mapping[str, int]) -> None:
+        self.special_ids = special_ids
         self.max_length = max((len(text.encode()) for text in vocabulary), default=1)  # a byte-level token has a character a byte
         self._tokenizer = tokenizer
+        self._special = frozenset(special_ids.values())
         self._texts: dict[int, bytes] = {}
 
     def __getitem__(self, token: int) -> bytes:
-        """Empty: a special token."""
         text = self._texts.get(token)
         if text is None:
-            text = self._texts[token] = b"" if self._tokenizer.is_special_token(token) else self._tokenizer.decode_bytes([token])
+            is_special = self._tokenizer.is_special_token(token) or token in self._special
+            text = self._texts[token] = write_special(token) if is_special else self._tokenizer.decode_bytes([token])
         return text
 
 
@@ -149,7 +152,8 @@ class SharedMasks:
 
 def read_states(kind: str, source: Any, tokens: Tokens, add_bytes: Callable[[int], None]) -> SharedMasks | None:
     """The states of a grammar; None where they cannot be told. source: the text, of "json_schema"
-    the closed schema without free whitespace, of "choice" the texts."""
+    the closed schema, of "choice" the texts, of "structural_tag" the format. JSON has no free
+    whitespace."""
     language = Language()
     try:
         if kind == "json_schema":
@@ -158,6 +162,8 @@ def read_states(kind: str, source: Any, tokens: Tokens, add_bytes: Callable[[int
             root = read(language, source)
         elif kind == "choice":
             root = literals(language, source)
+        elif kind == "structural_tag":
+            root = read_tags(language, source, tokens.special_ids)
         else:
             return None
     except (UnsupportedSyntaxError, RecursionError):
