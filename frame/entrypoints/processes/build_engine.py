@@ -297,7 +297,10 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
         budget=sampling.grammar_budget,
         request_timeout=resolved.user.scheduler.request_timeout,
     )
-    return GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
+    compiler = GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
+    if resolved.device != "cpu":  # whose start takes longer
+        compiler.prepare()
+    return compiler
 
 
 @blaming("at start")
@@ -313,7 +316,7 @@ def build_engine(
 ) -> tuple[Engine, dict[str, Any]]:
     """The engine of rank 0, and the data of its `Ready`. Raises PluginError."""
     clock = time.perf_counter()
-    place = place or Place()
+    place, grammars = place or Place(), build_grammars(resolved, registry)
     rank, kernels = _build_rank(resolved, registry, place)
     capacity = rank.capacity
     copy = _make_update_copy(resolved)
@@ -354,7 +357,7 @@ def build_engine(
         transport,
         options,
         Observers(on_step=hooks.on_step, on_stop=hooks.on_stop),
-        build_grammars(resolved, registry),
+        grammars,
     )
     if hooks.on_start is not None:
         hooks.on_start(resolved=resolved)

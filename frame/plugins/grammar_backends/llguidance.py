@@ -48,6 +48,7 @@ MATCHER_BYTES = 384 << 10  # of a matcher that computes masks, beside its source
 READ_SECONDS = 1.0  # of masks of one request, after which the count is read: 2 us to 1 ms, by the size of the grammar
 NO_ROLLBACK = 1 << 30  # tokens: an error
 MAX_AHEAD = 256  # tokens that a matcher catches up with at once, in less than a millisecond
+SHARING_MATCHERS = 4  # of a grammar whose requests share masks
 SHARING_KINDS = ("json_schema", "regex", "choice", "structural_tag")  # whose states are known; see `states`
 # Expressions: where a grammar allows all tokens of one, a mask takes them as a whole, and walks the
 # other tokens byte by byte. The library's own list has `_TEXT` with 10, 30 and any number of
@@ -284,7 +285,7 @@ class LLCompiled:
         self._is_used = True
         with self._lock:
             number = self._num_copies.index(min(self._num_copies))
-            if self._num_copies[number] and len(self._matchers) < self._maximum:
+            if self._num_copies[number] and len(self._matchers) < (self._maximum if self.shared is None else SHARING_MATCHERS):
                 number = len(self._matchers)
                 self._matchers.append(self._parse())
                 self._num_copies.append(0)
@@ -328,6 +329,8 @@ class LLGuidanceBackend(GrammarBackend):
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too
         large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
+        if self._tokens is None:
+            self._tokens = Tokens(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids)
         try:
             translated = self._translate(kind, source)
             has_ebnf = kind == "ebnf" or (kind == "structural_tag" and '"grammar"' in source)
@@ -343,8 +346,7 @@ class LLGuidanceBackend(GrammarBackend):
     def _read_states(self, kind: str, source: str, add_bytes: Callable[[int], None]) -> SharedMasks | None:
         if kind not in SHARING_KINDS or self._options.any_whitespace:
             return None
-        if self._tokens is None:
-            self._tokens = Tokens(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids)
+        assert self._tokens is not None, "see `compile`"
         read: Callable[[str], Any] = str if kind == "regex" else json.loads
         form = read(source)
         if kind == "json_schema":
