@@ -1,15 +1,16 @@
-"""What structured output costs a server: `python benchmarks/structured_http.py --config FOLDER` prints
-one JSON object.
+"""What structured output costs a server: `python benchmarks/structured_http.py --config FOLDER`
+prints one JSON object.
 
-A server with random weights and a made vocabulary gets N requests at once over HTTP, each of 64 prompt
-and 200 output tokens, temperature 1; no grammar lets an output end before. A round is a run of each
-kind after a free one, and a loss is against the free run of the same round. The first round of a kind
-is the first use of its grammars, compilation included. `distinct` are 64 schemas that no request has
-used before, in each round.
+A server with random weights and a made vocabulary gets N requests at once over HTTP, each of 64
+prompt and 200 output tokens, temperature 1; no grammar lets an output end before. A round is a run
+of each kind after a free one, and a loss is against that free run. The first round of a kind is the
+first use of its grammars, compilation included. `distinct` are 64 schemas that no request has used
+before, in each round.
 
 One H200, Llama-3.1-8B, about 4 minutes:
 
-    python benchmarks/structured_http.py --config shared/model_configs/llama-3.1-8b --json $OUT/http.json
+    CONFIG=shared/model_configs/llama-3.1-8b
+    python benchmarks/structured_http.py --config $CONFIG --json $OUT/structured_http.json
 """
 
 from __future__ import annotations

@@ -266,8 +266,8 @@ def get_grammar_state(request: Request) -> GrammarState:
 
 
 def start_mask(request: Request, state: GrammarState, masks: np.ndarray, row: int) -> GrammarCall | None:
-    """Begin to fill a request's next mask, a row of `masks`, int32 [n, words]. Returns the call that
-    fills it. None: it is known already, or it has failed."""
+    """Begin to fill a request's next mask, a row of `masks`, int32 [n, words]. Returns the call
+    that fills it. None: it is known already, or it has failed."""
     call, mask = None, masks[row]
     try:
         if getattr(request.grammar, "batch", None) is None:

@@ -48,8 +48,8 @@ class Tokens:
 
 
 class SharedMask:
-    """The mask of a state, int32 [words], and whether an end token may come there. Of a mask with few
-    words the others are not kept."""
+    """The mask of a state, int32 [words], and whether an end token may come there. Of a mask with
+    few words the others are not kept."""
 
     __slots__ = ("_few", "_words", "is_accepting", "num_bytes")
 
@@ -106,7 +106,7 @@ class SharedMasks:
         return after if self.is_usable and text and after is not language.none else None
 
     def find_key(self, state: Node, last: int) -> Key:
-        """What the masks of a state have in common. last: the token before it; -1: there is none."""
+        """What the masks of a state have in common. last: the token before it; -1: none."""
         key = self._keys.get(state)
         if key is None:
             if len(self._keys) > MAX_STATES:
