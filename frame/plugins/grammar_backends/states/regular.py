@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 LARGE = 1 << 20
-MAX_NODES = 60_000  # nodes and derivatives of one language; above that the caches are cleared
+MAX_NODES = 60_000  # nodes and derivatives of one language
 
 
 @dataclass(slots=True, eq=False)  # a frozen class takes four times as long to make; nodes are never changed
@@ -33,6 +33,7 @@ class Language:
     """Creates nodes and their derivatives. Every node but `none` matches some text."""
 
     num_derived: int = 0  # number of computed derivatives
+    max_size: int = MAX_NODES  # entries of the caches, above which they are cleared
     none: Node = field(default_factory=lambda: Node("none"))
     empty: Node = field(default_factory=lambda: Node("empty", is_nullable=True))
     _nodes: dict[tuple[object, ...], Node] = field(default_factory=dict)
@@ -46,6 +47,11 @@ class Language:
     @property
     def num_nodes(self) -> int:
         return len(self._nodes)
+
+    @property
+    def size(self) -> int:
+        """Entries of the caches."""
+        return len(self._nodes) + len(self._derivatives) + len(self._further) + len(self._joined)
 
     def one_byte(self, members: int) -> Node:
         """One byte of a set."""
@@ -163,7 +169,7 @@ class Language:
     def forget(self) -> bool:
         """Clear the caches if they are large, and return whether. Existing nodes stay valid; equal
         nodes created later are other objects."""
-        if len(self._nodes) + len(self._derivatives) + len(self._further) + len(self._joined) <= MAX_NODES:
+        if self.size <= self.max_size:
             return False
         self._nodes, self._derivatives, self._clamped = {}, {}, {}
         self._further, self._passes, self._forms, self._joined = {}, {}, {}, {}

@@ -9,6 +9,7 @@ llguidance. Must not compute a mask.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,8 +25,11 @@ MASK_BYTES = 16 << 20  # of the masks of one grammar; the oldest are dropped
 FEW_WORDS = 32  # of a mask
 MAX_NODES = 4000  # of a grammar whose states are followed
 MAX_DERIVED = 2000  # derivatives of one token
-MAX_STATES = 20_000  # found without a look at their form
+MAX_STATES = 20_000  # whose keys are kept
 MIN_FOLLOWED = 2000  # tokens, of which half must lead to known states
+MAX_SIZE = 20_000  # of a language's caches
+ENTRY_BYTES = 300  # of an entry of them
+_NO_WORDS = np.empty(0, np.int32)
 Key = tuple[Node, int]  # a state, and the token before it where it matters
 
 
@@ -56,13 +60,14 @@ class SharedMask:
     def __init__(self, mask: np.ndarray, is_accepting: bool) -> None:
         self.is_accepting = is_accepting
         places = np.flatnonzero(mask)
-        self._few = dict(zip(places.tolist(), mask[places].tolist(), strict=True)) if len(places) <= FEW_WORDS else None
-        self._words = mask.copy() if self._few is None else None
-        self.num_bytes = 512 + (mask.nbytes if self._few is None else 100 * len(self._few))
+        is_short = len(places) <= FEW_WORDS
+        self._few: dict[int, int] | None = dict(zip(places.tolist(), mask[places].tolist(), strict=True)) if is_short else None
+        self._words = _NO_WORDS if is_short else mask.copy()
+        self.num_bytes = 512 + (100 * len(places) if is_short else mask.nbytes)
 
     def allows(self, token: int) -> bool:
         place = token >> 5
-        word: int = self._few.get(place, 0) if self._words is None else self._words.item(place)
+        word: int = self._words.item(place) if self._few is None else self._few.get(place, 0)
         return bool(word >> (token & 31) & 1)
 
     def write(self, mask: np.ndarray) -> None:
@@ -85,7 +90,8 @@ class SharedMasks:
         self._masks: dict[Key, SharedMask] = {}  # oldest first
         self._forced: set[Node] = set()  # states where a single text may follow
         self._keys: dict[Node, Node] = {}  # by state: one for all states that allow the same tokens
-        self._num_followed = self._num_added = self._num_bytes = 0
+        self._num_followed = self._num_added = self._num_bytes = self._num_entries = 0
+        self._lock = threading.Lock()  # guards `_masks` and the sizes: masks are added by several threads
 
     def follow(self, state: Node, token: int) -> Node | None:
         """The state after a token; None: it is not known."""
@@ -135,26 +141,31 @@ class SharedMasks:
             key = state, last
         if key in self._masks:
             return
-        added = self._masks[key] = SharedMask(mask, is_accepting)
-        self._num_added += 1
-        self._count(added.num_bytes)
-        while self._num_bytes > MASK_BYTES:
-            self._count(-self._masks.pop(next(iter(self._masks))).num_bytes)
+        added = SharedMask(mask, is_accepting)
+        with self._lock:
+            self._masks[key] = added
+            self._num_added += 1
+            self._count(added.num_bytes)
+            while self._num_bytes > MASK_BYTES:
+                self._count(-self._masks.pop(next(iter(self._masks))).num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        self._add_bytes(num_bytes)
+        size = self._language.size
+        self._add_bytes(num_bytes + ENTRY_BYTES * (size - self._num_entries))
+        self._num_entries = size
 
     def _clear(self) -> None:
-        self._count(-self._num_bytes)
-        self._masks, self._forced, self._keys = {}, set(), {}
+        with self._lock:
+            self._masks, self._forced, self._keys = {}, set(), {}
+            self._count(-self._num_bytes)
 
 
 def read_states(kind: str, source: Any, tokens: Tokens, add_bytes: Callable[[int], None]) -> SharedMasks | None:
     """The states of a grammar; None where they cannot be told. source: the text, of "json_schema"
     the closed schema, of "choice" the texts, of "structural_tag" the format. JSON has no free
     whitespace."""
-    language = Language()
+    language = Language(max_size=MAX_SIZE)
     try:
         if kind == "json_schema":
             root = read_schema(language, source, 0)
