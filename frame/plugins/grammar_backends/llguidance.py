@@ -48,7 +48,7 @@ MATCHER_BYTES = 384 << 10  # of a matcher that computes masks, beside its source
 READ_SECONDS = 1.0  # of masks of one request, after which the count is read: 2 us to 1 ms, by the size of the grammar
 NO_ROLLBACK = 1 << 30  # tokens: an error
 MAX_AHEAD = 256  # tokens that a matcher catches up with at once, in less than a millisecond
-SHARING_MATCHERS = 4  # of a grammar whose requests share masks
+SHARING_MATCHERS, SHARING_COPIES = 4, 4  # of a grammar whose requests share masks: matchers, and copies of each before the next
 SHARING_KINDS = ("json_schema", "regex", "choice", "structural_tag")  # whose states are known; see `states`
 # Expressions: where a grammar allows all tokens of one, a mask takes them as a whole, and walks the
 # other tokens byte by byte. The library's own list has `_TEXT` with 10, 30 and any number of
@@ -250,7 +250,8 @@ class LLCompiled:
 
     Copies of a matcher share cached states and a lock. So that several threads can compute masks,
     requests that run at a time get copies of several matchers. A further one is created while each
-    has a request, if parsing takes no longer than a step can wait.
+    has a request, if parsing takes no longer than a step can wait. Fewer are needed from the second
+    request on, where requests share masks (`shared`).
     """
 
     def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int], batch: LLMaskBatch) -> None:
@@ -285,7 +286,8 @@ class LLCompiled:
         self._is_used = True
         with self._lock:
             number = self._num_copies.index(min(self._num_copies))
-            if self._num_copies[number] and len(self._matchers) < (self._maximum if self.shared is None else SHARING_MATCHERS):
+            maximum, copies = (self._maximum, 1) if self.shared is None else (min(self._maximum, SHARING_MATCHERS), SHARING_COPIES)
+            if self._num_copies[number] >= copies and len(self._matchers) < maximum:
                 number = len(self._matchers)
                 self._matchers.append(self._parse())
                 self._num_copies.append(0)
