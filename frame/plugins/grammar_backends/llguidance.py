@@ -28,7 +28,7 @@ from frame.plugins.grammar_backends.library_errors import explain_rejection
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
 from frame.plugins.grammar_backends.states.regular import Node
-from frame.plugins.grammar_backends.states.shared_masks import Key, SharedMask, SharedMasks, Tokens, read_states
+from frame.plugins.grammar_backends.states.shared_masks import Key, SharedMask, SharedMasks, TokenBytes, read_states
 
 MAX_THREADS = 16  # that compute masks
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -121,7 +121,6 @@ class LLGrammar:
         self._compiled = compiled
         self._cost = compiled.cost  # of the library so far, of which the compiled grammar knows
         self._unread = 0.0  # seconds of masks since then
-        self._stops = compiled.stop_token_ids
         self._is_ended = False
         self._shared = compiled.shared
         self._state: Node | None = None
@@ -198,7 +197,7 @@ class LLGrammar:
     def accept_token(self, token_id: int) -> bool:
         if self._is_ended:
             return False
-        if token_id in self._stops:
+        if token_id in self._compiled.stop_token_ids:
             self._is_ended = self.catch_up().is_accepting() if self._mask is None else self._mask.is_accepting
             return self._is_ended
         if self._mask is not None and len(self._ahead) < MAX_AHEAD and self._mask.allows(token_id):
@@ -325,14 +324,14 @@ class LLGuidanceBackend(GrammarBackend):
         special = (number for number, token in added.items() if token.special or self._tokenizer.is_special_token(number))
         self._special_ids = {added[number].content: number for number in special}
         self._batch = LLMaskBatch()
-        self._vocabulary, self._tokens = backend, cast("Tokens | None", None)
+        self._vocabulary, self._tokens = backend, cast("TokenBytes | None", None)
 
     def compile(self, kind: str, source: str) -> LLCompiled:
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too
         large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
         if self._tokens is None:
-            self._tokens = Tokens(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids)
+            self._tokens = TokenBytes(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids)
         try:
             translated = self._translate(kind, source)
             has_ebnf = kind == "ebnf" or (kind == "structural_tag" and '"grammar"' in source)

@@ -65,10 +65,10 @@ class Language:
         if second is self.empty:
             return first
         if first.kind == "cat":
-            found = self._joined.get((first, second))
-            if found is None:
-                found = self._joined[first, second] = self._join(first, second)
-            return found
+            cached = self._joined.get((first, second))
+            if cached is None:
+                cached = self._joined[first, second] = self._join(first, second)
+            return cached
         return self._node("cat", (first, second), is_nullable=first.is_nullable and second.is_nullable)
 
     def _join(self, first: Node, second: Node) -> Node:
@@ -113,12 +113,12 @@ class Language:
         if not node.first >> byte & 1:
             return self.none
         key = node, byte
-        found = self._derivatives.get(key)
-        if found is None:
+        cached = self._derivatives.get(key)
+        if cached is None:
             self.num_derived += 1
-            found = self._derive(node, byte)
-            self._derivatives[key] = found
-        return found
+            cached = self._derive(node, byte)
+            self._derivatives[key] = cached
+        return cached
 
     def follow(self, node: Node, text: bytes) -> Node:
         """Return the derivative by a text."""
@@ -151,20 +151,20 @@ class Language:
 
     def form(self, node: Node) -> Form:
         """`form_of`, cached."""
-        found = self._forms.get(node)
-        if found is None:
-            found = self._forms[node] = form_of(node)
-        return found
+        cached = self._forms.get(node)
+        if cached is None:
+            cached = self._forms[node] = form_of(node)
+        return cached
 
     def clamp(self, node: Node, max_length: int) -> Node:
         """Return a node that accepts the same prefixes of up to `max_length` bytes. Counts beyond
         the reach of such a prefix are reduced to `longest + 1`."""
         key = node, max_length
-        found = self._clamped.get(key)
-        if found is None:
-            found = self._clamp(node, max_length)
-            self._clamped[key] = found
-        return found
+        cached = self._clamped.get(key)
+        if cached is None:
+            cached = self._clamp(node, max_length)
+            self._clamped[key] = cached
+        return cached
 
     def forget(self) -> bool:
         """Clear the caches if they are large, and return whether. Existing nodes stay valid; equal
@@ -178,26 +178,26 @@ class Language:
     def _passed(self, part: Node, after: Node) -> bytes:
         """The bytes that are one whole repetition of `part` and cannot start `after`."""
         key = part, after
-        found = self._passes.get(key)
-        if found is None:
+        cached = self._passes.get(key)
+        if cached is None:
             alone = self._passes.get((part, self.none))
             if alone is None:
                 alone = bytes(byte for byte in range(256) if self.derive(part, byte) is self.empty)
                 self._passes[part, self.none] = alone
-            found = self._passes[key] = bytes(byte for byte in alone if not after.first >> byte & 1)
-        return found
+            cached = self._passes[key] = bytes(byte for byte in alone if not after.first >> byte & 1)
+        return cached
 
     def _after(self, node: Node, count: int) -> Node:
         """The state of a sequence that begins with a repetition, `count` repetitions later."""
         repeat, after = node.parts
         if not repeat.minimum and repeat.maximum is None:
             return node
-        found = self._further.get((node, count))
-        if found is None:
+        cached = self._further.get((node, count))
+        if cached is None:
             maximum = None if repeat.maximum is None else repeat.maximum - count
-            found = self.cat(self.repeat(repeat.parts[0], max(0, repeat.minimum - count), maximum), after)
-            self._further[node, count] = found
-        return found
+            cached = self.cat(self.repeat(repeat.parts[0], max(0, repeat.minimum - count), maximum), after)
+            self._further[node, count] = cached
+        return cached
 
     def _node(
         self,
@@ -210,16 +210,16 @@ class Language:
         is_nullable: bool = False,
     ) -> Node:
         key = (kind, members, parts, minimum, maximum)
-        found = self._nodes.get(key)
-        if found is None:
+        cached = self._nodes.get(key)
+        if cached is None:
             first = members
             for part in parts:
                 first |= part.first
                 if kind == "cat" and not part.is_nullable:
                     break
             size = LARGE if kind == "repeat" else min(LARGE, 1 + sum(part.size for part in parts))
-            found = self._nodes.setdefault(key, Node(kind, members, parts, minimum, maximum, is_nullable, first, size))
-        return found
+            cached = self._nodes.setdefault(key, Node(kind, members, parts, minimum, maximum, is_nullable, first, size))
+        return cached
 
     def _derive(self, node: Node, byte: int) -> Node:
         if node.kind == "bytes":
@@ -228,8 +228,8 @@ class Language:
             first, second = node.parts
             if not first.first >> byte & 1:
                 return self.derive(second, byte)
-            found = self.cat(self.derive(first, byte), second)
-            return self.alt((found, self.derive(second, byte))) if first.is_nullable and second.first >> byte & 1 else found
+            derived = self.cat(self.derive(first, byte), second)
+            return self.alt((derived, self.derive(second, byte))) if first.is_nullable and second.first >> byte & 1 else derived
         if node.kind == "alt":
             return self.alt([self.derive(part, byte) for part in node.parts if part.first >> byte & 1])
         if node.kind == "repeat":
@@ -244,10 +244,10 @@ class Language:
             while node.kind == "cat" and (node, max_length) not in self._clamped:
                 spine.append(node)
                 node = node.parts[1]
-            found = self.clamp(node, max_length)
+            clamped = self.clamp(node, max_length)
             for each in reversed(spine):  # a loop, since recursion would be too deep for a long text
-                found = self._clamped[each, max_length] = self.cat(self.clamp(each.parts[0], max_length), found)
-            return found
+                clamped = self._clamped[each, max_length] = self.cat(self.clamp(each.parts[0], max_length), clamped)
+            return clamped
         if node.kind == "alt":
             return self.alt([self.clamp(part, max_length) for part in node.parts])
         if node.kind == "repeat":
@@ -259,19 +259,19 @@ class Language:
 
 def first_sets(node: Node) -> set[int]:
     """The sets of first bytes, as bits, of the parts that may start a text of the node."""
-    found = set()
+    first_bytes = set()
     waiting = [node]
     while waiting:
         each = waiting.pop()
         if each.members:
-            found.add(each.members)
+            first_bytes.add(each.members)
         if each.kind == "cat":
             waiting.append(each.parts[0])
             if each.parts[0].is_nullable:
                 waiting.append(each.parts[1])
         else:
             waiting.extend(each.parts)
-    return found
+    return first_bytes
 
 
 Form = tuple[str, int, tuple["Form", ...], int, int | None]

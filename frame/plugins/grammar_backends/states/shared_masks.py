@@ -33,7 +33,7 @@ _NO_WORDS = np.empty(0, np.int32)
 Key = tuple[Node, int]  # a state, and the token before it where it matters
 
 
-class Tokens:
+class TokenBytes:
     """The bytes of a tokenizer's tokens. `max_length`: of the longest one, in bytes."""
 
     def __init__(self, tokenizer: Any, vocabulary: dict[str, int], special_ids: Mapping[str, int]) -> None:
@@ -83,7 +83,7 @@ class SharedMasks:
     """The states of one grammar and their masks. `add_bytes` is called with the bytes that are
     added, or less than 0. `is_usable`: False once the states take too much work."""
 
-    def __init__(self, language: Language, root: Node, tokens: Tokens, add_bytes: Callable[[int], None]) -> None:
+    def __init__(self, language: Language, root: Node, tokens: TokenBytes, add_bytes: Callable[[int], None]) -> None:
         self.root = root
         self.is_usable = True
         self._language, self._tokens, self._add_bytes = language, tokens, add_bytes
@@ -161,7 +161,7 @@ class SharedMasks:
             self._count(-self._num_bytes)
 
 
-def read_states(kind: str, source: Any, tokens: Tokens, add_bytes: Callable[[int], None]) -> SharedMasks | None:
+def read_states(kind: str, source: Any, tokens: TokenBytes, add_bytes: Callable[[int], None]) -> SharedMasks | None:
     """The states of a grammar; None where they cannot be told. source: the text, of "json_schema"
     the closed schema, of "choice" the texts, of "structural_tag" the format. JSON has no free
     whitespace."""
