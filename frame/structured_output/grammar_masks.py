@@ -300,7 +300,7 @@ class GrammarCalls(StepGrammars):
         batch = _get_batch(call.request)
         if batch is None or call.handle is None or not self._batches_masks:
             return None
-        num_measured = get_grammar_state(call.request).num_measured + getattr(call.request.grammar, "num_measured", 0)
+        num_measured = get_grammar_state(call.request).num_measured + _count_measured(call.request)
         is_known = num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
         return batch if is_known and self._random.random() >= share else None
 
@@ -330,7 +330,7 @@ class GrammarCalls(StepGrammars):
         )
         if self._is_crowded:
             calls = [call for pending in begun for call in (*pending.alone, *(call for batch in pending.batches for call in batch.calls))]
-            self._mark_slow([get_grammar_state(call.request) for call in calls], num_rows)
+            self._mark_slow([get_grammar_state(call.request) for call in calls if not _count_measured(call.request)], num_rows)
 
     @staticmethod
     def _mark_slow(states: Sequence[GrammarState], num_rows: int) -> None:
@@ -380,6 +380,11 @@ def _get_batch(request: Request) -> MaskBatch | None:
     """What fills the masks of a request together with others."""
     batch: MaskBatch | None = getattr(request.grammar, "batch", None)
     return batch
+
+
+def _count_measured(request: Request) -> int:
+    """See `num_measured` of `BatchedGrammar`."""
+    return getattr(request.grammar, "num_measured", 0)
 
 
 def _keep_mask(call: GrammarCall) -> None:

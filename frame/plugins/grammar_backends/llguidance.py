@@ -48,7 +48,7 @@ MATCHER_BYTES = 384 << 10  # of a matcher that computes masks, beside its source
 READ_SECONDS = 1.0  # of masks of one request, after which the count is read: 2 us to 1 ms, by the size of the grammar
 NO_ROLLBACK = 1 << 30  # tokens: an error
 MAX_AHEAD = 256  # tokens that a matcher catches up with at once, in less than a millisecond
-SHARING_MATCHERS, SHARING_COPIES = 4, 4  # of a grammar whose requests share masks: matchers, and copies of each before the next
+SHARING_COPIES = 2  # of each matcher before there is a further one, where requests share masks
 SHARING_KINDS = ("json_schema", "regex", "choice", "structural_tag")  # whose states are known; see `states`
 # Expressions: where a grammar allows all tokens of one, a mask takes them as a whole, and walks the
 # other tokens byte by byte. The library's own list has `_TEXT` with 10, 30 and any number of
@@ -177,7 +177,7 @@ class LLGrammar:
     @property
     def num_measured(self) -> int:
         """See `BatchedGrammar`."""
-        return self._compiled.num_quick
+        return 0 if self._shared is None else self._compiled.num_quick
 
     def needs_own_mask(self, other: LLGrammar, mask: np.ndarray) -> bool:
         """Whether the mask of this output is not that of another one with the same `key`."""
@@ -285,8 +285,7 @@ class LLCompiled:
         self._is_used = True
         with self._lock:
             number = self._num_copies.index(min(self._num_copies))
-            maximum, copies = (self._maximum, 1) if self.shared is None else (min(self._maximum, SHARING_MATCHERS), SHARING_COPIES)
-            if self._num_copies[number] >= copies and len(self._matchers) < maximum:
+            if self._num_copies[number] >= (1 if self.shared is None else SHARING_COPIES) and len(self._matchers) < self._maximum:
                 number = len(self._matchers)
                 self._matchers.append(self._parse())
                 self._num_copies.append(0)
