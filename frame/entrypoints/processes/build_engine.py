@@ -280,7 +280,7 @@ def add_group(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, n
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
     """The grammar compiler, where there are a grammar backend and a tokenizer. A backend that the
     configuration names is loaded now, so that its failure stops the start; one chosen automatically
-    is loaded for the first grammar."""
+    is loaded in a thread, on a CPU for the first grammar."""
     choices, sampling = resolved.plugins.get("grammar_backend"), resolved.user.sampling
     if not choices or resolved.tokenizer_path is None:
         return None
@@ -298,7 +298,7 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
         request_timeout=resolved.user.scheduler.request_timeout,
     )
     compiler = GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
-    if resolved.device != "cpu":  # whose start takes longer
+    if resolved.device != "cpu":  # where few cores may have to serve the first requests
         compiler.prepare()
     return compiler
 
@@ -316,7 +316,7 @@ def build_engine(
 ) -> tuple[Engine, dict[str, Any]]:
     """The engine of rank 0, and the data of its `Ready`. Raises PluginError."""
     clock = time.perf_counter()
-    place, grammars = place or Place(), build_grammars(resolved, registry)
+    place = place or Place()
     rank, kernels = _build_rank(resolved, registry, place)
     capacity = rank.capacity
     copy = _make_update_copy(resolved)
@@ -357,7 +357,7 @@ def build_engine(
         transport,
         options,
         Observers(on_step=hooks.on_step, on_stop=hooks.on_stop),
-        grammars,
+        build_grammars(resolved, registry),
     )
     if hooks.on_start is not None:
         hooks.on_start(resolved=resolved)
