@@ -94,6 +94,9 @@ class MeteredGrammar:
         self.meter = meter
         self._grammar = grammar
         self._is_finished: bool | None = None  # None: not known
+        # Of calls in the engine's thread the clock is enough, which needs no system call: some
+        # take 5 µs, as much as the call.
+        self._clock = time.thread_time if self.batch is None else time.perf_counter
 
     def fill_mask(self, mask: np.ndarray) -> bool:
         began = time.thread_time()
@@ -105,6 +108,11 @@ class MeteredGrammar:
     def batch(self) -> MaskBatch | None:
         """See `BatchedGrammar`."""
         return getattr(self._grammar, "batch", None)
+
+    @property
+    def num_measured(self) -> int:
+        """See `BatchedGrammar`."""
+        return getattr(self._grammar, "num_measured", 0)
 
     def start_mask(self, mask: np.ndarray) -> Any:
         """See `BatchedGrammar`."""
@@ -119,19 +127,19 @@ class MeteredGrammar:
     def accept_token(self, token_id: int) -> bool:
         self.meter.check()
         self._is_finished = None
-        began = time.thread_time()
+        began = self._clock()
         is_taken = self._grammar.accept_token(token_id)
         self.meter.num_tokens += is_taken
         if is_taken:  # asked for next; a clock for each of both costs as much as they do
             self._is_finished = self._grammar.is_finished()
-        self.meter.spent += time.thread_time() - began
+        self.meter.spent += self._clock() - began
         return is_taken
 
     def is_finished(self) -> bool:
         if self._is_finished is None:
-            began = time.thread_time()
+            began = self._clock()
             self._is_finished = self._grammar.is_finished()
-            self.meter.charge(time.thread_time() - began)
+            self.meter.charge(self._clock() - began)
         return self._is_finished
 
     def rollback_tokens(self, count: int) -> None:
@@ -148,6 +156,8 @@ class GrammarCall(ThreadedCall):
         super().__init__()
         self.request = request
         self.mask = mask
+        self.handle: Any = None  # to fill the mask in a batch
+        self.row = 0  # of the batch's masks
         self.batch: BatchCall | None = None  # fills the mask
         self.end: Finish | None = None
         self.mask_error: Finish | None = None
@@ -177,14 +187,6 @@ class GrammarCall(ThreadedCall):
                 self.mask[:] = -1
         except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
             self.mask_error = grammar_error(error, self.request.params)
-
-    def start_mask(self) -> Any:
-        """Begin to fill the mask in a batch: see `BatchedGrammar.start_mask`."""
-        try:
-            return cast("BatchedGrammar", self.request.grammar).start_mask(self.mask)
-        except Exception as error:  # noqa: BLE001 - as above
-            self.mask_error = grammar_error(error, self.request.params)
-            return None
 
     def finish_mask(self, seconds: float) -> None:
         """Complete the mask that a batch has filled."""
@@ -224,9 +226,11 @@ class BatchCall(ThreadedCall):
     def finish_masks(self) -> None:
         """Complete the masks, once this call is finished. The engine's thread does it: the thread
         of this call would wait 5 ms for the interpreter's lock."""
+        share = self.wall / len(self.calls)
         for call in self.calls:
             if self._is_filled:
-                call.finish_mask(get_grammar_state(call.request).estimate_seconds())
+                state = get_grammar_state(call.request)
+                call.finish_mask(state.estimate_seconds() if state.num_measured else share)
             call.is_finished = True
 
     def is_slow(self) -> bool:
@@ -259,6 +263,24 @@ def get_grammar_state(request: Request) -> GrammarState:
     if state is None:
         state = request.grammar_state = GrammarState()
     return state
+
+
+def start_mask(request: Request, state: GrammarState, masks: np.ndarray, row: int) -> GrammarCall | None:
+    """Begin to fill a request's next mask, a row of `masks`, int32 [n, words]. Returns the call
+    that fills it. None: it is known already, or it has failed."""
+    call, mask = None, masks[row]
+    try:
+        if getattr(request.grammar, "batch", None) is None:
+            return GrammarCall(request, (), mask)
+        handle = cast("BatchedGrammar", request.grammar).start_mask(mask)
+        if handle is None:
+            state.mask = mask
+        else:
+            call = GrammarCall(request, (), mask)
+            call.handle, call.row = handle, row
+    except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+        state.error = grammar_error(error, request.params)
+    return call
 
 
 def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 
 Key = tuple[str, str, str]  # tenant, kind, source
+PREPARED: Key = ("", "regex", "a")  # compiled before there is a request
 REREAD = 1.0  # seconds between two readings of all sizes in the cache, which take 0.5 us for each grammar
 TRIM_BYTES = 32 << 20  # of evicted grammars, after which freed memory is returned to the system
 
@@ -187,6 +188,12 @@ class GrammarCompiler:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def prepare(self) -> None:
+        """Load the backend and start the processes, in the threads, before there is a grammar: that
+        takes seconds. An error is raised again by the first grammar."""
+        for _ in range(self._settings.workers):
+            self._pool.submit(self._compile, _Compilation(PREPARED))
 
     def hold_request(self, message: Generate) -> bool:
         """Return whether the request has a grammar. If so, `take_ready` returns it later with the

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from frame.structured_output.grammar_calls import (
     accept_tokens,
     get_grammar_state,
     grammar_error,
+    start_mask,
 )
 from frame.structured_output.grammar_threads import NICENESS, QUICK_SECONDS, CallBatch, GrammarThreads
 
@@ -92,6 +94,7 @@ class GrammarCalls(StepGrammars):
         self._stopped: list[Request] = []
         self._filling: _Filling | None = None
         self._filled: _Filling | None = None  # the last one
+        self._spare: deque[np.ndarray] = deque(maxlen=3)  # memory of earlier steps' masks, oldest first
         self._random = random.Random()  # a client must not know which masks are measured
         self._is_crowded = False  # the masks of the last step took longer than `CROWDED_SECONDS`
         self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
@@ -119,7 +122,7 @@ class GrammarCalls(StepGrammars):
         calls: dict[int, GrammarCall] = {}
         ends: list[Finish | None] = []
         fills: list[GrammarCall] = []
-        filling = _Filling(num_rows, np.empty((len(drawn), self._words), np.int32), [], [])
+        filling = _Filling(num_rows, self._take_masks(len(drawn)), [], [])
         slice_rows = max(MIN_SLICE_ROWS, -(-len(drawn) // NUM_SLICES))
         for i, (request, tokens) in enumerate(drawn):
             state = get_grammar_state(request)
@@ -128,19 +131,28 @@ class GrammarCalls(StepGrammars):
                 end = accept_tokens(request.grammar, tokens, request.params)
                 state.mask = None
                 if end is None:
-                    fills.append(GrammarCall(request, (), filling.masks[len(filling.requests)]))
+                    if (call := start_mask(request, state, filling.masks, len(filling.requests))) is not None:
+                        fills.append(call)
                     filling.requests.append(request)
             elif end is None:
                 calls[i] = GrammarCall(request, tokens, np.empty(self._words, np.int32))
             ends.append(end)
             if len(fills) == slice_rows or (fills and i == len(drawn) - 1):
-                filling.begun += self._begin(fills, num_rows, filling.masks, len(filling.requests) - len(fills))
+                filling.begun += self._begin(fills, num_rows, filling.masks)
                 fills = []
         self._filling = filling
         self._run(list(calls.values()), num_rows)
         for i, call in calls.items():
             ends[i] = call.end if call.is_finished else None
         return ends
+
+    def _take_masks(self, count: int) -> np.ndarray:
+        """Memory for so many masks, int32 [count or more, words]: that of the step before the last
+        one, which the device has read. New memory takes as much time as its masks."""
+        if len(self._spare) < 2:
+            return np.empty((count, self._words), np.int32)
+        masks = self._spare.popleft()
+        return masks if count <= len(masks) <= 2 * count else np.empty((count, self._words), np.int32)
 
     def wait_for_masks(self) -> None:
         filling, self._filling = self._filling, None
@@ -166,6 +178,8 @@ class GrammarCalls(StepGrammars):
             if all(state.mask is not None for state in states):
                 for state in states:
                     state.mask = None
+                if not self._stopped and not self._held:  # no call may still write
+                    self._spare.append(filled.masks)
                 return filled.masks[: len(slots)]  # nothing to copy
         mask = np.full((len(slots), self._words), -1, np.int32)
         calls: dict[int, GrammarCall] = {}
@@ -182,7 +196,10 @@ class GrammarCalls(StepGrammars):
             elif state.mask is not None:
                 mask[i], state.mask = state.mask, None
             elif state.error is None and state.call is None:
-                calls[i] = GrammarCall(request, (), masks[len(calls)])
+                if (call := start_mask(request, state, masks, len(calls))) is not None:
+                    calls[i] = call
+                elif state.mask is not None:
+                    mask[i], state.mask = state.mask, None
         self._run(list(calls.values()), len(slots), masks)
         for i, call in calls.items():
             state = get_grammar_state(call.request)
@@ -253,25 +270,23 @@ class GrammarCalls(StepGrammars):
 
     def _run(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None = None) -> None:
         """Run calls of a step of `num_rows` rows, and wait for those of requests whose calls are
-        quick. masks: int32 [calls or more, words], the calls' own; None: each is made alone."""
-        self._finish(self._begin(calls, num_rows, masks, 0), num_rows)
+        quick. masks: int32 [n, words], which hold the calls' masks; None: each is made alone."""
+        self._finish(self._begin(calls, num_rows, masks), num_rows)
 
-    def _begin(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None, first: int) -> list[_Pending]:
-        """Start calls, those of slow requests beside the steps. Their masks are the rows of `masks`
-        from `first` on. -> an entry if any can be waited for."""
+    def _begin(self, calls: Sequence[GrammarCall], num_rows: int, masks: np.ndarray | None) -> list[_Pending]:
+        """Start calls, those of slow requests beside the steps. masks: see `_run`. -> an entry if
+        any can be waited for."""
         alone: list[GrammarCall] = []
         batched: dict[MaskBatch, list[tuple[GrammarCall, Any, int]]] = {}
         share = min(MEASURED_SHARE, MAX_MEASURED / num_rows)
-        for row, call in enumerate(calls, first):
+        for call in calls:
             if get_grammar_state(call.request).is_slow:
                 self._slow.submit([call])
                 self._stop(call)
             elif masks is None or (batch := self._choose_batch(call, share)) is None:
                 alone.append(call)
-            elif (handle := call.start_mask()) is None:
-                _keep_mask(call)
             else:
-                batched.setdefault(batch, []).append((call, handle, row))
+                batched.setdefault(batch, []).append((call, call.handle, call.row))
         if not alone and not batched:
             return []
         batches = [BatchCall(batch, masks, entries) for batch, entries in batched.items()] if masks is not None else []
@@ -283,9 +298,10 @@ class GrammarCalls(StepGrammars):
         """What fills the mask of a call with others. None: it is filled alone, as this share of
         the masks that could be filled with others."""
         batch = _get_batch(call.request)
-        if batch is None or call.tokens or not self._batches_masks:
+        if batch is None or call.handle is None or not self._batches_masks:
             return None
-        is_known = get_grammar_state(call.request).num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
+        num_measured = get_grammar_state(call.request).num_measured + _count_measured(call.request)
+        is_known = num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
         return batch if is_known and self._random.random() >= share else None
 
     def _finish(self, begun: Sequence[_Pending], num_rows: int) -> None:
@@ -314,7 +330,7 @@ class GrammarCalls(StepGrammars):
         )
         if self._is_crowded:
             calls = [call for pending in begun for call in (*pending.alone, *(call for batch in pending.batches for call in batch.calls))]
-            self._mark_slow([get_grammar_state(call.request) for call in calls], num_rows)
+            self._mark_slow([get_grammar_state(call.request) for call in calls if not _count_measured(call.request)], num_rows)
 
     @staticmethod
     def _mark_slow(states: Sequence[GrammarState], num_rows: int) -> None:
@@ -364,6 +380,11 @@ def _get_batch(request: Request) -> MaskBatch | None:
     """What fills the masks of a request together with others."""
     batch: MaskBatch | None = getattr(request.grammar, "batch", None)
     return batch
+
+
+def _count_measured(request: Request) -> int:
+    """See `num_measured` of `BatchedGrammar`."""
+    return getattr(request.grammar, "num_measured", 0)
 
 
 def _keep_mask(call: GrammarCall) -> None:

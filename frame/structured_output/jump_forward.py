@@ -73,12 +73,20 @@ class LookaheadGrammar:
         """See `BatchedGrammar`."""
         return getattr(self._grammar, "batch", None)
 
+    @property
+    def num_measured(self) -> int:
+        """See `BatchedGrammar`."""
+        return getattr(self._grammar, "num_measured", 0)
+
     def start_mask(self, mask: np.ndarray) -> Any:
         """See `BatchedGrammar`."""
         if self.forced or self._error is not None or self._next is not None:
             self.fill_mask(mask)
             return None
-        return cast("BatchedGrammar", self._grammar).start_mask(mask)
+        handle = cast("BatchedGrammar", self._grammar).start_mask(mask)
+        if handle is None:
+            self._look_ahead_from(mask)
+        return handle
 
     def finish_mask(self, mask: np.ndarray, seconds: float) -> bool:
         """See `BatchedGrammar`."""

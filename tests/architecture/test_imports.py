@@ -67,6 +67,7 @@ SHARED = (
     "frame.plugins.grammar_backends.ebnf",
     "frame.plugins.grammar_backends.options",
     "frame.plugins.grammar_backends.sources",
+    "frame.plugins.grammar_backends.states",
 )
 # What launchers in packages of their own may use of the in-tree family.
 RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.rendezvous_node")

@@ -308,3 +308,29 @@ def test_the_tenant_with_the_largest_share_of_the_cache_loses_grammars() -> None
     assert cache.get(("modest", "regex", "x")) is not None
     assert cache.get(("greedy", "regex", "199")) is not None and cache.get(("greedy", "regex", "100")) is None
     assert cache._sizes.total() == sum(size for entries in cache._entries.values() for _, size in entries.values()) <= 100_000
+
+
+def test_the_backend_and_the_processes_are_prepared() -> None:
+    backend, started = Counting(), threading.Barrier(3, timeout=20)
+    processes: list[object] = []
+
+    class Process:
+        cpu_seconds = 0.0
+
+        def __init__(self) -> None:
+            processes.append(self)
+
+        def compile(self, kind: str, source: str) -> bytes:
+            if source == grammar_compiler.PREPARED[2]:
+                started.wait()  # for the process of the other thread
+            return b""
+
+        def close(self) -> None: ...
+
+    compiler = GrammarCompiler(lambda: backend, GrammarSettings(workers=2), Process)
+    compiler.prepare()
+    started.wait()
+    compiler.hold_request(ask("1", regex="b"))
+    assert isinstance(collect(compiler, 1)["1"], grammar_compiler.MeteredGrammar) and "b" in backend.sources
+    assert len(processes) == 2
+    compiler.close()

@@ -148,7 +148,11 @@ class BatchedGrammar(Grammar, Protocol):
     thread and must be quick.
 
     `start_mask`, the batch and `finish_mask` have the effect of `fill_mask`. No other call comes
-    between them.
+    between them. `fill_mask` may be called after `start_mask` instead.
+
+    It may have `num_measured`: masks that requests share and that took a short time, since the last
+    one that took longer. Such a request need not be measured before its masks are filled in
+    batches, and is not preempted because other masks are quicker: each mask is computed once.
     """
 
     @property

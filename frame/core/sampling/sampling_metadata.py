@@ -236,10 +236,13 @@ class SamplingTable:
         return ids
 
 
+NUM_FIRST_WORDS = 8  # of a mask that are checked before all others
+
+
 def find_limited_rows(mask: np.ndarray) -> GrammarArrays[np.ndarray] | None:
     """The rows that a grammar mask limits; None: it limits none."""
-    # most masks forbid the special tokens, which are the last ones
-    is_limited = mask[:, -1] != -1
+    # most masks forbid the special tokens, which are the last ones, or one of the first
+    is_limited = (mask[:, -1] != -1) | (mask[:, :NUM_FIRST_WORDS] != -1).any(axis=1)
     others = np.flatnonzero(~is_limited)
     is_limited[others] = np.bitwise_and.reduce(mask[others], axis=1) != -1
     rows = np.flatnonzero(is_limited)

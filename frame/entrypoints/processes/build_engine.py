@@ -280,7 +280,7 @@ def add_group(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, n
 def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
     """The grammar compiler, where there are a grammar backend and a tokenizer. A backend that the
     configuration names is loaded now, so that its failure stops the start; one chosen automatically
-    is loaded for the first grammar."""
+    is loaded in a thread, on a CPU for the first grammar."""
     choices, sampling = resolved.plugins.get("grammar_backend"), resolved.user.sampling
     if not choices or resolved.tokenizer_path is None:
         return None
@@ -297,7 +297,10 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
         budget=sampling.grammar_budget,
         request_timeout=resolved.user.scheduler.request_timeout,
     )
-    return GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
+    compiler = GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
+    if resolved.device != "cpu":  # where few cores may have to serve the first requests
+        compiler.prepare()
+    return compiler
 
 
 @blaming("at start")

@@ -16,7 +16,7 @@ def register_grammar_backends(registry: KindRegistry) -> None:
         capabilities=GrammarCapabilities(),
         options=XGrammarOptions,
         requires=("llguidance>=1.8", "xgrammar>=0.2"),
-        summary="All kinds: llguidance; xgrammar for structural tags and for what llguidance rejects.",
+        summary="All kinds: llguidance; xgrammar for what llguidance rejects.",
         rank=20,
     )
     registry.add(

@@ -1,9 +1,6 @@
-"""The grammar backend `combined`: llguidance, and xgrammar for structural tags and for grammars
-that llguidance rejects.
+"""The grammar backend `combined`: llguidance, and xgrammar for grammars that llguidance rejects.
 
-llguidance is first for structural tags with a `pattern` too: xgrammar writes the characters of a
-pattern into the JSON string without escapes. It has no `whitespace_pattern`. Knows one tokenizer
-and one vocabulary. xgrammar takes seconds to load and is loaded on first use.
+Knows one tokenizer and one vocabulary. xgrammar takes seconds to load and is loaded on first use.
 """
 
 from __future__ import annotations
@@ -15,8 +12,6 @@ from pydantic import BaseModel
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
 from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
 from frame.plugins.grammar_backends.options import XGrammarOptions
-
-_REGEX = '"type":"regex","pattern"'  # a format that both libraries read alike, as the server writes it
 
 
 class CombinedBackend(GrammarBackend):
@@ -31,8 +26,6 @@ class CombinedBackend(GrammarBackend):
 
     def compile(self, kind: str, source: str) -> CompiledGrammar:
         """See `GrammarBackend.compile`. The error of a grammar that both reject is llguidance's."""
-        if kind == "structural_tag" and '"pattern"' not in source.replace(_REGEX, "") and '"whitespace_pattern"' not in source:
-            return self._load_xgrammar().compile(kind, source)
         try:
             return self._llguidance.compile(kind, source)
         except ValueError as refusal:

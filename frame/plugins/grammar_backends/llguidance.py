@@ -12,19 +12,23 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from pydantic import BaseModel
 
-from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
+from frame.core.interfaces.sampling import MAX_ROLLBACK, GrammarBackend, GrammarContext
 from frame.plugins.grammar_backends import ebnf, structural_tags
 from frame.plugins.grammar_backends.closed_schema import close_schema
 from frame.plugins.grammar_backends.library_errors import explain_rejection
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
+from frame.plugins.grammar_backends.states.regular import Node
+from frame.plugins.grammar_backends.states.shared_masks import Key, SharedMask, SharedMasks, TokenBytes, read_states
 
 MAX_THREADS = 16  # that compute masks
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -33,7 +37,7 @@ MAX_MATCHERS = min(MAX_THREADS, NUM_CORES)  # of one grammar; as many threads co
 # grows with the square of this number. The library's own limit of 2000 stays for JSON schemas: an
 # object with 300 optional properties needs 1,200.
 MAX_EBNF_ITEMS = 256
-QUICK = 5e-3  # seconds; a grammar that takes longer to parse gets one matcher
+QUICK = 5e-3  # seconds; a grammar that takes longer to parse gets one matcher, and its masks are measured
 # The library's own limit of 250,000 allows 400 MB for one grammar.
 MAX_LEXER_STATES = 50_000
 # Masks create lexer states, which stay in the compiled grammar. The library counts the work of
@@ -43,6 +47,9 @@ _COST = re.compile(r'"lexer_cost": (\d+)')
 MATCHER_BYTES = 384 << 10  # of a matcher that computes masks, beside its source and its states
 READ_SECONDS = 1.0  # of masks of one request, after which the count is read: 2 us to 1 ms, by the size of the grammar
 NO_ROLLBACK = 1 << 30  # tokens: an error
+MAX_AHEAD = 256  # tokens that a matcher catches up with at once, in less than a millisecond
+SHARING_COPIES = 2  # of each matcher before there is a further one, where requests share masks
+SHARING_KINDS = ("json_schema", "regex", "choice", "structural_tag")  # whose states are known; see `states`
 # Expressions: where a grammar allows all tokens of one, a mask takes them as a whole, and walks the
 # other tokens byte by byte. The library's own list has `_TEXT` with 10, 30 and any number of
 # characters. Strings near their `maxLength` need the short ones, expressions the letters.
@@ -60,51 +67,92 @@ _ASCII_ESCAPES = {
 
 
 class LLMaskBatch:
-    """Computes masks in the library's threads (`MaskBatch`). `handles` are grammars."""
+    """Computes masks in the library's threads (`MaskBatch`). `handles` are grammars. Outputs in one
+    state get one mask."""
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None  # the process that compiles needs no threads
 
     def fill_masks(self, handles: Sequence[LLGrammar], rows: Sequence[int], masks: np.ndarray) -> None:
         """See `MaskBatch.fill_masks`."""
+        firsts: dict[Key, tuple[LLGrammar, int]] = {}
+        entries, others = [], []
+        for grammar, row in zip(handles, rows, strict=True):
+            if grammar.key is not None and firsts.setdefault(grammar.key, (grammar, row))[0] is not grammar:
+                others.append((grammar, row))
+            else:
+                entries.append((grammar, row))
+        self._compute(entries, masks)
+        rest = []
+        for grammar, row in others:
+            assert grammar.key is not None
+            first, first_row = firsts[grammar.key]
+            if first.needs_own_mask(grammar, masks[first_row]):
+                rest.append((grammar, row))
+            else:
+                masks[row] = masks[first_row]
+        self._compute(rest, masks)
+
+    def _compute(self, entries: list[tuple[LLGrammar, int]], masks: np.ndarray) -> None:
+        if not entries:
+            return
         if self._executor is None:
             self._executor = LLExecutor(min(MAX_THREADS, NUM_CORES if NUM_CORES < 4 else NUM_CORES - 2))  # the engine's threads need cores
         # A thread gets neighbours: copies of one matcher, which share a lock.
-        entries = [(each.matcher, row) for each, row in sorted(zip(handles, rows, strict=True), key=lambda entry: entry[0].origin)]
-        self._executor.unsafe_compute_mask_ptr(entries, masks.__array_interface__["data"][0], masks.strides[0], len(masks))
+        entries = sorted(entries, key=lambda entry: entry[0].origin)
+        matchers = [(grammar.catch_up(), row) for grammar, row in entries]
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.__array_interface__["data"][0], masks.strides[0], len(masks))
 
 
 class LLGrammar:
     """One request's matcher (`BatchedGrammar`), a copy of matcher `number` of the compiled grammar.
-    `origin`: the same for copies of one matcher."""
+    `origin`: the same for copies of one matcher. `key`: the same for outputs with the same mask;
+    None: not known.
+
+    While the masks are known, the matcher gets no tokens: it catches up when it has to compute one.
+    """
 
     def __init__(self, matcher: Any, number: int, compiled: LLCompiled) -> None:
         self.matcher = matcher.deep_copy()
         self.origin = id(matcher)
         self.batch = compiled.batch
+        self.key: Key | None = None
         self._number = number
         self._compiled = compiled
         self._cost = compiled.cost  # of the library so far, of which the compiled grammar knows
         self._unread = 0.0  # seconds of masks since then
-        self._stops = compiled.stop_token_ids
         self._is_ended = False
+        self._shared = compiled.shared
+        self._state: Node | None = None
+        self._last = -1  # token
+        self._mask: SharedMask | None = None  # of the state, if it is known
+        self._ahead: list[int] = []  # tokens that the matcher has not got
+        self._earlier: deque[tuple[Node | None, int]] = deque(maxlen=MAX_ROLLBACK)  # the states and tokens before
+        if self._shared is not None:
+            self._set_state(self._shared.root, -1)
 
     def fill_mask(self, mask: np.ndarray) -> bool:
         """See `Grammar.fill_mask`. All tokens are allowed after the end token. Raises ValueError
         when the library's limits are reached."""
-        if self._is_ended:
-            mask[...] = -1
-            return False
+        if self.start_mask(mask) is None:
+            return not self._is_ended
         began = time.thread_time()
-        self.matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)  # a third of the time of `mask.ctypes`
-        return self.finish_mask(mask, time.thread_time() - began)
+        self.catch_up().unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)  # a third of the time of `mask.ctypes`
+        seconds = time.thread_time() - began
+        self._compiled.num_quick += 1 if seconds < QUICK else -self._compiled.num_quick
+        return self.finish_mask(mask, seconds)
 
     def start_mask(self, mask: np.ndarray) -> LLGrammar | None:
         """See `BatchedGrammar.start_mask`."""
         if self._is_ended:
-            self.fill_mask(mask)
+            mask[...] = -1
             return None
-        return self
+        if self._mask is None and self.key is not None and self._shared is not None:
+            self._mask = self._shared.get(self.key)  # another request may have added it
+        if self._mask is None:
+            return self
+        self._mask.write(mask)
+        return None
 
     def finish_mask(self, mask: np.ndarray, seconds: float) -> bool:
         """See `BatchedGrammar.finish_mask`."""
@@ -112,7 +160,28 @@ class LLGrammar:
         if self._unread > READ_SECONDS:
             self._count_states(self.matcher.deep_copy())
         self._check_limits()
+        if self.key is not None and self._shared is not None:
+            if not self._ahead:  # else the mask was computed by another request
+                self._shared.put(self.key, self._last, mask, self.matcher.is_accepting())
+            self._set_state(self._state, self._last)
         return True
+
+    def catch_up(self) -> Any:
+        """Give the matcher the tokens that it has not got. Returns it."""
+        if self._ahead:
+            tokens, self._ahead = self._ahead, []
+            if self.matcher.try_consume_tokens(tokens) != len(tokens):
+                raise RuntimeError("llguidance rejects tokens of a mask of the same grammar")
+        return self.matcher
+
+    @property
+    def num_measured(self) -> int:
+        """See `BatchedGrammar`."""
+        return 0 if self._shared is None else self._compiled.num_quick
+
+    def needs_own_mask(self, other: LLGrammar, mask: np.ndarray) -> bool:
+        """Whether the mask of this output is not that of another one with the same `key`."""
+        return self._last != other._last and self._shared is not None and self._shared.is_forced(mask)
 
     def __del__(self) -> None:
         if self._unread:
@@ -128,23 +197,46 @@ class LLGrammar:
     def accept_token(self, token_id: int) -> bool:
         if self._is_ended:
             return False
-        if token_id in self._stops:
-            self._is_ended = self.matcher.is_accepting()
+        if token_id in self._compiled.stop_token_ids:
+            self._is_ended = self.catch_up().is_accepting() if self._mask is None else self._mask.is_accepting
             return self._is_ended
-        is_taken = self.matcher.try_consume_tokens([token_id]) == 1
-        if not is_taken:
+        if self._mask is not None and len(self._ahead) < MAX_AHEAD and self._mask.allows(token_id):
+            self._ahead.append(token_id)
+        elif self.catch_up().try_consume_tokens([token_id]) != 1:
             self._check_limits()
-        return is_taken
+            return False
+        if self._shared is not None:
+            self._earlier.append((self._state, self._last))
+            self._set_state(None if self._state is None else self._shared.follow(self._state, token_id), token_id)
+        return True
+
+    def _set_state(self, state: Node | None, last: int) -> None:
+        self._state, self._last = state, last
+        if state is None or self._shared is None:
+            self.key = self._mask = None
+            self.catch_up()
+        else:
+            self.key = self._shared.find_key(state, last)
+            self._mask = self._shared.get(self.key)
 
     def is_finished(self) -> bool:
-        return self._is_ended or self.matcher.is_stopped()
+        if self._is_ended or self._mask is not None or (self._state is not None and not self._state.is_nullable):
+            return self._is_ended
+        return bool(self.catch_up().is_stopped())
 
     def rollback_tokens(self, count: int) -> None:
         if count and self._is_ended:  # the matcher has not consumed the end token
             self._is_ended = False
             count -= 1
-        if count:
-            self.matcher.rollback(count)
+        num_ahead = min(count, len(self._ahead))
+        del self._ahead[len(self._ahead) - num_ahead :]
+        if count > num_ahead:
+            self.matcher.rollback(count - num_ahead)
+        if count and self._earlier:
+            state, last = self._earlier[-count]
+            for _ in range(count):
+                self._earlier.pop()
+            self._set_state(state, last)
 
     def _check_limits(self) -> None:
         if self.matcher.is_stopped() and self.matcher.stop_reason() in _LIMITS:
@@ -157,17 +249,22 @@ class LLCompiled:
 
     Copies of a matcher share cached states and a lock. So that several threads can compute masks,
     requests that run at a time get copies of several matchers. A further one is created while each
-    has a request, if parsing takes no longer than a step can wait.
+    has a request, if parsing takes no longer than a step can wait. Fewer are needed from the second
+    request on, where requests share masks (`shared`).
     """
 
     def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int], batch: LLMaskBatch) -> None:
         self.batch = batch
+        self.shared: SharedMasks | None = None
+        self.read_states: Callable[[], SharedMasks | None] | None = None  # for requests after the first; None: it was called
         began = time.perf_counter()
         self._parse = parse
         self._matchers = [parse()]
         self.cost = read_cost(self.matcher.deep_copy())
         self._maximum = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
         self._num_copies = [0]  # of each matcher, with requests
+        self._is_used = False
+        self.num_quick = 0  # masks that took less than `QUICK`, since the last that took more
         self.stop_token_ids = stop_token_ids
         self._matcher_bytes = 64 * len(source) + BYTES_PER_COST * self.cost + MATCHER_BYTES
         self.num_bytes = self._matcher_bytes  # an estimate; grows with the states that masks create
@@ -181,9 +278,14 @@ class LLCompiled:
         return self._matchers[0]
 
     def start(self) -> LLGrammar:
+        if self._is_used and self.read_states is not None:
+            self.shared, self.read_states = self.read_states(), None
+        elif self.shared is not None and not self.shared.is_usable:
+            self.shared = None
+        self._is_used = True
         with self._lock:
             number = self._num_copies.index(min(self._num_copies))
-            if self._num_copies[number] and len(self._matchers) < self._maximum:
+            if self._num_copies[number] >= (1 if self.shared is None else SHARING_COPIES) and len(self._matchers) < self._maximum:
                 number = len(self._matchers)
                 self._matchers.append(self._parse())
                 self._num_copies.append(0)
@@ -221,21 +323,35 @@ class LLGuidanceBackend(GrammarBackend):
         special = (number for number, token in added.items() if token.special or self._tokenizer.is_special_token(number))
         self._special_ids = {added[number].content: number for number in special}
         self._batch = LLMaskBatch()
+        self._vocabulary, self._tokens = backend, cast("TokenBytes | None", None)
 
     def compile(self, kind: str, source: str) -> LLCompiled:
         """See `GrammarBackend.compile`. Raises ValueError, one sentence, for a grammar that is too
         large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
+        if self._tokens is None:
+            self._tokens = TokenBytes(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids)
         try:
             translated = self._translate(kind, source)
             has_ebnf = kind == "ebnf" or (kind == "structural_tag" and '"grammar"' in source)
             compiled = LLCompiled(lambda: self._make_matcher(translated, has_ebnf), source, self._stops, self._batch)
+            compiled.read_states = partial(self._read_states, kind, source, compiled.add_bytes)
         except Exception as error:  # the library's translation from EBNF raises many types
             raise ValueError(one_sentence(kind, explain_rejection(str(error)))) from error
         matcher = compiled.matcher
         if matcher.is_stopped() and not matcher.is_accepting():  # root ::= root
             raise ValueError(f"{kind} allows no text at all")
         return compiled
+
+    def _read_states(self, kind: str, source: str, add_bytes: Callable[[int], None]) -> SharedMasks | None:
+        if kind not in SHARING_KINDS or self._options.any_whitespace:
+            return None
+        assert self._tokens is not None, "see `compile`"
+        read: Callable[[str], Any] = str if kind == "regex" else json.loads
+        form = read(source)
+        if kind == "json_schema":
+            form = close_schema(form)
+        return read_states(kind, form["format"] if kind == "structural_tag" else form, self._tokens, add_bytes)
 
     def _make_matcher(self, translated: str, has_ebnf: bool) -> Any:
         """A matcher whose first mask is computed, so that its copies need not compute it."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from frame.core.interfaces.sampling import MAX_ROLLBACK
+from frame.plugins.grammar_backends.states.regular import Language, Node, form_of, rebuild
 from frame_automata.mask_cache import Costs, LruCache, Mask
-from frame_automata.regular import Language, Node, form_of, rebuild
 from frame_automata.states import Repetitions, States, TooMuchWorkError, is_run, only_byte
 from frame_automata.vocabulary_tree import NOT_AT_ALL, VocabularyTree
 

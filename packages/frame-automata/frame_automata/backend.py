@@ -18,12 +18,12 @@ from frame.plugins.grammar_backends.closed_schema import close_schema
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
 from frame.plugins.grammar_backends.options import XGrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
+from frame.plugins.grammar_backends.states.regular import Language, Node
+from frame.plugins.grammar_backends.states.regular_syntax import literals, read
+from frame.plugins.grammar_backends.states.schema_language import read_schema
 from frame.plugins.loader import load_registry
 from frame_automata.automaton import AutomatonCompiled, Masks, Vocabulary
-from frame_automata.regular import Language, Node
 from frame_automata.regular_ebnf import read_rules
-from frame_automata.regular_syntax import literals, read
-from frame_automata.schema_language import read_schema
 from frame_automata.states import TooMuchWorkError
 
 if TYPE_CHECKING:

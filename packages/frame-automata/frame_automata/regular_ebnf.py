@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from frame.plugins.grammar_backends.ebnf import Expression, Rules, UnsupportedSyntaxError
-from frame_automata.regular import Language, Node
-from frame_automata.regular_syntax import characters, literal
+from frame.plugins.grammar_backends.states.regular import Language, Node
+from frame.plugins.grammar_backends.states.regular_syntax import characters, literal
 
 MAX_NODES = 20_000
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from frame_automata.regular import Form, Language, Node, first_sets
+from frame.plugins.grammar_backends.states.regular import Form, Language, Node, first_sets
 from frame_automata.vocabulary_tree import NEVER
 
 MAX_WORK = 20_000  # derivatives for one mask; takes less than 100 ms

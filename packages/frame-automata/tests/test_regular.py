@@ -11,9 +11,9 @@ import pytest
 
 from frame.core.interfaces.sampling import Grammar
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError, complement
+from frame.plugins.grammar_backends.states.regular import Language, Node
+from frame.plugins.grammar_backends.states.regular_syntax import literal, literals, read
 from frame_automata.automaton import AutomatonCompiled, Masks, Vocabulary
-from frame_automata.regular import Language, Node
-from frame_automata.regular_syntax import literal, literals, read
 from frame_automata.states import TooMuchWorkError, only_byte
 from tests.core.scheduling.scripted_grammar import Script
 from tests.plugins.grammar_backends import random_grammars
@@ -141,7 +141,7 @@ def test_counts_share_masks_and_clearing_caches_changes_nothing(monkeypatch: pyt
     mask, seen = np.empty(known.tree.words, np.int32), []
     a, space = (next(i for i, text in enumerate(known.tree.texts) if text == each) for each in (b"a", b" "))
     for round_ in range(3):
-        monkeypatch.setattr("frame_automata.regular.MAX_NODES", 60_000 if round_ < 2 else 0)
+        monkeypatch.setattr("frame.plugins.grammar_backends.states.regular.MAX_NODES", 60_000 if round_ < 2 else 0)
         for token in [a, a, space] * 300:
             assert grammar.accept_token(token) and grammar.fill_mask(mask)
             seen.append(mask.tobytes())

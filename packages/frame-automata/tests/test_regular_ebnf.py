@@ -9,9 +9,9 @@ from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.sampling import GrammarContext
 from frame.plugins.grammar_backends import ebnf
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
+from frame.plugins.grammar_backends.states.regular import Language
 from frame.text.tokenizer import Tokenizer
 from frame_automata.backend import AutomataBackend
-from frame_automata.regular import Language
 from frame_automata.regular_ebnf import read_rules
 from tests.plugins.grammar_backends.test_ebnf import EXPRESSIONS, compare_with_xgrammar
 

@@ -12,9 +12,9 @@ import pytest
 
 from frame.plugins.grammar_backends.closed_schema import close_schema
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
-from frame_automata import json_texts
-from frame_automata.regular import Language, Node
-from frame_automata.schema_language import read_schema
+from frame.plugins.grammar_backends.states import json_texts
+from frame.plugins.grammar_backends.states.regular import Language, Node
+from frame.plugins.grammar_backends.states.schema_language import read_schema
 from tests.plugins.grammar_backends import random_grammars
 
 

@@ -22,7 +22,7 @@ def without_limits():
 backend = CombinedBackend(GrammarContext(Tokenizer.load(find_model(EMBEDDED), trust_remote_code=False), 2048, without_limits))
 backend.compile("json_schema", '{"type": "object"}')
 for _ in range(2):
-    backend.compile("structural_tag", '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}')
+    backend.compile("json_schema", '{"type": "array", "uniqueItems": true, "items": {"enum": [1, 2]}}')  # llguidance rejects it
 """
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 LARGE = 1 << 20
-MAX_NODES = 60_000  # nodes and derivatives of one language; above that the caches are cleared
+MAX_NODES = 60_000  # nodes and derivatives of one language
 
 
 @dataclass(slots=True, eq=False)  # a frozen class takes four times as long to make; nodes are never changed
@@ -33,6 +33,7 @@ class Language:
     """Creates nodes and their derivatives. Every node but `none` matches some text."""
 
     num_derived: int = 0  # number of computed derivatives
+    max_size: int = MAX_NODES  # entries of the caches, above which they are cleared
     none: Node = field(default_factory=lambda: Node("none"))
     empty: Node = field(default_factory=lambda: Node("empty", is_nullable=True))
     _nodes: dict[tuple[object, ...], Node] = field(default_factory=dict)
@@ -41,10 +42,16 @@ class Language:
     _forms: dict[Node, Form] = field(default_factory=dict)
     _further: dict[tuple[Node, int], Node] = field(default_factory=dict)
     _passes: dict[tuple[Node, Node], bytes] = field(default_factory=dict)
+    _joined: dict[tuple[Node, Node], Node] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
         return len(self._nodes)
+
+    @property
+    def size(self) -> int:
+        """Entries of the caches."""
+        return len(self._nodes) + len(self._derivatives) + len(self._further) + len(self._joined)
 
     def one_byte(self, members: int) -> Node:
         """One byte of a set."""
@@ -57,7 +64,17 @@ class Language:
             return second
         if second is self.empty:
             return first
-        spine = []  # to the right, so that equal sequences are equal
+        if first.kind == "cat":
+            cached = self._joined.get((first, second))
+            if cached is None:
+                cached = self._joined[first, second] = self._join(first, second)
+            return cached
+        return self._node("cat", (first, second), is_nullable=first.is_nullable and second.is_nullable)
+
+    def _join(self, first: Node, second: Node) -> Node:
+        """The sequence of a sequence and a node, nested to the right, so that equal sequences are
+        equal."""
+        spine = []
         while first.kind == "cat":
             spine.append(first.parts[0])
             first = first.parts[1]
@@ -96,74 +113,91 @@ class Language:
         if not node.first >> byte & 1:
             return self.none
         key = node, byte
-        found = self._derivatives.get(key)
-        if found is None:
+        cached = self._derivatives.get(key)
+        if cached is None:
             self.num_derived += 1
-            found = self._derive(node, byte)
-            self._derivatives[key] = found
-        return found
+            cached = self._derive(node, byte)
+            self._derivatives[key] = cached
+        return cached
 
     def follow(self, node: Node, text: bytes) -> Node:
         """Return the derivative by a text."""
         known, at, end = self._derivatives, 0, len(text)
-        while at < end:
-            if node.kind == "cat" and (repeat := node.parts[0]).kind == "repeat":
-                count = end - at - len((text[at:] if at else text).lstrip(self._passed(repeat.parts[0], node.parts[1])))
+        while at < end and node is not self.none:
+            byte = text[at]
+            if node.kind != "cat":
+                node, at = known.get((node, byte)) or self.derive(node, byte), at + 1
+                continue
+            head, tail = node.parts
+            if head.kind == "repeat":
+                count = end - at - len((text[at:] if at else text).lstrip(self._passed(head.parts[0], tail)))
                 if count > 1:
-                    count = count if repeat.maximum is None else min(count, repeat.maximum)
+                    count = count if head.maximum is None else min(count, head.maximum)
                     node, at = self._after(node, count), at + count
                     continue
-            byte = text[at]
-            node, at = known.get((node, byte)) or self.derive(node, byte), at + 1
+            # What the tail does not take part in is derived without it: few heads have many tails.
+            while head.kind != "cat" and head.first >> byte & 1 and not (head.is_nullable and tail.first >> byte & 1):
+                head, at = known.get((head, byte)) or self.derive(head, byte), at + 1
+                if at == end:
+                    break
+                byte = text[at]
+            if head is not node.parts[0]:
+                node = self.cat(head, tail) if at == end or head.first >> byte & 1 or not head.is_nullable else tail
+            elif head.is_nullable and not head.first >> byte & 1:
+                node = tail
+            else:
+                node, at = known.get((node, byte)) or self.derive(node, byte), at + 1
         return node
 
     def form(self, node: Node) -> Form:
         """`form_of`, cached."""
-        found = self._forms.get(node)
-        if found is None:
-            found = self._forms[node] = form_of(node)
-        return found
+        cached = self._forms.get(node)
+        if cached is None:
+            cached = self._forms[node] = form_of(node)
+        return cached
 
     def clamp(self, node: Node, max_length: int) -> Node:
         """Return a node that accepts the same prefixes of up to `max_length` bytes. Counts beyond
         the reach of such a prefix are reduced to `longest + 1`."""
         key = node, max_length
-        found = self._clamped.get(key)
-        if found is None:
-            found = self._clamp(node, max_length)
-            self._clamped[key] = found
-        return found
+        cached = self._clamped.get(key)
+        if cached is None:
+            cached = self._clamp(node, max_length)
+            self._clamped[key] = cached
+        return cached
 
-    def forget(self) -> None:
-        """Clear the caches if they are large. Existing nodes stay valid; equal nodes created later
-        are other objects."""
-        if len(self._nodes) + len(self._derivatives) + len(self._further) > MAX_NODES:
-            self._nodes, self._derivatives, self._clamped = {}, {}, {}
-            self._further, self._passes, self._forms = {}, {}, {}
+    def forget(self) -> bool:
+        """Clear the caches if they are large, and return whether. Existing nodes stay valid; equal
+        nodes created later are other objects."""
+        if self.size <= self.max_size:
+            return False
+        self._nodes, self._derivatives, self._clamped = {}, {}, {}
+        self._further, self._passes, self._forms, self._joined = {}, {}, {}, {}
+        return True
 
     def _passed(self, part: Node, after: Node) -> bytes:
         """The bytes that are one whole repetition of `part` and cannot start `after`."""
         key = part, after
-        found = self._passes.get(key)
-        if found is None:
+        cached = self._passes.get(key)
+        if cached is None:
             alone = self._passes.get((part, self.none))
             if alone is None:
                 alone = bytes(byte for byte in range(256) if self.derive(part, byte) is self.empty)
                 self._passes[part, self.none] = alone
-            found = self._passes[key] = bytes(byte for byte in alone if not after.first >> byte & 1)
-        return found
+            cached = self._passes[key] = bytes(byte for byte in alone if not after.first >> byte & 1)
+        return cached
 
     def _after(self, node: Node, count: int) -> Node:
         """The state of a sequence that begins with a repetition, `count` repetitions later."""
         repeat, after = node.parts
         if not repeat.minimum and repeat.maximum is None:
             return node
-        found = self._further.get((node, count))
-        if found is None:
+        cached = self._further.get((node, count))
+        if cached is None:
             maximum = None if repeat.maximum is None else repeat.maximum - count
-            found = self.cat(self.repeat(repeat.parts[0], max(0, repeat.minimum - count), maximum), after)
-            self._further[node, count] = found
-        return found
+            cached = self.cat(self.repeat(repeat.parts[0], max(0, repeat.minimum - count), maximum), after)
+            self._further[node, count] = cached
+        return cached
 
     def _node(
         self,
@@ -176,16 +210,16 @@ class Language:
         is_nullable: bool = False,
     ) -> Node:
         key = (kind, members, parts, minimum, maximum)
-        found = self._nodes.get(key)
-        if found is None:
+        cached = self._nodes.get(key)
+        if cached is None:
             first = members
             for part in parts:
                 first |= part.first
                 if kind == "cat" and not part.is_nullable:
                     break
             size = LARGE if kind == "repeat" else min(LARGE, 1 + sum(part.size for part in parts))
-            found = self._nodes.setdefault(key, Node(kind, members, parts, minimum, maximum, is_nullable, first, size))
-        return found
+            cached = self._nodes.setdefault(key, Node(kind, members, parts, minimum, maximum, is_nullable, first, size))
+        return cached
 
     def _derive(self, node: Node, byte: int) -> Node:
         if node.kind == "bytes":
@@ -194,8 +228,8 @@ class Language:
             first, second = node.parts
             if not first.first >> byte & 1:
                 return self.derive(second, byte)
-            found = self.cat(self.derive(first, byte), second)
-            return self.alt((found, self.derive(second, byte))) if first.is_nullable and second.first >> byte & 1 else found
+            derived = self.cat(self.derive(first, byte), second)
+            return self.alt((derived, self.derive(second, byte))) if first.is_nullable and second.first >> byte & 1 else derived
         if node.kind == "alt":
             return self.alt([self.derive(part, byte) for part in node.parts if part.first >> byte & 1])
         if node.kind == "repeat":
@@ -210,10 +244,10 @@ class Language:
             while node.kind == "cat" and (node, max_length) not in self._clamped:
                 spine.append(node)
                 node = node.parts[1]
-            found = self.clamp(node, max_length)
+            clamped = self.clamp(node, max_length)
             for each in reversed(spine):  # a loop, since recursion would be too deep for a long text
-                found = self._clamped[each, max_length] = self.cat(self.clamp(each.parts[0], max_length), found)
-            return found
+                clamped = self._clamped[each, max_length] = self.cat(self.clamp(each.parts[0], max_length), clamped)
+            return clamped
         if node.kind == "alt":
             return self.alt([self.clamp(part, max_length) for part in node.parts])
         if node.kind == "repeat":
@@ -225,19 +259,19 @@ class Language:
 
 def first_sets(node: Node) -> set[int]:
     """The sets of first bytes, as bits, of the parts that may start a text of the node."""
-    found = set()
+    first_bytes = set()
     waiting = [node]
     while waiting:
         each = waiting.pop()
         if each.members:
-            found.add(each.members)
+            first_bytes.add(each.members)
         if each.kind == "cat":
             waiting.append(each.parts[0])
             if each.parts[0].is_nullable:
                 waiting.append(each.parts[1])
         else:
             waiting.extend(each.parts)
-    return found
+    return first_bytes
 
 
 Form = tuple[str, int, tuple["Form", ...], int, int | None]

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from frame.plugins.grammar_backends.ebnf import UnsupportedSyntaxError
-from frame_automata import json_texts
-from frame_automata.regular import Language, Node
-from frame_automata.regular_syntax import literal, literals, read
+from frame.plugins.grammar_backends.states import json_texts
+from frame.plugins.grammar_backends.states.regular import Language, Node
+from frame.plugins.grammar_backends.states.regular_syntax import literal, literals, read
 
 MAX_SCHEMAS = 2000  # after expanding references
 MAX_NODES = 40_000
@@ -40,10 +40,11 @@ KEYWORDS = {
 NEGATED_SHORTHAND = re.compile(r"\[\^[^\]]*\\[dws]")  # dialects differ on its complement: ASCII or Unicode
 
 
-def read_schema(language: Language, schema: Any, max_whitespace: int) -> Node:
+def read_schema(language: Language, schema: Any, max_whitespace: int, separators: tuple[str, str] = (",", ":")) -> Node:
     """Return the texts of a schema, with up to `max_whitespace` whitespace characters between
-    parts and none around the whole. Raises UnsupportedSyntaxError."""
-    node = _Reader(language, schema, max_whitespace).value(schema)
+    parts and none around the whole. separators: after items and after names. Raises
+    UnsupportedSyntaxError."""
+    node = _Reader(language, schema, max_whitespace, separators).value(schema)
     if language.num_nodes > MAX_NODES:
         raise UnsupportedSyntaxError("a large schema")
     if node is language.none:
@@ -54,7 +55,8 @@ def read_schema(language: Language, schema: Any, max_whitespace: int) -> Node:
 class _Reader:
     """Reads one schema. No method's result has whitespace around it."""
 
-    def __init__(self, language: Language, root: Any, max_whitespace: int) -> None:
+    def __init__(self, language: Language, root: Any, max_whitespace: int, separators: tuple[str, str]) -> None:
+        self._comma, self._colon = (literal(language, each) for each in separators)
         self._language = language
         self._root = root
         self._blank = language.repeat(language.one_byte(WHITESPACE), 0, max_whitespace)
@@ -110,14 +112,14 @@ class _Reader:
             here = self._sequence(member, self._blank, more)
             rest = here if is_required else self._language.alt([here, rest])
             may_end = may_end and not is_required
-            more = self._optional(self._sequence(self._text(","), self._blank, rest), may_end)
+            more = self._optional(self._sequence(self._comma, self._blank, rest), may_end)
         return self._sequence(self._text("{"), self._blank, self._optional(rest, may_end), self._text("}"))
 
     def _optional(self, node: Node, is_optional: bool) -> Node:
         return self._language.alt([node, self._language.empty]) if is_optional else node
 
     def _member(self, name: str, schema: Any) -> Node:
-        return self._sequence(self._text(_json(name)), self._blank, self._text(":"), self._blank, self.value(schema))
+        return self._sequence(self._text(_json(name)), self._blank, self._colon, self._blank, self.value(schema))
 
     def _array(self, schema: Mapping[str, Any]) -> Node:
         fixed, rest = schema.get("prefixItems", []), schema.get("items")
@@ -126,7 +128,7 @@ class _Reader:
             raise UnsupportedSyntaxError("an array of anything")
         item = self._language.none if rest is False or rest is None else self._sequence(self.value(rest), self._blank)
         max_more = None if maximum is None else max(0, maximum - max(1, len(fixed)))
-        comma = self._sequence(self._text(","), self._blank)
+        comma = self._sequence(self._comma, self._blank)
         more = self._language.repeat(self._sequence(comma, item), max(0, minimum - max(1, len(fixed))), max_more)
         first = self._sequence(item, more)
         for i in reversed(range(len(fixed))):

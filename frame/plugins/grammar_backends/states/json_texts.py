@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from frame.plugins.grammar_backends.ebnf import LAST, SURROGATES, Ranges, complement
-from frame_automata.regular import Language, Node
-from frame_automata.regular_syntax import characters, literal
+from frame.plugins.grammar_backends.states.regular import Language, Node
+from frame.plugins.grammar_backends.states.regular_syntax import characters, literal
 
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 ESCAPED: Ranges = [(0, 31), (34, 34), (92, 92), (127, 127)]  # JSON does not require the last
@@ -27,13 +27,13 @@ def character(language: Language, ranges: Ranges) -> Node:
 def integers(language: Language, minimum: int | None, maximum: int | None) -> Node:
     """Integers from `minimum` to `maximum`, both included; None: no bound. 0 has no sign."""
     minus = language.one_byte(1 << ord("-"))
-    found = []
+    choices = []
     if maximum is None or maximum >= 0:
-        found.append(_naturals(language, max(0, minimum or 0), maximum))
+        choices.append(_naturals(language, max(0, minimum or 0), maximum))
     if minimum is None or minimum < 0:
         nearest = 1 if maximum is None or maximum >= 0 else -maximum
-        found.append(language.cat(minus, _naturals(language, nearest, None if minimum is None else -minimum)))
-    return language.alt(found)
+        choices.append(language.cat(minus, _naturals(language, nearest, None if minimum is None else -minimum)))
+    return language.alt(choices)
 
 
 def numbers(language: Language, *, is_signed: bool) -> Node:
@@ -59,16 +59,16 @@ def _hex(language: Language, value: int) -> Node:
 def _naturals(language: Language, minimum: int, maximum: int | None) -> Node:
     if maximum is not None and minimum > maximum:
         return language.none
-    found = []
+    choices = []
     digits = len(str(minimum))
     for length in range(digits, len(str(maximum)) + 1 if maximum is not None else digits + 1):
         low = str(max(minimum, 10 ** (length - 1) if length > 1 else 0))
         high = str(10**length - 1 if maximum is None else min(maximum, 10**length - 1))
-        found.append(_between(language, low, high))
+        choices.append(_between(language, low, high))
     if maximum is None:
         first = language.one_byte(DIGITS & ~(1 << ord("0")))
-        found.append(language.cat(first, language.repeat(language.one_byte(DIGITS), digits, None)))
-    return language.alt(found)
+        choices.append(language.cat(first, language.repeat(language.one_byte(DIGITS), digits, None)))
+    return language.alt(choices)
 
 
 def _between(language: Language, low: str, high: str) -> Node:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from frame.plugins.grammar_backends.ebnf import SURROGATES, Ranges, UnsupportedSyntaxError, complement
-from frame_automata.regular import Language, Node
+from frame.plugins.grammar_backends.states.regular import Language, Node
 
 MAX_COUNT = 1_000_000
 MAX_DEPTH = 100
@@ -163,11 +163,11 @@ class _Reader:
 
     def _class(self) -> Ranges:
         is_negated = self._take("^")
-        found: Ranges = []
+        ranges: Ranges = []
         while not self._take("]"):
             low = self._class_member()
             if isinstance(low, list):
-                found += low
+                ranges += low
                 continue
             high: int | Ranges = low
             if self._pattern[self.at : self.at + 1] == "-" and self._pattern[self.at + 1 : self.at + 2] != "]":
@@ -176,10 +176,10 @@ class _Reader:
             if isinstance(high, list) or high < low:
                 raise UnsupportedSyntaxError(f"no range at {self.at}")
             parts = ((low, min(high, SURROGATES[0] - 1)), (max(low, SURROGATES[1] + 1), high))  # without surrogates
-            found += [part for part in parts if part[0] <= part[1]] if low < SURROGATES[0] <= high else [(low, high)]
-        if not found:
+            ranges += [part for part in parts if part[0] <= part[1]] if low < SURROGATES[0] <= high else [(low, high)]
+        if not ranges:
             raise UnsupportedSyntaxError("an empty class")
-        return complement(found) if is_negated else found
+        return complement(ranges) if is_negated else ranges
 
     def _class_member(self) -> int | Ranges:
         char = self._next()
@@ -213,9 +213,9 @@ class _Reader:
         return self._pattern[self.at - 1]
 
     def _take(self, char: str) -> bool:
-        found = self._pattern[self.at : self.at + 1] == char
-        self.at += found
-        return found
+        is_taken = self._pattern[self.at : self.at + 1] == char
+        self.at += is_taken
+        return is_taken
 
     def _expect(self, char: str) -> None:
         if not self._take(char):
