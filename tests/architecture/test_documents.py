@@ -44,7 +44,8 @@ COUNTS = (
     *("fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
     *(f"twenty-{each}" for each in ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")),
 )
-NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd", "lm_eval", "ray", "serve", "npm", "export", "docker", "kubectl", "helm"}
+NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd", "lm_eval", "ray", "serve", "npm", "export"}
+NAMES |= {"docker", "kubectl", "helm"}
 NAMES |= {"claude", "codex", "aider"}  # the programs of docs/coding_agents.md
 
 
