@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from frame.config.section import Auto, Phases, Section, TypeName, lower, setting
+from frame.config.section import Auto, Endpoint, Phases, Section, TypeName, lower, setting
 from frame.config.server_sections import (
     AdaptersSection,
     BatchesSection,
@@ -166,6 +166,20 @@ class CacheSection(Section):
         flag="min-load-tokens",
         ge=1,
     )
+    events_endpoint: Annotated[str | None, Endpoint] = setting(
+        None,
+        "ZMQ address of KV events, in vLLM's format: tcp://*:PORT to listen, tcp://HOST:PORT to connect. They hold prompts. Default: none.",
+    )
+    events_replay_endpoint: Annotated[str | None, Endpoint] = setting(
+        None, "ZMQ address that answers requests for earlier KV events, such as tcp://*:5558. Default: none."
+    )
+    events_topic: str = setting("", "Topic of KV events.")
+    events_buffer_steps: int = setting(10_000, "Maximum number of batches of KV events kept for replays, in 64 MB.", ge=1)
+    events_hwm: int = setting(100_000, "Maximum number of batches of KV events that wait for a subscriber.", ge=1)
+    events_max_queue_size: int = setting(
+        100_000, "Maximum number of changes of the prefix cache that wait to be published; beyond it, subscribers forget the cache.", ge=1
+    )
+    events_layout: Literal["map", "array"] = setting("map", "Form of a KV event: map (vLLM since 0.24), or array (before; AIBrix).")
 
 
 class DisaggregationSection(Section):

@@ -4,6 +4,7 @@ validators that fields share. Used by `frame.config.schema`. It must not know a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,6 +98,14 @@ def _parse_object(value: Any) -> Any:
         raise ValueError(f"be a JSON object, not {value!r}") from None
 
 
+def _check_endpoint(value: Any) -> Any:
+    if isinstance(value, str) and not _ENDPOINT.fullmatch(value):
+        raise ValueError("tcp://*:PORT, tcp://HOST:PORT or ipc://PATH")
+    return value
+
+
+_ENDPOINT = re.compile(r"tcp://[^\s/]+:(?!0+$)\d{1,5}|ipc:///\S+")
+Endpoint = BeforeValidator(_check_endpoint)
 Counts = BeforeValidator(_parse_counts)
 JsonObject = BeforeValidator(_parse_object)
 PHASES = ("prefill", "decode")

@@ -253,3 +253,27 @@ class LogSection(Section):
         "Stat loggers that get the records of steps and requests, by plugin name; builtin: prometheus, which has /metrics.",
         flag="stat-loggers",
     )
+    request_dump: str | None = setting(
+        None,
+        "Folder of a record of each request, for frame replay, which only its owner may read. Default: none; no request is recorded.",
+        flag="request-dump",
+        min_length=1,
+    )
+    request_dump_content: Literal["full", "shapes"] = setting(
+        "full",
+        "What is recorded: full (prompts and outputs as token ids, all parameters) or shapes (lengths, times and numbers only).",
+        flag="request-dump-content",
+    )
+    request_dump_share: float = setting(
+        1.0,
+        "Fraction of the requests that is recorded. After a crash of the engine, all of the last five minutes are.",
+        flag="request-dump-share",
+        ge=0,
+        le=1,
+    )
+    request_dump_max_bytes: int = setting(
+        1 << 30, "Maximum size of log.request_dump in bytes; the oldest files are removed.", flag="request-dump-max-bytes", ge=1 << 20
+    )
+    request_dump_max_age: float = setting(
+        86400.0, "Seconds until a record of log.request_dump is removed.", flag="request-dump-max-age", ge=60
+    )

@@ -275,7 +275,7 @@ class PrefixLoads:
         kv_manager, size, first = self._set.kv_manager, self._set.page_size, len(load.match.pages)
         self._finish(load)
         pages = np.concatenate((load.match.pages, load.pages[:count]))
-        inserted = kv_manager.cache.insert(load.tokens[: len(pages) * size], pages, load.namespace, load.priority)
+        inserted = kv_manager.insert_prefix(load.tokens[: len(pages) * size], pages, load.namespace, load.priority)
         kv_manager.cache.unlock(load.match.handle)
         num_duplicates = max(0, inserted.num_cached // size - first)
         kv_manager.allocator.free(np.concatenate((load.pages[:num_duplicates], load.pages[count:])))

@@ -18,6 +18,7 @@ import numpy as np
 from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.sampling import Grammar
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
+from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.request_outline import join_outlines
 from frame.core.scheduling.scheduler import FailedRequests, Scheduler
 from frame.parallel.replica_choice import ReplicaChooser, sum_loads
@@ -108,6 +109,10 @@ class GroupedScheduler:
     @property
     def is_idle(self) -> bool:
         return all(each.is_idle for each in self._schedulers)
+
+    def list_kv_managers(self) -> list[KVCacheManager]:
+        """The manager of each group."""
+        return [manager for each in self._schedulers for manager in each.list_kv_managers()]
 
     def publish_inflight(self, path: Path) -> None:
         first, *others = self._schedulers

@@ -87,7 +87,10 @@ ROOMS = {
     "router": Room(("entrypoints/router", "entrypoints/cli/router.py"), commands=("router",)),
     "grpc": Room(("entrypoints/grpc",)),
     "lang": Room(("lang",)),
-    "bench": Room(("entrypoints/tools/bench", "entrypoints/cli/bench*.py", "entrypoints/cli/profile.py"), commands=("bench", "profile")),
+    "bench": Room(
+        ("entrypoints/tools/bench", "entrypoints/cli/bench*.py", "entrypoints/cli/profile.py", "entrypoints/cli/replay.py"),
+        commands=("bench", "profile", "replay"),
+    ),
     "profile": Room(("entrypoints/cli/profile.py",), commands=("profile",)),
     "eval": Room(("entrypoints/tools/eval", "entrypoints/cli/eval.py"), commands=("eval",)),
     "plan": Room(("entrypoints/tools/plan", "entrypoints/cli/plan.py"), commands=("plan",)),

@@ -45,6 +45,7 @@ COUNTS = (
     *(f"twenty-{each}" for each in ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")),
 )
 NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd", "lm_eval", "ray", "serve", "npm", "export"}
+NAMES |= {"docker", "kubectl", "helm"}
 NAMES |= {"claude", "codex", "aider"}  # the programs of docs/coding_agents.md
 
 

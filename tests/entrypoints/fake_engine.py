@@ -173,10 +173,13 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
     engine = Engine(scheduler, runner, transport, EngineOptions(resolved.overlap, "fatal", HEARTBEAT, info))
     time.sleep(float(os.environ.get("FRAME_FAKE_START", "0")))
     scheduler.publish_inflight(Path(options.sockets) / INFLIGHT)
+    events = worker.publish_kv_events(resolved, scheduler.list_kv_managers(), options.replica or 0)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     try:
         engine.run()
     finally:
+        for each in events:
+            each.close()
         if tracing is not None:
             tracing.close()
 

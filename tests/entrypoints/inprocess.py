@@ -33,7 +33,7 @@ from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions import load_extensions
 from frame.entrypoints.http.operations.live_history import LiveHistory
 from frame.entrypoints.http.operations.metrics import ServerMetrics
-from frame.entrypoints.http.server import load_stat_loggers
+from frame.entrypoints.http.server import load_stat_loggers, open_dump
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
@@ -160,11 +160,14 @@ async def serving(
     services.metrics = ServerMetrics(services)
     services.history = LiveHistory(client, services.metrics.count_failures)
     client.stats.loggers = load_stat_loggers(resolved, prepared.registry, services)
+    client.stats.dump = open_dump(resolved)
     thread = threading.Thread(target=engine.run, name="engine", daemon=True)
     thread.start()
     try:
         yield InProcess(App(services, extensions=load_extensions(resolved, prepared.registry)), services, engine, link.orders, link.sent)
     finally:
+        if client.stats.dump is not None:
+            client.stats.dump.close()
         spool.close()
         near.send(Control(id="end", action="shutdown"))
         await asyncio.to_thread(thread.join, 10)

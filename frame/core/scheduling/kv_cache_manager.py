@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from frame.core.interfaces.cache import Inserted, PrefixCache
+from frame.core.interfaces.cache import Inserted, PrefixCache, evict_all
+from frame.core.kv_cache.cache_events import CacheEvents
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator
 from frame.core.scheduling.group_rows import GroupRows
 from frame.core.scheduling.request import Request
@@ -38,6 +39,7 @@ class KVCacheManager:
 
     def __init__(self, table: RequestTable, cache: PrefixCache, allocator: PageAllocator, page_size: int) -> None:
         self.cache = cache
+        self.events: CacheEvents | None = None  # None: nobody is told what the cache holds
         self.allocator = allocator
         self.page_size = page_size
         self.groups = GroupRows(table, cache, allocator) if isinstance(allocator, GroupedAllocator) else None
@@ -48,6 +50,11 @@ class KVCacheManager:
     def num_available(self) -> int:
         """Pages that can be allocated now: free and evictable ones."""
         return self.allocator.num_free + self.cache.num_evictable
+
+    @property
+    def num_token_pages(self) -> int:
+        """All pages of the `tokens` group, the reserved one included."""
+        return self.allocator.capacity + 1 if self.groups is None else int(self.groups.allocator.first_pages[1])
 
     @property
     def num_growable(self) -> int:
@@ -62,7 +69,10 @@ class KVCacheManager:
         if short > 0:
             if short > self.cache.num_evictable:
                 return None
-            self.allocator.free(self.cache.evict(short))
+            evicted = self.cache.evict(short)
+            if self.events is not None:
+                self.events.record_removed(evicted)
+            self.allocator.free(evicted)
         return self.allocator.alloc(num_pages)
 
     def lock_prefix(self, request: Request) -> np.ndarray:
@@ -201,9 +211,27 @@ class KVCacheManager:
         groups."""
         groups, kept = self._cached_groups, request.cache_keys(tokens[: whole * self.page_size])
         if groups is None:
-            return self.cache.insert(kept, row[:whole], request.namespace, request.priority)
+            return self.insert_prefix(kept, row[:whole], request.namespace, request.priority)
         offers = groups.offer(request.slot, whole, num_computed)
-        return self.cache.insert(kept, row[:whole], request.namespace, request.priority, offers)
+        return self.insert_prefix(kept, row[:whole], request.namespace, request.priority, offers)
+
+    def insert_prefix(
+        self, keys: np.ndarray, pages: np.ndarray, namespace: str, priority: int, groups: Sequence[np.ndarray] = ()
+    ) -> Inserted:
+        """`PrefixCache.insert`; every insertion comes here."""
+        inserted = self.cache.insert(keys, pages, namespace, priority, groups)
+        if self.events is not None and self.cache.reuses:
+            self.events.record_inserted(keys, pages, namespace, inserted.num_cached)
+        return inserted
+
+    def evict_prefixes(self) -> np.ndarray:
+        """Evict all prefixes that no running request uses. -> their pages."""
+        pages = evict_all(self.cache, 0 if self.groups is None else self.groups.num_cached)
+        if self.events is not None:
+            self.events.record_removed(pages)
+            if not self.cache.num_locked:
+                self.events.record_cleared()
+        return pages
 
     def take_table_writes(self) -> np.ndarray:
         """Return the page-table writes since the last call, int32 [n, 3] of (slot, index in the

@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.batch import DraftOrder, ScheduledBatch, StepResult
-from frame.core.interfaces.cache import SupportsOutline, change_version, evict_all
+from frame.core.interfaces.cache import SupportsOutline, change_version
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.ipc.inflight_file import open_inflight
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
 from frame.core.scheduling.admission import Admission, SchedulerConfig
 from frame.core.scheduling.integrity import audit_accounts, check_accounts, repair_accounts
+from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.planner import StepPlanner
 from frame.core.scheduling.request import Request, RequestStatus, queue_full, timed_out
@@ -249,6 +250,10 @@ class Scheduler:
             path.unlink(missing_ok=True)
             log.warning("no in-flight file is kept (%s): if the engine crashes, all its requests are suspected", error)
 
+    def list_kv_managers(self) -> list[KVCacheManager]:
+        """The manager of its KV cache."""
+        return [self._running.kv_manager]
+
     def set_inflight(self, entries: np.ndarray) -> None:
         """Record the running requests in these entries of an in-flight file."""
         self._running.table.inflight = entries
@@ -259,9 +264,8 @@ class Scheduler:
         """Evict all cached prefixes that no running request uses, and let no request read what the
         tiers hold now. -> pages freed."""
         self._planner.tiers.invalidate_blocks()
-        kv_manager = self._running.kv_manager
-        pages = evict_all(kv_manager.cache, 0 if kv_manager.groups is None else kv_manager.groups.num_cached)
-        kv_manager.allocator.free(pages)
+        pages = self._running.kv_manager.evict_prefixes()
+        self._running.kv_manager.allocator.free(pages)
         return len(pages)
 
     def preempt_all(self) -> int:

@@ -100,6 +100,9 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
 @click.option("--model", help="Model name. Default: the first model that the server lists.")
 @click.option("--api-key", envvar="FRAME_API_KEY", help="API key of the server.")
 @workload_options
+@click.option(
+    "--dump", type=click.Path(path_type=Path), help="Requests of a dump (--request-dump), at their recorded times without --rate."
+)
 @click.option("--rate", "rates", type=RATES, default="", help="Requests per second; several are measured in turn. Default: all at once.")
 @click.option("--plot", type=PLOT_FILE, help="Plot TTFT, ITL and throughput over --rate to a .png or .svg file; needs frame-serve[bench].")
 @click.option(
@@ -123,6 +126,7 @@ def serve(
     names: Sequence[str],
     seed: int,
     path: Path | None,
+    dump: Path | None,
     rates: Sequence[float],
     plot: Path | None,
     baseline: Path | None,
@@ -131,6 +135,7 @@ def serve(
     vocabulary: int,
     **rest: Any,
 ) -> None:
+    from frame.entrypoints.tools.bench.dump import RecordedWorkload, read_dump
     from frame.entrypoints.tools.bench.load import Target, run
     from frame.entrypoints.tools.bench.rate_plot import draw_rates, find_points
     from frame.entrypoints.tools.bench.report import read, report
@@ -146,13 +151,16 @@ def serve(
         find_points(before)
     goals = [rest.pop(name) for name in ("goal_ttft", "goal_itl", "goal_e2e")]
     objective = Objective(*goals) if any(goal is not None for goal in goals) else None
+    if dump is not None and (names or any(value is not None for value in rest.values())):
+        raise click.UsageError("--dump has the requests; leave out --workload and what changes one")
+    recorded = {"dump": RecordedWorkload(read_dump(dump))} if dump is not None else None
     if not model:
         models = ask_server("GET", base_url.rstrip("/").removesuffix("/v1"), "/v1/models", api_key, timeout=30)
         model = str(models["data"][0]["id"])
     target = Target(base_url, model, api_key)
     asyncio.run(run(target, WARM_UP.jobs(vocabulary, -1), title="warm-up"))
     rows = {}
-    for name, workload in chosen(names, rest).items():
+    for name, workload in (recorded or chosen(names, rest)).items():
         for rate in rates or (math.inf,):
             title = f"{name} at {rate:g}/s" if len(rates) > 1 else name
             jobs = workload.jobs(vocabulary, seed, Arrivals(rate, burstiness))

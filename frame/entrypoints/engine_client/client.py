@@ -195,10 +195,8 @@ class EngineClient:
         running = [s for s in started if self._sequences.pop(s.recovery.engine_rid, None) is not None]
         if not running:
             return
-        self.stats.count_finishes("abort", len(running))
-        if self.stats.loggers is not None:
-            for sequence in running:
-                self.stats.loggers.record_request(sequence, Finish("abort"), time.perf_counter(), is_abandoned=True)
+        for sequence in running:
+            self.stats.record_finish(sequence, Finish("abort"), time.perf_counter(), is_abandoned=True)
         self._abort_admitted(running)
         for sequence in running:
             self._leave(sequence)
@@ -390,6 +388,8 @@ class EngineClient:
         """
         sequences = sorted(self._sequences.values(), key=lambda s: (s.request.created, s.index))
         is_engine = inflight is not None
+        if is_engine and self.stats.dump is not None:
+            self.stats.dump.record_crash(sequences)
         if self.adapters is not None and self.adapters.begin_recovery(self):
             cause = None
         elif inflight is None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from frame.core.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StepRecord
 from frame.core.messages import Finish, Heartbeat, StepText, StepTokens
+from frame.entrypoints.engine_client.request_dump import RequestDump
 from frame.entrypoints.engine_client.response_state import SequenceState
 
 log = logging.getLogger(__name__)
@@ -121,15 +122,16 @@ class ClientStats:
     generated_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens from the prefix cache
     loggers: StatLoggers | None = None  # None: no stat logger is chosen
+    dump: RequestDump | None = None  # None: requests are not recorded
 
-    def record_finish(self, sequence: SequenceState, finish: Finish, now: float) -> None:
-        """Record a sequence that has ended (`now`: `time.perf_counter`)."""
-        self.count_finishes(finish.reason, 1)
+    def record_finish(self, sequence: SequenceState, finish: Finish, now: float, *, is_abandoned: bool = False) -> None:
+        """Record a sequence that has ended (`now`: `time.perf_counter`). is_abandoned: its client
+        has left."""
+        self.finished[finish.reason] = self.finished.get(finish.reason, 0) + 1
         if self.loggers is not None:
-            self.loggers.record_request(sequence, finish, now)
-
-    def count_finishes(self, reason: str, count: int) -> None:
-        self.finished[reason] = self.finished.get(reason, 0) + count
+            self.loggers.record_request(sequence, finish, now, is_abandoned=is_abandoned)
+        if self.dump is not None:
+            self.dump.record(sequence, finish, now)
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.adapter_spool import AdapterSpool
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
+from frame.entrypoints.engine_client.request_dump import RequestDump
 from frame.entrypoints.engine_client.stats import Outstanding, StatLoggers
 from frame.entrypoints.engine_client.tokenizing import ThreadedTokenizer, TokenizerProcesses
 from frame.entrypoints.http.app import App
@@ -147,6 +148,7 @@ def _services(
     services.metrics = ServerMetrics(services)
     services.history = LiveHistory(client, services.metrics.count_failures)
     client.stats.loggers = load_stat_loggers(resolved, prepared.registry, services)
+    client.stats.dump = open_dump(resolved)
     services.tracing = open_tracing(resolved.user.server, "main")
     services.about = describe(prepared, info)
     return services
@@ -157,6 +159,13 @@ def _open_media(resolved: Resolved) -> MediaService:
     media = MediaService(resolved, folder.path)
     weakref.finalize(media, folder.remove)
     return media
+
+
+def open_dump(resolved: Resolved) -> RequestDump | None:
+    """What records the requests of a model that generates; None: nothing does."""
+    settings = resolved.user.log
+    is_recorded = settings.request_dump is not None and resolved.task == "generate"
+    return RequestDump(settings, resolved.served_name) if is_recorded else None
 
 
 def load_parsers(resolved: Resolved, registry: Registry) -> dict[str, Callable[[], Any]]:
@@ -338,6 +347,8 @@ class Server:
             await asyncio.to_thread(self._services.tracing.close)
         if (loggers := self._services.client.stats.loggers) is not None:
             loggers.close()
+        if (dump := self._services.client.stats.dump) is not None:
+            await asyncio.to_thread(dump.close)
         for replica in self._replicas:
             loop.remove_reader(replica.deployment.transport.fd)
         if adapters is not None:

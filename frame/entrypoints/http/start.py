@@ -89,6 +89,12 @@ def open_listeners(resolved: Resolved) -> tuple[socket.socket, AdminListener]:
         from frame.entrypoints.http.openai.batch_files import make_folder
 
         make_folder(Path(folder))
+    if (dump := resolved.user.log.request_dump) is not None:
+        from frame.entrypoints.engine_client.request_dump import make_folder as make_dump_folder
+
+        if resolved.task != "generate":
+            raise ConfigurationError(f"log.request_dump records generated text, and this model's task is {resolved.task}; leave it out")
+        make_dump_folder(Path(dump))
     if server.grpc_port:  # the gRPC library binds it itself, after the model is loaded
         bound_port(server.host, server.grpc_port, "--host and --grpc-port").close()
     admin = AdminListener(server)

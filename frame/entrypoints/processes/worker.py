@@ -43,6 +43,8 @@ from frame.plugins.loader import load_configured
 if TYPE_CHECKING:
     import numpy as np
 
+    from frame.core.kv_cache.cache_events import CacheEvents
+    from frame.core.scheduling.kv_cache_manager import KVCacheManager
     from frame.entrypoints.processes.join_groups import Place
     from frame.text.detokenizer import Detokenizer
     from frame.text.tokenizer import Tokenizer
@@ -109,14 +111,38 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     engine, info = build_engine(resolved, load_configured(resolved.user.plugins), transport, place, followers, HEARTBEAT, tracing, results)
     info["phases"] = {"imports": imports, **info["phases"]}
     engine.scheduler.publish_inflight(sockets.path / INFLIGHT)
+    events = publish_kv_events(resolved, engine.scheduler.list_kv_managers(), options.replica or 0)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     gc.collect()
     gc.freeze()  # objects of the start stay alive, so later collections skip them
     try:
         engine.run()
     finally:
+        for each in events:
+            each.close()
         if tracing is not None:
             tracing.close()
+
+
+def publish_kv_events(resolved: Resolved, managers: Sequence[KVCacheManager], replica: int) -> list[CacheEvents]:
+    """Publish what the prefix caches hold, if the configuration says so. -> what is to be closed.
+    Raises ConfigurationError for an address that cannot be used."""
+    cache = resolved.user.cache
+    if cache.events_endpoint is None:
+        return []
+    from frame.core.ipc.kv_events import EventSettings, KVEventPublisher
+    from frame.core.kv_cache.cache_events import CacheEvents
+
+    events = []
+    for number, manager in enumerate(managers, replica * len(managers)):
+        settings = EventSettings(
+            cache.events_endpoint, cache.events_replay_endpoint, cache.events_topic, cache.events_buffer_steps, cache.events_hwm,
+            cache.events_layout, number,
+        )  # fmt: skip
+        publisher = KVEventPublisher(settings)
+        manager.events = CacheEvents(publisher, manager.num_token_pages, manager.page_size, cache.events_max_queue_size)
+        events.append(manager.events)
+    return events
 
 
 def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:

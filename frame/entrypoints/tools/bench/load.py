@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,10 @@ class Target:
     model: str
     api_key: str | None = None
     extra: dict[str, Any] | None = None
+
+    def route(self, job: Job) -> str:
+        """The route that a job is sent to."""
+        return "/v1/completions"
 
     def body(self, job: Job) -> bytes:
         """A streamed completion of exactly `job.output` tokens that ends with the usage."""
@@ -92,8 +97,12 @@ class EventReader(asyncio.Protocol):
         event = msgspec.json.decode(data)
         if "error" in event:
             self._end(str(event["error"].get("message", event["error"])))
-        elif event.get("choices"):
+        elif choices := event.get("choices"):
             self._timing.events.append(now)
+            self._timing.ids.extend(choices[0].get("token_ids") or ())
+        elif "output_ids" in event:  # of /generate, with all tokens so far
+            self._timing.events.append(now)
+            self._timing.ids, self._timing.tokens = array("i", event["output_ids"]), event["meta_info"]["completion_tokens"]
         if event.get("usage"):
             self._timing.tokens = event["usage"]["completion_tokens"]
 
@@ -132,7 +141,7 @@ def _request(target: Target, job: Job) -> bytes:
     url, body = urlsplit(target.base_url), target.body(job)
     key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
     path = url.path.rstrip("/").removesuffix("/v1")
-    head = f"POST {path}/v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n{key}"
+    head = f"POST {path}{target.route(job)} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n{key}"
     return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 

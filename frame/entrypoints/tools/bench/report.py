@@ -24,6 +24,9 @@ OWN = "frame-serve"
 FIGURES: Mapping[str, str] = {
     "requests": "requests",
     "failed": "failed",
+    "equal": "with equal tokens",
+    "different": "with different tokens",
+    "arrival_error_ms.p99": "arrival error p99, ms",
     "seconds": "seconds",
     "output_tokens_per_s": "output tokens/s",
     "prompt_tokens_per_s": "prompt tokens/s",

@@ -3,6 +3,7 @@ a terminal."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,15 @@ PERCENTILES = (50, 90, 95, 99)
 @dataclass(slots=True)
 class Timing:
     """The timing of one request, in seconds of one clock. due: arrival time. sent: time of sending.
-    events: times of received events. tokens: number of output tokens."""
+    events: times of received events. tokens: number of output tokens. ids: output tokens, where
+    the server sends them."""
 
     due: float
     prompt_tokens: int
     sent: float = 0.0
     events: list[float] = field(default_factory=list)
     tokens: int = 0
+    ids: array[int] = field(default_factory=lambda: array("i"))
     error: str = ""
 
     @property
