@@ -42,6 +42,7 @@ def command(
     from frame.config.server_sections import LogSection
     from frame.core.errors import ConfigError
     from frame.entrypoints import logs
+    from frame.entrypoints.handoff import read_fleet_key
     from frame.entrypoints.http.protocol.listening import bound_port
     from frame.entrypoints.keys import is_local
     from frame.entrypoints.router.server import RouterSettings, check_url, load_policy, route
@@ -61,5 +62,5 @@ def command(
         )
     signals.hold()
     listener = bound_port(host, port, "--host and --port")
-    settings = RouterSettings(urls, health_interval, max_body_bytes, max_connections, prefill_urls)
+    settings = RouterSettings(urls, health_interval, max_body_bytes, max_connections, prefill_urls, read_fleet_key())
     asyncio.run(route(settings, make_policy, listener, signals))

@@ -34,6 +34,7 @@ from frame.media.feature_store import FeatureStore
 from frame.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # rooms that a server imports with their routes, and that can be deleted with them
+    from frame.entrypoints.http.continuation import Fleet
     from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
     from frame.entrypoints.http.openai.response_store import ResponseStore
     from frame.entrypoints.http.operations.live_feed import LiveFeed
@@ -77,6 +78,7 @@ class Services:
     moderation_policy: str | None = None  # text.moderation_policy, read
     adapters: AdapterRegistry | None = None  # None without adapters.enabled
     media: MediaService | None = None  # None: the model reads text only
+    fleet: Fleet | None = None  # None without FRAME_FLEET_KEY
     quotas: TenantQuotas = field(init=False)  # of the API keys
     # Background work
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)

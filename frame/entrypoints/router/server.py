@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from frame.core.errors import ConfigError
 from frame.core.interfaces.routing import RoutingContext, RoutingPolicy
+from frame.entrypoints.handoff import FleetKey
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
 from frame.entrypoints.http.protocol.listening import HttpServer, address
 from frame.entrypoints.logs import report
@@ -35,13 +36,15 @@ _HOST = re.compile(r"[\w.:-]+")
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """`urls`: of the replicas, or of decode servers. `health_interval`: seconds. `max_body`: bytes
-    of a request. `prefill_urls`: of the servers that begin what decode servers continue."""
+    of a request. `prefill_urls`: of the servers that begin what decode servers continue. `key`: of
+    the fleet; None: streams do not move."""
 
     urls: tuple[str, ...]
     health_interval: float
     max_body: int
     max_connections: int
     prefill_urls: tuple[str, ...] = ()
+    key: FleetKey | None = None
 
 
 def check_url(url: str, flag: str = "--replica") -> str:
@@ -95,7 +98,7 @@ async def route(settings: RouterSettings, make_policy: Callable[[], RoutingPolic
         everything = [*backends.all, *prefill.all]
         await asyncio.gather(*(backend.group.check(backend, is_suspect=True) for backend in everything))
         limits = ConnectionLimits(settings.max_connections, HEAD, bound="--max-connections allows")
-        server = HttpServer(Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None), limits)
+        server = HttpServer(Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None, settings.key), limits)
         serving = asyncio.create_task(server.serve([listener]))
         watching = asyncio.gather(backends.watch(), prefill.watch())
         await server.listening.wait()
