@@ -167,14 +167,14 @@ class FleetKey:
             if int(version) != VERSION:
                 sentence = f"{HEADER.decode()} has version {int(version)}, and this server has {VERSION}; run the same release of frame"
                 raise HandoffError(409, sentence)
-            found = Signature(nonce, int(expires), int(length), code)
+            signature = Signature(nonce, int(expires), int(length), code)
         except ValueError:
             raise HandoffError(400, f"{HEADER.decode()} is for the router of a fleet; leave it out") from None
-        if not 0 <= found.length <= MAX_HANDOFF:
-            raise HandoffError(400, f"{HEADER.decode()} names a handoff of {found.length} bytes; it may have {MAX_HANDOFF}")
-        if abs(found.expires - VALIDITY - time.time()) > VALIDITY:
+        if not 0 <= signature.length <= MAX_HANDOFF:
+            raise HandoffError(400, f"{HEADER.decode()} names a handoff of {signature.length} bytes; it may have {MAX_HANDOFF}")
+        if abs(signature.expires - VALIDITY - time.time()) > VALIDITY:
             raise HandoffError(403, f"{HEADER.decode()} has expired; set the clocks of the router and of this server")
-        return found
+        return signature
 
     def check(self, signature: Signature, path: str, target: str = "", handoff: bytes = b"", body: bytes = b"") -> None:
         """Raise HandoffError unless the key made the signature, and for a handoff that came

@@ -209,7 +209,7 @@ def _truncate(prompt: Prompt, ids: list[int], params: SamplingParams, max_contex
 def _restore(services: Services, state: RequestState, handoff: Handoff, seconds: float) -> float:
     """Let a prepared request continue a stream of another server. -> the rest of its time limit.
     Raises ApiError."""
-    from frame.entrypoints.http.continuation import restore_state
+    from frame.entrypoints.http.protocol.continuation import restore_state
 
     restore_state(state, handoff, services.client.weight_version)
     return max(MIN_DEADLINE, seconds - handoff.age)
@@ -386,7 +386,7 @@ async def stream_response(
     its sequence. A client that reads too slowly gets an error event, and its request ends.
     """
     if context.handoff is not None and services.fleet is not None:
-        from frame.entrypoints.http.continuation import replay_output
+        from frame.entrypoints.http.protocol.continuation import replay_output
 
         await replay_output(context.handoff, state, services.fleet.detokenizer, write)
     pump = EventPump(context, state, write, services.formatting)

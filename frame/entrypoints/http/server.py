@@ -60,7 +60,7 @@ from frame.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from frame.entrypoints.configuration.sources import LoadedConfig
-    from frame.entrypoints.http.continuation import Fleet
+    from frame.entrypoints.http.protocol.continuation import Fleet
     from frame.plugins.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def _services(
 def _join_fleet(resolved: Resolved, tokenizer: Tokenizer | None) -> Fleet | None:
     """What lets streams move to and from other servers. Raises ConfigurationError."""
     from frame.entrypoints.handoff import read_fleet_key
-    from frame.entrypoints.http.continuation import Fleet
+    from frame.entrypoints.http.protocol.continuation import Fleet
 
     key = read_fleet_key()
     return None if key is None else Fleet(key, resolved, tokenizer)

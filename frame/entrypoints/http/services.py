@@ -34,10 +34,10 @@ from frame.media.feature_store import FeatureStore
 from frame.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # rooms that a server imports with their routes, and that can be deleted with them
-    from frame.entrypoints.http.continuation import Fleet
     from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
     from frame.entrypoints.http.openai.response_store import ResponseStore
     from frame.entrypoints.http.operations.live_feed import LiveFeed
+    from frame.entrypoints.http.protocol.continuation import Fleet
     from frame.entrypoints.media.media_service import MediaService
     from frame.entrypoints.speech import Speech
 

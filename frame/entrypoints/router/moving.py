@@ -112,14 +112,14 @@ class StreamMover:
         until = time.monotonic() + pause
         while not stream.is_ended:
             try:
-                found = await self._exchange.wait(stream.request, backend, frames.read())
+                received = await self._exchange.wait(stream.request, backend, frames.read())
             except (LostError, httpx.HTTPError, OSError, ValueError) as error:
                 await backend.group.check(backend, is_suspect=True)
                 log.warning("a stream breaks off: replica %s is lost: %s", backend.url, error)
                 return f"replica {backend.url} is lost: {error or type(error).__name__}"
-            if found is None:
+            if received is None:
                 return f"replica {backend.url} ended the answer too early"
-            for kind, record, body in found:
+            for kind, record, body in received:
                 await self._take(stream, kind, record, body, first)
             wants_move = (stream.is_asked or backend.state == "draining") and time.monotonic() >= until
             if wants_move and stream.start and not (stream.is_within_event or stream.problem or stream.is_ended):

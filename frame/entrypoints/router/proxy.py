@@ -36,14 +36,15 @@ from frame.entrypoints.router.exchange import (
     read_short,
 )
 from frame.entrypoints.router.moving import StreamMover
-from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted
-from frame.entrypoints.router.requests import BROADCAST, STATES, hash_prompt, is_pinned, is_repeatable, is_stored
+from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted, timed
+from frame.entrypoints.router.requests import BROADCAST, STATES, hash_prompt, is_pinned, is_repeatable, is_stored, is_streamed
 
 log = logging.getLogger(__name__)
 
 REFUSAL_TIME = 5.0  # seconds in which a replica sends the body of a refusal
 BROADCAST_TIME = 40.0  # seconds in which each replica answers a request for all; its engine has 30
 STATES_TIME = 910.0  # the same for those that may wait for running requests, or load weights
+STATUS = {"serving": "ok", "joining": "joining", "draining": "draining"}  # of /health, by state
 MAX_LOST = 2  # replicas that may be lost while they have the same request
 
 
@@ -73,7 +74,7 @@ class Proxy:
             raise RuntimeError(f"the router does not serve {scope['type']}")
         path = scope["path"]
         if path in ("/health", "/health/ready", "/readyz", "/ping", "/health/live", "/livez"):
-            status = {backend.url: "ok" if backend.is_healthy else "unhealthy" for backend in self._all}
+            status = {backend.url: STATUS.get(backend.state, "unhealthy") for backend in self._all}
             is_ok = path in ("/health/live", "/livez") or bool(self.backends.healthy)
             await _respond(send, 200 if is_ok else 503, json.dumps({"replicas": status}).encode(), retry=not is_ok)
         elif path == "/metrics":
@@ -152,7 +153,8 @@ class Proxy:
             signature = b"" if self._mover is None else self._mover.signature(request, backend)
             with counted(backend) as place:
                 try:
-                    reply = await self._exchange.open(request, backend, signature)
+                    with timed(backend, is_streamed(request.body)):
+                        reply = await self._exchange.open(request, backend, signature)
                     if self._mover is not None and signature and HEADER.decode() in reply.headers:
                         await self._mover.pass_on(whole, routing, place, reply)
                         return
@@ -185,8 +187,8 @@ class Proxy:
 
     def _choose(self, request: RoutedRequest, routing: RoutingRequest) -> Backend | None:
         if is_pinned(request.path):
-            first = self.backends.all[0]
-            return first if first.is_healthy and not request.tried else None
+            first = next(iter(self.backends.all), None)
+            return first if first is not None and first.is_healthy and not request.tried else None
         return self.backends.choose(routing, request.tried)
 
     async def _pass_on(self, request: RoutedRequest, backend: Backend, reply: httpx.Response) -> None:

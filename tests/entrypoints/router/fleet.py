@@ -105,7 +105,7 @@ class Stream:
 
     @property
     def content(self) -> Any:
-        """What has to be equal however the stream was cut into events, and whoever sent them."""
+        """What has to be equal however the stream was cut into events, by whichever server."""
         reader = _READERS[self.path]
         if any(isinstance(event, dict) and (event.get("error") or event.get("type") == "error") for event in self.events):
             return {"error": self.events[-1]}
@@ -152,7 +152,8 @@ def _read_generate(events: list[Any]) -> dict[str, Any]:
         scores = [(Score(score), token) for score, token, *_ in meta.get("output_token_logprobs", ())]
         prompt = [(Score(score or 0), token) for score, token, *_ in meta.get("input_token_logprobs", ())]
         found[event.get("index", 0)] = {"text": event["text"], "ids": event["output_ids"], "scores": scores, "prompt": prompt,
-                                        "finish": meta["finish_reason"], "usage": (meta["prompt_tokens"], meta["completion_tokens"])}  # fmt: skip
+                                        "finish": meta["finish_reason"],
+                                        "usage": (meta["prompt_tokens"], meta["completion_tokens"])}  # fmt: skip
     return found
 
 

@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.entrypoints.router.fleet import PATIENCE, FleetRouter, Stream, kill, make_streams, read_all, start_server
@@ -21,15 +23,18 @@ from tests.entrypoints.serving import RunningServer, wait_until
 
 STREAMS = 64
 LENGTH = 64  # tokens
+ADMIN = "the key of the operators"
 
 
 class Fleet:
-    """Three servers and a router. `expected`: the contents of `streams` from one server."""
+    """Three servers, and a router that finds them by a file. `expected`: the contents of `streams`
+    from one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
         with ThreadPoolExecutor(3) as pool:
             self.servers = list(pool.map(lambda _: start_server(), range(3)))
-        self.router = FleetRouter(*(flag for server in self.servers for flag in ("--replica", server.url)))
+        file.write_text("".join(f"{server.url}\n" for server in self.servers))
+        self.router = FleetRouter("--discover", str(file), "--admin-port", "0", "--admin-key", ADMIN)
         self.streams = make_streams(STREAMS, LENGTH)
         self.expected = read_all(self.streams, self.servers[0].url)
         for server in self.servers[1:]:  # compile the grammars, which takes longer than all the rest
@@ -52,6 +57,15 @@ class Fleet:
         for stream, content, expected in zip(self.streams, found, self.expected, strict=True):
             assert content == expected, (stream.path, stream.body)
 
+    def ask(self, method: str, server: RunningServer) -> None:
+        """Add or remove a server."""
+        url = next(line.split()[-1] for line in self.router.lines if "admin routes on" in line)
+        headers = {"authorization": f"Bearer {ADMIN}"}
+        assert httpx.request(method, f"{url}/replicas", json={"url": server.url}, headers=headers, timeout=30).is_success
+
+    def states(self) -> list[str]:
+        return [*self.router.get("/health")["replicas"].values()]
+
     def restart(self, number: int) -> None:
         """Start a server again at its address."""
         port = int(self.servers[number].url.rpartition(":")[2])
@@ -63,8 +77,8 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path_factory.mktemp("fleet") / "replicas")
     yield fleet
     fleet.stop()
 
@@ -78,7 +92,7 @@ def terminate(server: RunningServer) -> None:
 
 
 def pause(server: RunningServer) -> None:
-    """SIGSTOP for five seconds: its health checks fail, and later answers are to nobody."""
+    """SIGSTOP for five seconds: its health checks fail, and its later answers reach no client."""
     os.kill(server.process.pid, signal.SIGSTOP)
     time.sleep(5)
     os.kill(server.process.pid, signal.SIGCONT)
@@ -86,23 +100,29 @@ def pause(server: RunningServer) -> None:
 
 @pytest.mark.slow
 def test_streams_outlive_their_servers(fleet: Fleet) -> None:
-    """A server is drained, another one is killed: the third one has all streams."""
+    """One is removed by the operator, another one ends, and after the first one is back the third
+    one is killed."""
     first, second, third = fleet.servers
-    fleet.disturb(lambda: terminate(first), 0.2)
-    assert fleet.router.moves("drained") > 0
-    fleet.disturb(lambda: kill(second), 0.3)
+    fleet.disturb(lambda: fleet.ask("DELETE", first), 0.2)
+    removed = fleet.router.moves("drained")
+    assert removed > 0
+    fleet.disturb(lambda: terminate(second), 0.3)
+    assert fleet.router.moves("drained") > removed
+    fleet.ask("POST", first)
+    wait_until(lambda: fleet.states().count("ok") == 2)
+    fleet.disturb(lambda: kill(third), 0.3)
     assert fleet.router.moves("lost") > 0
     assert fleet.router.moves("failed") == 0
-    wait_until(lambda: third.get("/server_info")["outstanding"] == 0)
-    assert not [line for line in (*fleet.router.lines, *third.lines) if "ERROR" in line or "Traceback" in line]
+    wait_until(lambda: first.get("/server_info")["outstanding"] == 0)
+    assert not [line for line in (*fleet.router.lines, *first.lines) if "ERROR" in line or "Traceback" in line]
 
 
 @pytest.mark.soak
-def test_rounds_of_every_disturbance() -> None:
+def test_rounds_of_every_disturbance(tmp_path: Path) -> None:
     """FRAME_ROUNDS (100) rounds each of SIGKILL, SIGTERM and SIGSTOP of one of three servers."""
     rounds, draw = int(os.environ.get("FRAME_ROUNDS", "100")), random.Random(7)
     acts: list[Callable[[RunningServer], Any]] = [kill, terminate, pause]
-    fleet = Fleet()
+    fleet = Fleet(tmp_path / "replicas")
     pauses: dict[str, list[float]] = {}
     with contextlib.closing(contextlib.ExitStack()) as stack:
         stack.callback(fleet.stop)
@@ -112,7 +132,7 @@ def test_rounds_of_every_disturbance() -> None:
             pauses.setdefault(act.__name__, []).append(max(stream.pause for stream in fleet.streams))
             if act is not pause:
                 fleet.restart(victim)
-            wait_until(lambda: [*fleet.router.get("/health")["replicas"].values()] == ["ok"] * 3)
+            wait_until(lambda: fleet.states() == ["ok"] * 3)
             print(number, act.__name__, f"longest pause {pauses[act.__name__][-1]:.2f} s", flush=True)
     assert fleet.router.moves("failed") == 0
 
@@ -124,8 +144,13 @@ def test_streams_are_compared_as_they_should_be() -> None:
     def chunk(**fields: Any) -> dict[str, Any]:
         return {"id": "a", "created": 1, "choices": [{"index": 0, "finish_reason": None, **fields}]}
 
-    events: list[Any] = [chunk(delta={"role": "assistant", "content": ""}), chunk(delta={"content": "x"}, token_ids=[4]),
-                         chunk(delta={}, finish_reason="length"), {**chunk(), "choices": [], "usage": {"completion_tokens": 1}}, "[DONE]"]  # fmt: skip
+    events: list[Any] = [
+        chunk(delta={"role": "assistant", "content": ""}),
+        chunk(delta={"content": "x"}, token_ids=[4]),
+        chunk(delta={}, finish_reason="length"),
+        {**chunk(), "choices": [], "usage": {"completion_tokens": 1}},
+        "[DONE]",
+    ]
     stream.events = events
     expected = stream.content
     for changed in (

@@ -169,7 +169,7 @@ class ApiRoute(APIRoute):
                     await hooks.check_request(context, self.path)
                 for name, value in scope["headers"]:
                     if name == HANDOFF:
-                        from frame.entrypoints.http.continuation import read_fleet_header
+                        from frame.entrypoints.http.protocol.continuation import read_fleet_header
 
                         await read_fleet_header(context, app.services.fleet, value)
                         break

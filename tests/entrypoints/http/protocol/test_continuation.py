@@ -26,8 +26,8 @@ from frame.entrypoints.handoff import (
     Write,
     read_fleet_key,
 )
-from frame.entrypoints.http import continuation
-from frame.entrypoints.http.continuation import Fleet, identify
+from frame.entrypoints.http.protocol import continuation
+from frame.entrypoints.http.protocol.continuation import Fleet, identify
 from frame.entrypoints.http.server import load_parsers
 from frame.plugins.loader import load_registry
 from frame.testing.fake_runner import FakeRunner
