@@ -158,6 +158,8 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
         services.client.release_sequences(count)
         if state is not None:
             state.leave()
+        if call.handoff is not None and isinstance(error, InvalidRequestError) and error.param == "rid":  # its client has just left
+            raise ApiError(503, f"{error}; try again later", retry_after=RETRY_AFTER) from None
         raise as_sent(as_api_error(error), options.sent_name) from None
     state.created = arrived
     state.sent_name = options.sent_name

@@ -26,6 +26,7 @@ from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.discovery import Source, watch_sources
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
+from frame.entrypoints.tls import Certificate
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.loader import load_registry
 
@@ -38,7 +39,8 @@ DRAIN = 30.0  # seconds that requests have to finish after a signal
 class RouterSettings:
     """`urls`: of the replicas, or of decode servers. `health_interval`: seconds. `max_body`: bytes
     of a request. `prefill_urls`: of the servers that begin what decode servers continue. `key`: of
-    the fleet; None: streams do not move. `sources`: of replicas that come and go."""
+    the fleet; None: streams do not move. `sources`: of replicas that come and go. `certificate`:
+    of the router's own address; None: without TLS."""
 
     urls: tuple[str, ...]
     health_interval: float
@@ -47,6 +49,7 @@ class RouterSettings:
     prefill_urls: tuple[str, ...] = ()
     key: FleetKey | None = None
     sources: tuple[str, ...] = ()
+    certificate: Certificate | None = None
 
 
 def load_policy(name: str | None, options: Sequence[str]) -> Callable[[], RoutingPolicy]:
@@ -93,7 +96,8 @@ async def route(
         everything = [*backends.all, *prefill.all]
         await asyncio.gather(*(backend.group.check(backend, is_suspect=True) for backend in everything))
         limits = ConnectionLimits(settings.max_connections, HEAD, bound="--max-connections allows")
-        server = HttpServer(Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None, settings.key), limits)
+        proxy = Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None, settings.key)
+        server = HttpServer(proxy, limits, settings.certificate)
         serving = asyncio.create_task(server.serve([listener]))
         watching = asyncio.gather(backends.watch(), prefill.watch(), watch_sources(sources, settings.health_interval, backends.update))
         if admin is not None:
@@ -108,7 +112,8 @@ async def route(
         what = "decode servers" if prefill.all else "replicas"
         more = f", {len(prefill.healthy)} of {len(prefill.all)} prefill servers healthy" if prefill.all else ""
         place = address(*listener.getsockname()[:2])
-        report(f"ready on http://{place}, {len(backends.healthy)} of {len(backends.all)} {what} healthy{more}")
+        scheme = "http" if settings.certificate is None else "https"
+        report(f"ready on {scheme}://{place}, {len(backends.healthy)} of {len(backends.all)} {what} healthy{more}")
         await stop.wait()
         for each in server.servers:
             each.close()  # no more connections

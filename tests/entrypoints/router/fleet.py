@@ -22,7 +22,7 @@ from tests.entrypoints.serving import RunningRouter, RunningServer
 
 KEY = {"FRAME_FLEET_KEY": "the fleet key of these tests"}
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--max-total-tokens", "32768", "--log-level", "info")
-PATIENCE = 90.0  # seconds
+PATIENCE = 240.0  # seconds
 TOOL = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},

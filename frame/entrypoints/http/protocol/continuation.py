@@ -168,6 +168,7 @@ def restore_state(state: RequestState, handoff: Handoff, weight_version: str) ->
     state.created_at = start.created
     for sequence, seed in zip(sequences, start.seeds, strict=True):
         sequence.params = msgspec.structs.replace(sequence.params, seed=seed)
+        sequence.recovery.engine_rid = f"{sequence.rid}~{secrets.token_hex(4)}"  # the stream may have been here before
         sequence.change_version(start.weight_version)
     for write in writes:
         sequence = sequences[write.index]

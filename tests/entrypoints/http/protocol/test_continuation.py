@@ -94,9 +94,13 @@ def events_of(frames: list[Frame]) -> bytes:
 @pytest.mark.usefixtures("_paced")
 @pytest.mark.parametrize("number", range(15))
 async def test_a_stream_continues_from_each_of_its_events(number: int) -> None:
-    """Two servers; the second one has none of the first one's state."""
+    """Two servers; the second one has none of the first one's state. The seeds are the first
+    one's choice."""
     stream = make_streams(15, 24)[number]
     stream.body["model"] = ""
+    for fields in (stream.body, stream.body.get("sampling_params", {}), stream.body.get("options", {})):
+        for name in ("seed", "sampling_seed"):
+            fields.pop(name, None)
     async with member() as first, member() as second:
         frames = await read_frames(first, stream)
         assert frames[0][0] == START and sum(kind == EVENTS for kind, _, _ in frames) >= 8
@@ -274,3 +278,20 @@ async def test_a_server_that_drains_asks_for_moves() -> None:
         frames = await task
         assert [kind for kind, _, _ in frames].count(handoff.DRAINING) == 1
         assert not server.services.fleet.recorders
+
+
+async def test_a_stream_that_the_server_still_runs_is_refused_for_a_moment() -> None:
+    """A server that hung comes back with the sequence before it hears that the router has left."""
+    stream = make_streams(15, 24)[0]
+    stream.body["request_id"] = "mine"
+    async with member() as server:
+        frames = await read_frames(server, stream)
+        await server.services.client.send_command("pause")
+        running = asyncio.create_task(read_frames(server, stream))
+        while not server.services.client.num_outstanding:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0)
+        reply = await move(server, stream, seal(server, frames[:5]))
+        assert (reply.status, "mine" in reply.json()["error"]["message"]) == (503, True), reply.body
+        await server.services.client.send_command("resume")
+        await running
+        assert (await move(server, stream, seal(server, frames[:5]))).status == 200
