@@ -48,8 +48,8 @@ def load_pair(chain: str | None, key: str | None, names: tuple[str, str], client
     ConfigurationError."""
     if chain is None:
         if key is not None or client_ca is not None:
-            given = names[1] if key is not None else "--ssl-ca-certs"
-            raise ConfigurationError(f"{given} is set without {names[0]}; give both, or neither")
+            name = names[1] if key is not None else "--ssl-ca-certs"
+            raise ConfigurationError(f"{name} is set without {names[0]}; give both, or neither")
         return None
     key = key or chain  # one file may hold both
     certificate = Certificate(chain, key, client_ca)
