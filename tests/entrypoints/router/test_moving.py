@@ -168,25 +168,23 @@ def test_progress_clears_a_stream_but_not_for_ever() -> None:
 def test_a_stream_that_cannot_move_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another model, a part of an event, or too much state: the client gets the reason. Without
     another replica it waits for one."""
-    monkeypatch.setattr(moving, "MOVE_TIME", 0.5)
     monkeypatch.setattr(moving, "MAX_KEPT", 2000)
 
     async def main(case: str, words: str) -> None:
+        monkeypatch.setattr(moving, "MOVE_TIME", 0.5 if case in ("full", "alone") else 40.0)
         first, second = FramedReplica(60), FramedReplica(60)
         first.script[50 if case == "large" else 3] = "part" if case == "part" else "die"
         second.refusal = (409, "another checkpoint") if case == "model" else (503, "full") if case == "full" else (0, "")
         async with routed(*((first,) if case == "alone" else (first, second)), key=KEY) as (client, backends, _):
             backends.choose = lambda request, tried=(): next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
             await asyncio.gather(*(backends.check(backend) for backend in backends.all))
-            started = asyncio.get_running_loop().time()
             text = (await client.post("/v1/chat/completions", json=CHAT)).text
             found = text if case == "part" else tokens(text)[-1]["error"]["message"]
             assert words in found, found
-            assert asyncio.get_running_loop().time() - started < (5 if case in ("alone", "full") else 0.45)
 
     cases = {"model": "another checkpoint", "part": "a part of an event", "large": "bytes of state", "full": "full", "alone": "no other"}
     for case, words in cases.items():
-        run(lambda case=case, words=words: main(case, words))  # type: ignore[misc]
+        run(lambda case=case, words=words: asyncio.wait_for(main(case, words), 20))  # type: ignore[misc]
 
 
 def test_state_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
