@@ -123,11 +123,11 @@ def free_port() -> int:
 
 
 class RunningRouter(RunningServer):
-    """`frame router` in front of the servers at `urls`."""
+    """`frame router` in front of the servers at `urls`, with these flags."""
 
-    def __init__(self, *urls: str) -> None:
-        flags = [flag for url in urls for flag in ("--replica", url)]
-        self._start([sys.executable, "-m", "frame", "router", *flags, "--port", "0", "--health-interval", "0.2"], None, True)
+    def __init__(self, *urls: str, flags: Sequence[str] = ()) -> None:
+        replicas = [flag for url in urls for flag in ("--replica", url)]
+        self._start([sys.executable, "-m", "frame", "router", *replicas, *flags, "--port", "0", "--health-interval", "0.2"], None, True)
 
 
 def wait_until(condition: Any, timeout: float = 20.0) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
+from frame.entrypoints.cli.main import cli
 from frame.entrypoints.tls import load_certificate
 from tests.entrypoints.grpc.test_service import IDS, Client, listening, params
-from tests.entrypoints.serving import RunningServer
+from tests.entrypoints.serving import RunningRouter, RunningServer
 
 FILES = Path(__file__).parent / "certificates"
 CHAIN, KEY = FILES / "chain.pem", FILES / "key.pem"  # of localhost, for a hundred years, signed by itself
@@ -45,6 +47,21 @@ def test_one_file_may_hold_both(tmp_path: Path) -> None:
 def test_what_is_no_pair_is_refused(chain: str | None, key: str | None, part: str) -> None:
     with pytest.raises(ConfigurationError, match=part):
         load_certificate(ServerSection(ssl_certfile=chain, ssl_keyfile=key))
+
+
+def test_clients_of_the_router_may_need_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FRAME_ADMIN_KEY", raising=False)
+    flags = ("--ssl-certfile", str(CHAIN), "--ssl-keyfile", str(KEY), "--ssl-ca-certs", str(CHAIN))
+    with RunningRouter("http://127.0.0.1:9", flags=flags) as router:
+        assert router.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=str(CHAIN))
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError, httpx.ConnectError)):
+            httpx.get(f"{router.url}/livez", verify=trusting)
+        trusting.load_cert_chain(CHAIN, KEY)
+        assert httpx.get(f"{router.url}/livez", verify=trusting).status_code == 200
+    for given in (("--ssl-ca-certs", str(CHAIN)), ("--ssl-keyfile", str(KEY)), (*flags[:4], "--ssl-ca-certs", "/nowhere")):
+        result = CliRunner().invoke(cli, ["router", "--replica", "http://127.0.0.1:9", *given])
+        assert (result.exit_code, "--ssl-certfile" in result.output) == (78, True), result.output
 
 
 def test_http_for_users_and_operators(checkpoint: Path, tmp_path: Path) -> None:

@@ -16,6 +16,16 @@ import click
 @click.option("--policy-option", "options", multiple=True, metavar="KEY=VALUE", help="A setting of the policy's own; may be repeated.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=30080, help="Port to listen on; 0: a free one.")
+@click.option(
+    "--discover", "sources", multiple=True, metavar="PATH|URL",
+    help="Replicas that come and go: a file with an address a line, or http://NAME:PORT for each DNS address of NAME; may be repeated.",
+)  # fmt: skip
+@click.option("--admin-host", default="127.0.0.1", help="Address of the admin listener.")
+@click.option("--admin-port", type=click.IntRange(0, 65535), help="Port of the admin listener (/replicas); 0: a free one. Default: none.")
+@click.option("--admin-key", envvar="FRAME_ADMIN_KEY", help="Key that requests to the admin listener must send.")
+@click.option("--ssl-certfile", metavar="PATH", help="PEM file of the router's certificate chain; enables TLS.")
+@click.option("--ssl-keyfile", metavar="PATH", help="PEM file of its private key. Default: --ssl-certfile.")
+@click.option("--ssl-ca-certs", metavar="PATH", help="PEM file of authorities; clients must have a certificate of one of them.")
 @click.option("--health-interval", type=click.FloatRange(min=0.05), default=2.0, help="Seconds between health checks.")
 @click.option("--max-body-bytes", type=click.IntRange(min=1024), default=64 << 20, help="Largest body of a request.")
 @click.option("--max-connections", type=click.IntRange(min=1), default=4096, help="Most connections of clients.")
@@ -29,6 +39,13 @@ def command(
     options: tuple[str, ...],
     host: str,
     port: int,
+    sources: tuple[str, ...],
+    admin_host: str,
+    admin_port: int | None,
+    admin_key: str | None,
+    ssl_certfile: str | None,
+    ssl_keyfile: str | None,
+    ssl_ca_certs: str | None,
     health_interval: float,
     max_body_bytes: int,
     max_connections: int,
@@ -42,17 +59,27 @@ def command(
     from frame.config.server_sections import LogSection
     from frame.core.errors import ConfigError
     from frame.entrypoints import logs
+    from frame.entrypoints.handoff import read_fleet_key
     from frame.entrypoints.http.protocol.listening import bound_port
-    from frame.entrypoints.keys import is_local
-    from frame.entrypoints.router.server import RouterSettings, check_url, load_policy, route
+    from frame.entrypoints.keys import is_local, ring_of
+    from frame.entrypoints.router.discovery import Source, check_url
+    from frame.entrypoints.router.server import RouterSettings, load_policy, route
+    from frame.entrypoints.tls import load_pair
 
-    if bool(replicas) == bool(decodes) or bool(prefills) > bool(decodes):
-        raise ConfigError("name servers with --replica, or prefill servers with --prefill and decode servers with --decode")
+    for source in sources:
+        Source(source)  # raises for what is none
+    is_dynamic = bool(sources) or admin_port is not None
+    if (bool(replicas) or is_dynamic) == bool(decodes) or bool(prefills) > bool(decodes):
+        known = "--replica, --discover or --admin-port"
+        raise ConfigError(f"name servers with {known}, or prefill servers with --prefill and decode servers with --decode")
+    if (admin_port is None) != (admin_key is None):
+        raise ConfigError("the admin listener has a port and a key of its own: give --admin-port with --admin-key or FRAME_ADMIN_KEY")
     flag, servers = ("--decode", decodes) if decodes else ("--replica", replicas)
     urls, prefill_urls = tuple(check_url(url, flag) for url in servers), tuple(check_url(url, "--prefill") for url in prefills)
     if len({*urls, *prefill_urls}) < len(urls) + len(prefill_urls):
         raise ConfigError(f"{flag if len({*urls}) < len(urls) else '--prefill'} names a server twice")
     make_policy = load_policy(policy, options)
+    certificate = load_pair(ssl_certfile, ssl_keyfile, ("--ssl-certfile", "--ssl-keyfile"), ssl_ca_certs)
     logs.configure("router", LogSection.model_validate({"level": log_level, "format": log_format}), logs.LogWriter())
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each request
     if not is_local(host):
@@ -61,5 +88,8 @@ def command(
         )
     signals.hold()
     listener = bound_port(host, port, "--host and --port")
-    settings = RouterSettings(urls, health_interval, max_body_bytes, max_connections, prefill_urls)
-    asyncio.run(route(settings, make_policy, listener, signals))
+    settings = RouterSettings(urls, health_interval, max_body_bytes, max_connections, prefill_urls, read_fleet_key(), sources, certificate)
+    admin = None
+    if admin_port is not None and admin_key is not None:
+        admin = bound_port(admin_host, admin_port, "--admin-host and --admin-port"), ring_of(admin_key, "--admin-key")
+    asyncio.run(route(settings, make_policy, listener, signals, admin))

@@ -24,7 +24,9 @@ from frame.entrypoints.configuration.yaml_file import Located, parse_yaml, plain
 
 ENV_PREFIX = "FRAME_"
 ENV_CONFIG = "FRAME_CONFIG"
-ENV_OTHERS = frozenset({ENV_CONFIG, "FRAME_API_KEY", "FRAME_ADMIN_KEY", "FRAME_DIST_KEY", "FRAME_NO_PDL"})  # read elsewhere
+ENV_OTHERS = frozenset(  # read elsewhere
+    {ENV_CONFIG, "FRAME_API_KEY", "FRAME_ADMIN_KEY", "FRAME_DIST_KEY", "FRAME_FLEET_KEY", "FRAME_NO_PDL"}
+)
 ENV_CLOSENESS = 0.85  # of another variable to a setting, from 0 to 1, from which it is taken for a spelling mistake
 _OF_KUBERNETES = ("_addr", "_proto", "_service_host", "_service_port")  # of services whose names begin with frame
 SECRETS = ("server.api_key", "server.admin_key")

@@ -165,10 +165,10 @@ class EngineClient:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         self._check_name(sequence)
-        rid, prompt = sequence.rid, sequence.prompt
+        rid, prompt = sequence.recovery.engine_rid, sequence.prompt  # another name where it continues a stream that was here
         self._sequences[rid] = sequence
         sequence.change_version(self._router.weight_version)
-        self._outstanding.rids.add(rid)
+        self._outstanding.rids.add(sequence.rid)
         self.stats.prompt_tokens += len(prompt)
         sequence.recovery.generate = Generate(
             rid=rid,

@@ -150,6 +150,7 @@ class RequestState:
     changed: list[SequenceState] = field(default_factory=list)  # sequences with output that was not taken
     num_unfinished: int = 0  # sequences without a finish
     submitted: float = field(default_factory=time.perf_counter)
+    created_at: float = field(default_factory=time.time)  # Unix seconds, as responses show it; of the server that began it
     created: float = field(init=False)  # arrival of the request, where it was parsed and tokenized before the submission
     is_disconnected: bool = False
     on_update: Callable[[], None] | None = None  # called instead of waking `wait`

@@ -41,6 +41,8 @@ UNTRACED = frozenset({"ServerInfo"})  # polled by monitoring
 class GrpcCaller:
     """The sender of a gRPC call. `headers` are the call's metadata."""
 
+    handoff = None  # only HTTP streams move
+
     def __init__(self, context: Any, tenant: str, lease: QuotaLease | None = None) -> None:
         self.context = context
         self.headers = headers_of(context.invocation_metadata())

@@ -4,21 +4,24 @@ routes need. Made by `ApiRoute` for each request. Must not depend on a route or 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from frame.entrypoints.engine_client.quotas import QuotaLease
-from frame.entrypoints.engine_client.response_state import RequestState
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import CLOSE, OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.protocol.bodies import MIN_RATE, PATIENCE, Bodies, problem_of
 from frame.entrypoints.http.protocol.fields import check_spelling, ignored_header
 from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
 from frame.entrypoints.http.validation_errors import invalid_json, may_repeat_names, repeated_error, repeated_name
 from frame.entrypoints.logs import HEADER
+
+if TYPE_CHECKING:
+    from frame.entrypoints.handoff import Handoff
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -39,13 +42,21 @@ SENT_TO_ALL = frozenset({"beta", "api-version"})  # query parameters of Anthropi
 UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
+class Recorder(Protocol):
+    """What sends the state of a stream beside its events."""
+
+    def note(self, changed: Sequence[SequenceState]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RequestContext:
     """`started`: the headers of the response were sent, so an error can only be an event of the
     stream."""
 
     __slots__ = (
-        "_bodies", "_has_rest", "_held", "_watcher", "errors", "ignored", "max_body", "receive", "scope", "send", "started", "state",
-        "status",
+        "_bodies", "_has_rest", "_held", "_watcher", "errors", "handoff", "ignored", "max_body", "receive", "recorder", "scope", "send",
+        "started", "state", "status",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +70,8 @@ class RequestContext:
         self.started = False
         self.state: RequestState | None = None  # the state of its generation
         self.status = 0  # of the response, once it has started
+        self.handoff: Handoff | None = None  # of the stream that the response continues
+        self.recorder: Recorder | None = None  # where the router asked for frames
         self.ignored: tuple[str, ...] = ()  # fields of the body without effect, which the response names
         self._bodies = bodies or Bodies(maximum=2 * max_body, pause=BODY_PAUSE)
         self._has_rest = False  # a part of the body was asked for and may still come

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ from frame.entrypoints.engine_client.limits import (
     check_prompt,
 )
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease
+from frame.entrypoints.engine_client.request_recovery import MIN_DEADLINE
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.adapters import choose_adapters, hold_adapters
 from frame.entrypoints.http.chat.request_media import Chat, HeldMedia, TextWithMedia, hold_media, list_media
@@ -42,6 +43,9 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.stream_writer import EventPump
 from frame.text.chat_template import ChatTemplateError
 from frame.text.text_bounds import TextTooLongError
+
+if TYPE_CHECKING:
+    from frame.entrypoints.handoff import Handoff
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -79,6 +83,9 @@ class Caller(Protocol):
 
     @property
     def lease(self) -> QuotaLease | None: ...  # of its key's quota
+
+    @property
+    def handoff(self) -> Handoff | None: ...  # of the stream of another server that it continues
 
     def header(self, name: bytes) -> str | None: ...
 
@@ -129,6 +136,8 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
         raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
     except (EngineDeadError, InvalidRequestError) as error:
         raise as_api_error(error) from None
+    if call.handoff is not None:
+        rid = call.handoff.start.rid
     if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
         rid = f"{plan.prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{plan.prefix}{secrets.token_hex(16)}"
     state: RequestState | None = None
@@ -140,12 +149,17 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
             async with hold_adapters(services, call.tenant, adapters, seconds) as uses:
                 for sequence in state.sequences if uses else ():
                     sequence.recovery.adapter = uses.get(adapters[sequence.prompt_index])
-                _prepare_transfer(services, plan.transfer, state, space)
+                if call.handoff is None:
+                    _prepare_transfer(services, plan.transfer, state, space)
+                else:
+                    deadline = _restore(services, state, call.handoff, seconds)
                 await _start(services, state, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must release the sequences
         services.client.release_sequences(count)
         if state is not None:
             state.leave()
+        if call.handoff is not None and isinstance(error, InvalidRequestError) and error.param == "rid":  # its client has just left
+            raise ApiError(503, f"{error}; try again later", retry_after=RETRY_AFTER) from None
         raise as_sent(as_api_error(error), options.sent_name) from None
     state.created = arrived
     state.sent_name = options.sent_name
@@ -194,13 +208,27 @@ def _truncate(prompt: Prompt, ids: list[int], params: SamplingParams, max_contex
     return cut
 
 
+def _restore(services: Services, state: RequestState, handoff: Handoff, seconds: float) -> float:
+    """Let a prepared request continue a stream of another server. -> the rest of its time limit.
+    Raises ApiError."""
+    from frame.entrypoints.http.protocol.continuation import restore_state
+
+    restore_state(state, handoff, services.client.weight_version)
+    return max(MIN_DEADLINE, seconds - handoff.age)
+
+
 async def _start(services: Services, state: RequestState, priority: int, namespace: str, deadline: float | None) -> None:
-    """Start all sequences of a prepared request, or none."""
+    """Start all sequences of a prepared request, or none. Those that ended before a handoff are
+    not started."""
+    unfinished = [sequence for sequence in state.sequences if sequence.finish is None]
     try:
-        await paced_map(lambda sequence: services.client.start_sequence(sequence, priority, namespace, deadline), state.sequences)
+        await paced_map(lambda sequence: services.client.start_sequence(sequence, priority, namespace, deadline), unfinished)
     except BaseException:
         services.client.cancel_request(state)
         raise
+    for _ in range(len(state.sequences) - len(unfinished)):
+        services.client.release_sequences(1)
+        state.count_left()
 
 
 def check_sequence_count(services: Services, count: int, param: str = "n") -> None:
@@ -359,6 +387,10 @@ async def stream_response(
     A failure before the first token is an ordinary error response; a later one is an event of
     its sequence. A client that reads too slowly gets an error event, and its request ends.
     """
+    if context.handoff is not None and services.fleet is not None:
+        from frame.entrypoints.http.protocol.continuation import replay_output
+
+        await replay_output(context.handoff, state, services.fleet.detokenizer, write)
     pump = EventPump(context, state, write, services.formatting)
     limit_unread_tokens(services, state, pump.give_up)
     changed = await state.wait()

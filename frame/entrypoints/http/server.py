@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import socket
 import time
 import weakref
@@ -60,6 +61,7 @@ from frame.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from frame.entrypoints.configuration.sources import LoadedConfig
+    from frame.entrypoints.http.protocol.continuation import Fleet
     from frame.plugins.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -151,7 +153,18 @@ def _services(
     client.stats.dump = open_dump(resolved)
     services.tracing = open_tracing(resolved.user.server, "main")
     services.about = describe(prepared, info)
+    if os.environ.get("FRAME_FLEET_KEY"):
+        services.fleet = _join_fleet(resolved, tokenizer)
     return services
+
+
+def _join_fleet(resolved: Resolved, tokenizer: Tokenizer | None) -> Fleet | None:
+    """What lets streams move to and from other servers. Raises ConfigurationError."""
+    from frame.entrypoints.handoff import read_fleet_key
+    from frame.entrypoints.http.protocol.continuation import Fleet
+
+    key = read_fleet_key()
+    return None if key is None else Fleet(key, resolved, tokenizer)
 
 
 def _open_media(resolved: Resolved) -> MediaService:
@@ -403,6 +416,8 @@ class Server:
         """Refuse new requests, wait for those that run, abort the rest."""
         self._services.draining = True
         client, timeout = self._services.client, self._services.resolved.user.server.drain_timeout
+        if self._services.fleet is not None:
+            self._services.run(self._services.fleet.ask_for_moves())
         report(f"stopping: {client.num_outstanding} requests have {timeout:g} s to finish")
         deadline = time.monotonic() + timeout
         # four conditions, the clock among them: no single event has them

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # rooms that a server imports with their routes, and that can
     from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
     from frame.entrypoints.http.openai.response_store import ResponseStore
     from frame.entrypoints.http.operations.live_feed import LiveFeed
+    from frame.entrypoints.http.protocol.continuation import Fleet
     from frame.entrypoints.media.media_service import MediaService
     from frame.entrypoints.speech import Speech
 
@@ -77,6 +78,7 @@ class Services:
     moderation_policy: str | None = None  # text.moderation_policy, read
     adapters: AdapterRegistry | None = None  # None without adapters.enabled
     media: MediaService | None = None  # None: the model reads text only
+    fleet: Fleet | None = None  # None without FRAME_FLEET_KEY
     quotas: TenantQuotas = field(init=False)  # of the API keys
     # Background work
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)

@@ -63,6 +63,8 @@ class EventPump:
     def _send(self, changed: Sequence[SequenceState]) -> None:
         sending: Any = None
         try:
+            if self._call.recorder is not None:
+                self._call.recorder.note(changed)
             body = join_events([self._write(sequence) for sequence in changed])
             if not isinstance(body, bytes):
                 self._waiting = asyncio.get_running_loop().create_task(self._finish(partial(self._send_steps, body)))
@@ -87,6 +89,8 @@ class EventPump:
     async def _send_steps(self, steps: Iterator[bytes]) -> None:
         """Send output that is made in steps. Raises DisconnectedError."""
         pieces = await collect_pieces(self._turns, self._call.tenant, steps, lambda: self._state.is_disconnected)
+        if self._call.recorder is not None:  # a record and its events are one frame
+            pieces = [b"".join(pieces)]
         async for piece in each_piece(pieces):
             await self._call.event(piece)
 

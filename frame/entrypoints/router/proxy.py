@@ -12,99 +12,61 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
-from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import httpx
 
 from frame.core.interfaces.routing import RoutingRequest
+from frame.entrypoints.handoff import HEADER, FleetKey
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError, ResponseCutError
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, Bodies
 from frame.entrypoints.http.request_context import BODY_PAUSE, RequestContext
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
-from frame.entrypoints.router.connections import InformationalError, ResponseHeadError
 from frame.entrypoints.router.divided_requests import make_decode_body, make_prefill_body, read_divisible
-from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted
-from frame.entrypoints.router.requests import BROADCAST, STATES, hash_prompt, is_pinned, is_repeatable, is_stored
+from frame.entrypoints.router.exchange import (
+    REFUSED,
+    Exchange,
+    LostError,
+    RoutedRequest,
+    ShortReply,
+    error_event,
+    kept,
+    next_chunk,
+    read_short,
+)
+from frame.entrypoints.router.moving import StreamMover
+from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted, timed
+from frame.entrypoints.router.requests import BROADCAST, STATES, hash_prompt, is_pinned, is_repeatable, is_stored, is_streamed
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Headers = list[tuple[bytes, bytes]]
-# Headers of one connection (RFC 9110, section 7.6.1), and those that the next end sets itself.
-# `Host` goes on: by it a replica without a key refuses requests of pages of another name.
-_HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
-     b"content-length", b"expect", b"date")
-)  # fmt: skip
-SESSION = b"x-session-id"
-MAX_REFUSAL_LENGTH = 1 << 20  # bytes of an answer that is read before it is passed on
 REFUSAL_TIME = 5.0  # seconds in which a replica sends the body of a refusal
 BROADCAST_TIME = 40.0  # seconds in which each replica answers a request for all; its engine has 30
 STATES_TIME = 910.0  # the same for those that may wait for running requests, or load weights
-STATUSES = range(200, 600)
+STATUS = {"serving": "ok", "joining": "joining", "draining": "draining"}  # of /health, by state
 MAX_LOST = 2  # replicas that may be lost while they have the same request
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # what no header may hold
-_REFUSED = (429, 503)  # the replica took nothing
-
-
-class LostError(Exception):
-    """The replica is gone. `was_sent`: it may have got the request."""
-
-    def __init__(self, reason: str, *, was_sent: bool) -> None:
-        super().__init__(reason)
-        self.was_sent = was_sent
-
-
-@dataclass
-class RoutedRequest:
-    """One request. `gone` ends when the client leaves."""
-
-    method: str
-    target: bytes  # path and query, as they came
-    path: str  # decoded, without a slash at its end, as replicas match it
-    headers: Headers
-    body: bytes
-    request_id: str
-    send: Any
-    gone: asyncio.Task[None]
-    tried: set[int] = field(default_factory=set)
-
-    @property
-    def session(self) -> str:
-        """What the client calls the conversation."""
-        return next((value.decode("latin-1") for name, value in self.headers if name == SESSION), "")
-
-
-@dataclass(frozen=True)
-class ShortReply:
-    """A whole answer of a replica."""
-
-    status: int
-    headers: Headers
-    body: bytes
-
-    async def send(self, send: Any) -> None:
-        headers = [*self.headers, (b"content-length", str(len(self.body)).encode())]
-        if self.status in _REFUSED and b"retry-after" not in dict(headers):
-            headers.append((b"retry-after", str(RETRY_AFTER).encode()))
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
 
 class Proxy:
     """Passes requests to replicas. `max_body`: bytes of a request. Those of all requests are
     bounded by `AT_ONCE` times as many; a request beyond is refused with status 503. `pause`:
     seconds between two pieces of a body. `prefill`: servers that begin requests, which those of
-    `backends` continue."""
+    `backends` continue. `key`: lets streams move between replicas that have it."""
 
     def __init__(
-        self, backends: Backends, client: httpx.AsyncClient, max_body: int, pause: float = BODY_PAUSE, prefill: Backends | None = None
+        self,
+        backends: Backends,
+        client: httpx.AsyncClient,
+        max_body: int,
+        pause: float = BODY_PAUSE,
+        prefill: Backends | None = None,
+        key: FleetKey | None = None,
     ) -> None:
         self.backends, self._prefill, self.metrics = backends, prefill, RouterMetrics(backends, prefill)
-        self._client, self._max_body = client, max_body
+        self._max_body = max_body
+        self._exchange = Exchange(client, self.metrics)
+        self._mover = None if key is None else StreamMover(key, backends, self._exchange, self.metrics)
         self._bodies = Bodies(AT_ONCE * max_body, pause)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -112,7 +74,7 @@ class Proxy:
             raise RuntimeError(f"the router does not serve {scope['type']}")
         path = scope["path"]
         if path in ("/health", "/health/ready", "/readyz", "/ping", "/health/live", "/livez"):
-            status = {backend.url: "ok" if backend.is_healthy else "unhealthy" for backend in self._all}
+            status = {backend.url: STATUS.get(backend.state, "unhealthy") for backend in self._all}
             is_ok = path in ("/health/live", "/livez") or bool(self.backends.healthy)
             await _respond(send, 200 if is_ok else 503, json.dumps({"replicas": status}).encode(), retry=not is_ok)
         elif path == "/metrics":
@@ -125,11 +87,13 @@ class Proxy:
         REQUEST_ID.set(name)  # in the context of this request's task alone
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        headers = [pair for pair in _kept(scope["headers"]) if pair[0] != b"x-request-id"]
+        headers = [pair for pair in kept(scope["headers"]) if pair[0] != b"x-request-id"]
         if scope.get("client"):  # a replica on this machine logs the last address that is not this machine's
             headers.append((b"x-forwarded-for", scope["client"][0].encode()))
         context = RequestContext(scope, receive, send, self._max_body, bodies=self._bodies)
         try:
+            if any(name == HEADER for name, _ in headers):
+                raise ApiError(400, f"{HEADER.decode()} is a header between router and servers; leave it out")
             if not target.startswith(b"/"):
                 raise ApiError(400, f"the request's target is {target[:40].decode('latin-1')!r}; send a path that begins with /")
             body, gone = await context.body(), asyncio.create_task(_wait_gone(receive))
@@ -166,11 +130,11 @@ class Proxy:
             tried.add(backend.number)
             try:
                 with counted(backend):
-                    response = await self._wait(begun, backend, _read_short(await self._open(begun, backend)))
+                    response = await self._exchange.wait(begun, backend, read_short(await self._exchange.open(begun, backend)))
             except (LostError, ApiError, httpx.HTTPError, OSError) as error:
                 log.warning("the prefill server %s failed: %s", backend.url, error)
                 continue
-            if response.status not in _REFUSED:
+            if response.status not in REFUSED:
                 body = make_decode_body(fields, response.body) if response.status == 200 else None
                 self.metrics.count_prefill("whole" if body is None else "transferred")
                 return request if body is None else replace(request, body=body)
@@ -181,13 +145,19 @@ class Proxy:
         """Send the request to a replica; to another one where that duplicates nothing."""
         blocks = hash_prompt(request.body) if request.method == "POST" else []
         routing = RoutingRequest(blocks, request.session)
+        whole = request  # which another replica continues
         request = await self._begin(request, routing)
         reason, last, num_lost = "no replica is healthy", None, 0
         while (backend := self._choose(request, routing)) is not None:
             request.tried.add(backend.number)
-            with counted(backend):
+            signature = b"" if self._mover is None else self._mover.signature(request, backend)
+            with counted(backend) as place:
                 try:
-                    reply = await self._open(request, backend)
+                    with timed(backend, is_streamed(request.body)):
+                        reply = await self._exchange.open(request, backend, signature)
+                    if self._mover is not None and signature and HEADER.decode() in reply.headers:
+                        await self._mover.pass_on(whole, routing, place, reply)
+                        return
                 except LostError as error:
                     reason = f"replica {backend.url} is lost: {error}"
                     num_lost += error.was_sent
@@ -201,10 +171,10 @@ class Proxy:
                     self.metrics.count("retried")
                     continue
                 try:
-                    if reply.status_code in _REFUSED or (reply.status_code == 404 and is_stored(request.path)):  # ask another
+                    if reply.status_code in REFUSED or (reply.status_code == 404 and is_stored(request.path)):  # ask another
                         with contextlib.suppress(LostError, httpx.HTTPError, OSError):  # the refusal breaks off
                             async with asyncio.timeout(REFUSAL_TIME):
-                                last = await self._wait(request, backend, _read_short(reply))
+                                last = await self._exchange.wait(request, backend, read_short(reply))
                         continue
                     await self._pass_on(request, backend, reply)
                     return
@@ -212,49 +182,18 @@ class Proxy:
                     await reply.aclose()
         if last is None:
             raise ApiError(503, f"{reason}; try again later", retry_after=RETRY_AFTER)
-        self.metrics.count("refused" if last.status in _REFUSED else "answered")
+        self.metrics.count("refused" if last.status in REFUSED else "answered")
         await last.send(request.send)
 
     def _choose(self, request: RoutedRequest, routing: RoutingRequest) -> Backend | None:
         if is_pinned(request.path):
-            first = self.backends.all[0]
-            return first if first.is_healthy and not request.tried else None
+            first = next(iter(self.backends.all), None)
+            return first if first is not None and first.is_healthy and not request.tried else None
         return self.backends.choose(routing, request.tried)
-
-    async def _open(self, request: RoutedRequest, backend: Backend) -> httpx.Response:
-        """The head of a replica's answer. Raises LostError, ApiError 400 for a request that cannot
-        be sent, and 502 for an answer that cannot be passed on."""
-        exact = {"target": request.target}  # a URL's path would be normalized
-        forwarded = self._client.build_request(
-            request.method, backend.url, headers=request.headers, content=request.body or None, extensions=exact
-        )
-        try:
-            reply = await self._wait(request, backend, self._client.send(forwarded, stream=True))
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            backend.group.mark_lost(backend, f"{type(error).__name__} {error}")
-            raise LostError("it does not accept connections", was_sent=False) from None
-        except httpx.LocalProtocolError as error:
-            raise ApiError(400, f"the request cannot be passed on to a replica: {error}; send valid HTTP/1.1") from None
-        except (httpx.HTTPError, OSError) as error:  # its text may quote bytes of another answer
-            log.warning("replica %s: %s %s", backend.url, type(error).__name__, error)
-            await backend.group.check(backend, is_suspect=True)
-            if isinstance(error, ResponseHeadError) and not isinstance(error, InformationalError):
-                raise self._refuse_head(request, backend, str(error)) from None
-            reason = f"it sent {error}" if isinstance(error, InformationalError) else type(error).__name__
-            raise LostError(reason, was_sent=True) from None
-        if reply.status_code not in STATUSES or any(_CONTROL.search(value) for _, value in reply.headers.raw):
-            await reply.aclose()
-            what = f"status {reply.status_code}" if reply.status_code not in STATUSES else "a header with control characters"
-            raise self._refuse_head(request, backend, what)
-        return reply
-
-    def _refuse_head(self, request: RoutedRequest, backend: Backend, what: str) -> ApiError:
-        self.metrics.count("broken")
-        return ApiError(502, f"replica {backend.url} sent {what} to request {request.request_id}, which is not repeated")
 
     async def _pass_on(self, request: RoutedRequest, backend: Backend, reply: httpx.Response) -> None:
         """The answer to the client, as its bytes come."""
-        head = _kept(reply.headers.raw)
+        head = kept(reply.headers.raw)
         has_length = "content-length" in reply.headers and "transfer-encoding" not in reply.headers
         has_length = has_length and reply.status_code not in (204, 304)  # without a body, whatever the length says
         if has_length:
@@ -263,14 +202,15 @@ class Proxy:
         chunks, last = reply.aiter_raw().__aiter__(), b""  # last: the last two bytes sent
         while True:
             try:
-                chunk = await self._wait(request, backend, _next(chunks))
+                chunk = await self._exchange.wait(request, backend, next_chunk(chunks))
             except (LostError, httpx.HTTPError, OSError) as error:
                 self.metrics.count("broken")
                 await backend.group.check(backend, is_suspect=True)
                 log.warning("the response breaks off: replica %s is lost: %s", backend.url, error)
                 if has_length or not reply.headers.get("content-type", "").startswith("text/event-stream"):
                     raise ResponseCutError from None
-                event = (b"" if last in (b"", b"\n\n") else b"\n\n") + _error_event(request, backend)  # not a part of a half event
+                sentence = f"the replica {backend.url} was lost while it answered request {request.request_id}"
+                event = (b"" if last in (b"", b"\n\n") else b"\n\n") + error_event(request, sentence)  # not a part of a half event
                 await request.send({"type": "http.response.body", "body": event, "more_body": False})
                 return
             last = (last + chunk[-2:])[-2:] if chunk else last
@@ -278,24 +218,6 @@ class Proxy:
             if chunk is None:
                 self.metrics.count("answered")
                 return
-
-    async def _wait(self, request: RoutedRequest, backend: Backend, what: Awaitable[T]) -> T:
-        """The result, unless the client leaves or the replica is lost before."""
-        task: asyncio.Future[T] = asyncio.ensure_future(what)
-        lost = asyncio.ensure_future(backend.lost.wait())
-        waiting: Iterable[asyncio.Future[Any]] = (task, lost, request.gone)
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if lost.done():
-                raise LostError("it does not answer", was_sent=True)
-            raise DisconnectedError
-        finally:
-            lost.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
 
     async def _broadcast(self, request: RoutedRequest) -> None:
         """Send a request to all replicas that are healthy or asleep: the first answer that is no
@@ -323,50 +245,17 @@ class Proxy:
         with counted(backend):
             try:
                 async with asyncio.timeout(seconds):
-                    reply = await self._open(request, backend)
-                    return await self._wait(request, backend, _read_short(reply))
+                    reply = await self._exchange.open(request, backend)
+                    return await self._exchange.wait(request, backend, read_short(reply))
             except TimeoutError:
                 raise ApiError(504, f"replica {backend.url} did not answer within {seconds:g} s") from None
             except (LostError, httpx.HTTPError, OSError) as error:
                 raise ApiError(502, f"replica {backend.url} is lost: {error}") from None
 
 
-def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """The headers that go on: without those of one connection, which `Connection` may name."""
-    pairs = [(name.lower(), value) for name, value in headers]
-    named = {option.strip() for name, value in pairs if name == b"connection" for option in value.lower().split(b",")}
-    return [(name, value) for name, value in pairs if name not in _HOP and name not in named]
-
-
-def _error_event(request: RoutedRequest, backend: Backend) -> bytes:
-    """The last event of an answer that broke off, in the shape of the route's dialect."""
-    sentence = f"the replica {backend.url} was lost while it answered request {request.request_id}"
-    error = {"type": "api_error", "message": sentence, "code": 502}
-    if request.path == "/v1/messages":
-        return b"event: error\ndata: " + json.dumps({"type": "error", "error": error}).encode() + b"\n\n"
-    return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
-
-
-async def _read_short(reply: httpx.Response) -> ShortReply:
-    """An answer, or its beginning where it does not end; compressed as it came."""
-    body = b""
-    try:
-        async for chunk in reply.aiter_raw():
-            body += chunk
-            if len(body) >= MAX_REFUSAL_LENGTH:
-                break
-    finally:
-        await reply.aclose()
-    return ShortReply(reply.status_code, _kept(reply.headers.raw), body)
-
-
 async def _wait_gone(receive: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _next(chunks: Any) -> bytes | None:
-    return await anext(chunks, None)
 
 
 async def _respond(send: Any, status: int, body: bytes, content_type: bytes = b"application/json", *, retry: bool = False) -> None:

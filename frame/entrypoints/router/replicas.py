@@ -1,8 +1,9 @@
-"""The router's replicas: which of them answer, how many requests each has, which one gets the next
-one, and the metrics of all.
+"""The router's replicas: which there are and which of them answer, how many requests each has,
+which one gets the next one, and the metrics of all.
 
-A replica is unhealthy after a failed connection or health check, until a check succeeds. Must not
-know HTTP routes or prompts.
+A replica is joining until its first health check succeeds, then serving, or asleep; draining where
+it ends or is to be removed; and lost after failed connections or checks, until one succeeds. Must
+not know HTTP routes or prompts.
 """
 
 from __future__ import annotations
@@ -10,109 +11,248 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal, get_args
 
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from frame.core.interfaces.routing import RoutingRequest
+from frame.entrypoints.handoff import FLEET
+from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
 from frame.parallel.replica_choice import ReplicaChooser
 
 log = logging.getLogger(__name__)
 
+State = Literal["joining", "serving", "asleep", "draining", "lost"]
+ANNOUNCED: dict[str, State] = {"asleep": "asleep", "draining": "draining"}  # by a health check that fails
+STATES: tuple[State, ...] = get_args(State)
 PATIENCE = 2  # failed checks after which a replica is unhealthy
 
 
 @dataclass(slots=True)
 class Backend:
-    """One server. `lost` is set while it is unhealthy: requests that wait for it give up.
-    `is_asleep`: it gets no new requests, and keeps those that it has."""
+    """One server. `lost` is set while it is lost: requests that wait for it give up. One that is
+    asleep or drains gets no new requests, and keeps those that it has. `instance`: its process,
+    `identity`: of what its tokens depend on, where it has a fleet key; else empty. `source`: what
+    named it. `is_leaving`: it drains until it has no requests. `is_removed`: by an operator, so its
+    source does not bring it back."""
 
     url: str
     number: int
     group: Backends
-    is_healthy: bool = True
-    is_asleep: bool = False
+    state: State = "serving"
+    instance: str = ""
+    identity: str = ""
     outstanding: int = 0
     failed_checks: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+    source: str = ""
+    is_leaving: bool = False
+    is_removed: bool = False
+    first_bytes: FirstBytes = field(default_factory=FirstBytes)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it gets no requests because it is slow."""
+        return self.first_bytes.suspended_until > time.monotonic()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it gets requests."""
+        return self.state == "serving"
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.state == "asleep"
 
 
 class Backends:
     """All replicas. `interval`: seconds between health checks, and of each."""
 
     def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, interval: float, chooser: ReplicaChooser | None = None) -> None:
-        self.all = [Backend(url.rstrip("/"), number, self) for number, url in enumerate(urls)]
+        self._members = {number: Backend(url.rstrip("/"), number, self) for number, url in enumerate(urls)}
         self._client, self._interval = client, interval
         self._chooser = chooser or ReplicaChooser(None)
+
+    @property
+    def all(self) -> list[Backend]:
+        return [*self._members.values()]
+
+    def find(self, url: str) -> Backend | None:
+        return next((backend for backend in self._members.values() if backend.url == url), None)
+
+    def add(self, url: str, source: str) -> Backend:
+        """Have a replica, which is joining; one that was to leave stays."""
+        backend = self.find(url)
+        if backend is None:
+            number = next(number for number in count() if number not in self._members)  # small ones: policies keep bits for them
+            backend = Backend(url, number, self, "joining", source=source)
+            self._members = dict(sorted({**self._members, number: backend}.items()))
+            log.info("replica %s joins", url)
+        elif backend.is_leaving:
+            backend.is_leaving = backend.is_removed = False
+            backend.state = "joining"
+        return backend
+
+    def remove(self, backend: Backend) -> None:
+        """Let a replica drain and then leave, whatever its source says."""
+        backend.is_removed = True
+        self._let_leave(backend)
+
+    def update(self, source: str, urls: Sequence[str]) -> None:
+        """These are all replicas that the source names now."""
+        named = set(urls)
+        for backend in self.all:
+            if backend.source == source and backend.url not in named:
+                backend.is_removed = False
+                self._let_leave(backend)
+        for url in urls:
+            known = self.find(url)
+            if known is None or (known.is_leaving and not known.is_removed):
+                self.add(url, source)
+
+    def _let_leave(self, backend: Backend) -> None:
+        if not backend.is_leaving:
+            log.info("replica %s leaves: it drains", backend.url)
+            backend.is_leaving = True
+        if backend.state != "lost":
+            backend.state = "draining"
+
+    def _drop_left(self) -> None:
+        """Forget replicas that have drained. One that its source still names stays known."""
+        for backend in self.all:
+            is_named = backend.is_removed and backend.source not in ("", "admin")
+            if backend.is_leaving and not is_named and (not backend.outstanding or backend.state == "lost"):
+                del self._members[backend.number]
+                self._chooser.forget_replica(backend.number)
+                log.info("replica %s has left", backend.url)
 
     @property
     def healthy(self) -> list[Backend]:
         return [backend for backend in self.all if backend.is_healthy]
 
     def choose(self, request: RoutingRequest, tried: Collection[int] = ()) -> Backend | None:
-        """The replica of a request, among the healthy ones that were not tried."""
-        loads = {backend.number: backend.outstanding for backend in self.healthy if backend.number not in tried}
-        return self.all[self._chooser.choose(request, loads)] if loads else None
+        """The replica of a request, among the healthy ones that were not tried. Slow ones count as
+        more loaded, and suspended ones are the last resort."""
+        left = [backend for backend in self.healthy if backend.number not in tried]
+        left = [backend for backend in left if not backend.is_suspended] or left
+        loads = {backend.number: round(backend.outstanding * backend.first_bytes.factor) for backend in left}
+        return self._members[self._chooser.choose(request, loads)] if loads else None
 
     def mark_lost(self, backend: Backend, reason: str) -> None:
         """The replica does not answer."""
-        if backend.is_healthy:
+        if backend.state in ("serving", "draining"):
             log.warning("replica %s is unhealthy: %s", backend.url, reason)
             self._chooser.forget_replica(backend.number)
-        backend.is_healthy = backend.is_asleep = False
+        backend.state = "lost"
         backend.lost.set()
 
     async def watch(self) -> None:
         """Check every replica, until cancelled."""
         while True:
             await asyncio.gather(*(self.check(backend) for backend in self.all))
+            self._drop_left()
+            self.judge_slowness()
             await asyncio.sleep(self._interval)
+
+    def judge_slowness(self) -> None:
+        """Compare the healthy replicas' times to the first byte."""
+        backends = self.healthy
+        suspended = judge_slowness([backend.first_bytes for backend in backends], time.monotonic())
+        for backend in backends:
+            if backend.first_bytes in suspended:
+                log.warning("replica %s gets no requests for a while: it is slow against the others", backend.url)
 
     async def check(self, backend: Backend, *, is_suspect: bool = False) -> None:
         """Ask a replica for its health once. `is_suspect`: a connection broke, or none was
         tried yet, so one failed check is enough."""
-        reason, is_asleep = "", False
+        reason, announced = "", ""
         try:
             async with asyncio.timeout(max(1.0, self._interval)), self._client.stream("GET", f"{backend.url}/health") as reply:
                 reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"  # its body may not end
-                is_asleep = reply.headers.get("x-frame-state") == "asleep"
+                announced = reply.headers.get("x-frame-state", "")
+                backend.instance, _, backend.identity = reply.headers.get(FLEET.decode(), "").partition(" ")
         except (httpx.HTTPError, OSError) as error:  # TimeoutError is an OSError
             reason = f"{type(error).__name__} {error}".strip()
-        if not reason or is_asleep:
-            if not (backend.is_healthy or backend.is_asleep):
+        state = "serving" if not reason else ANNOUNCED.get(announced)
+        if state is not None:
+            if backend.state == "lost":
                 log.warning("replica %s is healthy again", backend.url)
+            if backend.lost.is_set():
                 backend.lost = asyncio.Event()
-            backend.is_healthy, backend.is_asleep, backend.failed_checks = not is_asleep, is_asleep, 0
+            if state == "draining" and backend.state != state:
+                log.info("replica %s drains", backend.url)
+            backend.state, backend.failed_checks = "draining" if backend.is_leaving else state, 0
+            return
+        if backend.state == "joining":  # it may still load its model
             return
         backend.failed_checks += 1
         if is_suspect or backend.failed_checks >= PATIENCE:
             self.mark_lost(backend, reason)
 
 
+@dataclass(slots=True)
+class Place:
+    """A request that counts as one of a replica."""
+
+    backend: Backend
+
+    def move(self, backend: Backend) -> None:
+        """It is another replica's now."""
+        self.backend.outstanding -= 1
+        backend.outstanding += 1
+        self.backend = backend
+
+
 @contextlib.contextmanager
-def counted(backend: Backend) -> Iterator[None]:
+def counted(backend: Backend) -> Iterator[Place]:
     """Count a request of a replica inside a with block."""
     backend.outstanding += 1
+    place = Place(backend)
+    try:
+        yield place
+    finally:
+        place.backend.outstanding -= 1
+
+
+@contextlib.contextmanager
+def timed(backend: Backend, is_stream: bool) -> Iterator[None]:
+    """Measure the time to the first byte of a stream, which a with block waits for."""
+    if not is_stream:
+        yield
+        return
+    number, has_answer = backend.first_bytes.start(time.monotonic()), False
     try:
         yield
+        has_answer = True
     finally:
-        backend.outstanding -= 1
+        backend.first_bytes.finish(number, time.monotonic(), has_answer=has_answer)
 
 
 class RouterMetrics:
     """What one router counts. Outcomes: answered, refused (by every replica), retried (on another
     replica), lost (sent and not repeated), broken (the answer broke off), client_gone. Those at
     prefill servers: transferred, whole (the prompt has nothing to transfer, or the server refused
-    it), lost (no prefill server is left)."""
+    it), lost (no prefill server is left). Moved streams: lost (with the replica), drained (with
+    it), failed (no replica continues it)."""
 
     def __init__(self, backends: Backends, prefill: Backends | None = None) -> None:
-        self._all = [*backends.all, *(prefill.all if prefill is not None else ())]
+        self._groups = [backends, *([prefill] if prefill is not None else [])]
         self._registry = CollectorRegistry()
         self._requests = Counter("frame_router_requests", "Requests, by outcome.", ["outcome"], registry=self._registry)
         self._prefills = Counter("frame_router_prefills", "Requests for prefill servers, by outcome.", ["outcome"], registry=self._registry)
+        self._moves = Counter(
+            "frame_router_moved_streams", "Streams that another replica continues, by cause.", ["cause"], registry=self._registry
+        )
         self._healthy = Gauge("frame_router_replica_healthy", "1: the replica answers.", ["replica"], registry=self._registry)
+        self._states = Gauge("frame_router_replicas", "Replicas, by state.", ["state"], registry=self._registry)
+        self._suspended = Gauge(
+            "frame_router_replica_suspended", "1: the replica gets no requests because it is slow.", ["replica"], registry=self._registry
+        )
         self._outstanding = Gauge(
             "frame_router_replica_outstanding", "Requests of a replica that are not finished.", ["replica"], registry=self._registry
         )
@@ -121,13 +261,23 @@ class RouterMetrics:
         """A request ended, or is sent again, for `retried`."""
         self._requests.labels(outcome).inc()
 
+    def count_move(self, outcome: str) -> None:
+        """A stream moves to another replica, or ends because it cannot."""
+        self._moves.labels(outcome).inc()
+
     def count_prefill(self, outcome: str) -> None:
         """A request that may be divided goes on to a decode server."""
         self._prefills.labels(outcome).inc()
 
     def render(self) -> bytes:
         """All metrics as text."""
-        for backend in self._all:
+        for gauge in (self._healthy, self._suspended, self._outstanding):  # of those that have left
+            gauge.clear()
+        replicas = [backend for group in self._groups for backend in group.all]
+        for state in STATES:
+            self._states.labels(state).set(sum(backend.state == state for backend in replicas))
+        for backend in replicas:
+            self._suspended.labels(backend.url).set(backend.is_suspended)
             self._healthy.labels(backend.url).set(backend.is_healthy)
             self._outstanding.labels(backend.url).set(backend.outstanding)
         return generate_latest(self._registry)

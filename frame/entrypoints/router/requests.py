@@ -4,6 +4,7 @@ Pure. Must not know a replica."""
 from __future__ import annotations
 
 import hashlib
+import re
 
 import msgspec
 
@@ -14,6 +15,7 @@ _BEFORE = ("model", "lora_path", "cache_salt", "system", "instructions", "tools"
 _PROMPTS = ("messages", "prompt", "input_ids", "text", "input", "inputs", "texts", "query", "content")
 # Values stay as they came: to decode 64 MiB of JSON would hold the event loop for seconds.
 _FIELDS = msgspec.defstruct("Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in _BEFORE + _PROMPTS])
+_STREAM = re.compile(rb'"stream"\s*:\s*true')
 _DECODER = msgspec.json.Decoder(_FIELDS)
 # Routes that keep nothing on the server: a request that sent no byte of an answer may be repeated.
 _STATELESS = frozenset(
@@ -57,6 +59,11 @@ def is_stored(path: str) -> bool:
 def is_pinned(path: str) -> bool:
     """Whether the request goes to the first replica."""
     return path.startswith(_PINNED)
+
+
+def is_streamed(body: bytes) -> bool:
+    """Whether a JSON body asks for a stream; a guess, which costs little."""
+    return len(body) <= MAX_READ_LENGTH and _STREAM.search(body) is not None
 
 
 def hash_prompt(body: bytes) -> list[int]:

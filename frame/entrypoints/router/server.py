@@ -7,57 +7,49 @@ import asyncio
 import contextlib
 import gc
 import json
-import re
 import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from frame.core.errors import ConfigError
 from frame.core.interfaces.routing import RoutingContext, RoutingPolicy
+from frame.entrypoints.handoff import FleetKey
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
 from frame.entrypoints.http.protocol.listening import HttpServer, address
+from frame.entrypoints.keys import KeyRing
 from frame.entrypoints.logs import report
 from frame.entrypoints.processes.start_signals import StartSignals
+from frame.entrypoints.router.admin import AdminApp
 from frame.entrypoints.router.connections import open_client
+from frame.entrypoints.router.discovery import Source, watch_sources
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
+from frame.entrypoints.tls import Certificate
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.loader import load_registry
 
 HEAD = 30.0  # seconds that a client has for a request's head, and to read
+MAX_ADMIN_CONNECTIONS = 32
 DRAIN = 30.0  # seconds that requests have to finish after a signal
-_HOST = re.compile(r"[\w.:-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """`urls`: of the replicas, or of decode servers. `health_interval`: seconds. `max_body`: bytes
-    of a request. `prefill_urls`: of the servers that begin what decode servers continue."""
+    of a request. `prefill_urls`: of the servers that begin what decode servers continue. `key`: of
+    the fleet; None: streams do not move. `sources`: of replicas that come and go. `certificate`:
+    of the router's own address; None: without TLS."""
 
     urls: tuple[str, ...]
     health_interval: float
     max_body: int
     max_connections: int
     prefill_urls: tuple[str, ...] = ()
-
-
-def check_url(url: str, flag: str = "--replica") -> str:
-    """The address of a server. Raises ConfigError unless it is http(s)://host[:port]."""
-    address = urlsplit(url)
-    try:
-        is_valid = address.scheme in ("http", "https") and address.path in ("", "/") and not address.query
-        is_valid = is_valid and bool(_HOST.fullmatch(address.hostname or ""))
-        _ = address.port
-    except ValueError:
-        is_valid = False
-    if address.username is not None:
-        raise ConfigError(f"{flag} has a user name, which the router does not send; write http://HOST:PORT or https://HOST:PORT")
-    if not is_valid:
-        raise ConfigError(f"{flag} is {url!r}; write http://HOST:PORT or https://HOST:PORT")
-    return url.rstrip("/")
+    key: FleetKey | None = None
+    sources: tuple[str, ...] = ()
+    certificate: Certificate | None = None
 
 
 def load_policy(name: str | None, options: Sequence[str]) -> Callable[[], RoutingPolicy]:
@@ -79,9 +71,15 @@ def load_policy(name: str | None, options: Sequence[str]) -> Callable[[], Routin
     return lambda: target(RoutingContext(secrets.randbits(32)), checked)
 
 
-async def route(settings: RouterSettings, make_policy: Callable[[], RoutingPolicy], listener: socket.socket, signals: StartSignals) -> None:
+async def route(
+    settings: RouterSettings,
+    make_policy: Callable[[], RoutingPolicy],
+    listener: socket.socket,
+    signals: StartSignals,
+    admin: tuple[socket.socket, KeyRing] | None = None,
+) -> None:
     """Route requests until SIGINT or SIGTERM; a second signal does not wait for those that run.
-    `signals`: of the start, held."""
+    `signals`: of the start, held. `admin`: the listener of operators and its key."""
     stop, now = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -92,27 +90,41 @@ async def route(settings: RouterSettings, make_policy: Callable[[], RoutingPolic
     async with open_client() as client:
         backends = Backends(settings.urls, client, settings.health_interval, ReplicaChooser(make_policy()))
         prefill = Backends(settings.prefill_urls, client, settings.health_interval, ReplicaChooser(make_policy()))
+        sources = [Source(value) for value in settings.sources]
+        for source in sources:
+            backends.update(source.value, await source.read() or [])
         everything = [*backends.all, *prefill.all]
         await asyncio.gather(*(backend.group.check(backend, is_suspect=True) for backend in everything))
         limits = ConnectionLimits(settings.max_connections, HEAD, bound="--max-connections allows")
-        server = HttpServer(Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None), limits)
+        proxy = Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None, settings.key)
+        server = HttpServer(proxy, limits, settings.certificate)
         serving = asyncio.create_task(server.serve([listener]))
-        watching = asyncio.gather(backends.watch(), prefill.watch())
+        watching = asyncio.gather(backends.watch(), prefill.watch(), watch_sources(sources, settings.health_interval, backends.update))
+        if admin is not None:
+            few = ConnectionLimits(MAX_ADMIN_CONNECTIONS, HEAD, bound="the admin listener takes")
+            operators = HttpServer(AdminApp(backends, admin[1]), few)
+            managing = asyncio.create_task(operators.serve([admin[0]]))
+            await operators.listening.wait()
+            report(f"admin routes on http://{address(*admin[0].getsockname()[:2])}")
         await server.listening.wait()
         gc.collect()
         gc.freeze()  # later collections, which hold the event loop, skip the objects of the start
         what = "decode servers" if prefill.all else "replicas"
         more = f", {len(prefill.healthy)} of {len(prefill.all)} prefill servers healthy" if prefill.all else ""
         place = address(*listener.getsockname()[:2])
-        report(f"ready on http://{place}, {len(backends.healthy)} of {len(backends.all)} {what} healthy{more}")
+        scheme = "http" if settings.certificate is None else "https"
+        report(f"ready on {scheme}://{place}, {len(backends.healthy)} of {len(backends.all)} {what} healthy{more}")
         await stop.wait()
         for each in server.servers:
             each.close()  # no more connections
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN):
-                while any(backend.outstanding for backend in everything) and not now.is_set():  # noqa: ASYNC110 - two conditions
+                while any(backend.outstanding for backend in (*backends.all, *prefill.all)) and not now.is_set():  # noqa: ASYNC110 - two conditions
                     await asyncio.sleep(0.05)
         watching.cancel()
+        if admin is not None:
+            operators.should_exit = operators.force_exit = True
+            await asyncio.wait([managing], timeout=2.0)
         server.should_exit = server.force_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, 2.0)

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from frame.core.interfaces.routing import RoutingContext, RoutingPolicy
+from frame.entrypoints.handoff import FleetKey
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.router.connections import open_client
@@ -126,7 +127,11 @@ class FakeReplica:
 
 @asynccontextmanager
 async def routed(
-    *replicas: FakeReplica, pause: float = 60.0, urls: tuple[str, ...] = (), policy: RoutingPolicy | None = None
+    *replicas: FakeReplica,
+    pause: float = 60.0,
+    urls: tuple[str, ...] = (),
+    policy: RoutingPolicy | None = None,
+    key: FleetKey | None = None,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Backends, RouterMetrics]]:
     """A client of a router over the replicas, and over those at `urls`."""
     await asyncio.gather(*(replica.start() for replica in replicas))
@@ -137,7 +142,7 @@ async def routed(
             interval=0.2,
             chooser=ReplicaChooser(policy or PrefixLoad(RoutingContext())),
         )
-        application = Proxy(backends, behind, max_body=1 << 20, pause=pause)
+        application = Proxy(backends, behind, max_body=1 << 20, pause=pause, key=key)
         listener = bound_port("127.0.0.1", 0, "")
         server = HttpServer(application, ConnectionLimits(512, 30.0))
         serving = asyncio.create_task(server.serve([listener]))

@@ -20,10 +20,10 @@ from frame.entrypoints.cli.main import cli
 from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.http.protocol.bodies import AT_ONCE
 from frame.entrypoints.router import proxy
-from frame.entrypoints.router.proxy import MAX_REFUSAL_LENGTH
+from frame.entrypoints.router.discovery import check_url
+from frame.entrypoints.router.exchange import MAX_REFUSAL_LENGTH
 from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.requests import BROADCAST, MAX_READ_LENGTH, hash_prompt, is_pinned, is_repeatable, is_stored
-from frame.entrypoints.router.server import check_url
 from tests.entrypoints.published import ROUTES
 from tests.entrypoints.router.fake_replica import FakeReplica, check_reply, raw_replica, routed
 

@@ -6,7 +6,6 @@ not depend on the engine.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from datetime import UTC, datetime
 from functools import cached_property
@@ -70,7 +69,7 @@ class Response(ABC):
         self._head = {
             "id": state.rid,
             "object": "chat.completion.chunk" if request.stream and kind == "chat.completion" else kind,
-            "created": int(time.time()),
+            "created": int(state.created_at),
             "model": services.response_model(request.model),
             "system_fingerprint": services.fingerprint,
             "service_tier": "default",

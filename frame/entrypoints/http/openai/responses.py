@@ -175,6 +175,8 @@ async def _finish(
 class BackgroundCaller:
     """Keeps the tenant and the quota of a background response, not the connection."""
 
+    handoff = None  # what is stored does not move
+
     def __init__(self, context: RequestContext) -> None:
         self.state: RequestState | None = None
         self.tenant = context.tenant

@@ -19,7 +19,7 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, Headers, withou
 from frame.entrypoints.http.operations.live_types import EngineLoad
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.request_context import JSON, RequestContext
 from frame.entrypoints.http.response_types import declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.media.media_service import MediaService
@@ -32,6 +32,7 @@ version_router = ApiRouter(access=Access.USER)
 
 STATUSES: dict[str | None, int] = {"conflict": 409, "invalid": 400}  # by code of a reply
 ASLEEP: Headers = ((b"x-frame-state", b"asleep"),)  # of /health; a router keeps the requests of such a server
+DRAINING: Headers = ((b"x-frame-state", b"draining"),)  # likewise, until they end or move
 MAX_NAME_LENGTH = 200  # characters of names that an error quotes
 MAX_VERSION_LENGTH = 200  # characters
 
@@ -199,13 +200,14 @@ async def live(context: ContextDep, services: ServicesDep) -> Any:
 async def ready(context: ContextDep, services: ServicesDep) -> Any:
     """Readiness: 200 when the server accepts requests."""
     is_asleep = not services.draining and services.client.unavailable_reason is None and services.client.commands.sleep_problem is not None
-    await _health(context, services.ready_problem(), ASLEEP if is_asleep else ())
+    headers = DRAINING if services.draining else ASLEEP if is_asleep else ()
+    await _health(context, services.ready_problem(), headers if services.fleet is None else (*headers, *services.fleet.headers))
 
 
 async def _health(context: RequestContext, problem: str | None, headers: Headers = ()) -> None:
     if problem is not None:
         raise ApiError(503, problem, retry_after=RETRY_AFTER, headers=headers)
-    await context.respond(b"{}")
+    await context.respond(b"{}", headers=(JSON, *headers))
 
 
 @metrics_router.get("/metrics", responses=responds_with(str, media_type="text/plain"))

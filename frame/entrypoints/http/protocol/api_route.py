@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 MAX_PATH_CHARS = 200  # characters of a path that a log line or an error quotes
 CLIENT_GONE = 499  # the status that is counted for a request whose client left before the response began
 JSON_BODY = "application/json"
+HANDOFF = b"x-frame-handoff"  # the router's header, of `frame.entrypoints.handoff`, which only servers with a fleet key import
 BodyKind = Literal["prompts", "small", "file"]
 
 
@@ -166,6 +167,12 @@ class ApiRoute(APIRoute):
             try:
                 if hooks is not None and self.access is not Access.OPEN and "admitted" not in scope:
                     await hooks.check_request(context, self.path)
+                for name, value in scope["headers"]:
+                    if name == HANDOFF:
+                        from frame.entrypoints.http.protocol.continuation import read_fleet_header
+
+                        await read_fleet_header(context, app.services.fleet, value)
+                        break
                 query: bytes = scope.get("query_string", b"")
                 if query:
                     context.ignored = check_query(query, self._query_names)
@@ -178,6 +185,8 @@ class ApiRoute(APIRoute):
                 finally:
                     if context.state is not None:  # nothing reads its output any more
                         app.services.client.abandon_request(context.state)
+                    if context.recorder is not None:
+                        context.recorder.close()
                 if isinstance(result, PacedBody):
                     await _respond_paced(context, app.services, result)
                 elif result is not None:

@@ -1,0 +1,98 @@
+"""Where the router finds replicas that come and go: a file of addresses, or a DNS name with an
+address for each (a headless service).
+
+A source that cannot be read changes nothing: the replicas that it named last stay. Used by
+`frame router --discover`. Must not know the state of a replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from frame.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_REPLICAS = 1024
+MAX_FILE = 1 << 20  # bytes
+LOOKUP_TIME = 10.0  # seconds
+_HOST = re.compile(r"[\w.:-]+")
+
+
+def check_url(url: str, flag: str = "--replica") -> str:
+    """The address of a server. Raises ConfigError unless it is http(s)://host[:port]."""
+    address = urlsplit(url)
+    try:
+        is_valid = address.scheme in ("http", "https") and address.path in ("", "/") and not address.query
+        is_valid = is_valid and bool(_HOST.fullmatch(address.hostname or ""))
+        _ = address.port
+    except ValueError:
+        is_valid = False
+    if address.username is not None:
+        raise ConfigError(f"{flag} has a user name, which the router does not send; write http://HOST:PORT or https://HOST:PORT")
+    if not is_valid:
+        raise ConfigError(f"{flag} is {url!r}; write http://HOST:PORT or https://HOST:PORT")
+    return url.rstrip("/")
+
+
+class Source:
+    """One value of --discover: a path, or http://NAME:PORT. Raises ConfigError for another."""
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+        self._name = urlsplit(check_url(value, "--discover")) if "://" in value else None
+        if self._name is not None and self._name.scheme != "http":
+            raise ConfigError(f"--discover is {value!r}; certificates are for names, and it looks for addresses: write http://NAME:PORT")
+        self._problem = ""
+
+    async def read(self) -> list[str] | None:
+        """The addresses of the replicas; None: they cannot be read now, which is logged once."""
+        try:
+            urls = await (asyncio.to_thread(self._read_file) if self._name is None else self._look_up())
+        except (OSError, ValueError, ConfigError) as error:
+            problem = str(error) or type(error).__name__
+            if problem != self._problem:
+                log.warning("--discover %s: %s; the replicas that it named before stay", self.value, problem)
+            self._problem = problem
+            return None
+        self._problem = ""
+        return urls
+
+    def _read_file(self) -> list[str]:
+        path = Path(self.value)
+        if path.stat().st_size > MAX_FILE:
+            raise ValueError(f"the file has more than {MAX_FILE} bytes; write one address a line")
+        if not path.stat().st_size:  # it may be half written
+            raise ValueError("the file is empty; for no replicas, write a line that begins with #")
+        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        return _bounded([check_url(line, f"line {number}") for number, line in enumerate(lines, 1) if line])
+
+    async def _look_up(self) -> list[str]:
+        assert self._name is not None
+        port = self._name.port or 80
+        async with asyncio.timeout(LOOKUP_TIME):
+            addresses = await asyncio.get_running_loop().getaddrinfo(self._name.hostname, port, type=socket.SOCK_STREAM)
+        hosts = sorted({str(address[0]) for *_, address in addresses})
+        return _bounded([f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in hosts])
+
+
+def _bounded(urls: list[str]) -> list[str]:
+    unique = list(dict.fromkeys(urls))
+    if len(unique) > MAX_REPLICAS:
+        raise ValueError(f"it names {len(unique)} replicas; a router has {MAX_REPLICAS}")
+    return unique
+
+
+async def watch_sources(sources: list[Source], interval: float, update: Callable[[str, list[str]], None]) -> None:
+    """Give `update` the addresses of each source, again and again, until cancelled."""
+    while True:
+        for source in sources:
+            if (urls := await source.read()) is not None:
+                update(source.value, urls)
+        await asyncio.sleep(interval)

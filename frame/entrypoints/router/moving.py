@@ -1,0 +1,253 @@
+"""`StreamMover`: passes on a stream whose replica sends its state beside the events, and lets
+another replica continue it where the first one is lost or drains.
+
+A stream that cannot move ends as one without a fleet key: with an error event. Used by the proxy.
+Must not know a dialect, or what the records hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+import httpx
+import msgspec
+
+from frame.core.interfaces.routing import RoutingRequest
+from frame.entrypoints.handoff import DRAINING, END, EVENTS, HEADER, PIECE, START, VERSION, FleetKey, FrameReader, SealedHandoff
+from frame.entrypoints.http.errors import ApiError, DisconnectedError, ResponseCutError
+from frame.entrypoints.router.exchange import REFUSED, Exchange, LostError, RoutedRequest, error_event, kept, next_chunk, read_short
+from frame.entrypoints.router.replicas import Backend, Backends, Place, RouterMetrics
+
+log = logging.getLogger(__name__)
+
+# Streams of these routes move. Others end with their replica.
+MOVABLE = frozenset(("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/api/chat", "/api/generate", "/v2/chat"))
+MAX_KEPT = 4 << 20  # bytes of the records of one stream; a longer one does not move
+MAX_KEPT_IN_ALL = 256 << 20  # of all streams
+MAX_LOST = 2  # replicas that may be lost in a row with a stream that makes no progress
+MAX_LOST_IN_ALL = 4  # and with any one stream
+PROGRESS = 4  # events after a loss that clear the stream of it, as in `RequestRecovery`
+MOVE_TIME = 10.0  # seconds to find a replica that continues a stream
+PAUSE = 0.1  # seconds between two tries
+DRAIN_PAUSE = 1.0  # seconds between two tries to move a stream whose replica goes on meanwhile
+HEAD_TIME = 30.0  # seconds in which a replica begins to continue a stream
+
+
+class _Stream:
+    """What the router keeps of one stream. `problem`: why it cannot move; "": it can."""
+
+    def __init__(self, request: RoutedRequest, identity: str) -> None:
+        self.request, self.identity = request, identity
+        self.arrived = time.monotonic()
+        self.start = b""
+        self.records: list[bytes] = []
+        self.size = 0
+        self.problem = ""
+        self.is_ended = self.is_within_event = self.is_asked = False
+        self.last = b""  # the last two bytes that were sent
+        self.num_lost = self.num_lost_in_all = self.num_events = self.lost_at = 0
+
+    def record_loss(self) -> str:
+        """Count a replica that was lost with it. -> why the stream ends; "": it may move."""
+        if self.num_events - self.lost_at > PROGRESS:
+            self.num_lost = 0
+        self.num_lost += 1
+        self.num_lost_in_all += 1
+        self.lost_at = self.num_events
+        if self.num_lost >= MAX_LOST or self.num_lost_in_all >= MAX_LOST_IN_ALL:
+            return f"it is the {self.num_lost_in_all}. one with this request, which may be the cause"
+        return "a part of an event was sent" if self.is_within_event else self.problem
+
+
+class StreamMover:
+    """Passes on streams as frames and moves them. `key` signs what it sends."""
+
+    def __init__(self, key: FleetKey, backends: Backends, exchange: Exchange, metrics: RouterMetrics) -> None:
+        self._key, self._backends, self._exchange, self._metrics = key, backends, exchange, metrics
+        self._num_kept = 0  # bytes
+
+    def signature(self, request: RoutedRequest, backend: Backend) -> bytes:
+        """The header that asks for frames; empty where the stream could not move."""
+        is_movable = request.method == "POST" and request.path in MOVABLE and backend.instance
+        return self._key.sign(request.path) if is_movable else b""
+
+    async def pass_on(self, request: RoutedRequest, routing: RoutingRequest, place: Place, reply: httpx.Response) -> None:
+        """Pass on a stream to its end. Raises LostError before its first byte."""
+        stream, first = _Stream(request, place.backend.identity), reply
+        try:
+            while True:
+                frames = _Frames(reply)
+                reason = await self._read(stream, place.backend, frames, first)
+                while not reason and not stream.is_ended:  # the replica drains
+                    moved = await self._move(stream, routing, place, is_lost=False)
+                    if isinstance(moved, httpx.Response):
+                        break
+                    reason = await self._read(stream, place.backend, frames, first, pause=DRAIN_PAUSE)
+                if stream.is_ended:
+                    with contextlib.suppress(LostError, httpx.HTTPError, OSError, ValueError):
+                        await self._exchange.wait(request, place.backend, frames.read())  # so that the connection is kept
+                    self._metrics.count("answered")
+                    return
+                if reason:
+                    if not stream.start and not stream.num_events:
+                        raise LostError(reason, was_sent=True)
+                    moved = stream.record_loss() or await self._move(stream, routing, place, is_lost=True)
+                    if not isinstance(moved, httpx.Response):
+                        await self._end(stream, reason, moved, first)
+                        return
+                assert isinstance(moved, httpx.Response)
+                await reply.aclose()
+                reply = moved
+        finally:
+            self._drop(stream)
+            await reply.aclose()
+
+    async def _read(self, stream: _Stream, backend: Backend, frames: _Frames, first: httpx.Response, pause: float = 0.0) -> str:
+        """Pass on frames until the stream ends, or should move. -> why the replica is lost; "": it
+        is not. `pause`: seconds before a move of a draining replica is tried again."""
+        until = time.monotonic() + pause
+        while not stream.is_ended:
+            try:
+                received = await self._exchange.wait(stream.request, backend, frames.read())
+            except (LostError, httpx.HTTPError, OSError, ValueError) as error:
+                await backend.group.check(backend, is_suspect=True)
+                log.warning("a stream breaks off: replica %s is lost: %s", backend.url, error)
+                return f"replica {backend.url} is lost: {error or type(error).__name__}"
+            if received is None:
+                return f"replica {backend.url} ended the answer too early"
+            for kind, record, body in received:
+                await self._take(stream, kind, record, body, first)
+            wants_move = (stream.is_asked or backend.state == "draining") and time.monotonic() >= until
+            if wants_move and stream.start and not (stream.is_within_event or stream.problem or stream.is_ended):
+                return ""
+        return ""
+
+    async def _take(self, stream: _Stream, kind: int, record: bytes, body: bytes, first: httpx.Response) -> None:
+        """Pass on a frame and keep its record."""
+        if kind == DRAINING:
+            stream.is_asked = True
+            return
+        if kind == START:
+            if not stream.start and not stream.problem:
+                stream.start = record
+                self._keep(stream, len(record))
+                head = [pair for pair in kept(first.headers.raw) if pair[0] != HEADER]
+                await stream.request.send({"type": "http.response.start", "status": 200, "headers": head})
+            return
+        if kind == EVENTS:
+            stream.num_events += 1
+            if not stream.problem:
+                stream.records.append(record)
+                self._keep(stream, len(record) + 64)  # and the object's own
+        stream.is_within_event = kind == PIECE
+        stream.is_ended = kind == END
+        stream.last = (stream.last + body[-2:])[-2:]
+        await stream.request.send({"type": "http.response.body", "body": body, "more_body": not stream.is_ended})
+
+    def _keep(self, stream: _Stream, size: int) -> None:
+        stream.size += size
+        self._num_kept += size
+        if stream.size > MAX_KEPT or self._num_kept > MAX_KEPT_IN_ALL:
+            stream.problem = f"the stream has more than {MAX_KEPT} bytes of state, or all streams more than {MAX_KEPT_IN_ALL}"
+            self._drop(stream)
+
+    def _drop(self, stream: _Stream) -> None:
+        self._num_kept -= stream.size
+        stream.size = 0
+        stream.records.clear()
+
+    async def _move(self, stream: _Stream, routing: RoutingRequest, place: Place, *, is_lost: bool) -> httpx.Response | str:
+        """The answer of a replica that continues the stream, whose place then is there; or why none
+        does. `is_lost`: the stream's replica is; else it is tried once."""
+        request, deadline = stream.request, time.monotonic() + MOVE_TIME
+        reason, refused = "no other replica is there", set[str]()
+        tried = {place.backend.number}  # first; its connection may be all that broke
+        while True:
+            backend = self._backends.choose(routing, tried)
+            if backend is None:
+                candidates = {each.instance for each in self._backends.healthy if each.instance}
+                if not is_lost or time.monotonic() > deadline or (candidates and candidates <= refused):
+                    return reason
+                if request.gone.done():
+                    raise DisconnectedError
+                await asyncio.sleep(PAUSE)
+                tried.clear()
+                continue
+            tried.add(backend.number)
+            if not backend.instance:
+                reason = f"replica {backend.url} has no fleet key"
+                continue
+            try:
+                moved = await self._continue(stream, backend)
+            except LostError as error:
+                reason = f"replica {backend.url} is lost: {error}"
+                if error.was_sent and (why := stream.record_loss()):
+                    return f"{reason}; {why}"
+                continue
+            except (ApiError, httpx.HTTPError, OSError) as error:
+                reason = f"replica {backend.url} failed: {error}"
+                continue
+            if isinstance(moved, httpx.Response):
+                log.info("a stream moves from %s to %s", place.backend.url, backend.url)
+                self._metrics.count_move("lost" if is_lost else "drained")
+                place.move(backend)
+                stream.is_asked = False
+                return moved
+            status, sentence = moved
+            reason = f"replica {backend.url} does not continue it: {sentence}"
+            if status not in REFUSED:
+                refused.add(backend.instance)
+
+    async def _continue(self, stream: _Stream, backend: Backend) -> httpx.Response | tuple[int, str]:
+        """Ask a replica to continue a stream. -> its answer, or the status and reason of a
+        refusal."""
+        request, raw = stream.request, msgspec.Raw
+        age = time.monotonic() - stream.arrived
+        sealed = SealedHandoff(
+            version=VERSION, identity=stream.identity, age=age, start=raw(stream.start), records=[raw(each) for each in stream.records]
+        )
+        handoff = msgspec.msgpack.encode(sealed)
+        signature = self._key.sign(request.path, backend.instance, handoff, request.body)
+        async with asyncio.timeout(HEAD_TIME):
+            reply = await self._exchange.open(request, backend, signature, handoff)
+            if reply.status_code == 200 and HEADER.decode() in reply.headers:
+                return reply
+            short = await self._exchange.wait(request, backend, read_short(reply))
+        return short.status, _sentence(short.body)
+
+    async def _end(self, stream: _Stream, reason: str, why: str, first: httpx.Response) -> None:
+        """End a stream that no replica continues."""
+        self._metrics.count("broken")
+        self._metrics.count_move("failed")
+        log.warning("a stream ends: %s; %s", reason, why)
+        if not first.headers.get("content-type", "").startswith("text/event-stream"):
+            raise ResponseCutError
+        event = error_event(stream.request, f"{reason}, while it answered request {stream.request.request_id}; {why}")
+        before = b"" if stream.last in (b"", b"\n\n") else b"\n\n"  # not a part of a half event
+        await stream.request.send({"type": "http.response.body", "body": before + event, "more_body": False})
+
+
+class _Frames:
+    """The frames of one answer."""
+
+    def __init__(self, reply: httpx.Response) -> None:
+        self._chunks, self._reader = reply.aiter_raw().__aiter__(), FrameReader()
+
+    async def read(self) -> Sequence[tuple[int, bytes, bytes]] | None:
+        """The next frames; None at the end. Raises ValueError for what is no frame."""
+        chunk = await next_chunk(self._chunks)
+        return None if chunk is None else list(self._reader.feed(chunk))
+
+
+def _sentence(body: bytes) -> str:
+    """The message of an error's body."""
+    try:
+        error = msgspec.json.decode(body)
+        error = error.get("error", error)
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    except (msgspec.DecodeError, AttributeError, RecursionError):
+        return "it sent no reason"

@@ -1,0 +1,168 @@
+"""Three servers of the embedded model in float32, as processes, behind `frame router`: 64 streams
+of all routes and features that move, while servers are killed, stopped and drained. Every text, id,
+usage and finish reason is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.entrypoints.router.fleet import PATIENCE, FleetRouter, Stream, kill, make_streams, read_all, start_server
+from tests.entrypoints.serving import RunningServer, wait_until
+
+STREAMS = 64
+LENGTH = 40  # tokens
+ADMIN = "the key of the operators"
+
+
+class Fleet:
+    """Three servers, and a router that finds them by a file. `expected`: the contents of `streams`
+    from one server."""
+
+    def __init__(self, file: Path) -> None:
+        with ThreadPoolExecutor(3) as pool:
+            self.servers = list(pool.map(lambda _: start_server(), range(3)))
+        file.write_text("".join(f"{server.url}\n" for server in self.servers))
+        self.router = FleetRouter("--discover", str(file), "--admin-port", "0", "--admin-key", ADMIN)
+        self.streams = make_streams(STREAMS, LENGTH)
+        compiling = [stream for stream in make_streams(15, 4) if "response_format" in stream.body or "tools" in stream.body]
+        with ThreadPoolExecutor(3) as pool:  # the others start their processes for grammars meanwhile
+            warming = [pool.submit(read_all, compiling, server.url) for server in self.servers[1:]]
+            self.expected = read_all(self.streams, self.servers[0].url)
+            for task in warming:
+                task.result()
+
+    def disturb(self, act: Callable[[], Any], share: float) -> None:
+        """Read all streams, and act when this share of their events has come."""
+        total, seen, acted = sum(len(stream.events) for stream in self.streams), [0], threading.Event()
+
+        def count() -> None:
+            seen[0] += 1
+            if seen[0] >= share * total:
+                acted.set()
+
+        with ThreadPoolExecutor(STREAMS) as pool:
+            tasks = [pool.submit(stream.read, self.router.url, count) for stream in self.streams]
+            assert acted.wait(PATIENCE)
+            act()
+            found = [task.result(PATIENCE).content for task in tasks]
+        for stream, content, expected in zip(self.streams, found, self.expected, strict=True):
+            assert content == expected, (stream.path, stream.body)
+
+    def ask(self, method: str, server: RunningServer) -> None:
+        """Add or remove a server."""
+        url = next(line.split()[-1] for line in self.router.lines if "admin routes on" in line)
+        headers = {"authorization": f"Bearer {ADMIN}"}
+        assert httpx.request(method, f"{url}/replicas", json={"url": server.url}, headers=headers, timeout=30).is_success
+
+    def states(self) -> list[str]:
+        return [*self.router.get("/health")["replicas"].values()]
+
+    def restart(self, number: int) -> None:
+        """Start a server again at its address."""
+        port = int(self.servers[number].url.rpartition(":")[2])
+        self.servers[number] = start_server(port)
+
+    def stop(self) -> None:
+        for process in (self.router, *self.servers):
+            process.stop()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path_factory.mktemp("fleet") / "replicas")
+    yield fleet
+    fleet.stop()
+
+
+def terminate(server: RunningServer) -> None:
+    """SIGTERM: its streams move, so that it need not finish them."""
+    started = time.monotonic()
+    os.kill(server.process.pid, signal.SIGTERM)
+    assert server.wait(PATIENCE) == 0
+    assert time.monotonic() - started < 20  # `server.drain_timeout` is 30 s
+
+
+def pause(server: RunningServer) -> None:
+    """SIGSTOP for five seconds: its health checks fail, and its later answers reach no client."""
+    os.kill(server.process.pid, signal.SIGSTOP)
+    time.sleep(5)
+    os.kill(server.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_streams_outlive_their_servers(fleet: Fleet) -> None:
+    """One is removed by the operator, another one ends, and after the first one is back the third
+    one is killed."""
+    first, second, third = fleet.servers
+    fleet.disturb(lambda: fleet.ask("DELETE", first), 0.2)
+    removed = fleet.router.moves("drained")
+    assert removed > 0
+    fleet.disturb(lambda: terminate(second), 0.3)
+    assert fleet.router.moves("drained") > removed
+    fleet.ask("POST", first)
+    wait_until(lambda: fleet.states().count("ok") == 2)
+    fleet.disturb(lambda: kill(third), 0.3)
+    assert fleet.router.moves("lost") > 0
+    assert fleet.router.moves("failed") == 0
+    wait_until(lambda: first.get("/server_info")["outstanding"] == 0)
+    assert not [line for line in (*fleet.router.lines, *first.lines) if "ERROR" in line or "Traceback" in line]
+
+
+@pytest.mark.soak
+def test_rounds_of_every_disturbance(tmp_path: Path) -> None:
+    """FRAME_ROUNDS (100) rounds each of SIGKILL, SIGTERM and SIGSTOP of one of three servers."""
+    rounds, draw = int(os.environ.get("FRAME_ROUNDS", "100")), random.Random(7)
+    acts: list[Callable[[RunningServer], Any]] = [kill, terminate, pause]
+    fleet = Fleet(tmp_path / "replicas")
+    pauses: dict[str, list[float]] = {}
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(fleet.stop)
+        for number in range(rounds * len(acts)):
+            act, victim = acts[number % len(acts)], draw.randrange(3)
+            fleet.disturb(lambda act=act, victim=victim: act(fleet.servers[victim]), draw.uniform(0.05, 0.8))  # type: ignore[misc]
+            pauses.setdefault(act.__name__, []).append(max(stream.pause for stream in fleet.streams))
+            if act is not pause:
+                fleet.restart(victim)
+            wait_until(lambda: fleet.states() == ["ok"] * 3)
+            print(number, act.__name__, f"longest pause {pauses[act.__name__][-1]:.2f} s", flush=True)
+    assert fleet.router.moves("failed") == 0
+
+
+def test_streams_are_compared_as_they_should_be() -> None:
+    """A token, role, usage or finish reason more, less or other is found."""
+    stream = Stream("/v1/chat/completions", {})
+
+    def chunk(**fields: Any) -> dict[str, Any]:
+        return {"id": "a", "created": 1, "choices": [{"index": 0, "finish_reason": None, **fields}]}
+
+    events: list[Any] = [
+        chunk(delta={"role": "assistant", "content": ""}),
+        chunk(delta={"content": "x"}, token_ids=[4]),
+        chunk(delta={}, finish_reason="length"),
+        {**chunk(), "choices": [], "usage": {"completion_tokens": 1}},
+        "[DONE]",
+    ]
+    stream.events = events
+    expected = stream.content
+    for changed in (
+        [events[0], *events],
+        [events[0], *events[2:]],
+        [*events[:2], events[1], *events[2:]],
+        events[:2] + events[3:],
+        events[:-2] + events[-1:],
+        events[:-1],
+    ):
+        stream.events = changed
+        assert stream.content != expected, changed
