@@ -194,6 +194,11 @@ class SupportsCacheGroups(ABC):
     def unlock_group(self, handle: Any, index: int) -> None:
         """Release the lock of a locked prefix's window pages only; they are not read any more."""
 
+    def lock_state(self, handle: Any) -> bool:
+        """Lock the state at the end of a locked prefix too, until its `unlock`. -> whether it is
+        locked: a cache need not be able to, and then no cache tier stores states."""
+        return False
+
     @abstractmethod
     def evict_group(self, index: int, num_pages: int) -> np.ndarray:
         """As `evict`, of a further group; the sequences stay."""

@@ -27,7 +27,7 @@ from frame.core.interfaces.cache import (
     SupportsOutline,
     SupportsRelock,
 )
-from frame.plugins.prefix_caches.radix_groups import WindowGroup, make_groups
+from frame.plugins.prefix_caches.radix_groups import SnapshotGroup, WindowGroup, make_groups
 from frame.plugins.prefix_caches.radix_nodes import Handle, Node, outline_tree
 
 _NO_PAGES = np.empty(0, np.int32)
@@ -110,14 +110,23 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
                 first = max(0, handle.end - group.width)
                 self._split_at(handle.node, first)
                 group.lock(self._locked_nodes(handle, first))
-                handle.windows.append(group.index)
+                handle.groups.append(group.index)
+
+    def lock_state(self, handle: Handle) -> bool:
+        states = [group for group in self._groups if isinstance(group, SnapshotGroup)]
+        if not all(group.lock(handle.node, handle.end) for group in states):
+            return False
+        handle.groups += [group.index for group in states]
+        return True
 
     def unlock_group(self, handle: Handle | None, index: int) -> None:
-        if handle is not None and index in handle.windows:
+        if handle is not None and index in handle.groups:
             group = self._groups[index]
-            assert isinstance(group, WindowGroup)
-            handle.windows.remove(index)
-            group.unlock(self._locked_nodes(handle, max(0, handle.end - group.width)))
+            handle.groups.remove(index)
+            if isinstance(group, WindowGroup):
+                group.unlock(self._locked_nodes(handle, max(0, handle.end - group.width)))
+            elif isinstance(group, SnapshotGroup):
+                group.unlock(handle.node, handle.end)
 
     def unlock(self, handle: Handle | None) -> None:
         if handle is None:
@@ -125,7 +134,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         node: Node | None = handle.node
         if node is None or node.refs == 0 or node.end != handle.end:
             raise RuntimeError("a prefix is unlocked that is not locked")
-        for index in list(handle.windows):
+        for index in list(handle.groups):
             self.unlock_group(handle, index)
         while node is not None and node.parent is not None:
             node.refs -= 1
@@ -213,16 +222,20 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
             node.refs = 0
             node.version += 1
         for group in self._groups:
-            if isinstance(group, WindowGroup):
+            if isinstance(group, WindowGroup | SnapshotGroup):
                 group.clear_locks(self._nodes())
         self._num_evictable, self._num_locked = self._num_evictable + self._num_locked, 0
         self._evictable_of = Counter()
         for node in self._nodes():
             self._evictable_of[node.owner] += len(node.pages)
         for handle in handles:
-            if handle is not None:
-                handle.windows = []
+            if handle is None:
+                continue
+            locks_state = any(isinstance(self._groups[index], SnapshotGroup) for index in handle.groups)
+            handle.groups = []
             self.lock(handle)
+            if locks_state:
+                self.lock_state(handle)
         self._rebuild_heaps()
 
     @property

@@ -62,15 +62,15 @@ class Node:
 
 
 class Handle:
-    """The end of a prefix: `end` pages from the root, at or above the end of `node`. `windows`:
-    indices of the window groups that it locks."""
+    """The end of a prefix: `end` pages from the root, at or above the end of `node`. `groups`:
+    indices of the further groups that it locks."""
 
-    __slots__ = ("end", "node", "windows")
+    __slots__ = ("end", "groups", "node")
 
     def __init__(self, node: Node, end: int) -> None:
         self.node = node
         self.end = end
-        self.windows: list[int] = []
+        self.groups: list[int] = []
 
 
 def outline_tree(
