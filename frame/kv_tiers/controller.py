@@ -90,7 +90,7 @@ class TierController:
         if len(keys) + self._set.page_size > request.prompt_len and (started := self._started.pop(request.rid, None)) is not None:
             self._measure_prefill(request, self._set.clock() - started)
         chain = self._keys.extend(request, keys)
-        self._stores.offer(chain, keys, request.namespace)
+        self._stores.offer(chain, keys, request.namespace, at_once=request.pin is not None)
         self._transfers.keep_blocks(request, chain)
         self._update_busy()
 

@@ -98,6 +98,7 @@ class Wait:
     load: Load | None = None
     computes: bool = False  # it waits for no load until it has started
     deadline: float | None = None  # seconds of the clock; None: it has not waited
+    loaded: dict[str, int] = field(default_factory=dict)  # tokens, by tier
 
 
 class PrefixLoads:
@@ -152,7 +153,11 @@ class PrefixLoads:
     def forget(self, request: Request) -> None:
         """See `RequestTiers.forget`."""
         wait = self._waits.pop(request.rid, None)
-        if wait is not None and wait.load is not None:
+        if wait is None:
+            return
+        if request.num_cached_tokens < 0:
+            request.cached_tiers = wait.loaded
+        if wait.load is not None:
             self._leave(request.rid, wait)
 
     def _leave(self, rid: str, wait: Wait) -> None:
@@ -341,7 +346,10 @@ class PrefixLoads:
         kv_manager.allocator.free(np.concatenate((load.pages[:num_duplicates], load.pages[count:], unused)))
         is_short = count < load.num_blocks
         for index, segment in load.segments.items():
-            self._set.counts[index].loaded += min(segment.num_tokens, count) * size
+            loaded, name = min(segment.num_tokens, count) * size, self._set.tiers[index].name
+            self._set.counts[index].loaded += loaded
+            for wait in [self._waits[rid] for rid in load.rids] if loaded else ():
+                wait.loaded[name] = wait.loaded.get(name, 0) + loaded
             count -= min(segment.num_tokens, count)
         self.num_failed += is_short
         self._release(load, computes=is_short)

@@ -55,12 +55,13 @@ class BlockStores:
         """Whether pages are read."""
         return bool(self._stores)
 
-    def offer(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str) -> None:
+    def offer(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str, *, at_once: bool = False) -> None:
         """Store blocks of a sequence. What finds no room is tried again at the next offer.
-        cache_keys: those of the chain's blocks, which the prefix cache holds, int32."""
+        cache_keys: those of the chain's blocks, which the prefix cache holds, int32. at_once: also
+        those that are offered for the first time."""
         first, count = chain.num_offered, min(len(chain.keys), len(cache_keys) // self._set.page_size)
         if count > first:
-            allowed = self._count_seen(chain.keys, first, count) if self._is_selective else count
+            allowed = self._count_seen(chain.keys, first, count) if self._is_selective and not at_once else count
             chain.num_allowed = allowed if chain.num_allowed == first else chain.num_allowed
             chain.num_offered = count
         if chain.num_stored < chain.num_allowed:

@@ -212,6 +212,23 @@ class SupportsCacheGroups(ABC):
         """Pages of a further group that are owned and locked."""
 
 
+class SupportsPins(ABC):
+    """Optional: evicts pinned sequences after all others, that of the oldest pin first. Pinned
+    pages are evictable; where one is evicted, the pins that end in its node have ended."""
+
+    @abstractmethod
+    def pin(self, handle: Any) -> None:
+        """Pin a sequence that was matched just now."""
+
+    @abstractmethod
+    def unpin(self, handle: Any) -> None:
+        """End a pin; one that has ended is no error."""
+
+    @abstractmethod
+    def is_pinned(self, handle: Any) -> bool:
+        """Whether the pin has not ended."""
+
+
 class SupportsOutline(ABC):
     """Optional: shows its content."""
 

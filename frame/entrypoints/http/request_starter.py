@@ -39,6 +39,7 @@ from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.request_body import RequestOptions, TransferParams
 from frame.entrypoints.http.request_context import EVENT_STREAM, RequestContext
 from frame.entrypoints.http.services import Services
+from frame.entrypoints.http.sessions import choose_pin
 from frame.entrypoints.http.stream_writer import EventPump
 from frame.text.chat_template import ChatTemplateError
 from frame.text.text_bounds import TextTooLongError
@@ -116,6 +117,9 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
     salt, rid = options.cache_salt or "", options.request_name()
     adapters = choose_adapters(services, call.tenant, options, len(plan.prompts))
     _check_sizes(plan.prompts)
+    if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
+        rid = f"{plan.prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{plan.prefix}{secrets.token_hex(16)}"
+    pin = choose_pin(services, call, options, rid)
     if services.draining:
         raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
     services.check_awake()
@@ -129,8 +133,6 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
         raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
     except (EngineDeadError, InvalidRequestError) as error:
         raise as_api_error(error) from None
-    if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
-        rid = f"{plan.prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{plan.prefix}{secrets.token_hex(16)}"
     state: RequestState | None = None
     try:
         async with hold_media(services, plan.prompts, call.tenant) as media:
@@ -141,6 +143,9 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
                 for sequence in state.sequences if uses else ():
                     sequence.recovery.adapter = uses.get(adapters[sequence.prompt_index])
                 _prepare_transfer(services, plan.transfer, state, space)
+                for sequence in state.sequences if pin is not None else ():
+                    sequence.recovery.pin = pin
+                    sequence.num_kept = len(sequence.prompt) // services.resolved.page_size * services.resolved.page_size
                 await _start(services, state, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must release the sequences
         services.client.release_sequences(count)

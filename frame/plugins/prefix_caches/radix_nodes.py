@@ -23,8 +23,8 @@ class Node:
     """A run of whole pages. A node without a parent is a root, or was removed from the tree.
 
     `end`: pages from the root to this node's end. `refs`: locks at or below this node. `version`:
-    incremented when the node's entry in the eviction heap becomes invalid. `group_data`: what it
-    holds of each further cache group.
+    incremented when the node's entry in the eviction heap becomes invalid. `pins`: those that end
+    here, with the time of the pin. `group_data`: what it holds of each further cache group.
     """
 
     __slots__ = (
@@ -39,6 +39,7 @@ class Node:
         "owner",
         "pages",
         "parent",
+        "pins",
         "priority",
         "refs",
         "version",
@@ -58,6 +59,7 @@ class Node:
         self.created = 0
         self.hits = 0
         self.priority = 0
+        self.pins: dict[Handle, int] | None = None
         self.group_data: list[Any] = []
 
 
