@@ -145,8 +145,8 @@ class BlockStores:
             return False
         blocks = [[row[column] for column in columns] for row in rows.values()]
         num_tokens = len(match.pages)
-        given = {index: max(0, min(gaps[index][1], end, num_tokens) - gaps[index][0]) for index in rows}
-        self._stores[job] = Store(match, sum(begin + column < num_tokens for column in columns), given)
+        num_stored = {index: max(0, min(gaps[index][1], end, num_tokens) - gaps[index][0]) for index in rows}
+        self._stores[job] = Store(match, sum(begin + column < num_tokens for column in columns), num_stored)
         self._set.mover.store(job, numbers[begin:end][columns], blocks)
         return True
 

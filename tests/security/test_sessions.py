@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from frame.entrypoints.http.session_store import MAX_SESSIONS
+from frame.entrypoints.http.protocol.session_store import MAX_SESSIONS
 from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.serving import RunningServer
 
@@ -104,7 +104,7 @@ def test_names_of_another_key_are_unknown(client: httpx.Client) -> None:
     body = {"input_ids": list(range(3, 103)), "sampling_params": sampling, "session_params": {"id": "bobs"}}
     first = send(client, "bob", "/generate", body).json()
     rid = first["meta_info"]["id"]
-    for name in ("bobs", "nobodys"):
+    for name in ("bobs", "unknown"):
         closed = send(client, "mallory", "/close_session", {"session_id": name})
         assert (closed.status_code, closed.json()["error"]["message"]) == (404, f"there is no session '{name}'")
         stolen = send(client, "mallory", "/generate", body | {"session_params": {"id": name, "rid": rid}})

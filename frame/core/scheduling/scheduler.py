@@ -23,12 +23,12 @@ from frame.core.interfaces.cache import SupportsOutline, change_version, evict_a
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.ipc.inflight_file import open_inflight
+from frame.core.kv_cache.prefix_pins import PrefixPins
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
 from frame.core.scheduling.admission import Admission, SchedulerConfig
 from frame.core.scheduling.integrity import audit_accounts, check_accounts, repair_accounts
 from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.planner import StepPlanner
-from frame.core.scheduling.prefix_pins import PrefixPins
 from frame.core.scheduling.request import Request, RequestStatus, queue_full, timed_out
 from frame.core.scheduling.request_outline import outline_requests
 from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS
@@ -82,8 +82,7 @@ class Scheduler:
         self._grammars, self.speculation = features.grammars, features.speculation
         running.on_remove = partial(_release, features)
         running.on_cached = None if isinstance(features.tiers, NoTiers) else features.tiers.offer
-        self.pins = PrefixPins(running.kv_manager.cache, config.page_size, config.max_pinned_pages, clock)
-        running.on_pinned = self.pins.pin_request if config.max_pinned_pages else None
+        running.pins = PrefixPins(running.kv_manager.cache, config.page_size, config.max_pinned_pages, clock)
         self._planner = StepPlanner(config, running, self._queue, policy, features)
         self._output = OutputProcessor(running, self._end_running, clock, self._grammars, self.speculation)
         self._ended: list[tuple[str, Finish]] = []
@@ -156,7 +155,7 @@ class Scheduler:
         clock."""
         now = self._clock() if now is None else now
         self._planner.tiers.poll(now)
-        self.pins.end_due()
+        self._running.pins.end_due()
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
         speculation = self.speculation
@@ -259,7 +258,7 @@ class Scheduler:
 
     def end_session(self, tenant: str, session: str) -> bool:
         """Keep what a tenant's session has pinned no more. -> whether there was such a pin."""
-        return self.pins.end_pin(tenant, session)
+        return self._running.pins.end_pin(tenant, session)
 
     # maintenance ----------------------------------------------------------------------------------
 
@@ -267,7 +266,7 @@ class Scheduler:
         """Evict all cached prefixes that no running request uses, and let no request read what the
         tiers hold now. -> pages freed."""
         self._planner.tiers.invalidate_blocks()
-        self.pins.end_all()
+        self._running.pins.end_all()
         kv_manager = self._running.kv_manager
         pages = evict_all(kv_manager.cache, 0 if kv_manager.groups is None else kv_manager.groups.num_cached)
         kv_manager.allocator.free(pages)
@@ -342,7 +341,7 @@ class Scheduler:
             **self._planner.adapters.describe_load(),
             **self._planner.media.describe_load(),
             **self._planner.tiers.describe_load(),
-            **self.pins.describe_load(),
+            **self._running.pins.describe_load(),
         }
 
     def check_integrity(self) -> None:

@@ -121,7 +121,7 @@ class RequestOptions(RequestBody):
     """`cache_salt` is the client's part of the name of the prefix cache that the request sees;
     `rid` names the request, and vLLM's name for it is `request_id`. `lora_path` names an adapter,
     or one for each prompt. The last four fields keep the prefix of the request after its end, see
-    `frame.entrypoints.http.sessions`."""
+    `frame.entrypoints.http.protocol.sessions`."""
 
     priority: int | None = None
     cache_salt: str | None = None

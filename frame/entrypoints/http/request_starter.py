@@ -36,10 +36,10 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedErr
 from frame.entrypoints.http.failures import as_api_error, as_sent, raise_failed, too_many
 from frame.entrypoints.http.paced_json import TURN, Event
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
+from frame.entrypoints.http.protocol.sessions import choose_pin
 from frame.entrypoints.http.request_body import RequestOptions, TransferParams
 from frame.entrypoints.http.request_context import EVENT_STREAM, RequestContext
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.sessions import choose_pin
 from frame.entrypoints.http.stream_writer import EventPump
 from frame.text.chat_template import ChatTemplateError
 from frame.text.text_bounds import TextTooLongError

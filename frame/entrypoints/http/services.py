@@ -26,7 +26,7 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.operations.live_history import LiveHistory
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.protocol.bodies import prompt_limit
-from frame.entrypoints.http.session_store import SessionStore
+from frame.entrypoints.http.protocol.session_store import SessionStore
 from frame.entrypoints.keys import load_keys
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.tracing import Tracing

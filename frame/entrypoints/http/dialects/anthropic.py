@@ -25,11 +25,11 @@ from frame.entrypoints.http.openai.completions import models_router
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
+from frame.entrypoints.http.protocol.sessions import join_controls
 from frame.entrypoints.http.request_body import Metadata
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.sessions import join_controls
 from frame.entrypoints.media.media_service import MediaPart
 
 # requests -----------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from frame.entrypoints.http.errors import ApiError, quoted, without_folders
 from frame.entrypoints.http.operations.admin import ask_engine
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
+from frame.entrypoints.http.protocol.session_store import read_number
+from frame.entrypoints.http.protocol.sessions import check_session
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.session_store import read_number
-from frame.entrypoints.http.sessions import check_session
 
 router = ApiRouter(access=Access.USER)
 

@@ -29,6 +29,7 @@ from frame.entrypoints.http.operations.admin import Health
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, array_type, encode_steps, in_steps
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import check_nested_fields
+from frame.entrypoints.http.protocol.session_store import Continuation
 from frame.entrypoints.http.request_body import RequestBody, RequestOptions, to_custom
 from frame.entrypoints.http.request_starter import (
     MAX_NAME_CHARS,
@@ -42,7 +43,6 @@ from frame.entrypoints.http.request_starter import (
 )
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.http.session_store import Continuation
 from frame.entrypoints.http.validation_errors import type_name, validation_error
 from frame.entrypoints.media.media_service import MediaPart
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from frame.core.interfaces.cache import PrefixCacheContext, check_integrity
+from frame.core.kv_cache.prefix_pins import PrefixPins
 from frame.core.messages import SessionPin
-from frame.core.scheduling.prefix_pins import PrefixPins
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.scheduler_rig import OldestFirst, SchedulerRig
 from tests.core.scheduling.small_rig import config, params, policy

@@ -16,7 +16,6 @@ import numpy as np
 
 from frame.core.interfaces.cache import PrefixCache, SupportsPins
 from frame.core.messages import SessionPin
-from frame.core.scheduling.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +60,6 @@ class PrefixPins:
         if len(self._ends) > 2 * self._num_pins + 64:
             self._ends = [(each.until, tenant, name) for tenant, pins in self._pins.items() for name, each in pins.items()]
             heapq.heapify(self._ends)
-
-    def pin_request(self, request: Request, cache_keys: np.ndarray) -> None:
-        """Pin what the cache has of a request with a pin."""
-        if request.pin is not None:
-            self.add_pin(request.pin, cache_keys, request.namespace)
 
     def end_pin(self, tenant: str, session: str) -> bool:
         """End the pin of a tenant's session. -> whether there was one."""

@@ -8,7 +8,7 @@ import pytest
 
 from frame.core.messages import SessionPin
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.session_store import MAX_REQUESTS, MAX_SESSIONS, Continuation, SessionStore
+from frame.entrypoints.http.protocol.session_store import MAX_REQUESTS, MAX_SESSIONS, Continuation, SessionStore
 from tests.entrypoints.inprocess import InProcess, serving
 
 TEXT = "a prompt of some length that fills several pages of the cache, again and again; " * 3
@@ -170,7 +170,7 @@ def test_the_store_is_bounded() -> None:
 
 
 def test_a_tenants_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frame.entrypoints.http.session_store.MAX_TOKENS", 100)
+    monkeypatch.setattr("frame.entrypoints.http.protocol.session_store.MAX_TOKENS", 100)
     store = SessionStore()
     for number in range(5):
         store.open_session("a", f"s{number}", 1000, 60.0)

@@ -84,10 +84,10 @@ def read_lifetime(control: Any, place: str) -> float:
 def join_controls(parts: Sequence[tuple[str, Any]], whole: Any) -> dict[str, Any] | None:
     """The `cache_control` with the longest lifetime of those in parts of a request (path, part) and
     that of the request. A prompt is kept as a whole. Raises ApiError 400."""
-    found = [(f"{place}.cache_control", part["cache_control"]) for place, part in parts if part.get("cache_control") is not None]
+    controls = [(f"{place}.cache_control", part["cache_control"]) for place, part in parts if part.get("cache_control") is not None]
     if whole is not None:
-        found.append(("cache_control", whole))
-    if not found:
+        controls.append(("cache_control", whole))
+    if not controls:
         return None
-    seconds = max(read_lifetime(control, place) for place, control in found)
+    seconds = max(read_lifetime(control, place) for place, control in controls)
     return {"type": "ephemeral", "ttl": next(name for name, value in LIFETIMES.items() if value == seconds)}

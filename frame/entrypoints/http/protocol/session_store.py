@@ -80,12 +80,12 @@ class SessionStore:
         """After how many seconds without a request an open session is closed; it is used now. None:
         it is not open."""
         mine = self._list_open(tenant)
-        found = mine.get(session)
-        if found is None:
+        opened = mine.get(session)
+        if opened is None:
             return None
         mine.move_to_end(session)
-        found.until = self._clock() + found.seconds
-        return found.seconds
+        opened.until = self._clock() + opened.seconds
+        return opened.seconds
 
     def read_history(self, tenant: str, where: Continuation) -> list[int]:
         """The tokens before those of a request. Raises ApiError 400 for a session that is not open,
@@ -115,13 +115,13 @@ class SessionStore:
         """A request of a session has finished. It is not kept where the session was closed, or
         would hold too many tokens."""
         mine = self._list_open(tenant)
-        found = mine.get(session)
-        if found is None or len(prompt) + len(output) > min(found.max_tokens, MAX_TOKENS):
+        opened = mine.get(session)
+        if opened is None or len(prompt) + len(output) > min(opened.max_tokens, MAX_TOKENS):
             return
-        found.requests[rid] = array("i", [*prompt, *output]), len(prompt)
-        found.requests.move_to_end(rid)
-        while len(found.requests) > MAX_REQUESTS or (found.num_tokens > MAX_TOKENS and len(found.requests) > 1):
-            found.requests.popitem(last=False)
+        opened.requests[rid] = array("i", [*prompt, *output]), len(prompt)
+        opened.requests.move_to_end(rid)
+        while len(opened.requests) > MAX_REQUESTS or (opened.num_tokens > MAX_TOKENS and len(opened.requests) > 1):
+            opened.requests.popitem(last=False)
         total = sum(each.num_tokens for each in mine.values())
         for name in list(islice(mine, len(mine) - 1)):
             if total <= MAX_TOKENS:
