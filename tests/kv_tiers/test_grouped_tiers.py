@@ -55,6 +55,7 @@ class GroupedTierMachine(TierMachine):
         page_size, pool = shape
         window, states = groups
         changes: dict[str, Any] = {"max_running": slots, "token_budget": budget, "max_context": 30, "vocab_size": VOCAB}
+        changes["max_pinned_pages"] = pool // page_size // 3
         limits = config(page_size=page_size, num_pages=1 + pool // page_size, overlap=overlap, min_shared_tokens=4, eos_ids=(5,), **changes)
         further = make_pools(page_size, pool, window, states)
         self.rig = GroupedTierRig(limits, policy(), sizes=sizes, selective=selective, in_memory=in_memory, further=further)
