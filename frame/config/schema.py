@@ -28,6 +28,7 @@ from frame.core.interfaces.model import PoolingMode, Task
 DType = Literal["float32", "bfloat16", "float16"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 WRITE_POLICY, MIN_LOAD_TOKENS = "write_through", 256  # the defaults
+SESSION_SHARE = 0.25
 HOST, PORT = "127.0.0.1", 5600  # of disaggregation
 KVDType = Literal["float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
 
@@ -180,6 +181,13 @@ class CacheSection(Section):
         100_000, "Maximum number of changes of the prefix cache that wait to be published; beyond it, subscribers forget the cache.", ge=1
     )
     events_layout: Literal["map", "array"] = setting("map", "Form of a KV event: map (vLLM since 0.24), or array (before; AIBrix).")
+    session_share: float = setting(
+        SESSION_SHARE,
+        "Most of the KV cache's pages that the sessions of one tenant keep after their requests have ended. 0: none are kept.",
+        flag="session-share",
+        ge=0.0,
+        le=1.0,
+    )
 
 
 class DisaggregationSection(Section):

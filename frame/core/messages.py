@@ -39,6 +39,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 # to the engine ------------------------------------------------------------------------------------
 
 
+class SessionPin(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The prefix of a request is kept after its end, in place of the session's earlier one."""
+
+    tenant: str
+    session: str  # unique within the tenant
+    seconds: float
+
+
 class Generate(Message, frozen=True):
     """Start one sequence; the client splits `n` into several."""
 
@@ -53,6 +61,7 @@ class Generate(Message, frozen=True):
     adapter: str = ""  # digest of a loaded adapter; "": none
     media: list[MediaItem] = []  # in the order of the prompt
     transfer: KVTransfer | None = None  # of the prompt's blocks, to or from another server
+    pin: SessionPin | None = None
     trace: str = ""
 
 
@@ -77,6 +86,7 @@ class Control(Message, frozen=True):
     action: Literal[
         "flush_cache", "outline_cache", "outline_requests", "server_info", "pause", "resume", "check_integrity", "start_profile",
         "stop_profile", "shutdown", "ping", "load_adapter", "unload_adapter", "update_weights", "transfer_weights", "sleep", "wake",
+        "end_session",
     ]  # fmt: skip
     arguments: dict[str, Any] = {}
 
@@ -112,6 +122,7 @@ class StepOutput(Message, frozen=True, kw_only=True):
     token_ids: list[list[int]]  # new tokens of each request: several for a forced run, none at an abort
     finishes: dict[int, Finish] = {}
     num_cached_tokens: dict[int, int] = {}  # prompt tokens found in the prefix cache; sent once
+    cached_tiers: dict[int, dict[str, int]] = {}  # of these, tokens that came from tiers, by their names; sent once
     queue_times: dict[int, float] = {}  # seconds from arrival to admission; sent once
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}  # sent once
@@ -185,6 +196,8 @@ class Heartbeat(Message, frozen=True):
     tier_failed_loads: int = 0  # counter: loads that yielded too few blocks
     tier_late_loads: int = 0  # counter: requests that computed because their load had not ended in time
     tier_dropped_blocks: int = 0  # counter: blocks that were not stored because there was no room
+    pins: int = 0  # of sessions, those that were evicted included
+    pinned_pages: int = 0
     # By layer with experts: tokens of the busiest rank over the mean; empty: not counted yet
     expert_imbalance: list[float] = []
 

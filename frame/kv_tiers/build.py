@@ -25,11 +25,11 @@ from frame.core.kv_cache.capacity import RESERVED_PAGES
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.host.authenticated_link import read_key
 from frame.kv_tiers.block_keys import MAX_BLOCKS
+from frame.kv_tiers.block_layout import KINDS
 from frame.kv_tiers.controller import NamedTier, TierController, TierOptions, WritePolicy
 from frame.kv_tiers.follower import TierFollower
 from frame.kv_tiers.key_secret import make_secret, read_secret
 from frame.kv_tiers.mover import PoolBlockMover
-from frame.kv_tiers.page_copies import KINDS
 from frame.kv_tiers.ranked_tier import NO_BLOCK, GroupRanks, KeyTier, NoMover, OrderSender, RankedMover, RankedTier
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def divide_options(can: KVTierCapabilities, options: Mapping[str, Any], plan: Pa
     return {name: value if value is None or name not in counts else value / counts[name] for name, value in options.items()}
 
 
-def check_groups(geometry: KVGeometry) -> None:
+def check_groups(geometry: KVGeometry, settings: TierSettings) -> None:
     """Raise ConfigurationError if the model has cache groups that tiers do not keep."""
     others = sorted({group.kind for group in geometry.groups if group.kind not in KINDS})
     if others:
@@ -136,6 +136,19 @@ def check_groups(geometry: KVGeometry) -> None:
         raise ConfigurationError(
             f"cache.tiers is set, but the model has a KV cache of kind {kinds}, and tiers keep {' and '.join(KINDS)} alone; "
             "leave cache.tiers out"
+        )
+    if geometry.num_pools == 1:
+        return
+    further = " and ".join(sorted({group.kind for group in geometry.groups[1 : geometry.num_pools]}))
+    if settings.transfer is not None:
+        raise ConfigurationError(
+            f"disaggregation.mode is {settings.transfer.mode}, but the model has a KV cache of kind {further}, which is not handed "
+            "from server to server; leave disaggregation.mode out"
+        )
+    if settings.plan.pp > 1:
+        raise ConfigurationError(
+            f"cache.tiers is set, but the model has a KV cache of kind {further}, whose blocks differ between the "
+            f"{settings.plan.pp} stages; set parallel.pp to 1, or leave cache.tiers out"
         )
 
 
@@ -152,12 +165,13 @@ class RankTiers:
 def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: int = 0, num_pages: int = 0) -> RankTiers:
     """The tiers of a rank over its pool. num_pages: of the pool where it will have more. Raises
     ConfigurationError for a model or a tier that cannot be used."""
-    check_groups(pool.geometry)
+    check_groups(pool.geometry, settings)
     plan = settings.plan
     stage, tp_rank = divmod(rank, plan.tp)
     identity = describe_blocks(settings.model, pool.geometry, (stage, plan.pp, tp_rank % plan.attention_tp, plan.attention_tp))
     mover = PoolBlockMover(pool, platform)
-    pool_bytes = max(num_pages, pool.num_pages[0] - RESERVED_PAGES) * mover.block_bytes
+    pages = (max(num_pages, pool.num_pages[0] - RESERVED_PAGES), *(count - RESERVED_PAGES for count in pool.num_pages[1:]))
+    pool_bytes = sum(count * pieces for count, pieces in zip(pages, mover.layout.num_pieces, strict=True)) * mover.block_bytes
     transfer = settings.transfer
     if transfer is not None:
         transfer = replace(transfer, properties={**transfer.properties, **list_properties(settings.model, pool.geometry)})
@@ -178,7 +192,7 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
 
 def check_tiers(settings: TierSettings, geometry: KVGeometry, num_pages: int, rank: int) -> None:
     """Open the tiers of a rank and close them, without its pool. Raises as `open_tiers`."""
-    check_groups(geometry)
+    check_groups(geometry, settings)
     pool = KVPool(geometry, RESERVED_PAGES + 1, HOST.device)
     opened = open_tiers(settings, pool, HOST, rank, num_pages)
     for tier in opened.tiers:
@@ -211,7 +225,14 @@ class ControllerBuilder:
             NamedTier(chosen.name, tier, chosen.is_local, chosen.capabilities.in_memory)
             for chosen, tier in zip(settings.tiers, tiers, strict=True)
         ]
-        options = TierOptions(settings.secret, opened.identity, settings.write_policy, settings.min_load_tokens, self._pool.num_pages[0])
+        options = TierOptions(
+            settings.secret,
+            opened.identity,
+            settings.write_policy,
+            settings.min_load_tokens,
+            self._pool.num_pages[0],
+            opened.mover.layout,
+        )
         return TierController(named, mover, kv_manager, options)
 
     def _lead(self, opened: RankTiers, group: int) -> tuple[Sequence[KVTier], BlockMover]:

@@ -32,8 +32,8 @@ MIN_MEASURED = 64  # tokens of a prompt from which the prefill rate is measured
 class TierController:
     """Loads prefixes of waiting requests, and stores what the prefix cache holds.
 
-    Tiers are asked nearest first. A store goes to each tier that lacks the block. The model's
-    cache groups are `tokens` and `sidecar`. `clock`: seconds, monotonic.
+    Tiers are asked nearest first. A store goes to each tier that lacks the block. `clock`: seconds,
+    monotonic.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class TierController:
         self._update_busy()
 
     def offer(self, request: Request, keys: np.ndarray) -> None:
-        if (started := self._started.pop(request.rid, None)) is not None:
+        if len(keys) + self._set.page_size > request.prompt_len and (started := self._started.pop(request.rid, None)) is not None:
             self._measure_prefill(request, self._set.clock() - started)
         chain = self._keys.extend(request, keys)
-        self._stores.offer(chain, keys, request.namespace)
+        self._stores.offer(chain, keys, request.namespace, at_once=request.pin is not None)
         self._transfers.keep_blocks(request, chain)
         self._update_busy()
 
@@ -110,7 +110,7 @@ class TierController:
         self._update_busy()
 
     def list_held_pages(self) -> tuple[np.ndarray, np.ndarray]:
-        transit = np.concatenate([NO_PAGES, *(load.pages for load in self._loads)])
+        transit = np.concatenate([NO_PAGES, *(load.list_pages() for load in self._loads)])
         locked = [load.match.pages for load in self._loads] + self._stores.list_locked_pages()
         return transit, np.unique(np.concatenate([NO_PAGES, *locked]))
 

@@ -17,7 +17,7 @@ from frame.core.interfaces.cache import Match
 from frame.core.interfaces.kv_tier import KVTierResult
 from frame.core.scheduling.request import Request
 from frame.kv_tiers.block_keys import BlockKeys, RequestKeys
-from frame.kv_tiers.tier_set import TierSet
+from frame.kv_tiers.tier_set import NO_PAGES, TierSet
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,11 @@ HASHED_BLOCKS = 8192  # most blocks that one call hashes, since a step waits mea
 
 @dataclass(slots=True)
 class Segment:
-    """The blocks of a load that one tier reads."""
+    """The blocks of a load that one tier reads: first those of tokens, then those of further cache
+    groups."""
 
     blocks: Sequence[torch.Tensor]
+    num_tokens: int  # blocks of tokens
     num_ready: int = -1  # leading blocks that were read; -1: not known yet
 
 
@@ -44,7 +46,9 @@ class Load:
     namespace: str
     priority: int
     match: Match  # locked; the blocks before the first loaded one
-    pages: np.ndarray  # int32, of the loaded blocks
+    pages: np.ndarray  # int32, of the loaded blocks of tokens
+    further: list[np.ndarray]  # pages of each further cache group
+    numbers: np.ndarray  # int32, of all loaded blocks, segment by segment; see `BlockMover`
     segments: dict[int, Segment]  # by tier, in the order of the blocks
     num_copied: int = 0  # blocks whose copies to pages have begun; 0: tiers read
     is_copied: bool = False  # the copies have ended
@@ -52,7 +56,12 @@ class Load:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of tokens."""
         return len(self.pages)
+
+    def list_pages(self) -> np.ndarray:
+        """The pages that it fills, of all cache groups."""
+        return np.concatenate((self.pages, *self.further))
 
     @property
     def is_read(self) -> bool:
@@ -72,12 +81,13 @@ class Load:
         return next(iter(self.segments)), "a prefix was not copied to the device before the deadline of its request"
 
     def list_ready(self) -> list[torch.Tensor]:
-        """The leading blocks that tiers have read."""
+        """The leading blocks that tiers have read; with further cache groups all of them or
+        none."""
         blocks: list[torch.Tensor] = []
         for segment in self.segments.values():
             blocks += segment.blocks[: segment.num_ready]
             if segment.num_ready < len(segment.blocks):
-                break
+                return [] if self.further else blocks
         return blocks
 
 
@@ -88,6 +98,7 @@ class Wait:
     load: Load | None = None
     computes: bool = False  # it waits for no load until it has started
     deadline: float | None = None  # seconds of the clock; None: it has not waited
+    loaded: dict[str, int] = field(default_factory=dict)  # tokens, by tier
 
 
 class PrefixLoads:
@@ -142,7 +153,11 @@ class PrefixLoads:
     def forget(self, request: Request) -> None:
         """See `RequestTiers.forget`."""
         wait = self._waits.pop(request.rid, None)
-        if wait is not None and wait.load is not None:
+        if wait is None:
+            return
+        if request.num_cached_tokens < 0:
+            request.cached_tiers = wait.loaded
+        if wait.load is not None:
             self._leave(request.rid, wait)
 
     def _leave(self, rid: str, wait: Wait) -> None:
@@ -161,9 +176,9 @@ class PrefixLoads:
         chain = self._keys.extend(request, tokens, HASHED_BLOCKS)
         if len(chain.keys) < len(tokens) // size:
             return
-        match = self._set.kv_manager.cache.match(tokens, request.namespace)
-        first = len(match.pages)
-        missing = (len(chain.keys) - first) * size
+        match, groups = self._set.kv_manager.cache.match(tokens, request.namespace), self._set.groups
+        first, servable = len(match.pages), len(chain.keys) if groups is None else groups.count_servable(len(tokens))
+        missing = (servable - first) * size
         if wait.deadline is None:
             wait.deadline = self._set.clock() + missing / self.prefill_rate + DEADLINE_MARGIN
         minimum = max(1, self._set.options.min_load_tokens)
@@ -173,22 +188,34 @@ class PrefixLoads:
         load = self._by_key.get(chain.keys[first])
         if load is None:
             ends = self._find_ends(chain, first)
-            held, room = ends[-1] - first, self._set.max_pages - sum(each.num_blocks for each in self)
-            if min(held, self._set.max_pages) * size < minimum:
+            end = min(ends[-1], servable, first + self._set.max_pages)
+            if groups is not None:
+                end = groups.find_end(chain.keys, first, end, lambda key: self._find_tier(key) is not None)
+            if (end - first) * size < minimum:
                 wait.computes = True
                 return
-            if room * size < minimum:
+            room = self._set.max_pages - sum(each.num_blocks for each in self)
+            if groups is None:
+                end = min(end, first + room)
+            if (min(end, first + room) - first) * size < minimum or not self._has_room(first, end, room):
                 return
-            load = self._begin(request, tokens, chain, match, [min(end, first + room) for end in ends])
+            load = self._begin(request, tokens, chain, match, [min(each, end) for each in ends])
         if load is None:
             wait.computes = True
             return
         load.rids.add(request.rid)
         wait.load = load
 
+    def _has_room(self, first: int, end: int, room: int) -> bool:
+        """Whether other loads leave room for the pages of all cache groups."""
+        groups = self._set.groups
+        if groups is None:
+            return True
+        return end - first <= room and groups.has_room(groups.count_pages(first, end), [each.further for each in self])
+
     def _find_ends(self, chain: BlockKeys, first: int) -> list[int]:
-        """Where each tier's segment ends in blocks: the nearest tier gives what it has, the next
-        one goes on."""
+        """Where each tier's segment ends in blocks of tokens: the nearest tier gives what it has,
+        the next one goes on."""
         ends: list[int] = []
         for named in self._set.tiers:
             limit = named.limit_blocks(chain)
@@ -197,28 +224,64 @@ class PrefixLoads:
             ends.append(first)
         return ends
 
+    def _find_tier(self, key: bytes) -> int | None:
+        """The nearest tier that holds a block of a further cache group. Its keys have a meaning in
+        this process alone where the tokens' have: then no other tier is given them."""
+        return next((index for index, named in enumerate(self._set.tiers) if named.tier.match((key,))), None)
+
+    def _plan_segments(self, chain: BlockKeys, first: int, ends: Sequence[int]) -> dict[int, tuple[range, list[int]]] | None:
+        """What each tier reads: positions of tokens, and places in `GroupBlocks.list_keys`. None:
+        no tier has a block of a further cache group any more."""
+        plan, start, groups = dict[int, tuple[range, list[int]]](), first, self._set.groups
+        for index, end in enumerate(ends):
+            plan[index] = range(start, max(start, end)), []
+            start = max(start, end)
+        for place, key in enumerate([] if groups is None else groups.list_keys(chain.keys, first, start)):
+            tier = self._find_tier(key)
+            if tier is None:
+                return None
+            plan[tier][1].append(place)
+        return {index: (span, places) for index, (span, places) in plan.items() if span or places}
+
     def _begin(self, request: Request, tokens: np.ndarray, chain: BlockKeys, match: Match, ends: Sequence[int]) -> Load | None:
         """Lock, allocate, and let the tiers read; None where pages or the tiers' buffers are
         short."""
-        kv_manager, first = self._set.kv_manager, len(match.pages)
+        kv_manager, groups, first = self._set.kv_manager, self._set.groups, len(match.pages)
+        plan = self._plan_segments(chain, first, ends)
+        if plan is None:
+            return None
         kv_manager.cache.lock(match.handle)
-        pages = kv_manager.allocate_pages(ends[-1] - first)
-        if pages is None:
+        end = max(ends)
+        further = [] if groups is None else groups.allocate_pages(groups.count_pages(first, end))
+        pages = None if further is None else kv_manager.allocate_pages(end - first)
+        if further is None or pages is None:
+            kv_manager.allocator.free(np.concatenate([NO_PAGES, *(further or ())]))
             kv_manager.cache.unlock(match.handle)
             return None
-        job, start, segments = self._set.take_job(), first, dict[int, Segment]()
-        for index, end in enumerate(ends):
-            if end > start:
-                blocks = self._set.tiers[index].tier.load(job, chain.keys[start:end])
-                if blocks is None:
-                    break
-                segments[index], start = Segment(blocks), end
+        job, segments, numbers = self._set.take_job(), dict[int, Segment](), list[np.ndarray]()
+        further_keys = [] if groups is None else groups.list_keys(chain.keys, first, end)
+        further_numbers = NO_PAGES if groups is None else groups.number_pages(further)
+        start = first
+        for index, (span, places) in plan.items():
+            keys = [*chain.keys[span.start : span.stop], *(further_keys[place] for place in places)]
+            blocks = self._set.tiers[index].tier.load(job, keys)
+            if blocks is None:
+                break
+            segments[index], start = Segment(blocks, len(span)), span.stop
+            numbers += [pages[span.start - first : span.stop - first], further_numbers[places]]
+        if groups is not None and len(segments) < len(plan):
+            for index in segments:
+                self._set.tiers[index].tier.finish(job)
+            segments, start = {}, first
         kv_manager.allocator.free(pages[start - first :])
         if not segments:
+            kv_manager.allocator.free(np.concatenate([NO_PAGES, *further]))
             kv_manager.cache.unlock(match.handle)
             return None
-        kept = np.array(tokens[: start * self._set.page_size])
-        load = Load(job, chain.keys[first], kept, request.namespace, request.priority, match, pages[: start - first], segments)
+        kept, copied = np.array(tokens[: start * self._set.page_size]), np.concatenate(numbers)
+        load = Load(
+            job, chain.keys[first], kept, request.namespace, request.priority, match, pages[: start - first], further, copied, segments
+        )
         self._loads[job] = self._by_key[load.key] = load
         if all(self._set.tiers[index].is_in_memory for index in segments):  # their results come while the blocks are copied
             self._copy(load, [block for segment in segments.values() for block in segment.blocks])
@@ -260,7 +323,7 @@ class PrefixLoads:
 
     def _copy(self, load: Load, blocks: Sequence[torch.Tensor]) -> None:
         load.num_copied = len(blocks)
-        self._set.mover.load(load.job, load.pages[: len(blocks)], blocks)
+        self._set.mover.load(load.job, load.numbers[: len(blocks)], blocks)
 
     def _fail(self, load: Load) -> None:
         self.num_failed += 1
@@ -268,21 +331,26 @@ class PrefixLoads:
 
     def _complete(self, load: Load) -> None:
         """Blocks are read and copied: insert them in the prefix cache."""
-        count = len(load.list_ready())
-        if not count:
+        if not (ready := load.list_ready()):
             self._fail(load)
             return
         kv_manager, size, first = self._set.kv_manager, self._set.page_size, len(load.match.pages)
+        groups, count = self._set.groups, min(len(ready), load.num_blocks)
         self._finish(load)
         pages = np.concatenate((load.match.pages, load.pages[:count]))
-        inserted = kv_manager.insert_prefix(load.tokens[: len(pages) * size], pages, load.namespace, load.priority)
+        offers = () if groups is None else groups.make_offers(len(pages), load.further)
+        inserted = kv_manager.insert_prefix(load.tokens[: len(pages) * size], pages, load.namespace, load.priority, offers)
         kv_manager.cache.unlock(load.match.handle)
         num_duplicates = max(0, inserted.num_cached // size - first)
-        kv_manager.allocator.free(np.concatenate((load.pages[:num_duplicates], load.pages[count:])))
+        unused = np.array(inserted.unused, np.int32)
+        kv_manager.allocator.free(np.concatenate((load.pages[:num_duplicates], load.pages[count:], unused)))
         is_short = count < load.num_blocks
         for index, segment in load.segments.items():
-            self._set.counts[index].loaded += min(len(segment.blocks), count) * size
-            count -= min(len(segment.blocks), count)
+            loaded, name = min(segment.num_tokens, count) * size, self._set.tiers[index].name
+            self._set.counts[index].loaded += loaded
+            for wait in [self._waits[rid] for rid in load.rids] if loaded else ():
+                wait.loaded[name] = wait.loaded.get(name, 0) + loaded
+            count -= min(segment.num_tokens, count)
         self.num_failed += is_short
         self._release(load, computes=is_short)
 
@@ -310,7 +378,7 @@ class PrefixLoads:
         """End a load whose pages nothing writes to."""
         self._finish(load)
         self._set.kv_manager.cache.unlock(load.match.handle)
-        self._set.kv_manager.allocator.free(load.pages)
+        self._set.kv_manager.allocator.free(load.list_pages())
         self._release(load, computes=True)
 
     def _finish(self, load: Load) -> None:

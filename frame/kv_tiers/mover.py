@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.platform import SupportsStreams
+from frame.kv_tiers.block_layout import BlockLayout
 from frame.kv_tiers.copy_thread import CopyThread
 from frame.kv_tiers.page_copies import PageCopies
 
@@ -52,7 +53,12 @@ class PoolBlockMover:
     @property
     def block_bytes(self) -> int:
         """See `BlockMover.block_bytes`."""
-        return self._copies.block_bytes
+        return self._copies.layout.block_bytes
+
+    @property
+    def layout(self) -> BlockLayout:
+        """How pages are divided into blocks."""
+        return self._copies.layout
 
     def load(self, job: int, pages: np.ndarray, blocks: Sequence[torch.Tensor]) -> None:
         """See `BlockMover.load`."""

@@ -16,81 +16,87 @@ import torch
 from frame import kernels
 from frame.core.interfaces.kv_tier import BLOCK_ALIGNMENT
 from frame.core.kv_cache.kv_pool import KVPool
+from frame.kv_tiers.block_layout import BlockLayout, plan_blocks
 
 _UNITS = (BLOCK_ALIGNMENT, 4, 2, 1)  # bytes that a kernel copies at once; the largest first
-KINDS = ("tokens", "sidecar")
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of the pool."""
+    """What blocks of a part hold of a tensor of the pool."""
 
-    pages: torch.Tensor  # uint8 [pages, bytes of a page]
+    pages: torch.Tensor  # uint8 [pages, bytes]; columns of a larger tensor where a page is several blocks
     offset: int  # in a block
+    unit: int  # bytes that divide offset, width and address
 
     @property
     def width(self) -> int:
         return self.pages.shape[1]
 
 
+Tables = list[tuple[int, torch.Tensor, int]]
+
+
 class PageCopies:
-    """A block holds the pages of all tensors of `tokens` and `sidecar` groups one after another,
-    layers in order and scales after them, those first whose page is a multiple of more bytes."""
+    """A page holds the tensors of all layers of a pool one after another, layers in order and
+    scales after them, those first whose width is a multiple of more bytes; `BlockLayout` divides it
+    into blocks. Page i of a pool is at index i of its tensors."""
 
     def __init__(self, pool: KVPool, device: torch.device, staging_bytes: int) -> None:
-        ordered = sorted(_list_tensors(pool), key=lambda pages: -_find_unit(pages))
-        self._tensors: list[_Tensor] = []
-        end = 0
-        for pages in ordered:
-            self._tensors.append(_Tensor(pages, end))
-            end += pages.shape[1]
-        self.block_bytes = -(-end // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
-        self.num_blocks = max(1, staging_bytes // max(1, self.block_bytes))  # in one piece
-        self.staging = torch.zeros((self.num_blocks, self.block_bytes), dtype=torch.uint8, device=device)
+        self.layout = plan_blocks(pool.geometry, pool.num_pages)
+        self.num_blocks = max(1, staging_bytes // max(1, self.layout.block_bytes))  # in one piece
+        self.staging = torch.zeros((self.num_blocks, self.layout.block_bytes), dtype=torch.uint8, device=device)
         self._device = device
-        self._tables = self._make_tables() if kernels.can_use_triton(device) else None
+        self._parts = list(_list_parts(pool, self.layout))
+        self._tables = [self._make_tables(part) for part in self._parts] if kernels.can_use_triton(device) else None
 
     @torch.inference_mode()
-    def load(self, pages: np.ndarray, buffers: Sequence[tuple[torch.Tensor, ...]]) -> None:
-        """Copy the first buffer of each page, uint8 [block_bytes], to the page. pages: int64 [n],
-        at most `num_blocks`."""
+    def load(self, blocks: np.ndarray, buffers: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        """Copy the first buffer of each block, uint8 [block_bytes], to its page. blocks: the
+        numbers, int32 or int64 [n], at most `num_blocks`."""
         for block, (buffer, *_) in zip(self.staging[: len(buffers)], buffers, strict=True):
             block.copy_(buffer, non_blocking=True)
-        self._move(pages, is_store=False)
+        self._move(blocks, is_store=False)
 
     @torch.inference_mode()
-    def store(self, pages: np.ndarray, buffers: Sequence[tuple[torch.Tensor, ...]]) -> None:
-        """Copy each page to all of its buffers."""
-        self._move(pages, is_store=True)
+    def store(self, blocks: np.ndarray, buffers: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        """Copy each block to all of its buffers."""
+        self._move(blocks, is_store=True)
         for block, copies in zip(self.staging[: len(buffers)], buffers, strict=True):
             for buffer in copies:
                 buffer.copy_(block, non_blocking=True)
 
-    def _move(self, pages: np.ndarray, *, is_store: bool) -> None:
-        if not len(pages):
+    def _move(self, blocks: np.ndarray, *, is_store: bool) -> None:
+        if not len(blocks):
             return
+        parts, pages = self.layout.locate(blocks)
         numbers = torch.from_numpy(pages).to(self._device, non_blocking=True)
+        ends = [*(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
+        for start, end in zip([0, *ends], ends, strict=False):  # runs of blocks of the same part
+            self._move_run(int(parts[start]), numbers[start:end], self.staging[start:end], is_store=is_store)
+
+    def _move_run(self, part: int, numbers: torch.Tensor, staging: torch.Tensor, *, is_store: bool) -> None:
         if self._tables is not None:
             from frame.kernels.page_blocks import copy_blocks
 
-            for unit, table, max_width in self._tables:
-                copy_blocks(self.staging, numbers, table, unit, max_width, is_store=is_store)
+            for unit, table, max_width in self._tables[part]:
+                copy_blocks(staging, numbers, table, unit, max_width, is_store=is_store)
             return
-        for tensor in self._tensors:
-            columns = self.staging[: len(pages), tensor.offset : tensor.offset + tensor.width]
+        for tensor in self._parts[part]:
+            columns = staging[:, tensor.offset : tensor.offset + tensor.width]
             if is_store:
                 columns.copy_(tensor.pages.index_select(0, numbers))
             else:
                 tensor.pages.index_copy_(0, numbers, columns)
 
-    def _make_tables(self) -> list[tuple[int, torch.Tensor, int]]:
+    def _make_tables(self, part: Sequence[_Tensor]) -> Tables:
         """The arguments of `copy_blocks` for the tensors of each unit."""
         tables = []
         for unit in _UNITS:
             rows = [
-                (tensor.pages.data_ptr(), tensor.width // unit, tensor.offset // unit)
-                for tensor in self._tensors
-                if _find_unit(tensor.pages) == unit
+                (tensor.pages.data_ptr(), tensor.width // unit, tensor.offset // unit, tensor.pages.stride(0) // unit)
+                for tensor in part
+                if tensor.unit == unit
             ]
             if rows:
                 tables.append((unit, torch.tensor(rows, dtype=torch.int64, device=self._device), max(row[1] for row in rows)))
@@ -101,15 +107,24 @@ class PageCopies:
         self.staging = self.staging[:0].clone()
 
 
-def _list_tensors(pool: KVPool) -> Iterator[torch.Tensor]:
-    for group in pool.geometry.groups:
-        if group.kind in KINDS:
-            for layer in group.layers:
-                for tensor in (*pool.layer(layer.layer), *pool.scales(layer.layer)):
-                    yield tensor.flatten(1).view(torch.uint8)
+def _list_parts(pool: KVPool, layout: BlockLayout) -> Iterator[list[_Tensor]]:
+    """The tensors of each part, in the order of `BlockLayout.locate`."""
+    for index, num_pieces in enumerate(layout.num_pieces):
+        layers = [layer.layer for group in pool.geometry.groups if group.pool == index for layer in group.layers]
+        tensors = [each.flatten(1).view(torch.uint8) for layer in layers for each in (*pool.layer(layer), *pool.scales(layer))]
+        pieces: list[list[_Tensor]] = [[] for _ in range(num_pieces)]
+        at = 0  # in the page
+        for tensor in sorted(tensors, key=lambda pages: -_find_unit(pages)):
+            first = 0
+            while first < tensor.shape[1]:
+                piece, offset = divmod(at, layout.block_bytes)
+                width = min(tensor.shape[1] - first, layout.block_bytes - offset)
+                pieces[piece].append(_Tensor(tensor[:, first : first + width], offset, _find_unit(tensor)))
+                first, at = first + width, at + width
+        yield from pieces
 
 
 def _find_unit(pages: torch.Tensor) -> int:
     """The largest unit that divides the width of a tensor's pages, and the address, which is
-    aligned to more."""
+    aligned to more. It divides the width of each piece too."""
     return next(unit for unit in _UNITS if not pages.shape[1] % unit)

@@ -7,7 +7,7 @@ the pages to them, and commits. Used by `TierController`. Must not know requests
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from frame.core.interfaces.cache import Match
 from frame.core.interfaces.kv_tier import KVTierResult
 from frame.kv_tiers.block_keys import BlockKeys
+from frame.kv_tiers.group_blocks import GroupBlocks
 from frame.kv_tiers.tier_set import NO_PAGES, TierSet
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ class Store:
     """Pages that are being copied to buffers."""
 
     match: Match  # locked
-    num_blocks: int
-    tiers: Sequence[int]
+    num_blocks: int  # of tokens
+    tiers: Mapping[int, int]  # by tier: blocks of tokens that it is given
 
 
 class BlockStores:
@@ -41,7 +42,8 @@ class BlockStores:
         self.num_dropped = 0  # blocks that found no room
         self._set = tiers
         self._stores: dict[int, Store] = {}  # by job
-        self._commits: set[tuple[int, int]] = set()  # (tier, job); buffers are full, and the tier keeps the blocks
+        # By tier and job: blocks of tokens; buffers are full, and the tier keeps them
+        self._commits: dict[tuple[int, int], int] = {}
         self._is_selective = tiers.options.write_policy == "write_through_selective"
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
@@ -53,12 +55,13 @@ class BlockStores:
         """Whether pages are read."""
         return bool(self._stores)
 
-    def offer(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str) -> None:
+    def offer(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str, *, at_once: bool = False) -> None:
         """Store blocks of a sequence. What finds no room is tried again at the next offer.
-        cache_keys: those of the chain's blocks, which the prefix cache holds, int32."""
+        cache_keys: those of the chain's blocks, which the prefix cache holds, int32. at_once: also
+        those that are offered for the first time."""
         first, count = chain.num_offered, min(len(chain.keys), len(cache_keys) // self._set.page_size)
         if count > first:
-            allowed = self._count_seen(chain.keys, first, count) if self._is_selective else count
+            allowed = self._count_seen(chain.keys, first, count) if self._is_selective and not at_once else count
             chain.num_allowed = allowed if chain.num_allowed == first else chain.num_allowed
             chain.num_offered = count
         if chain.num_stored < chain.num_allowed:
@@ -68,6 +71,8 @@ class BlockStores:
         """Store the allowed blocks that a tier lacks. -> the end of those for which there was
         room."""
         first, count = chain.num_stored, chain.num_allowed
+        if self._set.groups is not None:
+            return self._store_match(self._set.groups, chain, cache_keys, namespace)
         gaps: dict[int, tuple[int, int]] = {}  # by tier: the blocks that it lacks
         for index, named in enumerate(self._set.tiers):
             end = min(count, named.limit_blocks(chain))
@@ -86,13 +91,42 @@ class BlockStores:
             return begin
         self.num_dropped += end - kept
         cache.lock(match.handle)
-        if not self._begin(chain.keys, match, (begin, kept), gaps):
+        if not self._begin(chain.keys, match.pages, match, (begin, kept), gaps):
             cache.unlock(match.handle)
         return count if kept == end else kept
 
-    def _begin(self, keys: Sequence[bytes], match: Match, span: tuple[int, int], gaps: dict[int, tuple[int, int]]) -> bool:
-        """Get buffers and start the copies. -> whether there is any: tiers may hold all blocks, or
-        have no room."""
+    def _store_match(self, groups: GroupBlocks, chain: BlockKeys, cache_keys: np.ndarray, namespace: str) -> int:
+        """As `_store`, of a model with several cache groups: the longest match of the allowed
+        blocks, with its windows and its state. All of them or none."""
+        first, cache = chain.num_stored, self._set.kv_manager.cache
+        match = cache.match(groups.extend_keys(cache_keys[: chain.num_allowed * self._set.page_size]), namespace)
+        end = len(match.pages)
+        if end <= first:
+            return first
+        keys = [*chain.keys[:end], *groups.list_keys(chain.keys, 0, end)]
+        gaps: dict[int, tuple[int, int]] = {}
+        for index, named in enumerate(self._set.tiers):
+            if named.limit_blocks(chain) >= end:
+                start = first + named.tier.match(keys[first:])
+                if start < len(keys):
+                    gaps[index] = min(start, end), len(keys)
+        if not gaps:
+            return end
+        begin = min(start for start, _ in gaps.values())
+        if end - begin > self._set.max_pages - sum(store.num_blocks for store in self._stores.values()) or self._exceeds_room(match.pages):
+            self.num_dropped += len(keys) - begin
+            return first
+        cache.lock(match.handle)
+        numbers = np.concatenate((match.pages, groups.number_pages(groups.read_pages(match))))
+        if not groups.cache.lock_state(match.handle) or not self._begin(keys, numbers, match, (begin, len(keys)), gaps):
+            cache.unlock(match.handle)
+        return end
+
+    def _begin(
+        self, keys: Sequence[bytes], numbers: np.ndarray, match: Match, span: tuple[int, int], gaps: dict[int, tuple[int, int]]
+    ) -> bool:
+        """Get buffers and start the copies. numbers: of the blocks of all keys. -> whether there is
+        any copy: tiers may hold all blocks, or have no room."""
         job, (begin, end) = self._set.take_job(), span
         rows: dict[int, list[torch.Tensor | None]] = {}
         for index, (start, stop) in gaps.items():
@@ -110,8 +144,10 @@ class BlockStores:
                 self._set.tiers[index].tier.finish(job, commit=False)
             return False
         blocks = [[row[column] for column in columns] for row in rows.values()]
-        self._stores[job] = Store(match, len(columns), tuple(rows))
-        self._set.mover.store(job, match.pages[begin:end][columns], blocks)
+        num_tokens = len(match.pages)
+        num_stored = {index: max(0, min(gaps[index][1], end, num_tokens) - gaps[index][0]) for index in rows}
+        self._stores[job] = Store(match, sum(begin + column < num_tokens for column in columns), num_stored)
+        self._set.mover.store(job, numbers[begin:end][columns], blocks)
         return True
 
     def end_copy(self, job: int) -> None:
@@ -120,15 +156,14 @@ class BlockStores:
         if store is None:
             return
         self._set.kv_manager.cache.unlock(store.match.handle)
-        for index in store.tiers:
-            self._commits.add((index, job))
+        for index, count in store.tiers.items():
+            self._commits[index, job] = count
             self._set.tiers[index].tier.finish(job, commit=True)
 
     def take_result(self, index: int, result: KVTierResult) -> None:
         """A tier has kept the blocks of a store."""
         if (index, result.job) in self._commits:
-            self._commits.discard((index, result.job))
-            self._set.counts[index].stored += result.num_blocks * self._set.page_size
+            self._set.counts[index].stored += min(result.num_blocks, self._commits.pop((index, result.job))) * self._set.page_size
             self._set.log_error(index, result.error)
 
     def list_handles(self) -> list[Any]:

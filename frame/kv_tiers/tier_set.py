@@ -16,6 +16,8 @@ import numpy as np
 from frame.core.interfaces.kv_tier import BlockMover, KVTier
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.kv_tiers.block_keys import BlockKeys
+from frame.kv_tiers.block_layout import BlockLayout
+from frame.kv_tiers.group_blocks import GroupBlocks, find_groups
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class TierOptions:
     write_policy: WritePolicy  # store a block at its first offer, or at its second one
     min_load_tokens: int  # fewer tokens are computed rather than loaded
     num_pages: int  # of the KV pool, the reserved page 0 included
+    layout: BlockLayout | None = None  # of blocks; None: the model has no cache group besides `tokens`
 
 
 @dataclass(slots=True)
@@ -71,10 +74,12 @@ class TierSet:
     clock: Callable[[], float] = time.monotonic
     counts: list[TierCounts] = field(init=False)
     max_pages: int = field(init=False)
+    groups: GroupBlocks | None = field(init=False)  # None: a block of each page is all that a match needs
 
     def __post_init__(self) -> None:
         self.counts = [TierCounts() for _ in self.tiers]
         self.max_pages = max(1, self.options.num_pages // 2)
+        self.groups = find_groups(self.kv_manager, self.options.layout)
         self._last_job = 0
         self._no_log_until: dict[tuple[int, str], float] = {}  # by tier and error
 

@@ -120,6 +120,9 @@ class GroupedScheduler:
 
     # maintenance ----------------------------------------------------------------------------------
 
+    def end_session(self, tenant: str, session: str) -> bool:
+        return sum(each.end_session(tenant, session) for each in self._schedulers) > 0
+
     def flush_cache(self) -> int:
         return sum(each.flush_cache() for each in self._schedulers)
 

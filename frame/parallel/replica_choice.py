@@ -78,7 +78,8 @@ def _hash_blocks(prompt: Sequence[int], namespace: str, media: Sequence[MediaIte
     return hashes
 
 
-_COUNTS = frozenset(field.name for field in msgspec.structs.fields(Heartbeat) if field.type in (int, float)) | {"pages", "max_total_tokens"}
+_OTHERS = {"pages", "max_total_tokens", "ended"}  # counts in the replies to commands
+_COUNTS = frozenset(field.name for field in msgspec.structs.fields(Heartbeat) if field.type in (int, float)) | _OTHERS
 
 
 def sum_loads(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingContext, SchedulingPolicy
 from frame.core.kv_cache.page_allocator import PageAllocator, PagedAllocator
-from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
+from frame.core.messages import Finish, Generate, SessionPin, StepTokens, TokenLogprobs
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
 from frame.core.scheduling.scheduler import SchedulerConfig
@@ -147,13 +147,14 @@ class SchedulerRig:
         grammar: Callable[[], Grammar] | None = None,
         media: Sequence[MediaItem] = (),
         transfer: KVTransfer | None = None,
+        pin: SessionPin | None = None,
     ) -> str:
         """Queue a request; it must not be refused. `params.seed` must be set when the temperature
         is above 0; `grammar` makes one at its beginning. -> rid."""
         rid = f"request-{len(self.requests)}"
         message = Generate(
             rid=rid, token_ids=list(tokens), params=params, priority=priority, namespace=namespace, deadline=deadline, media=list(media),
-            transfer=transfer,
+            transfer=transfer, pin=pin,
         )  # fmt: skip
         refused = self.scheduler.add_request(message, grammar() if grammar is not None else None)
         assert refused is None, f"{rid} was refused: {refused.error}"

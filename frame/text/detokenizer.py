@@ -119,6 +119,7 @@ class Detokenizer:
             token_ids=tokens.token_ids,
             finishes=ended,
             num_cached_tokens=tokens.num_cached_tokens,
+            cached_tiers=tokens.cached_tiers,
             queue_times=tokens.queue_times,
             logprobs=tokens.logprobs,
             prompt_logprobs=tokens.prompt_logprobs,

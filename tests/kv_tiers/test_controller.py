@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Heartbeat
+from frame.core.messages import Heartbeat, SessionPin
 from frame.core.scheduling.request import Request
 from frame.kv_tiers.loads import DEADLINE_MARGIN
 from frame.kv_tiers.stores import MAX_SEEN
@@ -409,4 +409,30 @@ def test_prefill_rate_is_measured() -> None:
         rig.step()
         rig.now += 1.0
     assert rig.controller._loads.prefill_rate < before
+    rig.run()
+
+
+def test_usage_tells_which_tier_the_tokens_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, told = make_rig(sizes=(3, 1000)), list[dict[str, int]]()
+    receive = rig._receive
+    monkeypatch.setattr(rig, "_receive", lambda tokens: (told.extend(tokens.cached_tiers.values() if tokens else ()), receive(tokens)))
+    rig.add([*PROMPT, 1, 2], PARAMS)
+    rig.run_until(lambda: rig.scheduler.is_idle)
+    rig.add([*PROMPT, 1, 2], PARAMS)
+    rig.run()
+    assert len(told) == 1, "the second request has all from the device"
+    assert sum(told[0].values()) == 24
+    assert told[0]["tier1"] >= 12
+
+
+def test_a_session_is_stored_at_its_first_offer() -> None:
+    rig = make_rig((), selective=True, max_pinned_pages=8)
+    rig.add(PROMPT, PARAMS)
+    rig.run_until(lambda: rig.scheduler.is_idle)
+    assert not rig.tiers[0].blocks
+    rig.add([7, *PROMPT], PARAMS, pin=SessionPin("", "session", 60.0))
+    rig.run_until(lambda: rig.scheduler.is_idle)
+    assert len(rig.tiers[0].blocks) == 6
+    rig.drop_device_cache()
+    assert cached_of(rig, rig.add([7, *PROMPT, 1], PARAMS)) == 24
     rig.run()

@@ -17,7 +17,7 @@ from tests.plugins.fake_platform import FakePlatform
 def test_a_block_has_the_widest_units_first():
     pool = make_pool("int8", 1, 9)
     copies = PageCopies(pool, torch.device("cpu"), 1 << 20)
-    block = torch.zeros(copies.block_bytes, dtype=torch.uint8)
+    block = torch.zeros(copies.layout.block_bytes, dtype=torch.uint8)
     copies.store(np.array([5]), [(block,)])
     expected = sorted((tensor[5] for tensor in list_bytes(pool)), key=lambda page: -min(len(page) & -len(page), 8))
     assert torch.equal(block[: sum(map(len, expected))], torch.cat(expected))

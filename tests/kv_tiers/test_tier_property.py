@@ -1,6 +1,6 @@
 """Property test of loads and stores: random requests, aborts, slow and failed jobs, evictions and
-flushes over tiny pools and tiers. The rig checks the accounts and the tokens of pages in each
-step."""
+flushes over tiny pools and tiers, and sessions. The rig checks the accounts and the tokens of pages
+in each step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import SessionPin
 from tests.core.scheduling.small_rig import config, policy
 from tests.kv_tiers.ranked_rig import RankedRig
 from tests.kv_tiers.tier_rig import TierRig
@@ -57,6 +58,7 @@ class TierMachine(RuleBasedStateMachine):
             eos_ids=(5,),
             overlap=overlap,
             min_shared_tokens=4,
+            max_pinned_pages=pool // page_size // 3,
         )
         self.rig = self.rig_class(
             limits, policy(name), sizes=sizes, min_load_tokens=min_load_tokens, selective=selective, in_memory=in_memory
@@ -73,6 +75,7 @@ class TierMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         namespace=st.sampled_from(["", "", "tenant:"]),
         deadline=st.none() | st.integers(1, 10),
+        session=st.sampled_from([None, None, "a", "b", "c"]),
         again=st.booleans(),
     )
     def add(
@@ -85,6 +88,7 @@ class TierMachine(RuleBasedStateMachine):
         priority: int,
         namespace: str,
         deadline: int | None,
+        session: str | None,
         again: bool,
     ) -> None:
         tokens = [(stem * 11 + i) % VOCAB for i in range(stem_len)] + tail
@@ -92,7 +96,8 @@ class TierMachine(RuleBasedStateMachine):
             earlier = self.rig.requests[max(self.rig.requests)]
             tokens = [*earlier.message.token_ids, *earlier.got][:24]
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, prompt_logprobs=prompt_logprobs)
-        self.rig.add(tokens, params, priority, namespace, None if deadline is None else float(deadline))
+        pin = None if session is None else SessionPin(namespace, session, 4.0)
+        self.rig.add(tokens, params, priority, namespace, None if deadline is None else float(deadline), pin=pin)
 
     @rule(count=st.integers(1, 6), seconds=st.sampled_from([0.01, 0.5]))
     def step(self, count: int, seconds: float) -> None:
@@ -149,7 +154,8 @@ class TierMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
-            self.rig.run(max_steps=3000)
+            self.rig.run(max_steps=3000)  # no page, slot, job or lock is left
+            assert self.rig.load["pins"] == self.rig.load["pinned_pages"] == 0
 
 
 class RankedMachine(TierMachine):

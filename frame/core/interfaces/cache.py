@@ -194,6 +194,11 @@ class SupportsCacheGroups(ABC):
     def unlock_group(self, handle: Any, index: int) -> None:
         """Release the lock of a locked prefix's window pages only; they are not read any more."""
 
+    def lock_state(self, handle: Any) -> bool:
+        """Lock the state at the end of a locked prefix too, until its `unlock`. -> whether it is
+        locked: a cache need not be able to, and then no cache tier stores states."""
+        return False
+
     @abstractmethod
     def evict_group(self, index: int, num_pages: int) -> np.ndarray:
         """As `evict`, of a further group; the sequences stay."""
@@ -205,6 +210,23 @@ class SupportsCacheGroups(ABC):
     @abstractmethod
     def count_locked(self, index: int) -> int:
         """Pages of a further group that are owned and locked."""
+
+
+class SupportsPins(ABC):
+    """Optional: evicts pinned sequences after all others, that of the oldest pin first. Pinned
+    pages are evictable; where one is evicted, the pins that end in its node have ended."""
+
+    @abstractmethod
+    def pin(self, handle: Any) -> None:
+        """Pin a sequence that was matched just now."""
+
+    @abstractmethod
+    def unpin(self, handle: Any) -> None:
+        """End a pin; one that has ended is no error."""
+
+    @abstractmethod
+    def is_pinned(self, handle: Any) -> bool:
+        """Whether the pin has not ended."""
 
 
 class SupportsOutline(ABC):

@@ -165,20 +165,22 @@ class SupportsTransfers(Protocol):
 class BlockMover(Protocol):
     """Copies blocks between the device's KV pool and buffers of tiers. A block is all that one page
     of the `tokens` group holds on this rank: every layer of `tokens` and `sidecar` groups, with
-    scales."""
+    scales; or a piece of a page of another group. Blocks are named by numbers: those of the
+    `tokens` group are its pages."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
 
     def load(self, job: int, pages: np.ndarray, blocks: Sequence[torch.Tensor]) -> None:
-        """Begin to copy blocks to the pages, int32 [n]. The pages are written after all steps that
-        are launched; no step that is launched before `poll` returns the job may read them."""
+        """Begin to copy blocks to the pages of these numbers, int32 [n]. The pages are written
+        after all steps that are launched; no step that is launched before `poll` returns the job
+        may read them."""
 
     def store(self, job: int, pages: np.ndarray, blocks: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        """Begin to copy the pages, int32 [n], to buffers: those of each tier, [tiers][n]. They hold
-        what the launched steps leave there; the pages must not be written before `poll` returns the
-        job."""
+        """Begin to copy the pages of these numbers, int32 [n], to buffers: those of each tier,
+        [tiers][n]. They hold what the launched steps leave there; the pages must not be written
+        before `poll` returns the job."""
 
     def poll(self) -> list[int]:
         """The jobs whose copies have ended since the last call."""

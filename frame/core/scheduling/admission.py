@@ -48,6 +48,7 @@ class SchedulerConfig:
     jump_forward: int = 0  # fewest tokens forced by a grammar that are computed in one step; 0: all are sampled
     jump_rows: int = 0  # a forced run needs one token for each `jump_rows` rows of the step; 0: any number of rows
     jump_tokens: int = 0  # most tokens of a step with forced runs; 0: any number
+    max_pinned_pages: int = 0  # of each tenant's sessions; 0: sessions keep nothing
 
     @property
     def short_budget(self) -> int:
@@ -117,6 +118,7 @@ class Admission:
             adapter=message.adapter,
             media=message.media,
             transfer=message.transfer,
+            pin=message.pin,
             wants_prompt_logprobs=params.prompt_logprobs is not None,
             is_reported=message.output_len > 0,
         )

@@ -121,7 +121,9 @@ class GroupRows:
             load.append({"group": pool.name, "used_pages": used, "total_pages": total, "evictable_pages": evictable})
         return load
 
-    def _allocate(self, index: int, num_pages: int) -> np.ndarray | None:
+    def allocate_pages(self, index: int, num_pages: int) -> np.ndarray | None:
+        """Allocate pages of a group, int32 [num_pages], evicting cached ones if necessary; None,
+        and no eviction, when too few are available."""
         short = num_pages - self.allocator.count_free(index + 1)
         if short > 0:
             if self.cache is None or short > self.cache.count_evictable(index):
@@ -147,7 +149,7 @@ class GroupRows:
             self._writes[self.block_pool - 1].append(np.array([[slot, 0, block[0]]], np.int32))
         if self.snapshot is None:
             return
-        pages = self._allocate(self.snapshot, 1)
+        pages = self.allocate_pages(self.snapshot, 1)
         if pages is None:
             raise RuntimeError("a request is started without a free state")
         self.states[slot] = pages[0]
@@ -159,7 +161,7 @@ class GroupRows:
         """Add `num_pages` pages to each slot's rows, from entry `at` on; `num_growable` must
         suffice."""
         for rows in self.windows:
-            pages = self._allocate(rows.index, len(slots) * num_pages)
+            pages = self.allocate_pages(rows.index, len(slots) * num_pages)
             if pages is None:
                 raise RuntimeError("the rows of a window group grow beyond its free pages")
             columns = (at[:, None] + np.arange(num_pages)).ravel()
@@ -309,7 +311,7 @@ class GroupRows:
         # the last states are left to requests that wait
         if self.count_available(index) <= max(1, self.allocator.count_pages(index + 1) // 8):
             return
-        pages = self._allocate(index, 1)
+        pages = self.allocate_pages(index, 1)
         if pages is not None:
             self._checkpoints[slot].append((num_tokens, int(pages[0])))
             self._saves.append((int(self.states[slot]), int(pages[0])))

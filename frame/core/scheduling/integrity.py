@@ -35,7 +35,7 @@ def audit_accounts(running: RunningSet, tiers: RequestTiers) -> Iterator[None]:
     shared = _shared(running, copied)
     if kv_manager.cache.num_locked != len(shared):
         raise RuntimeError(f"the cache has {kv_manager.cache.num_locked} locked pages, running requests share {len(shared)} with copies")
-    _check_groups(running)
+    _check_groups(running, tiers)
     shared = _shared(running, copied, all_groups=True)
     if shared.size and np.setdiff1d(shared, np.concatenate(owned)).size:
         raise RuntimeError("a running request or a copy reads shared pages that the cache does not own")
@@ -97,15 +97,15 @@ def _shared(running: RunningSet, copied: np.ndarray, all_groups: bool = False) -
     return np.unique(np.concatenate(rows))
 
 
-def _check_groups(running: RunningSet) -> None:
+def _check_groups(running: RunningSet, tiers: RequestTiers) -> None:
     """Raise RuntimeError if window pages are locked for no request, or a request has no state."""
     groups = running.kv_manager.groups
     if groups is None:
         return
     for rows in groups.windows:
         locked = 0 if groups.cache is None else groups.cache.count_locked(rows.index)
-        if locked and not any(request.handle is not None for request in running.requests):
-            raise RuntimeError(f"the cache has {locked} locked window pages, but no running request uses the cache")
+        if locked and not tiers.list_handles() and not any(request.handle is not None for request in running.requests):
+            raise RuntimeError(f"the cache has {locked} locked window pages, but no running request and no copy uses the cache")
     stateless = [request.rid for request in running.requests if groups.snapshot is not None and not groups.states[request.slot]]
     if stateless:
         raise RuntimeError(f"request {stateless[0]} runs without a state")

@@ -315,6 +315,8 @@ def _report_start(request: Request, i: int, message: StepTokens) -> None:
     """Add the number of cached tokens and the queue time, which are sent with a request's first
     result."""
     message.num_cached_tokens[i] = request.num_cached_tokens
+    if request.cached_tiers:
+        message.cached_tiers[i] = request.cached_tiers
     message.queue_times[i] = round(request.admitted_at - request.arrival, 6)
 
 

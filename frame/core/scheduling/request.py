@@ -21,7 +21,7 @@ from frame.core.interfaces.kv_tier import KVTransfer
 from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Finish
+from frame.core.messages import Finish, SessionPin
 
 
 def timed_out(seconds: float) -> Finish:
@@ -93,6 +93,8 @@ class Request:
     prompt_keys: np.ndarray | None = None  # int32 [prompt_len]; `prompt` with the cache keys of placeholders; None: it has none
     position_offset: int = 0  # see `SlotSetup`
     transfer: KVTransfer | None = None  # of the prompt's blocks, until it has begun or is not needed
+    pin: SessionPin | None = None
+    cached_tiers: dict[str, int] = field(default_factory=dict)  # prompt tokens that were loaded, by tier
     wants_prompt_logprobs: bool = False  # they are still to be sent
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # one entry for each computed chunk of the prompt
 

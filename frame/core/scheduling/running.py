@@ -7,6 +7,7 @@ must not know policies or budgets.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.drafter import Drafts
+from frame.core.kv_cache.prefix_pins import PrefixPins
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.request import Request, RequestStatus
 from frame.core.scheduling.request_slots import RequestTable
@@ -70,6 +72,7 @@ class RunningSet:
         self.on_remove: Callable[[Request], object] | None = None  # a request leaves the device; the scheduler sets it
         # The prefix cache has these cache keys of a request, whole pages; None: no cache tiers
         self.on_cached: Callable[[Request, np.ndarray], object] | None = None
+        self.pins = PrefixPins(kv_manager.cache, kv_manager.page_size, 0, time.monotonic)  # the scheduler sets it
         self.kv_manager = kv_manager
         self.requests: list[Request] = []  # oldest first
         self.extending: dict[int, Request] = {}  # by slot; their prompt is not scheduled to its end
@@ -128,6 +131,8 @@ class RunningSet:
         tokens = request.all_tokens()
         pages = self.kv_manager.release_row(request, tokens, num_computed_tokens)
         self._tell_cached(request, tokens, num_computed_tokens)
+        if request.pin is not None and state == RequestStatus.FINISHED:
+            self.pins.add_pin(request.pin, request.cache_keys(tokens[:num_computed_tokens]), request.namespace)
         self.table.remove_request(request)
         if self.on_remove is not None:
             self.on_remove(request)
@@ -245,3 +250,8 @@ def _setup(request: Request) -> SlotSetup:
     rid = request.rid if request.trace else ""
     identity = (request.second_text_start, rid, request.tenant, request.adapter_place, request.adapter_start, request.position_offset)
     return SlotSetup(request.slot, request.params, request.seed, request.prompt_len, request.tokens, *identity)
+
+
+def list_sampling_slots(slots: np.ndarray, samples: np.ndarray, num_drafts: np.ndarray | None) -> np.ndarray:
+    """The slot of each sample of a step."""
+    return slots[samples] if num_drafts is None else np.repeat(slots[samples], num_drafts[samples] + 1)

@@ -23,6 +23,7 @@ from frame.core.interfaces.cache import SupportsOutline, change_version
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.core.ipc.inflight_file import open_inflight
+from frame.core.kv_cache.prefix_pins import PrefixPins
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
 from frame.core.scheduling.admission import Admission, SchedulerConfig
 from frame.core.scheduling.integrity import audit_accounts, check_accounts, repair_accounts
@@ -32,7 +33,7 @@ from frame.core.scheduling.planner import StepPlanner
 from frame.core.scheduling.request import Request, RequestStatus, queue_full, timed_out
 from frame.core.scheduling.request_outline import outline_requests
 from frame.core.scheduling.request_slots import GRAMMAR, PROMPT_LOGPROBS
-from frame.core.scheduling.running import RunningSet, StepPlan, StepRecord
+from frame.core.scheduling.running import RunningSet, StepPlan, StepRecord, list_sampling_slots
 from frame.core.scheduling.step_features import NoTiers, StepFeatures
 from frame.core.scheduling.waiting_queue import Deadlines, TenantUsage, WaitingQueue
 
@@ -82,6 +83,7 @@ class Scheduler:
         self._grammars, self.speculation = features.grammars, features.speculation
         running.on_remove = partial(_release, features)
         running.on_cached = None if isinstance(features.tiers, NoTiers) else features.tiers.offer
+        running.pins = PrefixPins(running.kv_manager.cache, config.page_size, config.max_pinned_pages, clock)
         self._planner = StepPlanner(config, running, self._queue, policy, features)
         self._output = OutputProcessor(running, self._end_running, clock, self._grammars, self.speculation)
         self._ended: list[tuple[str, Finish]] = []
@@ -154,6 +156,7 @@ class Scheduler:
         clock."""
         now = self._clock() if now is None else now
         self._planner.tiers.poll(now)
+        self._running.pins.end_due()
         if len(self._running.in_flight) > self.config.overlap:
             raise RuntimeError("a batch is asked for while too many steps are in flight; commit the oldest first")
         speculation = self.speculation
@@ -181,7 +184,7 @@ class Scheduler:
         """The grammar mask of a batch with `has_deferred_grammar_mask`, int32 [samples, words];
         None if no row has a grammar. All earlier steps must be committed."""
         record = self._running.get_oldest(batch.step)
-        mask, record.limits = self._fill_masks(_list_sampling_slots(batch.slots, batch.samples, batch.num_drafts), batch.num_pending)
+        mask, record.limits = self._fill_masks(list_sampling_slots(batch.slots, batch.samples, batch.num_drafts), batch.num_pending)
         self._hold_slow_grammars()
         return mask
 
@@ -258,12 +261,17 @@ class Scheduler:
         """Record the running requests in these entries of an in-flight file."""
         self._running.table.inflight = entries
 
+    def end_session(self, tenant: str, session: str) -> bool:
+        """Keep what a tenant's session has pinned no more. -> whether there was such a pin."""
+        return self._running.pins.end_pin(tenant, session)
+
     # maintenance ----------------------------------------------------------------------------------
 
     def flush_cache(self) -> int:
         """Evict all cached prefixes that no running request uses, and let no request read what the
         tiers hold now. -> pages freed."""
         self._planner.tiers.invalidate_blocks()
+        self._running.pins.end_all()
         pages = self._running.kv_manager.evict_prefixes()
         self._running.kv_manager.allocator.free(pages)
         return len(pages)
@@ -337,6 +345,7 @@ class Scheduler:
             **self._planner.adapters.describe_load(),
             **self._planner.media.describe_load(),
             **self._planner.tiers.describe_load(),
+            **self._running.pins.describe_load(),
         }
 
     def check_integrity(self) -> None:
@@ -383,7 +392,7 @@ class Scheduler:
             skip_kv_store = rereads if rereads.any() else None
         setups, released = running.take_setups(), running.take_released()
         draft_length = self.speculation.update(setups, released)
-        sampling_slots = _list_sampling_slots(slots, samples, num_drafts)
+        sampling_slots = list_sampling_slots(slots, samples, num_drafts)
         # What a grammar allows depends on its last token, which a step in flight may be sampling:
         # the mask is deferred then.
         waits = bool(running.in_flight) and bool((a.special[sampling_slots] & GRAMMAR).any())
@@ -492,8 +501,3 @@ def _release(features: StepFeatures, request: Request) -> None:
     """A request leaves the device."""
     features.adapters.release(request)
     features.media.release(request)
-
-
-def _list_sampling_slots(slots: np.ndarray, samples: np.ndarray, num_drafts: np.ndarray | None) -> np.ndarray:
-    """The slot of each sample of a step."""
-    return slots[samples] if num_drafts is None else np.repeat(slots[samples], num_drafts[samples] + 1)

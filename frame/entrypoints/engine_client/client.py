@@ -181,6 +181,7 @@ class EngineClient:
             adapter=use.version.digest if (use := sequence.recovery.adapter) is not None else "",
             media=sequence.recovery.media,
             transfer=sequence.recovery.transfer,
+            pin=sequence.recovery.pin,
             trace=TRACE.get(),
         )
         if use is not None:

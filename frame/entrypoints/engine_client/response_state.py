@@ -19,7 +19,7 @@ from itertools import islice
 from frame.core.interfaces.kv_tier import KVTransfer
 from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import Finish, Generate, TokenLogprobs
+from frame.core.messages import Finish, Generate, SessionPin, TokenLogprobs
 from frame.entrypoints.engine_client.adapter_versions import AdapterUse
 
 MAX_ADAPTERS_SHOWN = 16
@@ -48,6 +48,7 @@ class RecoveryState:
     media: list[MediaItem] = field(default_factory=list)  # shared by the sequences of a prompt
     adapter: AdapterUse | None = None
     transfer: KVTransfer | None = None  # of the prompt's blocks, to or from another server
+    pin: SessionPin | None = None
     first_ids: list[int] = field(default_factory=list)  # tokens that a prefill server has generated
     num_cached: int | None = None  # prompt tokens that a prefill server found in its prefix cache; None: none computed it
     num_accepted: int = 0  # drafted tokens so far
@@ -85,6 +86,8 @@ class SequenceState:
     prompt_logprobs: TokenLogprobs | None = None
     finish: Finish | None = None
     cached: int = 0  # prompt tokens that came from the prefix cache
+    cached_tiers: dict[str, int] = field(default_factory=dict)  # of these, tokens that came from tiers, by their names
+    num_kept: int = 0  # prompt tokens that a session keeps
     times: SequenceTimes = field(default_factory=SequenceTimes)
     has_update: bool = False
     versions: list[tuple[int, str]] = field(default_factory=list)  # of the weights: (index of their first output token, version)
@@ -121,6 +124,11 @@ class SequenceState:
         """Log-probabilities of its output and prompt so far, those of alternatives too."""
         size = 0 if self.params.logprobs is None else self.num_tokens * (1 + self.params.num_alternatives)
         return size if self.prompt_logprobs is None else size + len(self.prompt) * (1 + (self.params.prompt_logprobs or 0))
+
+    @property
+    def num_written(self) -> int:
+        """Prompt tokens that a session keeps and that the prefix cache did not have."""
+        return max(0, self.num_kept - self.cached)
 
     def take_interval(self) -> bool:
         """Whether there are tokens for one event of a `stream_interval`, which are then counted."""

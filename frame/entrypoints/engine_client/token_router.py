@@ -81,6 +81,9 @@ class TokenRouter:
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.cached = cached if sequence.recovery.num_cached is None else sequence.recovery.num_cached
                 self.stats.cached_tokens += cached
+        for place, tiers in message.cached_tiers.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                sequence.cached_tiers = tiers
         for place, queue_time in message.queue_times.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.times.waited = queue_time

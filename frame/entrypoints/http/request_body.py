@@ -126,7 +126,8 @@ _TOKEN_ID = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")  # `int` takes spaces, under
 class RequestOptions(RequestBody):
     """`cache_salt` is the client's part of the name of the prefix cache that the request sees;
     `rid` names the request, and vLLM's name for it is `request_id`. `lora_path` names an adapter,
-    or one for each prompt."""
+    or one for each prompt. The last four fields keep the prefix of the request after its end, see
+    `frame.entrypoints.http.protocol.sessions`."""
 
     priority: int | None = None
     cache_salt: str | None = None
@@ -134,6 +135,10 @@ class RequestOptions(RequestBody):
     rid: str | None = None
     request_id: str | None = None
     lora_path: str | list[str | None] | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    cache_control: dict[str, Any] | None = None
 
     def resolve_priority(self) -> int:
         """The priority for the scheduler."""

@@ -37,6 +37,7 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedErr
 from frame.entrypoints.http.failures import as_api_error, as_sent, raise_failed, too_many
 from frame.entrypoints.http.paced_json import TURN, Event
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
+from frame.entrypoints.http.protocol.sessions import choose_pin
 from frame.entrypoints.http.request_body import RequestOptions, TransferParams
 from frame.entrypoints.http.request_context import EVENT_STREAM, RequestContext
 from frame.entrypoints.http.services import Services
@@ -123,6 +124,11 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
     salt, rid = options.cache_salt or "", options.request_name()
     adapters = choose_adapters(services, call.tenant, options, len(plan.prompts))
     _check_sizes(plan.prompts)
+    if call.handoff is not None:
+        rid = call.handoff.start.rid
+    if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
+        rid = f"{plan.prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{plan.prefix}{secrets.token_hex(16)}"
+    pin = choose_pin(services, call, options, rid)
     if services.draining:
         raise ApiError(503, "the server is shutting down; send the request to another one", retry_after=RETRY_AFTER)
     services.check_awake()
@@ -136,10 +142,6 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
         raise ApiError(503, str(error), code="queue_full", retry_after=RETRY_AFTER) from None
     except (EngineDeadError, InvalidRequestError) as error:
         raise as_api_error(error) from None
-    if call.handoff is not None:
-        rid = call.handoff.start.rid
-    if rid is None:  # with the HTTP request's own, so that the engine's lines name it too
-        rid = f"{plan.prefix}{call.request_id}-{secrets.token_hex(4)}" if call.request_id else f"{plan.prefix}{secrets.token_hex(16)}"
     state: RequestState | None = None
     try:
         async with hold_media(services, plan.prompts, call.tenant) as media:
@@ -153,6 +155,9 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
                     _prepare_transfer(services, plan.transfer, state, space)
                 else:
                     deadline = _restore(services, state, call.handoff, seconds)
+                for sequence in state.sequences if pin is not None else ():
+                    sequence.recovery.pin = pin
+                    sequence.num_kept = len(sequence.prompt) // services.resolved.page_size * services.resolved.page_size
                 await _start(services, state, priority, space, deadline)
     except BaseException as error:  # noqa: BLE001 - cancellation too must release the sequences
         services.client.release_sequences(count)

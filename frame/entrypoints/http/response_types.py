@@ -70,5 +70,11 @@ def array(kind: Any) -> Any:
 
 
 Version = declare("Version", "version")
-CachedTokens = declare("CachedTokens", "cached_tokens image_tokens? video_tokens? audio_tokens?", "The last three: of prompts with media.")
+CachedTokens = declare(
+    "CachedTokens",
+    "cached_tokens image_tokens? video_tokens? audio_tokens? cache_write_tokens?",
+    "`image_tokens` and the next two: of prompts with media. `cache_write_tokens`: computed, and kept by a session."
+    " `cached_tokens_by_tier`: where cache tiers have served some.",
+    cached_tokens_by_tier=NotRequired[dict[str, int]],
+)
 Page = declare("Page", "first_id last_id has_more", "`first_id` and `last_id` are empty for an empty page.", object="list")

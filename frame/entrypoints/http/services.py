@@ -26,6 +26,7 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, quoted
 from frame.entrypoints.http.operations.live_history import LiveHistory
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.protocol.bodies import prompt_limit
+from frame.entrypoints.http.protocol.session_store import SessionStore
 from frame.entrypoints.keys import load_keys
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.tracing import Tracing
@@ -92,6 +93,7 @@ class Services:
     formatting: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(1))
     speech: Speech | None = field(init=False, default=None)  # of a speech model, after its first request
     features: FeatureStore = field(init=False, default_factory=FeatureStore)  # of its audio
+    sessions: SessionStore = field(init=False, default_factory=SessionStore)  # that clients have opened
     _responses: ResponseStore | None = field(init=False, default=None)
     # OpenAI's system_fingerprint, of the version and the settings that outputs may depend on
     fingerprint: str = field(init=False)

@@ -16,6 +16,7 @@ from frame.core.interfaces.cache import EvictionContext, PrefixCache, PrefixCach
 from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.routing import RoutingContext
 from frame.core.interfaces.scheduling import SchedulingContext, SchedulingPolicy
+from frame.core.kv_cache.capacity import RESERVED_PAGES
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator, PagedAllocator
 from frame.core.messages import Finish
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
@@ -121,6 +122,7 @@ def build_scheduler(
         jump_forward=resolved.jump_forward,
         jump_rows=ROWS_A_TOKEN,
         jump_tokens=resolved.cuda_graph_max_bs,
+        max_pinned_pages=int(user.cache.session_share * (num_pages - RESERVED_PAGES)),
     )
     allocator = PagedAllocator(num_pages) if len(pools) == 1 else GroupedAllocator(pools)
     features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved), "make_tiers": make_tiers}

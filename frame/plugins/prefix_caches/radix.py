@@ -25,21 +25,24 @@ from frame.core.interfaces.cache import (
     PrefixCacheContext,
     SupportsCacheGroups,
     SupportsOutline,
+    SupportsPins,
     SupportsRelock,
 )
-from frame.plugins.prefix_caches.radix_groups import WindowGroup, make_groups
+from frame.plugins.prefix_caches.radix_groups import SnapshotGroup, WindowGroup, make_groups
 from frame.plugins.prefix_caches.radix_nodes import Handle, Node, outline_tree
 
 _NO_PAGES = np.empty(0, np.int32)
+_PINNED = "\0"  # in place of an owner: the heap of pinned leaves
 _AUDITED = 256  # nodes that one part of an audit checks: about a millisecond
 
 
-class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelock):
+class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsPins, SupportsRelock):
     """A radix tree over pages with locks, and a heap of unlocked leaves for each owner, in the
     order of the eviction policy.
 
     Pages of the owner with most evictable ones are evicted first, so a tenant evicts its own
-    prefixes before those of a tenant that has fewer.
+    prefixes before those of a tenant that has fewer. Leaves with pins are in a heap of their own,
+    which is used when no other leaf is left.
 
     Costs: `match` and `insert` O(tokens), compared by runs; `lock` and `unlock` O(nodes on the
     path); `evict` O(log leaves) amortised for each node: invalid heap entries are dropped when they
@@ -60,6 +63,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         self._num_nodes = 0
         self._num_evictable = 0
         self._num_locked = 0
+        self._num_pins = 0
         self._groups = make_groups(context.pools, context.page_size)
 
     # PrefixCache ----------------------------------------------------------------------------------
@@ -110,14 +114,23 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
                 first = max(0, handle.end - group.width)
                 self._split_at(handle.node, first)
                 group.lock(self._locked_nodes(handle, first))
-                handle.windows.append(group.index)
+                handle.groups.append(group.index)
+
+    def lock_state(self, handle: Handle) -> bool:
+        states = [group for group in self._groups if isinstance(group, SnapshotGroup)]
+        if not all(group.lock(handle.node, handle.end) for group in states):
+            return False
+        handle.groups += [group.index for group in states]
+        return True
 
     def unlock_group(self, handle: Handle | None, index: int) -> None:
-        if handle is not None and index in handle.windows:
+        if handle is not None and index in handle.groups:
             group = self._groups[index]
-            assert isinstance(group, WindowGroup)
-            handle.windows.remove(index)
-            group.unlock(self._locked_nodes(handle, max(0, handle.end - group.width)))
+            handle.groups.remove(index)
+            if isinstance(group, WindowGroup):
+                group.unlock(self._locked_nodes(handle, max(0, handle.end - group.width)))
+            elif isinstance(group, SnapshotGroup):
+                group.unlock(handle.node, handle.end)
 
     def unlock(self, handle: Handle | None) -> None:
         if handle is None:
@@ -125,7 +138,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         node: Node | None = handle.node
         if node is None or node.refs == 0 or node.end != handle.end:
             raise RuntimeError("a prefix is unlocked that is not locked")
-        for index in list(handle.windows):
+        for index in list(handle.groups):
             self.unlock_group(handle, index)
         while node is not None and node.parent is not None:
             node.refs -= 1
@@ -171,6 +184,9 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         freed: list[np.ndarray] = []
         while num_pages > 0 and (victim := self._next_victim()) is not None:
             node, maximum = victim
+            if node.pins:
+                self._end_pins(node)
+                continue
             keep = max(0, len(node.pages) - min(num_pages, maximum))
             num_pages -= len(node.pages) - keep
             freed += [group.cut(node, keep) for group in self._groups]
@@ -189,12 +205,43 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         leaf copies it."""
         if not self._num_evictable:
             return None
-        ranked = self._evictable_of.most_common(2)
-        owner, count = ranked[0]
-        heap = self._heaps[owner]
-        while heap[0][2] != heap[0][3].version or not _is_evictable(heap[0][3]):
+        ranked = self._evictable_of.most_common(None if self._num_pins else 2)
+        for place, (owner, count) in enumerate(ranked):
+            if (node := self._find_first(owner)) is not None:
+                others = ranked[place + 1 : place + 2]
+                return node, count - others[0][1] + max(1, count // 8) if others else count
+        pinned = self._find_first(_PINNED)
+        return None if pinned is None else (pinned, 0)
+
+    def _find_first(self, heap_name: str) -> Node | None:
+        """The first leaf of a heap, without its invalid entries."""
+        heap = self._heaps.get(heap_name, [])
+        while heap and (heap[0][2] != heap[0][3].version or not _is_evictable(heap[0][3])):
             heapq.heappop(heap)
-        return heap[0][3], count if len(ranked) == 1 else count - ranked[1][1] + max(1, count // 8)
+        return heap[0][3] if heap else None
+
+    # pins -----------------------------------------------------------------------------------------
+
+    def pin(self, handle: Handle) -> None:
+        node = handle.node = self._node_at(handle)
+        self._clock += 1
+        node.pins = {**(node.pins or {}), handle: self._clock}
+        self._num_pins += 1
+        self._push_if_evictable(node)
+
+    def unpin(self, handle: Handle) -> None:
+        node = handle.node
+        if node.pins and node.pins.pop(handle, None) is not None:
+            self._num_pins -= 1
+            self._push_if_evictable(node)
+
+    def is_pinned(self, handle: Handle) -> bool:
+        return bool(handle.node.pins) and handle in (handle.node.pins or ())
+
+    def _end_pins(self, node: Node) -> None:
+        self._num_pins -= len(node.pins or ())
+        node.pins = None
+        self._push_if_evictable(node)
 
     def _count_evictable(self, owner: str, change: int) -> None:
         self._num_evictable += change
@@ -213,16 +260,20 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
             node.refs = 0
             node.version += 1
         for group in self._groups:
-            if isinstance(group, WindowGroup):
+            if isinstance(group, WindowGroup | SnapshotGroup):
                 group.clear_locks(self._nodes())
         self._num_evictable, self._num_locked = self._num_evictable + self._num_locked, 0
         self._evictable_of = Counter()
         for node in self._nodes():
             self._evictable_of[node.owner] += len(node.pages)
         for handle in handles:
-            if handle is not None:
-                handle.windows = []
+            if handle is None:
+                continue
+            locks_state = any(isinstance(self._groups[index], SnapshotGroup) for index in handle.groups)
+            handle.groups = []
             self.lock(handle)
+            if locks_state:
+                self.lock_state(handle)
         self._rebuild_heaps()
 
     @property
@@ -239,7 +290,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         while batch := list(islice(heap, _AUDITED)):
             offered.update(id(node) for _, _, version, node in batch if version == node.version)
             yield _NO_PAGES
-        evictable = locked = num_nodes = 0
+        evictable = locked = num_nodes = num_pins = 0
         held = [0] * len(self._groups)
         seen = np.zeros(64, np.bool_)  # by page
         while run := list(islice(nodes, _AUDITED)):
@@ -250,6 +301,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
                 seen = np.concatenate((seen, np.zeros(max(maximum + 1 - len(seen), len(seen)), np.bool_)))
             seen[pages] = True
             unlocked = sum(len(node.pages) for node in run if node.refs == 0)
+            num_pins += sum(len(node.pins or ()) for node in run)
             evictable, locked, num_nodes = evictable + unlocked, locked + len(pages) - unlocked, num_nodes + len(run)
             further = [[group.list_pages(node) for node in run] for group in self._groups]
             held = [count + sum(map(len, lists)) for count, lists in zip(held, further, strict=True)]
@@ -263,6 +315,7 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
         _require(entries <= 2 * self._num_nodes + 64, f"the heaps hold {entries} entries for {self._num_nodes} nodes")
         _require(self._evictable_of.total() == evictable, "the evictable pages of all owners are not those of the tree")
         counted = [group.num_evictable + group.num_locked for group in self._groups]
+        _require(num_pins == self._num_pins, f"the nodes have {num_pins} pins, counted {self._num_pins}")
         _require(held == counted, f"the nodes hold {held} pages of further groups, counted {counted}")
 
     def _check_node(self, node: Node, offered: set[int]) -> None:
@@ -410,7 +463,8 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsRelo
 
     def _push(self, node: Node) -> None:
         self._entries += 1
-        heapq.heappush(self._heaps.setdefault(node.owner, []), (self._policy.key(node), self._entries, node.version, node))
+        heap_name, key = (_PINNED, (float(max(node.pins.values())),)) if node.pins else (node.owner, self._policy.key(node))
+        heapq.heappush(self._heaps.setdefault(heap_name, []), (key, self._entries, node.version, node))
 
     def _num_entries(self) -> int:
         return sum(map(len, self._heaps.values()))

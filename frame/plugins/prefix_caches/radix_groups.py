@@ -9,7 +9,7 @@ positions. Each group has its own order of eviction, least recently used first. 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -212,7 +212,8 @@ class SnapshotGroup(Group):
     def __init__(self, index: int, name: str, page_size: int) -> None:
         super().__init__(index, name)
         self._page_size = page_size
-        self._order: OrderedDict[int, tuple[GroupedNode, int]] = OrderedDict()  # by page: its node and position
+        self._order: OrderedDict[int, tuple[GroupedNode, int]] = OrderedDict()  # by page that is not locked: its node and position
+        self._locks: Counter[int] = Counter()  # by page
 
     def empty(self, num_pages: int) -> dict[int, int]:
         return {}
@@ -228,8 +229,35 @@ class SnapshotGroup(Group):
         page = next((data[end] for data in map(self._data, reversed(path)) if end in data), None)
         if page is None:
             return _NO_PAGES
-        self._order.move_to_end(page)
+        if page in self._order:
+            self._order.move_to_end(page)
         return np.array([page], np.int32)
+
+    def lock(self, node: GroupedNode, end: int) -> bool:
+        """Lock the state at a position, which is that of a locked node. -> whether there is one."""
+        page = self._data(node).get(end)
+        if page is None:
+            return False
+        if not self._locks[page]:
+            del self._order[page]
+            self.num_evictable, self.num_locked = self.num_evictable - 1, self.num_locked + 1
+        self._locks[page] += 1
+        return True
+
+    def unlock(self, node: GroupedNode, end: int) -> None:
+        page = self._data(node)[end]
+        self._locks[page] -= 1
+        if not self._locks[page]:
+            del self._locks[page]
+            self._order[page] = (node, end)
+            self.num_evictable, self.num_locked = self.num_evictable + 1, self.num_locked - 1
+
+    def clear_locks(self, nodes: Iterator[GroupedNode]) -> None:
+        for node in nodes if self._locks else ():
+            for end, page in self._data(node).items():
+                if self._locks.pop(page, 0):
+                    self._order[page] = (node, end)
+        self.num_evictable, self.num_locked = self.num_evictable + self.num_locked, 0
 
     def adopt(self, path: Sequence[GroupedNode], offered: np.ndarray) -> list[int]:
         unused: list[int] = []
@@ -250,7 +278,7 @@ class SnapshotGroup(Group):
         sequence goes on from the later state."""
         for node in path:
             for earlier, page in self._data(node).items():
-                if earlier < end and not (earlier == node.end and len(node.children) > 1):
+                if earlier < end and page in self._order and not (earlier == node.end and len(node.children) > 1):
                     self._order.move_to_end(page, last=False)
 
     def split(self, upper: GroupedNode, lower: GroupedNode, keep: int) -> None:
@@ -258,7 +286,8 @@ class SnapshotGroup(Group):
         upper.group_data[self.index] = above = {end: page for end, page in data.items() if end <= upper.end}
         for end, page in above.items():
             del data[end]
-            self._order[page] = (upper, end)
+            if page in self._order:
+                self._order[page] = (upper, end)
 
     def cut(self, node: GroupedNode, keep: int) -> np.ndarray:
         data, maximum = self._data(node), node.end - len(node.pages) + keep

@@ -23,8 +23,8 @@ class Node:
     """A run of whole pages. A node without a parent is a root, or was removed from the tree.
 
     `end`: pages from the root to this node's end. `refs`: locks at or below this node. `version`:
-    incremented when the node's entry in the eviction heap becomes invalid. `group_data`: what it
-    holds of each further cache group.
+    incremented when the node's entry in the eviction heap becomes invalid. `pins`: those that end
+    here, with the time of the pin. `group_data`: what it holds of each further cache group.
     """
 
     __slots__ = (
@@ -39,6 +39,7 @@ class Node:
         "owner",
         "pages",
         "parent",
+        "pins",
         "priority",
         "refs",
         "version",
@@ -58,19 +59,20 @@ class Node:
         self.created = 0
         self.hits = 0
         self.priority = 0
+        self.pins: dict[Handle, int] | None = None
         self.group_data: list[Any] = []
 
 
 class Handle:
-    """The end of a prefix: `end` pages from the root, at or above the end of `node`. `windows`:
-    indices of the window groups that it locks."""
+    """The end of a prefix: `end` pages from the root, at or above the end of `node`. `groups`:
+    indices of the further groups that it locks."""
 
-    __slots__ = ("end", "node", "windows")
+    __slots__ = ("end", "groups", "node")
 
     def __init__(self, node: Node, end: int) -> None:
         self.node = node
         self.end = end
-        self.windows: list[int] = []
+        self.groups: list[int] = []
 
 
 def outline_tree(

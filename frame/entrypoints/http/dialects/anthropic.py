@@ -25,6 +25,7 @@ from frame.entrypoints.http.openai.completions import models_router
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
+from frame.entrypoints.http.protocol.sessions import join_controls
 from frame.entrypoints.http.request_body import Metadata
 from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
@@ -89,6 +90,7 @@ class CountTokensRequest(ExtensionFields):
         """The chat request of this request; `more` adds fields. Raises ApiError 400."""
         fields = {**self.extension_fields(), **more}
         fields.pop("thinking", None)  # below
+        fields["cache_control"] = join_controls(self._list_parts(), self.cache_control)
         fields["budget_tokens"] = (self.thinking or {}).get("budget_tokens")
         fields |= to_chat_tools(self.tools or [], self.tool_choice) | _format(self.output_config)
         if self.messages and self.messages[-1].get("role") == "assistant":
@@ -96,6 +98,17 @@ class CountTokensRequest(ExtensionFields):
         if arguments := self._thinking_arguments() | (self.chat_template_kwargs or {}):
             fields["chat_template_kwargs"] = arguments
         return MessagesChat(model=self.model, messages=self._conversation(), **fields)
+
+    def _list_parts(self) -> list[tuple[str, dict[str, Any]]]:
+        """The parts of the request that may have a `cache_control`, by their paths."""
+        contents = [("tools", self.tools), ("system", self.system)]
+        contents += [(f"messages[{place}].content", message.get("content")) for place, message in enumerate(self.messages)]
+        return [
+            (f"{where}[{place}]", part)
+            for where, parts in contents
+            for place, part in enumerate(parts if isinstance(parts, list) else ())
+            if isinstance(part, dict)
+        ]
 
     def ignored_parts(self) -> tuple[str, ...]:
         """The paths of what is left out: tools that this server does not run, and edits that only
@@ -258,7 +271,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 MessageUsage = declare(
     "MessageUsage",
     "input_tokens cache_creation_input_tokens cache_read_input_tokens output_tokens",
-    "`input_tokens` excludes tokens from the prefix cache.",
+    "`input_tokens` excludes the other two. `cache_creation_input_tokens`: prompt tokens that a session keeps and that were computed.",
 )
 AnthropicMessage = declare(
     "AnthropicMessage",
@@ -393,10 +406,10 @@ class MessageResponse:
 
     def _usage(self, num_tokens: int) -> dict[str, int]:
         """Anthropic's usage object. `input_tokens` excludes tokens from the prefix cache."""
-        cached = self._sequence.cached
+        cached, written = self._sequence.cached, self._sequence.num_written
         return {
-            "input_tokens": len(self._sequence.prompt) - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": len(self._sequence.prompt) - cached - written,
+            "cache_creation_input_tokens": written,
             "cache_read_input_tokens": cached,
             "output_tokens": num_tokens,
         }

@@ -1,5 +1,5 @@
-"""Routes of SGLang: model information, and the server's output parsers for any text. Must not
-depend on the engine."""
+"""Routes of SGLang: model information, the server's output parsers for any text, and sessions,
+from which `/generate` continues with `session_params`. Must not depend on the engine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from frame.core.messages import Finish
 from frame.entrypoints.http.chat.constraints import resolve_tools
 from frame.entrypoints.http.chat.output_parser import OutputParser, ParserPair
 from frame.entrypoints.http.chat.request_fields import TOOL
-from frame.entrypoints.http.errors import ApiError, without_folders
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ServicesDep, make_extension, responds_with
+from frame.entrypoints.http.errors import ApiError, quoted, without_folders
+from frame.entrypoints.http.operations.admin import ask_engine
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
+from frame.entrypoints.http.protocol.session_store import read_number
+from frame.entrypoints.http.protocol.sessions import check_session
 from frame.entrypoints.http.request_body import RequestBody
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
@@ -21,6 +26,7 @@ from frame.entrypoints.http.services import Services
 router = ApiRouter(access=Access.USER)
 
 MAX_CHARS = 1 << 18  # of a text to parse
+DEFAULT_SECONDS, MAX_SECONDS = 3600.0, 86400.0  # without a request, after which a session is closed
 SLICE = 1024  # characters that are parsed between two yields to the event loop
 
 ModelInfo = declare(
@@ -31,6 +37,9 @@ ModelInfo = declare(
 SeparatedReasoning = declare("SeparatedReasoning", "reasoning_text text")
 ParsedCall = declare("ParsedCall", "tool_index name parameters", "`parameters` is JSON text.")
 ParsedCalls = declare("ParsedCalls", "normal_text", calls=array(ParsedCall))
+
+
+ClosedSession = declare("ClosedSession", "session_id", "The session that was closed.")
 
 
 class SeparateReasoningRequest(RequestBody):
@@ -44,6 +53,20 @@ class ParseCallsRequest(RequestBody):
     text: str
     tools: list[dict[str, Any]]
     tool_call_parser: str | None = None
+
+
+class OpenSessionRequest(RequestBody):
+    """`capacity_of_str_len`: most tokens of a request's prompt and output that are kept. `timeout`:
+    seconds without a request after which the session is closed. `streaming` has no effect."""
+
+    capacity_of_str_len: int = Field(ge=1)
+    session_id: str | None = None
+    timeout: float | None = None
+    streaming: bool | None = None
+
+
+class CloseSessionRequest(RequestBody):
+    session_id: str
 
 
 @router.get("/model_info", responses=responds_with(ModelInfo))
@@ -94,6 +117,29 @@ async def parse_function_call(request: ParseCallsRequest, services: ServicesDep)
         for index, each in enumerate(message.get("tool_calls", ()))
     ]
     return {"normal_text": message["content"] or "", "calls": calls}
+
+
+@router.post("/open_session", responses=responds_with(str))
+async def open_session(request: OpenSessionRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Open a session. The response is its name."""
+    services.need_task("generate")
+    session = None if request.session_id is None else check_session("session_id", request.session_id)
+    if session == "":
+        raise ApiError(400, "session_id is empty; send a name, or leave it out", "session_id")
+    seconds = read_number("timeout", request.timeout, 1.0, MAX_SECONDS, DEFAULT_SECONDS)
+    return services.sessions.open_session(context.tenant, session, request.capacity_of_str_len, seconds)
+
+
+@router.post("/close_session", responses=responds_with(ClosedSession))
+async def close_session(request: CloseSessionRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Close a session, and keep its prefix no more. A name of `prompt_cache_key`, `session_id` or
+    `X-Session-ID` ends what is kept under it."""
+    name = check_session("session_id", request.session_id)
+    was_open = services.sessions.close_session(context.tenant, name)
+    ended = await ask_engine(services, "end_session", tenant=context.tenant, session=name)
+    if not was_open and not ended.get("ended"):
+        raise ApiError(404, f"there is no session {quoted(name)}", "session_id")
+    return {"session_id": name}
 
 
 def _check_parser(services: Services, kind: str, name: str | None) -> None:

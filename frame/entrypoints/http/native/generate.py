@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
-from pydantic import Field, ValidationError, create_model
+from pydantic import Field, ValidationError, create_model, model_validator
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
@@ -28,11 +28,14 @@ from frame.entrypoints.http.openai.completion_objects import DONE, WeightVersion
 from frame.entrypoints.http.operations.admin import Health
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, array_type, encode_steps, in_steps
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
+from frame.entrypoints.http.protocol.fields import check_nested_fields
+from frame.entrypoints.http.protocol.session_store import Continuation
 from frame.entrypoints.http.request_body import RequestBody, RequestOptions, to_custom
 from frame.entrypoints.http.request_starter import (
     MAX_NAME_CHARS,
     RequestPlan,
     check_sequence_count,
+    encode_prompt,
     paced_map,
     start_request,
     stream_response,
@@ -66,6 +69,24 @@ _FIELDS: dict[str, Any] = {each.name: (each.type, None) for each in msgspec.stru
 _SamplingValues = create_model("SamplingValues", __base__=RequestBody, **_FIELDS)
 
 
+class SessionParams(RequestBody):
+    """Continues from request `rid` of session `id`; without `rid` the request is the first of its
+    kind. `offset`: tokens of that request which are kept; none, 0 or -1: all."""
+
+    id: str
+    rid: str | None = None
+    offset: Annotated[int, Field(ge=-1)] | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            check_nested_fields("session_params", value, cls.model_fields)
+        return value
+
+
 class GenerateRequest(RequestOptions):
     """`text` or `input_ids`, one or several; `sampling_params` for all, or one each.
 
@@ -86,6 +107,7 @@ class GenerateRequest(RequestOptions):
     token_ids_logprob: list[int] | None = None
     return_text_in_logprobs: bool = False
     model: str = ""
+    session_params: SessionParams | None = None
 
     def sent_name(self, parameter: str) -> str:
         if parameter in ("prompt", "messages"):
@@ -139,17 +161,45 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     prompts, is_single = _prompts(request)
     check_sequence_count(services, len(prompts), "input_ids" if request.text is None else "text")
     params, prompts_only = to_sampling_params(request, len(prompts))
-    plan = RequestPlan(prompts, params, request, refine=partial(_check_start, request))
+    special, sessions, tenant = True, services.sessions, context.tenant
+    if (continued := request.session_params) is not None:
+        request, history = _continue(request, services, tenant, prompts, params)
+        prompts, special = [await _join_prompt(services, history, prompts[0])] if history else prompts, not history
+    plan = RequestPlan(prompts, params, request, refine=partial(_check_start, request), add_special_tokens=special)
     state = await start_request(context, services, plan)
+    sequence = state.sequences[0]
     builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
     if request.stream:
         await stream_response(context, services, state, builder.write_events, lambda: DONE)
+    else:
+        await wait_complete(state)
+    if continued is not None and sequence.finish is not None and sequence.finish.reason in ("stop", "length"):
+        sessions.add_request(tenant, continued.id, sequence.name, sequence.prompt, sequence.recovery.output_ids)
+    if request.stream:
         return None
-    await wait_complete(state)
     if sum(sequence.num_logprobs for sequence in state.sequences) > INLINE_VALUES:
         return PacedBody(builder.build_results_in_steps(state.sequences))
     results = await paced_map(builder.build_result, state.sequences)
     return results[0] if builder.is_single else results
+
+
+def _continue(
+    request: GenerateRequest, services: Services, tenant: str, prompts: Sequence[Any], params: Sequence[SamplingParams]
+) -> tuple[GenerateRequest, list[int]]:
+    """The request in its session, and the tokens before it. Raises ApiError 400."""
+    where = request.session_params
+    assert where is not None
+    if len(prompts) > 1 or params[0].n > 1 or isinstance(prompts[0], TextWithMedia):
+        raise ApiError(400, "session_params takes one prompt without media, and n 1; send several requests", "session_params")
+    offset = max(0, where.offset or 0)
+    continuation = Continuation(where.id, where.rid, offset, where.replace is True, where.drop_previous_output is True)
+    history = services.sessions.read_history(tenant, continuation)
+    return request.model_copy(update={"session_id": where.id}), history
+
+
+async def _join_prompt(services: Services, history: list[int], prompt: Any) -> list[int]:
+    room = services.client.limits.max_context
+    return history + (prompt if isinstance(prompt, list) else await encode_prompt(services, prompt, False, room))
 
 
 def _check_start(request: GenerateRequest, prompt: list[int], params: SamplingParams) -> SamplingParams:

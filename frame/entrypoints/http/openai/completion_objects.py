@@ -10,7 +10,8 @@ reply in the same shapes. Must not depend on a route or the engine.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import GenericAlias
 from typing import Any, Literal, NotRequired
 
@@ -362,6 +363,17 @@ def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def list_tiers(sequences: Sequence[SequenceState]) -> dict[str, dict[str, int]]:
+    """Where the cached tokens came from, if some came from a tier."""
+    tiers: Counter[str] = Counter()
+    for sequence in sequences:
+        tiers.update(sequence.cached_tiers)
+    if not tiers:
+        return {}
+    device = sum(sequence.cached for sequence in sequences) - tiers.total()
+    return {"cached_tokens_by_tier": {"device": max(0, device), **tiers}}
 
 
 def end_fields(sequence: SequenceState) -> dict[str, Any]:

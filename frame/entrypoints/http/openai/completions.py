@@ -32,6 +32,7 @@ from frame.entrypoints.http.openai.completion_objects import (
     completion_logprobs,
     end_fields,
     finish_reason,
+    list_tiers,
     prompt_logprobs,
     token_namer,
     usage_of,
@@ -87,7 +88,10 @@ class Response(ABC):
         """OpenAI's usage object. Each prompt counts once, even with `n` sequences."""
         firsts = self.state.first_sequences
         usage = usage_of(sum(len(s.prompt) for s in firsts), self.num_generated(), sum(s.cached for s in firsts))
-        usage["prompt_tokens_details"] |= count_media_tokens(self.state)
+        details = usage["prompt_tokens_details"]
+        details |= count_media_tokens(self.state) | list_tiers(firsts)
+        if any(sequence.num_kept for sequence in firsts):
+            details["cache_write_tokens"] = sum(sequence.num_written for sequence in firsts)
         return usage
 
     def final_usage(self) -> dict[str, Any]:

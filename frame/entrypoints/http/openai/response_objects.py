@@ -19,7 +19,7 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.http.chat.chat_request import count_reasoning, make_output_parsers
 from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock, ContentBlocks, Kind
 from frame.entrypoints.http.failures import failure
-from frame.entrypoints.http.openai.completion_objects import ReasoningTokens, TextLogprobs, TokenLogprob
+from frame.entrypoints.http.openai.completion_objects import ReasoningTokens, TextLogprobs, TokenLogprob, list_tiers
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.openai.response_store import EventLog
 from frame.entrypoints.http.openai.response_tools import CALLS, Tool, call_fields, custom_input, to_chat_call, tool_of
@@ -46,11 +46,10 @@ OutputItem = (
     OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem | LocalShellCallItem | ShellCallItem | ApplyPatchCallItem
     | ToolSearchCallItem | CompactionItem
 )  # fmt: skip
-InputTokenDetails = declare("InputTokenDetails", "cache_write_tokens", base=CachedTokens)
 ResponsesUsage = declare(
     "ResponsesUsage",
     "input_tokens output_tokens total_tokens",
-    input_tokens_details=InputTokenDetails,
+    input_tokens_details=CachedTokens,
     output_tokens_details=ReasoningTokens,
 )
 ResponseError = declare("ResponseError", "code message")
@@ -371,7 +370,11 @@ class ResponseBuilder:
         sequence = self._sequence
         return {
             "input_tokens": len(sequence.prompt),
-            "input_tokens_details": {"cached_tokens": sequence.cached, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": sequence.cached,
+                "cache_write_tokens": sequence.num_written,
+                **list_tiers([sequence]),
+            },
             "output_tokens": sequence.num_tokens,
             "output_tokens_details": {"reasoning_tokens": self._count_reasoning()},
             "total_tokens": len(sequence.prompt) + sequence.num_tokens,

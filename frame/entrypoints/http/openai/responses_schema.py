@@ -126,8 +126,6 @@ class ResponsesRequest(ExtensionFields):
     include: list[Includable] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     max_tool_calls: int | None = Field(None, ge=1)
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: ServiceTier | None = None
     context_management: list[dict[str, Any]] | None = None  # has no effect: it would only shorten the prompt
@@ -176,6 +174,8 @@ class ResponsesRequest(ExtensionFields):
         if self.request_name() is not None:
             raise ApiError(400, "a response has its own id; leave rid and request_id out", "rid" if self.rid else "request_id")
         fields = self.extension_fields() | {"rid": rid}
+        if self.previous_response_id:
+            fields.setdefault("cache_control", {"type": "ephemeral"})
         if tools.functions:
             fields["tools"] = tools.functions
         if (verbosity := (self.text or {}).get("verbosity")) is not None:

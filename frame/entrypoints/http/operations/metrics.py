@@ -221,6 +221,8 @@ class ServerMetrics:
         yield _gauge("kv_tokens", "Tokens that the KV cache has room for.", load.total_pages * page_size)
         sizes = (str(page_size), str(load.total_pages))
         yield Metric("kv_cache_info", "1; the KV cache's pages and their size.", [(sizes, 1)], ("page_size", "pages"))
+        yield _gauge("kv_sessions", "Sessions whose prefix is kept after their requests have ended.", load.pins)
+        yield _gauge("kv_session_pages", "Pages of these prefixes; of several sessions each counts its own.", load.pinned_pages)
         used = load.used_pages / max(1, load.total_pages)
         yield _gauge("kv_usage_ratio", "Share of the KV cache that running requests hold.", used)
         hits = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0

@@ -24,8 +24,7 @@ _MAX_PATH = 2 * MAX_NAME
 _UNPRINTABLE = re.compile(r"[^][A-Za-z0-9_.-]")
 
 WITHOUT_EFFECT = frozenset({
-    "user", "metadata", "store", "session_id", "conversation_id", "safety_identifier", "prediction", "prompt_cache_key",
-    "prompt_cache_retention", "prompt_cache_options", "cache_control", "client_metadata",
+    "user", "metadata", "store", "conversation_id", "safety_identifier", "prediction", "prompt_cache_options", "client_metadata",
     "guided_decoding_backend",  # every backend accepts the same outputs
 })  # fmt: skip
 
@@ -67,6 +66,7 @@ _REMEDIES = {
         separate_reasoning return_token_ids return_prompt_token_ids return_tokens_as_token_ids truncate_prompt_tokens truncation_side
         truncation service_tier return_logprob logprob_start_len top_logprobs_num return_text_in_logprobs background include
         previous_response_id max_tool_calls output_config priority cache_salt timeout rid request_id
+        session_id prompt_cache_key prompt_cache_retention cache_control
     """,
     "start the server with the template (--chat-template)": "chat_template",
     "beam search is not implemented; use n": "use_beam_search",
@@ -89,7 +89,7 @@ _REMEDIES = {
     """,
     "send several inputs": "multi_item_delimiter_indices",
     "name the adapter in model": "lora_path lora_id",
-    "send the conversation; its prefix is cached": "session_params",
+    "use /generate, or send the conversation; its prefix is cached": "session_params",
     "requests bring no code; use a logits-processor plugin and custom": "custom_logit_processor logits_processors",
     "use custom": "vllm_xargs",
     "use cache_salt": "extra_key",

@@ -238,7 +238,6 @@ def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan]) -> Iterator[Pl
     """The tiers, each with the blocks that it has room for. Ranks share a size equally."""
     resolved, plan = prepared.resolved, prepared.resolved.plan
     sizes = [-(-stage.bytes_per_token * resolved.page_size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT for stage in stages]
-    pages = min(stage.tokens for stage in stages) // resolved.page_size
     for choice in resolved.plugins.get("kv_tier", ()):
         can = prepared.registry.get("kv_tier", choice.name).capabilities
         known = can if isinstance(can, KVTierCapabilities) else KVTierCapabilities()
@@ -246,6 +245,6 @@ def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan]) -> Iterator[Pl
         blocks = None if size is None else int(size * GIB) // max(sizes)
         host_bytes = int(sum(choice.options[option] for option in known.memory) * GIB)
         if ratio is not None:
-            blocks = int(ratio * pages)
+            blocks = min(int(ratio * stage.cache) // size for stage, size in zip(stages, sizes, strict=True))
             host_bytes = blocks * sum(sizes) * plan.tp
         yield PlannedTier(choice.name, sum(sizes) * plan.attention_tp, blocks, host_bytes * plan.num_replicas)
