@@ -107,7 +107,8 @@ def load_kernels(resolved: Resolved, registry: Registry, absent: type[GemmKernel
     for choice in resolved.plugins.get("gemm_kernel", ()):
         capabilities = registry.get("gemm_kernel", choice.name).capabilities
         speeds = capabilities.speeds if isinstance(capabilities, GemmCapabilities) else ()
-        required = choice.name == resolved.user.model.gemm_kernel
+        # of batch-invariant kernels the first that multiplies a type does so for any number of rows
+        required = resolved.user.execution.deterministic or choice.name == resolved.user.model.gemm_kernel
         is_absent = absent is not None and not registry.is_installed("gemm_kernel", choice.name)
         loaded = Loaded(absent) if absent is not None and is_absent else Loaded(*registry.choose(choice))
         kernels.append(LoadedKernel(choice.name, loaded, speeds, required))

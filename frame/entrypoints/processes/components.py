@@ -42,6 +42,7 @@ from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
 from frame.host.progress import track
 from frame.kernels.compile_ahead import compile_ahead
+from frame.kernels.linear.invariant import compute_logprobs, limit_workspaces
 from frame.loading.loader import Checkpoint, load_model
 from frame.loading.sleep import tag_memory
 
@@ -148,6 +149,7 @@ class RunnerPlan:
 def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: Groups, limits: Limits | None = None) -> BuildContext:
     """The context of one rank, with its attention backend, weight format, MoE runner and MoE
     dispatcher. limits: None: those of the configuration."""
+    user = resolved.user
     base = BuildContext(
         platform=platform,
         device=platform.device,
@@ -157,9 +159,10 @@ def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: 
         pipeline=groups.pipeline,
         limits=limits or limits_of(resolved),
         task=resolved.task,
-        load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
+        load_code=partial(load_class, Path(resolved.model_path)) if user.model.trust_remote_code else None,
         kv_dtype=DTYPES[resolved.kv_dtype],
         plan=resolved.plan,
+        deterministic=user.execution.deterministic,
         media=None if resolved.media is None else MediaSizes(resolved.media.table_rows, resolved.media.encode_budget),
     )
     base = replace(base, track=track) if groups.tp.rank == 0 else base
@@ -167,7 +170,7 @@ def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: 
     if parts.weight_format is not None:
         stored = resolved.model.config.get("quantization_config")
         built["weight_format"] = parts.weight_format.build(FormatContext(base.dtype, stored, Path(resolved.model_path)))
-    if (settings := resolved.user.adapters).enabled:
+    if (settings := user.adapters).enabled:
         from frame.adapters.builder import make_device_adapters, plan_sizes
 
         sizes = plan_sizes(settings.max_active, settings.max_rank, settings.pages)
@@ -213,6 +216,8 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     phases: dict[str, float] = {}
     clock = time.perf_counter()
     model_config, device = resolved.model, platform.device
+    if resolved.user.execution.deterministic:
+        limit_workspaces()
     platform.activate()
     torch.manual_seed(resolved.user.model.seed)  # of the device, too
     platform.release_memory()  # of an earlier engine of this process
@@ -244,6 +249,8 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     pools = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
     pools = tuple(replace(each, num_pages=_min_of_ranks(each.num_pages, ranks, device)) for each in pools)
     operations = choose_operations(device)
+    if context.deterministic and operations is TORCH:
+        operations = replace(TORCH, compute_logprobs=compute_logprobs)
     with tag_memory(user.execution.sleep != "off", platform, "kv_cache"):
         pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device, operations.move_rows)
     adapters = _allocate_adapters(context)
