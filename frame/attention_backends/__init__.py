@@ -40,7 +40,9 @@ TORCH_NATIVE = AttentionCapabilities(
     batch_invariant=True,
 )
 
-FLEX_ATTENTION = replace(TORCH_NATIVE, batch_invariant=False, chunked=False, tree_mask=False, spans=False, compute_capability=((8, 0), (12, 1)))
+FLEX_ATTENTION = replace(
+    TORCH_NATIVE, chunked=False, tree_mask=False, spans=False, batch_invariant=False, compute_capability=((8, 0), (12, 1))
+)
 
 
 @dataclass(frozen=True, slots=True)

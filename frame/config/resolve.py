@@ -217,12 +217,10 @@ class _Solver:
             sentence = f"parallel.dp_attention is true, but model.task is {task}."
             self.conflicts.append(ResolveError(sentence, change="parallel.dp_attention: false"))
         self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization)
-        self.conflicts += find_host_conflicts(self.config)
-        self.conflicts += find_batch_conflicts(self.config, self.model_config, task, self.tree)
+        self.conflicts += [*find_host_conflicts(self.config), *find_batch_conflicts(self.config, self.model_config, task, self.tree)]
         self.conflicts += find_adapter_conflicts(self.config, self.model_config)
         ranks, named = self.plan.num_ranks, self.config.parallel.launcher
-        deterministic = self.config.execution.deterministic
-        links = CollectiveRequirements(self.device, ranks, self.plan.hosts, self._compatible, deterministic)
+        links = CollectiveRequirements(self.device, ranks, self.plan.hosts, self._compatible, self.config.execution.deterministic)
         self._collect(choose_collective, self.chosen, self.records, self.config, links, self.hardware.of(self.device))
         self._collect(self._select, "launcher", require_launcher(self.config), named, f"No launcher starts {ranks} rank(s)")
         self._collect(self._quantization)
@@ -240,16 +238,14 @@ class _Solver:
         return bool(selected and getattr(selected[-1].record.capabilities, feature, False))
 
     def _experts(self) -> None:
-        moe, model = self.config.moe, self.model_config
+        moe, model, mode = self.config.moe, self.model_config, self.config.execution.deterministic
         if not model.num_experts:
             for key, value in (("moe.runner", moe.runner), ("moe.dispatcher", moe.dispatcher)):
                 if value is not None:
                     raise ResolveError(f"{key} is {value}, but {model.architecture} has no experts.", change=f"{key}: auto")
             return
         biased = self._model_has("biased_experts")
-        requirements = MoERequirements(
-            self.device, self._capability(), self.dtype, self._compatible, biased, deterministic=self.config.execution.deterministic
-        )
+        requirements = MoERequirements(self.device, self._capability(), self.dtype, self._compatible, biased, mode)
         named = {"moe_dispatcher": moe.dispatcher, "moe_runner": moe.runner}
         for kind, name in named.items():
             needed = replace(requirements, plan=self.plan, biased=False) if kind == "moe_dispatcher" else requirements
@@ -330,11 +326,9 @@ class _Solver:
     def _model(self, task: Task) -> Pooling | None:
         """Choose the model plugin and adapt the model configuration to it. -> how vectors are
         pooled; None for the task generate."""
-        parallel, compiles = self.config.parallel, self.config.execution.torch_compile
-        requirements = ModelRequirements(
-            self.model_config.architecture, parallel.tp, task, parallel.pp, self.plan.num_groups > 1, compiles, self.config.adapters.enabled,
-            deterministic=self.config.execution.deterministic,
-        )  # fmt: skip
+        parallel, execution, architecture = self.config.parallel, self.config.execution, self.model_config.architecture
+        modes = execution.torch_compile, self.config.adapters.enabled, execution.deterministic
+        requirements = ModelRequirements(architecture, parallel.tp, task, parallel.pp, self.plan.num_groups > 1, *modes)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
             return (getattr(record.capabilities, "architectures", ()) is None, *by_rank(record))
@@ -369,8 +363,7 @@ class _Solver:
         selection = self._select("weight_format", FormatRequirements(stored), named or open_choice, subject)
         if named is None:
             self.chosen.reasons["model.quantization"] = f"the checkpoint's weights are {stored or 'plain'}"
-        deterministic = self.config.execution.deterministic
-        requirements = GemmRequirements(self.device, self._capability(), self.dtype, self._compatible, deterministic)
+        requirements = GemmRequirements(self.device, self._capability(), self.dtype, self._compatible, self.config.execution.deterministic)
         choose_gemm_kernels(self.chosen, self.records, self.config.model.gemm_kernel, requirements, selection.record)
 
     def _attention(self, kv_dtype: str) -> None:

@@ -143,7 +143,8 @@ def _refuse(
 ) -> None:
     """`single`: the best-ranked backend that computes both phases."""
     pairs = [(extend.record, other.record) for extend in fitting[0] for other in fitting[1]]
-    rejected = [Rejected(other, (Reason(f"beside {extend.name}, {_find_conflict(extend, other, deterministic)}"),)) for extend, other in pairs]
+    sentences = [(other, f"beside {extend.name}, {_find_conflict(extend, other, deterministic)}") for extend, other in pairs]
+    rejected = [Rejected(other, (Reason(sentence),)) for other, sentence in sentences]
     named = " and ".join(f"{user}: {name}" for user, name in (("prefill", prefill), ("decode", decode)) if name is not None)
     sentence = f"{KEY}: no pair of backends with {named} serves this model, machine and configuration."
     raise ResolveError(sentence, rejected, f"{KEY}: {single.name}" if single is not None else None)

@@ -98,13 +98,13 @@ def find_batch_conflicts(config: FrameConfig, model_config: ModelConfig, task: T
     if not config.execution.deterministic:
         return
     checks = (
-        (task != "generate", f"the task is {task}", "model.task: generate"),
+        (task != "generate", f"model.task is {task}", "model.task: generate"),
         (tree is not None, "a drafter drafts trees, which another mask verifies; set its option eagle_topk to 1", None),
         (config.adapters.enabled, "adapters.enabled is true", "adapters.enabled: false"),
         (config.parallel.dp_attention, "parallel.dp_attention is true", "parallel.dp_attention: false"),
         (config.parallel.redundant_experts > 0, "replicas of experts take turns by row", "parallel.redundant_experts: 0"),
         (config.execution.torch_compile, "execution.torch_compile is true", "execution.torch_compile: false"),
-        (bool(model_config.full_config) and config.media.enabled is not False, "encoders of media are not batch-invariant", "media.enabled: false"),
+        (bool(model_config.full_config) and config.media.enabled is not False, "the model has encoders of media", "media.enabled: false"),
     )
     for is_conflict, sentence, change in checks:
         if is_conflict:

@@ -124,7 +124,7 @@ class AttentionCapabilities:
     expanded_bytes: int = 0  # mla: most that the expanded latents of a step's prompts take in a layer
     dequantized_bytes: int = 0  # mha, a quantized cache: most that the keys and values of a step's prompts take in a layer when dequantized
     compiles_at_start: bool = False  # `prepare` may take minutes the first time; another backend may serve meanwhile
-    batch_invariant: bool = False  # under `RankContext.deterministic`, the bits of a token's result depend on its keys' positions and values alone
+    batch_invariant: bool = False  # under `RankContext.deterministic`, the bits of a token's result depend on its query and keys alone
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
     measured: tuple[Measured, ...] = ()
 

@@ -40,6 +40,7 @@ from frame.entrypoints.processes.grammar_process import GrammarProcess, load_bac
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
+from frame.kernels.linear.invariant import limit_workspaces
 from frame.loading.loader import UpdatedModel
 from frame.loading.weight_commands import CommandSettings, WeightCommands, list_transfers
 from frame.loading.weight_update import UpdateSource, UpdatingRunner, WeightUpdater
@@ -124,6 +125,8 @@ def build_rank(resolved: Resolved, registry: Registry, place: Place | None = Non
 
 def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[TorchModelRunner, dict[str, Any] | None]:
     """The runner, and on a GPU the counts of kernels compiled and loaded."""
+    if resolved.user.execution.deterministic:
+        limit_workspaces()
     platform = create_platform(resolved, registry, place)
     platform.activate()
 
@@ -161,6 +164,8 @@ def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
     model_config = resolved.model
     shape = (model_config.architecture, model_config.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
     sizes = (str(resolved.plan), resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context)
+    if resolved.user.execution.deterministic:  # other kernels
+        sizes += ("deterministic",)  # type: ignore[assignment]
     key = hashlib.sha256(repr((plugins, shape, sizes)).encode()).hexdigest()[:16]
     return KernelCache(select_cache_folder(chip), key)
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 TILE = 16  # rows
-# what cuBLAS may use for split-K, whose sums depend on the number of rows; few kernels are left with so little
+# what cuBLAS may use for split-K, whose sums depend on the number of rows: too little for most
 WORKSPACES: Mapping[str, str] = MappingProxyType({"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"})
 _LANES = 128  # PyTorch's vectors are at most this wide; it computes a rest of elements by other instructions
 _PIECE = 1 << 15  # elements that PyTorch does not divide among threads
@@ -50,7 +50,9 @@ class InvariantRows:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = len(x)
         if rest := -rows % TILE:
-            x = torch.cat((x, x.new_zeros(rest, *x.shape[1:])))
+            padded = x.new_empty(rows + rest, *x.shape[1:])  # whatever the other rows hold
+            padded[:rows] = x
+            x = padded
         if len(x) <= self.max_rows:
             return self.multiply(x)[:rows]
         return torch.cat([self.multiply(piece) for piece in x.split(self.max_rows)])[:rows]
@@ -123,10 +125,3 @@ def map_elements(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
 def silu(x: torch.Tensor) -> torch.Tensor:
     """SiLU by `map_elements`."""
     return map_elements(F.silu, x)
-
-
-def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `DeviceOperations.compute_logprobs`, by an operation that goes row by row."""
-    logprobs = logits.float().log_softmax(-1)
-    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    return logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), top.indices, top.values

@@ -16,7 +16,7 @@ import torch
 
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch, HostView
-from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, planned, requirements
+from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, Rows, planned, requirements
 from frame.kernels.linear.invariant import TILE, InvariantRows
 from frame.testing.attention.cases import DECODES, LATENT, MIXED, with_pages_for
 from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, poisoned_memory, reference
@@ -28,6 +28,7 @@ CASES = {
     "mha-mixed": Case(MIXED, head_dim=64, v_head_dim=64),
     "mha-decodes": Case(DECODES, heads=7, kv_heads=1, head_dim=64, v_head_dim=64),
     "mha-window": Case(MIXED, window=33, sinks=True, head_dim=64, v_head_dim=64),
+    "mha-long": Case(Rows.of([2600, 5], [(2300, 9), (0, 21)]), heads=2, kv_heads=1, head_dim=64, v_head_dim=64),
     "mla-mixed": Case(MIXED, **LATENT),
 }
 CHUNKS = (1, 7, 64)  # queries of a step
@@ -69,7 +70,7 @@ def _compute(backend: AttentionBackend, placed: Placed, inputs: Inputs, batch: F
 
 
 def _with_invariant_layer(placed: Placed) -> Placed:
-    """With latent projections of one tile after the other, so that a difference is the backend's."""
+    """With latent projections tile by tile, so that a difference is the backend's."""
     if placed.layer is not None:
         layer, q = placed.layer, placed.q[:1]
         layer.absorb = InvariantRows(layer.absorb, q, TILE)  # type: ignore[method-assign]

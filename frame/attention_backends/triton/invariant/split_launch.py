@@ -7,10 +7,8 @@ which changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from frame.attention_backends.triton.invariant.split_kernel import merge_kernel, split_kernel
