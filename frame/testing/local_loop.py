@@ -69,7 +69,9 @@ class LocalLoop:
                 vectors[tokens.rids[index]] = np.frombuffer(tokens.pooled[index], np.float32)
         return np.stack([vectors[rid] for rid in rids])
 
-    def add_request(self, prompt: Sequence[int], params: SamplingParams, media: Sequence[MediaItem] = (), second_text_start: int = 0) -> str:
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams, media: Sequence[MediaItem] = (), second_text_start: int = 0
+    ) -> str:
         """Queue a request. -> its rid. Raises RuntimeError when it is refused."""
         self._number += 1
         rid, tokens = f"r{self._number}", list(prompt)

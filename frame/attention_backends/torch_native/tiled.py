@@ -148,7 +148,10 @@ def find_max_queries(spec: AttentionSpec, width: int, value_width: int, device: 
     most = -(-QUERIES[-1] * group // TILE) * TILE
     for inputs, outputs in ((width, KEYS), (KEYS, value_width)):
         other = torch.randn(2, inputs, outputs, generator=torch.Generator().manual_seed(0)).to(device)
-        both = InvariantRows(lambda x, other=other: torch.bmm(x.transpose(0, 1), other).transpose(0, 1), other[None, :, :, 0])
-        if both.max_rows < most:
+
+        def multiply(x: torch.Tensor, other: torch.Tensor = other) -> torch.Tensor:
+            return torch.bmm(x.transpose(0, 1), other).transpose(0, 1)
+
+        if InvariantRows(multiply, other[None, :, :, 0]).max_rows < most:
             return QUERIES[0]
     return QUERIES[-1]

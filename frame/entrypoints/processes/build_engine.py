@@ -40,7 +40,6 @@ from frame.entrypoints.processes.grammar_process import GrammarProcess, load_bac
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
-from frame.kernels.linear.invariant import limit_workspaces
 from frame.loading.loader import UpdatedModel
 from frame.loading.weight_commands import CommandSettings, WeightCommands, list_transfers
 from frame.loading.weight_update import UpdateSource, UpdatingRunner, WeightUpdater
@@ -102,13 +101,13 @@ def load_head_format(registry: Registry) -> Loaded[Any]:
 
 
 def load_kernels(resolved: Resolved, registry: Registry, absent: type[GemmKernel] | None = None) -> tuple[LoadedKernel, ...]:
-    """The GEMM kernels that fit the device, the one that the user named among them. absent: the
-    class in place of a kernel whose requirements are not installed here."""
+    """The GEMM kernels that fit the device, the one that the user named among them. Of
+    batch-invariant ones the first that multiplies a type does so for any number of rows. absent:
+    the class in place of a kernel whose requirements are not installed here."""
     kernels = []
     for choice in resolved.plugins.get("gemm_kernel", ()):
         capabilities = registry.get("gemm_kernel", choice.name).capabilities
         speeds = capabilities.speeds if isinstance(capabilities, GemmCapabilities) else ()
-        # of batch-invariant kernels the first that multiplies a type does so for any number of rows
         required = resolved.user.execution.deterministic or choice.name == resolved.user.model.gemm_kernel
         is_absent = absent is not None and not registry.is_installed("gemm_kernel", choice.name)
         loaded = Loaded(absent) if absent is not None and is_absent else Loaded(*registry.choose(choice))
@@ -125,8 +124,6 @@ def build_rank(resolved: Resolved, registry: Registry, place: Place | None = Non
 
 def _build_rank(resolved: Resolved, registry: Registry, place: Place) -> tuple[TorchModelRunner, dict[str, Any] | None]:
     """The runner, and on a GPU the counts of kernels compiled and loaded."""
-    if resolved.user.execution.deterministic:
-        limit_workspaces()
     platform = create_platform(resolved, registry, place)
     platform.activate()
 
@@ -163,9 +160,8 @@ def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
     plugins = sorted((kind, choice.name, choice.version) for kind, choices in resolved.plugins.items() for choice in choices)
     model_config = resolved.model
     shape = (model_config.architecture, model_config.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
-    sizes = (str(resolved.plan), resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context)
-    if resolved.user.execution.deterministic:  # other kernels
-        sizes += ("deterministic",)  # type: ignore[assignment]
+    modes = ("deterministic",) * resolved.user.execution.deterministic
+    sizes = (str(resolved.plan), resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context, *modes)
     key = hashlib.sha256(repr((plugins, shape, sizes)).encode()).hexdigest()[:16]
     return KernelCache(select_cache_folder(chip), key)
 

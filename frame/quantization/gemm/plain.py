@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
-from frame.kernels.linear.invariant import InvariantMatmul
+from frame.kernels.linear.invariant import InvariantMatmul, limit_workspaces
 from frame.models.layers.packed import can_pack, pack_weight
 from frame.models.layers.weights.plain_gemm import PackedGemm, PlainGemm, PlainGroupedGemm
 
@@ -22,6 +22,8 @@ class PlainKernel(GemmKernel):
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self._proofs: dict[tuple[object, ...], int] = {}
+        if context.deterministic:
+            limit_workspaces()
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None if weight.scheme.quant_type == "plain" else "the weight is quantized"

@@ -190,8 +190,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     for name, case in named_cases:
         yield Check(name, partial(check_case, make, case))
     yield from step_checks(make, subject)
-    if capabilities.batch_invariant:
-        yield from invariance_checks(partial(make, deterministic=True), place, subject)
+    yield from invariance_checks(partial(make, deterministic=True), place, subject)
     if device.startswith("cuda"):
         for name, case, changes in replays():
             placed = replace(with_pages_for(case, capabilities), device=device)
