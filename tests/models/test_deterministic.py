@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.models.harness import Session, open_session
+from tests.models.ranks import on_ranks
 
 ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
     ("LlamaForCausalLM", {}),
@@ -64,6 +65,19 @@ def test_without_the_mode_bits_depend_on_the_batch(checkpoint: Callable[..., Pat
     (expected,) = session.step([(0, tokens)])
     parts = [session.step([(1, tokens[start : start + 1])])[0] for start in range(LENGTH)]
     assert not torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_two_ranks(checkpoint: Callable[..., Path], architecture: str) -> None:
+    tokens = draw(LENGTH, 1)
+
+    def act(group: Any) -> bool:
+        session = open_session(checkpoint(architecture), group, dtype=torch.bfloat16, attention="torch_native", deterministic=True)
+        (expected,) = session.step([(0, tokens)])
+        parts = [session.step([(1, tokens[start : start + 7]), (2, draw(9, start))])[0] for start in range(0, LENGTH, 7)]
+        return torch.equal(torch.cat(parts), expected)
+
+    assert on_ranks(2, act) == [True, True]
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
