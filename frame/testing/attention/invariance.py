@@ -17,7 +17,6 @@ import torch
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, Rows, planned, requirements
-from frame.kernels.linear.invariant import TILE, InvariantRows
 from frame.testing.attention.cases import DECODES, LATENT, MIXED, with_pages_for
 from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, poisoned_memory, reference
 from frame.testing.conformance import Check, Subject
@@ -32,6 +31,7 @@ CASES = {
     "mla-mixed": Case(MIXED, **LATENT),
 }
 CHUNKS = (1, 7, 64)  # queries of a step
+TILE = 16  # rows of a product
 
 
 def invariance_checks(make: Callable[[Case], AttentionBackend], place: Place, subject: Subject) -> Iterator[Check]:
@@ -74,10 +74,14 @@ def _compute(backend: AttentionBackend, placed: Placed, inputs: Inputs, batch: F
 def _with_invariant_layer(placed: Placed) -> Placed:
     """With latent projections tile by tile, so that a difference is the backend's."""
     if placed.layer is not None:
-        layer, q = placed.layer, placed.q[:1]
         for name in ("absorb", "unabsorb"):
-            setattr(layer, name, InvariantRows(getattr(layer, name), q, TILE))
+            setattr(placed.layer, name, partial(_multiply_tiles, getattr(placed.layer, name)))
     return placed
+
+
+def _multiply_tiles(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    padded = torch.cat((x, x.new_zeros(-len(x) % TILE, *x.shape[1:])))
+    return torch.cat([multiply(tile) for tile in padded.split(TILE)])[: len(x)]
 
 
 def _cut(batch: ForwardBatch, row: int, tokens: slice, row_start: int) -> ForwardBatch:
