@@ -80,9 +80,9 @@ def attend_tiled(spec: AttentionSpec, q: torch.Tensor, read: ReadRows, value_wid
     """q [tokens, heads, d] -> [tokens, heads, value_width]."""
     out = q.new_empty(*q.shape[:2], value_width)
     for blocks in step.blocks:
-        most = max(1, CELLS // (blocks.tokens.shape[1] * spec.num_heads * KEYS))
-        for start in range(0, len(blocks.rows), most):
-            some = Blocks(*(each[start : start + most] for each in (blocks.rows, blocks.tokens, blocks.positions)))
+        max_blocks = max(1, CELLS // (blocks.tokens.shape[1] * spec.num_heads * KEYS))
+        for start in range(0, len(blocks.rows), max_blocks):
+            some = Blocks(*(each[start : start + max_blocks] for each in (blocks.rows, blocks.tokens, blocks.positions)))
             tokens = torch.from_numpy(some.tokens).to(q.device)
             out[tokens.flatten()] = _attend_blocks(spec, q[tokens], read, value_width, some, step).flatten(0, 1).to(q.dtype)
     return out
@@ -145,13 +145,13 @@ def find_max_queries(spec: AttentionSpec, width: int, value_width: int, device: 
     """The queries of a block for which a query's bits were equal to those of a block of one: all
     of `QUERIES`, or 1."""
     group = spec.num_heads // spec.num_kv_heads
-    most = -(-QUERIES[-1] * group // TILE) * TILE
+    max_rows = -(-QUERIES[-1] * group // TILE) * TILE
     for inputs, outputs in ((width, KEYS), (KEYS, value_width)):
         other = torch.randn(2, inputs, outputs, generator=torch.Generator().manual_seed(0)).to(device)
 
         def multiply(x: torch.Tensor, other: torch.Tensor = other) -> torch.Tensor:
             return torch.bmm(x.transpose(0, 1), other).transpose(0, 1)
 
-        if InvariantRows(multiply, other[None, :, :, 0]).max_rows < most:
+        if InvariantRows(multiply, other[None, :, :, 0]).max_rows < max_rows:
             return QUERIES[0]
     return QUERIES[-1]
