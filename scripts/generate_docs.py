@@ -414,6 +414,19 @@ def rooms() -> str:
     return draw_rooms()
 
 
+def determinism() -> str:
+    """The page of the batch-invariant mode, with its table of the parts that have it."""
+    marker = "<!-- The table is written by `make docs` from the capability records. -->"
+    before, after = (REFERENCE.parent / "determinism.md").read_text().split(marker)
+    rows = []
+    for kind in ("attention_backend", "gemm_kernel", "moe_runner", "moe_dispatcher", "collective", "model"):
+        records = sorted(own_records()[kind], key=lambda record: record.name)
+        have = [[code(each.name) for each in records if each.capabilities.batch_invariant is wanted] for wanted in (True, False)]
+        rows.append([code(kind), *(", ".join(names) for names in have)])
+    text = after[after.index("\n\nNot in this mode") :]
+    return f"{before}{marker}\n\n{table(['kind', 'batch-invariant', 'not'], rows)}{text}"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "backends.md": backends,
     "cli.md": command_line,
@@ -422,6 +435,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "hooks.md": hooks,
     "model_blocks.md": model_blocks,
     "other_servers.md": other_servers,
+    "../determinism.md": determinism,
     "../models.md": models,
     "plugins.md": plugins,
     "rooms.svg": rooms,

@@ -37,9 +37,12 @@ TORCH_NATIVE = AttentionCapabilities(
     tree_mask=True,
     spans=True,
     kv_dtypes=("fp8_e4m3", "int8"),
+    batch_invariant=True,
 )
 
-FLEX_ATTENTION = replace(TORCH_NATIVE, chunked=False, tree_mask=False, spans=False, compute_capability=((8, 0), (12, 1)))
+FLEX_ATTENTION = replace(
+    TORCH_NATIVE, chunked=False, tree_mask=False, spans=False, batch_invariant=False, compute_capability=((8, 0), (12, 1))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ TRITON = KernelCapabilities(
     graphs="decode",
     shared_prefixes=True,
     device_lengths=True,
+    batch_invariant=True,
     expanded_bytes=2 << 30,
     dequantized_bytes=1 << 30,
     measured=MEASURED["triton"],

@@ -40,7 +40,7 @@ from frame.config.resolution.plugins import (
     pair_experts,
     plugin_choice,
 )
-from frame.config.resolution.task import check_step, choose_pooling, choose_task, find_adapter_conflicts
+from frame.config.resolution.task import check_step, choose_pooling, choose_task, find_adapter_conflicts, find_batch_conflicts
 from frame.config.resolution.tiers import choose_tiers
 from frame.config.resolved import PluginChoice, Resolved
 from frame.config.schema import FrameConfig
@@ -217,10 +217,10 @@ class _Solver:
             sentence = f"parallel.dp_attention is true, but model.task is {task}."
             self.conflicts.append(ResolveError(sentence, change="parallel.dp_attention: false"))
         self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization)
-        self.conflicts += find_host_conflicts(self.config)
+        self.conflicts += [*find_host_conflicts(self.config), *find_batch_conflicts(self.config, self.model_config, task, self.tree)]
         self.conflicts += find_adapter_conflicts(self.config, self.model_config)
         ranks, named = self.plan.num_ranks, self.config.parallel.launcher
-        links = CollectiveRequirements(self.device, ranks, self.plan.hosts, compatible=self._compatible)
+        links = CollectiveRequirements(self.device, ranks, self.plan.hosts, self._compatible, self.config.execution.deterministic)
         self._collect(choose_collective, self.chosen, self.records, self.config, links, self.hardware.of(self.device))
         self._collect(self._select, "launcher", require_launcher(self.config), named, f"No launcher starts {ranks} rank(s)")
         self._collect(self._quantization)
@@ -238,14 +238,14 @@ class _Solver:
         return bool(selected and getattr(selected[-1].record.capabilities, feature, False))
 
     def _experts(self) -> None:
-        moe, model = self.config.moe, self.model_config
+        moe, model, mode = self.config.moe, self.model_config, self.config.execution.deterministic
         if not model.num_experts:
             for key, value in (("moe.runner", moe.runner), ("moe.dispatcher", moe.dispatcher)):
                 if value is not None:
                     raise ResolveError(f"{key} is {value}, but {model.architecture} has no experts.", change=f"{key}: auto")
             return
         biased = self._model_has("biased_experts")
-        requirements = MoERequirements(self.device, self._capability(), self.dtype, self._compatible, biased)
+        requirements = MoERequirements(self.device, self._capability(), self.dtype, self._compatible, biased, mode)
         named = {"moe_dispatcher": moe.dispatcher, "moe_runner": moe.runner}
         for kind, name in named.items():
             needed = replace(requirements, plan=self.plan, biased=False) if kind == "moe_dispatcher" else requirements
@@ -326,10 +326,9 @@ class _Solver:
     def _model(self, task: Task) -> Pooling | None:
         """Choose the model plugin and adapt the model configuration to it. -> how vectors are
         pooled; None for the task generate."""
-        parallel, compiles = self.config.parallel, self.config.execution.torch_compile
-        requirements = ModelRequirements(
-            self.model_config.architecture, parallel.tp, task, parallel.pp, self.plan.num_groups > 1, compiles, self.config.adapters.enabled
-        )
+        parallel, execution, architecture = self.config.parallel, self.config.execution, self.model_config.architecture
+        modes = execution.torch_compile, self.config.adapters.enabled, execution.deterministic
+        requirements = ModelRequirements(architecture, parallel.tp, task, parallel.pp, self.plan.num_groups > 1, *modes)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:
             return (getattr(record.capabilities, "architectures", ()) is None, *by_rank(record))
@@ -364,7 +363,7 @@ class _Solver:
         selection = self._select("weight_format", FormatRequirements(stored), named or open_choice, subject)
         if named is None:
             self.chosen.reasons["model.quantization"] = f"the checkpoint's weights are {stored or 'plain'}"
-        requirements = GemmRequirements(self.device, self._capability(), self.dtype, self._compatible)
+        requirements = GemmRequirements(self.device, self._capability(), self.dtype, self._compatible, self.config.execution.deterministic)
         choose_gemm_kernels(self.chosen, self.records, self.config.model.gemm_kernel, requirements, selection.record)
 
     def _attention(self, kv_dtype: str) -> None:
@@ -372,6 +371,7 @@ class _Solver:
         requirements = AttentionRequirements(
             device=self.device,
             compatible=self._compatible,
+            deterministic=self.config.execution.deterministic,
             compute_capability=self._capability(),
             kind=model_config.kind,
             head_dim=model_config.head_dim,

@@ -262,6 +262,11 @@ class ExecutionSection(Section):
         ge=0,
         le=8192,
     )
+    deterministic: bool = setting(
+        False,
+        "Batch-invariant mode: the bits of a token's logits depend on no other row, chunk, cache hit, preemption or draft.",
+        flag="enable-deterministic-inference",
+    )
     profile_dir: str | None = setting(
         None, "Folder of the traces that /start_profile writes. Default: none; /start_profile is refused.", flag="profile-dir"
     )

@@ -93,6 +93,7 @@ _WINDOWED = (
     "cohere", "gemma3", "gemma4", "gpt_oss", "internvl", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_moe",
 )  # fmt: skip
+_BATCH_INVARIANT = ("deepseek_v2", "deepseek_v3", "llama", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 _DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "nemotron_h", "qwen3_next")
 _IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"
 _MODALITIES = {
@@ -135,6 +136,7 @@ def register_models(registry: KindRegistry) -> None:
             sparse=name == "deepseek_v32",
             modalities=_MODALITIES.get(name, ()),
             media_spans=name == "gemma3",
+            batch_invariant=name in _BATCH_INVARIANT,
         )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:

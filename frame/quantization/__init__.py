@@ -161,7 +161,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
     registry.add(
         "plain",
         "frame.quantization.gemm.plain:PlainKernel",
-        capabilities=GemmCapabilities(devices=("cpu", "cuda"), speeds=(Speed("plain", 0, 1.0),)),
+        capabilities=GemmCapabilities(devices=("cpu", "cuda"), speeds=(Speed("plain", 0, 1.0),), batch_invariant=True),
         rank=100,
         summary="Unquantized weights: skinny and fused Triton kernels, PyTorch, or oneDNN's packed weights on a CPU.",
     )
@@ -212,7 +212,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         "unpacked",
         "frame.quantization.gemm.unpacked:UnpackedKernel",
         capabilities=GemmCapabilities(
-            devices=("cpu", "cuda"),
+            devices=("cpu", "cuda"), batch_invariant=True,
             speeds=(Speed("e4m3", 0, 1.0), *(Speed(quantized, 0, 1.0, automatic=False) for quantized in ("int4", "int8", "e2m1", "nf4"))),
         ),
         rank=20,

@@ -28,7 +28,7 @@ def make_gemm_kernels(context: RankContext, named: str | None = None) -> tuple[G
     it."""
     registry = load_own_plugins()
     dtype = str(context.dtype).removeprefix("torch.")
-    requirements = GemmRequirements(context.device.type, context.platform.compute_capability, dtype)
+    requirements = GemmRequirements(context.device.type, context.platform.compute_capability, dtype, deterministic=context.deterministic)
     choices = []
     for record in registry.records("gemm_kernel"):
         capabilities = record.capabilities

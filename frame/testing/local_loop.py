@@ -46,10 +46,10 @@ class LocalLoop:
         """The output tokens of every prompt; media: the items of each. Raises RuntimeError when a
         request is refused or does not end."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        rids = [self._add(*request) for request in zip(prompts, each, media or [()] * len(prompts), strict=True)]
+        rids = [self.add_request(*request) for request in zip(prompts, each, media or [()] * len(prompts), strict=True)]
         outputs: dict[str, list[int]] = {rid: [] for rid in rids}
         ended: set[str] = set()
-        for tokens in self._run_checked():
+        for tokens in self.run_checked():
             for index, rid in enumerate(tokens.rids):
                 outputs[rid].extend(tokens.token_ids[index])
             ended |= {tokens.rids[index] for index in tokens.finishes}
@@ -61,14 +61,17 @@ class LocalLoop:
         """The vector of every prompt, float32 [prompts, width], of a model that embeds or
         classifies. Raises RuntimeError as above."""
         starts = second_text_starts or [0] * len(prompts)
-        rids = [self._add(prompt, SamplingParams(), second_text_start=start) for prompt, start in zip(prompts, starts, strict=True)]
+        both = zip(prompts, starts, strict=True)
+        rids = [self.add_request(prompt, SamplingParams(), second_text_start=start) for prompt, start in both]
         vectors: dict[str, np.ndarray] = {}
-        for tokens in self._run_checked():
+        for tokens in self.run_checked():
             for index in tokens.finishes:
                 vectors[tokens.rids[index]] = np.frombuffer(tokens.pooled[index], np.float32)
         return np.stack([vectors[rid] for rid in rids])
 
-    def _add(self, prompt: Sequence[int], params: SamplingParams, media: Sequence[MediaItem] = (), second_text_start: int = 0) -> str:
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams, media: Sequence[MediaItem] = (), second_text_start: int = 0
+    ) -> str:
         """Queue a request. -> its rid. Raises RuntimeError when it is refused."""
         self._number += 1
         rid, tokens = f"r{self._number}", list(prompt)
@@ -78,7 +81,7 @@ class LocalLoop:
             raise RuntimeError(f"request {rid} is refused: {refusal.error}")
         return rid
 
-    def _run_checked(self) -> Iterator[StepTokens]:
+    def run_checked(self) -> Iterator[StepTokens]:
         """All steps. Raises RuntimeError when a request ends with an error."""
         for tokens in self.run_steps():
             self.stats["cached"] += sum(tokens.num_cached_tokens.values())

@@ -44,7 +44,7 @@ def run_odd(odd: OddConfiguration, folder: Path) -> dict[str, float]:
 def measure(loop: LocalLoop, case: Case, prompt: list[int], params: SamplingParams) -> float:
     """The largest difference between an output token's log-probability and that of transformers, or
     by which it is below the likeliest one."""
-    rid, tokens, ours = loop._add(prompt, params), [], []
+    rid, tokens, ours = loop.add_request(prompt, params), [], []
     for step in loop.run_steps():
         for index, each in enumerate(step.rids):
             assert each == rid

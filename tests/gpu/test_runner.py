@@ -111,7 +111,7 @@ def test_no_launch_waits_for_the_device():
     registry = load_registry(installed=False)
     built = [registry.load(record)(ProcessorContext(97, ROWS, device)) for record in registry.records("logits_processor")]
     pool = KVPool(kv_geometry(model_config, 1, 16, "float32"), 600, device)
-    sampler = Sampler(Processors(built, ROWS), choose_operations(device))
+    sampler = Sampler(Processors(built, ROWS), choose_operations(context))
     model = FakeModel(model_config, context)
     runner = TorchModelRunner(model, model_config, context, pool, sampler, Capacity(600, 16, 12))
     config = SchedulerConfig(page_size=16, num_pages=600, max_running=ROWS, token_budget=64, max_context=256, vocab_size=97, overlap=True)

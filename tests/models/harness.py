@@ -198,6 +198,7 @@ def build_context(
     tp = tp or LocalGroup()
     limits = Limits(8, 512, names.get("max_context", 512), 4)
     base: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "tp": tp, "limits": limits, "kv_dtype": names.get("kv_dtype")}
+    base["deterministic"] = names.get("deterministic", False)
     if "load_code" in names:
         base["load_code"] = names["load_code"]
     bare = BuildContext(**base)

@@ -11,6 +11,7 @@ from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.testing import conformance
 from frame.testing.attention.cases import cases
+from frame.testing.attention.invariance import CASES
 
 
 def test_a_record_that_differs_from_its_class_is_caught() -> None:
@@ -26,6 +27,16 @@ def test_only_what_the_capabilities_cover_is_asked() -> None:
     found = list(cases("cpu", thorough=False, capabilities=narrow))
     assert found
     assert all(case.head_dim == 64 and case.page_size == 16 and not case.rank and case.window is None for _, case in found)
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_bits_are_compared_where_the_capabilities_claim_it(claims: bool) -> None:
+    able = AttentionCapabilities(devices=("cpu",), kinds=("mha",), dtypes=("float32", "bfloat16"), batch_invariant=claims)
+    record = PluginRecord("attention_backend", "b", "m:C", "attention/2", able)
+    subject = conformance.Subject(record, TorchNativeBackend, None, conformance.Setting())
+    found = [check.name for check in conformance.checks("attention_backend", subject) if check.name.startswith("batch_invariant-")]
+    names = [name for name, case in CASES.items() if not case.rank and case.window is None]
+    assert found == [f"batch_invariant-{name}-{dtype}" for name in names for dtype in able.dtypes if claims]
 
 
 def test_a_backend_for_another_device_cannot_be_checked_here() -> None:

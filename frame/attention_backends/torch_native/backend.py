@@ -8,6 +8,7 @@ arithmetic.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from frame.attention_backends import TORCH_NATIVE
 from frame.attention_backends.torch_native.cached_rows import CachedRows, open_cache, take
 from frame.attention_backends.torch_native.plan import Group, Grouping, Groups, show_spans
 from frame.attention_backends.torch_native.sparse import attend_sparse
+from frame.attention_backends.torch_native.tiled import ReadRows, TiledStep, attend_tiled, find_max_queries
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import ForwardBatch, SparseKeys, TreeMask
 from frame.core.interfaces.build import BuildContext
@@ -35,6 +37,7 @@ class StepGroups:
     def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
         self._batch, self._dtype = batch, dtype
         self._by_view: dict[MaskView, Groups] = {}
+        self._tiled: dict[int, TiledStep] = {}
 
     def get_groups(self, view: MaskView, layer: int) -> Groups:
         """The groups of a view. `layer`: one that has it."""
@@ -45,6 +48,10 @@ class StepGroups:
             groups = grouping.make_groups(self._batch.num_decodes) if causal else grouping.make_bidirectional_groups()
             self._by_view[view] = groups
         return groups
+
+    def get_tiled(self, queries: int) -> TiledStep:
+        """The blocks of at most `queries` queries."""
+        return self._tiled.setdefault(queries, TiledStep(self._batch, queries))
 
     def _token_bytes(self, layer: int) -> int:
         return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in self._batch.kv.layer(layer))
@@ -57,6 +64,7 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
+        self._max_queries: dict[tuple[int, ...], int] = {}  # of a tiled block, by the layer's shape
         self._views: dict[MaskView, int] = {}  # the views of this model's layers, each with a layer, collected in the first step
 
     def plan(self, batch: ForwardBatch) -> StepGroups:
@@ -66,6 +74,9 @@ class TorchNativeBackend(AttentionBackend):
         return groups
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        if self.context.deterministic and spec.causal:
+            parts = open_cache(spec, batch)
+            return self._attend_tiled(spec, q, lambda slots: (parts[0].read(slots, q.dtype), parts[1].read(slots, q.dtype)), batch)
         groups = self._groups(spec, batch)
         if not spec.causal:
             each = groups.extends
@@ -93,6 +104,8 @@ class TorchNativeBackend(AttentionBackend):
             if batch.get(TreeMask) is not None:
                 raise ValueError("layers with sparse attention cannot verify trees of drafted tokens; use a drafter of chains")
             return attend_sparse(layer, q_nope, q_rope, cached, chosen.slots)
+        if self.context.deterministic:
+            return layer.unabsorb(self._attend_latents(layer, torch.cat((layer.absorb(q_nope), q_rope), -1), cached, batch))
         groups = self._groups(spec, batch)
         if cached.is_rounded and any(group.from_step for group in groups.extends):
             latent = cached.read(batch.kv_slots, latent.dtype)
@@ -104,6 +117,23 @@ class TorchNativeBackend(AttentionBackend):
         if decoded is not None:
             out[: batch.num_decodes] = decoded
         return out
+
+    def _attend_latents(self, layer: LatentProjections, q: torch.Tensor, cached: CachedRows, batch: ForwardBatch) -> torch.Tensor:
+        """Absorbed queries [tokens, heads, rank + rope] -> [tokens, heads, rank], tiled."""
+
+        def read(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = cached.read(slots, q.dtype)[:, None]
+            return rows, rows[..., : layer.kv_lora_rank]
+
+        return self._attend_tiled(replace(layer.spec, head_dim=q.shape[2], v_head_dim=layer.kv_lora_rank), q, read, batch)
+
+    def _attend_tiled(self, spec: AttentionSpec, q: torch.Tensor, read: ReadRows, batch: ForwardBatch) -> torch.Tensor:
+        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
+        queries = self._max_queries.get(shape)
+        if queries is None:
+            queries = self._max_queries[shape] = find_max_queries(spec, spec.head_dim, spec.v_head_dim, q.device)
+        groups: StepGroups = batch.plan
+        return attend_tiled(spec, q, read, spec.v_head_dim, groups.get_tiled(queries))
 
     def _decode_mla(
         self,

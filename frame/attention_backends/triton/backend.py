@@ -6,6 +6,7 @@ on no request.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from frame.attention_backends.shared import make_rows_contiguous
 from frame.attention_backends.triton.decode_launch import DecodeLauncher
 from frame.attention_backends.triton.dequantize import Dequantizer
 from frame.attention_backends.triton.extend_launch import ExtendLauncher
+from frame.attention_backends.triton.invariant.split_launch import SplitLauncher
 from frame.attention_backends.triton.operands import Operands
 from frame.attention_backends.triton.plan import StepPlan
 from frame.attention_backends.triton.shared_prefixes import SharedPrefixes
@@ -24,6 +26,7 @@ from frame.attention_backends.triton.tile_sizes import DeviceLimits, split_width
 from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec, LatentProjections
 from frame.core.interfaces.batch import AttentionOutput, ForwardBatch, SparseKeys, TreeMask
 from frame.core.interfaces.build import BuildContext
+from frame.core.interfaces.media import MediaSpans
 from frame.kernels import INTERPRETED
 
 DEQUANTIZED_QUERIES = 128  # queries for each key, on average, from which on keys are dequantized once
@@ -48,6 +51,7 @@ class TritonBackend(AttentionBackend):
         self._decodes = DecodeLauncher(device, device_limits, limits.max_decodes, shares, 1 + limits.max_drafted if shares else 1)
         self._extends = ExtendLauncher(device, device_limits)
         self._dequantizer = Dequantizer(device)
+        self._splits = SplitLauncher(device, device_limits, limits) if context.deterministic else None
 
     def plan(self, batch: ForwardBatch) -> StepPlan:
         self._share(batch)
@@ -61,7 +65,7 @@ class TritonBackend(AttentionBackend):
         self._share(batch)
 
     def _share(self, batch: ForwardBatch) -> None:
-        if self._shares and not batch.group and batch.get(TreeMask) is None:
+        if self._splits is None and self._shares and not batch.group and batch.get(TreeMask) is None:
             self._prefixes.update_groups(batch.host, batch.num_decodes, batch.kv.page_size)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -69,6 +73,8 @@ class TritonBackend(AttentionBackend):
         cached_k, cached_v = [piece.flatten(0, 1) for piece in batch.kv.layer(spec.layer)]
         page_size, scales = batch.kv.page_size, _scales(spec, cached_k, batch)
         plan, starts, ragged = _plan(batch), None, None
+        if self._splits is not None:
+            return self._attend_splits(spec, _operands(q, cached_k, cached_v, page_size)._replace(scales=scales), batch)
         if not len(plan.query_lens):
             pass
         elif cached_k.dtype == k.dtype:
@@ -93,6 +99,11 @@ class TritonBackend(AttentionBackend):
             k_scale = spec.k_scale if cached.dtype == torch.float8_e4m3fn else 1.0
             units = next(iter(_scales(spec, cached, batch)), None)
             return layer.unabsorb(attend_sparse(*sparse, spec.scale, k_scale, self._limits.shared_memory, units))
+        if self._splits is not None:
+            q, scales = make_rows_contiguous(layer.absorb(q_nope)), tuple([piece.unsqueeze(1) for piece in _scales(spec, cached, batch)])
+            parts = cached[:, None, :rank], cached[:, None, rank:]
+            operands = Operands(q, make_rows_contiguous(q_rope), *parts, None, batch.kv.page_size, scales=scales)
+            return layer.unabsorb(self._attend_splits(replace(spec, v_head_dim=rank), operands, batch))
         expands = self._expands(layer, plan, latent.element_size())
         absorbed = plan.num_decodes if expands else q_nope.shape[0]  # number of tokens; decodes come first
         decoded = None
@@ -129,6 +140,15 @@ class TritonBackend(AttentionBackend):
             self._decodes.run(spec, cached, out, batch, plan)
         if extends and len(plan.query_lens):
             self._extends.run(spec, None if ragged and ragged.has_all_keys else cached, ragged, out, batch, plan, key_starts)
+
+    def _attend_splits(self, spec: AttentionSpec, cached: Operands, batch: ForwardBatch) -> torch.Tensor:
+        """All tokens in the batch-invariant form."""
+        if batch.get(TreeMask) is not None or batch.get(MediaSpans) is not None:
+            raise ValueError("execution.deterministic computes no masks of trees and of media; set it to false")
+        assert self._splits is not None
+        out = AttentionOutput.get_buffer(batch, cached.q1, spec.num_heads, spec.v_head_dim)
+        self._splits.run(spec, cached, out, batch, _plan(batch))
+        return out
 
     def _dequantizes(self, spec: AttentionSpec, plan: StepPlan, itemsize: int) -> bool:
         """Whether the extends of a quantized cache read dequantized keys and values: many queries

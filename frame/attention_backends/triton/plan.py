@@ -7,6 +7,7 @@ no layer: what depends on a layer's shape is made when the first layer of that s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +42,7 @@ class StepPlan:
         self._schedules: dict[SplitConfig, torch.Tensor] = {}
         self.launch_state: dict[Any, Any] = {}
         self._tiles: dict[int, torch.Tensor] = {}
+        self._all_tiles: dict[int, torch.Tensor] = {}
 
     def get_tiles(self, queries: int) -> torch.Tensor:
         """int32 [2, tiles]: extend row and first query of each tile of `queries` queries; tiles
@@ -54,6 +56,38 @@ class StepPlan:
             computed = self._copy(np.stack((rows[order], starts[order])).astype(np.int32))
             self._tiles[queries] = computed
         return computed
+
+    def get_all_tiles(self, queries: int) -> torch.Tensor:
+        """int32 [2, tiles]: row and first query of each tile of `queries` queries, of all rows in
+        order. Those of decodes alone are made on the device, which a graph can capture."""
+        computed = self._all_tiles.get(queries)
+        if computed is None:
+            if len(self.query_lens):
+                rows, starts, _ = self._list_tiles(queries)
+                computed = self._copy(np.stack((rows, starts)).astype(np.int32))
+            else:
+                rows_on_device = torch.arange(self.num_decodes, dtype=torch.int32, device=self._device)
+                computed = torch.stack((rows_on_device, torch.zeros_like(rows_on_device)))
+            self._all_tiles[queries] = computed
+        return computed
+
+    def divide_tiles(self, queries: int, room: int) -> Iterator[tuple[int, int, int, int]]:
+        """Consecutive tiles of `get_all_tiles` with at most `room` tokens: (first tile, tiles,
+        first token, tokens)."""
+        _, _, ends = self._list_tiles(queries)
+        first, token = 0, 0
+        while first < len(ends):
+            last = max(first + 1, int(np.searchsorted(ends, token + room, side="right")))
+            yield first, last - first, token, int(ends[last - 1]) - token
+            first, token = last, int(ends[last - 1])
+
+    def _list_tiles(self, queries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The row, first query and end token of each tile of all rows."""
+        lengths = self._host.query_lens.astype(np.int64)
+        counts = -(-lengths // queries)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        starts = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
+        return rows, starts, np.cumsum(np.minimum(lengths[rows] - starts, queries))
 
     def get_schedule(self, config: SplitConfig, batch: ForwardBatch, pdl: bool) -> torch.Tensor:
         """The split schedule of this step's decodes, computed on the device when the first layer

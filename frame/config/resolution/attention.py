@@ -38,9 +38,10 @@ def choose_attention(
         _fitting(chosen, candidates, name, _of_phase(requirements, phase), phase)
         for name, phase in zip((prefill, decode), PHASES.values(), strict=True)
     ]
-    best = _pair(fitting[0], fitting[1])
+    best = _pair(fitting[0], fitting[1], requirements.deterministic)
     if best is None and (prefill is not None or decode is not None):
-        _refuse(prefill, decode, fitting, next((r for r in sorted(candidates, key=by_rank) if not objections(r, requirements)), None))
+        single = next((r for r in sorted(candidates, key=by_rank) if not objections(r, requirements)), None)
+        _refuse(prefill, decode, fitting, single, requirements.deterministic)
     if best is None or (best[0].record.name == best[1].record.name and prefill is None and decode is None):
         name, why = (None, None) if best is None else (best[0].record.name, best[0].reason)
         _one(chosen, candidates, name, requirements, subject, why)
@@ -101,21 +102,23 @@ def _comparable(records: Sequence[PluginRecord], requirements: AttentionRequirem
     return None, {}
 
 
-def _pair(extends: Sequence[Selection], decodes: Sequence[Selection]) -> tuple[Selection, Selection] | None:
+def _pair(extends: Sequence[Selection], decodes: Sequence[Selection], deterministic: bool) -> tuple[Selection, Selection] | None:
     """The first backend for prefill with the first one for decode that can use the same KV
     cache."""
     for extend in extends:
         for decode in decodes:
-            if not _find_conflict(extend.record, decode.record):
+            if not _find_conflict(extend.record, decode.record, deterministic):
                 return extend, decode
     return None
 
 
-def _find_conflict(extend: PluginRecord, decode: PluginRecord) -> str:
+def _find_conflict(extend: PluginRecord, decode: PluginRecord, deterministic: bool) -> str:
     """Why two backends cannot use the same KV cache; empty if they can."""
     first, second = extend.capabilities, decode.capabilities
     if extend.name == decode.name or not (isinstance(first, AttentionCapabilities) and isinstance(second, AttentionCapabilities)):
         return ""
+    if deterministic:
+        return "under execution.deterministic one of them computes all tokens"
     if first.layout != second.layout:
         return f"their caches differ: {first.layout} and {second.layout}"
     if first.stores_kv != second.stores_kv:
@@ -135,10 +138,13 @@ def shared_page_sizes(records: Sequence[PluginRecord]) -> tuple[int, ...] | None
     return shared
 
 
-def _refuse(prefill: str | None, decode: str | None, fitting: Sequence[Sequence[Selection]], single: PluginRecord | None) -> None:
+def _refuse(
+    prefill: str | None, decode: str | None, fitting: Sequence[Sequence[Selection]], single: PluginRecord | None, deterministic: bool
+) -> None:
     """`single`: the best-ranked backend that computes both phases."""
     pairs = [(extend.record, other.record) for extend in fitting[0] for other in fitting[1]]
-    rejected = [Rejected(other, (Reason(f"beside {extend.name}, {_find_conflict(extend, other)}"),)) for extend, other in pairs]
+    sentences = [(other, f"beside {extend.name}, {_find_conflict(extend, other, deterministic)}") for extend, other in pairs]
+    rejected = [Rejected(other, (Reason(sentence),)) for other, sentence in sentences]
     named = " and ".join(f"{user}: {name}" for user, name in (("prefill", prefill), ("decode", decode)) if name is not None)
     sentence = f"{KEY}: no pair of backends with {named} serves this model, machine and configuration."
     raise ResolveError(sentence, rejected, f"{KEY}: {single.name}" if single is not None else None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
+from frame.core.interfaces.drafter import TreeShape
 from frame.core.interfaces.model import ModelConfig, Pooling, PoolingMode, Task, checkpoint_tasks, is_classifier
 
 
@@ -89,6 +90,25 @@ def find_adapter_conflicts(config: FrameConfig, model_config: ModelConfig) -> It
     names = [module.partition("=")[0] for module in adapters.modules]
     if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         yield ResolveError(f"adapters.modules has the name {twice!r} twice; give each adapter a name of its own.")
+
+
+def find_batch_conflicts(config: FrameConfig, model_config: ModelConfig, task: Task, tree: TreeShape | None) -> Iterator[ResolveError]:
+    """What stands against the batch-invariant mode, besides plugins without the capability
+    `batch_invariant`."""
+    if not config.execution.deterministic:
+        return
+    checks = (
+        (task != "generate", f"model.task is {task}", "model.task: generate"),
+        (tree is not None, "a drafter drafts trees, which another mask verifies; set its option eagle_topk to 1", None),
+        (config.adapters.enabled, "adapters.enabled is true", "adapters.enabled: false"),
+        (config.parallel.dp_attention, "parallel.dp_attention is true", "parallel.dp_attention: false"),
+        (config.parallel.redundant_experts > 0, "replicas of experts take turns by row", "parallel.redundant_experts: 0"),
+        (config.execution.torch_compile, "execution.torch_compile is true", "execution.torch_compile: false"),
+        (bool(model_config.full_config) and config.media.enabled is not False, "the model has encoders of media", "media.enabled: false"),
+    )
+    for is_conflict, sentence, change in checks:
+        if is_conflict:
+            yield ResolveError(f"execution.deterministic is true, but {sentence}.", change=change)
 
 
 def _mode(config: FrameConfig, mode: PoolingMode, why: str) -> tuple[PoolingMode, str]:

@@ -57,16 +57,18 @@ Redraw = Callable[[DecodeOutputs, Mapping[str, torch.Tensor], torch.Tensor], Dec
 
 Outputs = TypeVar("Outputs", bound=tuple[torch.Tensor | None, ...])
 
+PADDED_ROWS = 16  # of which batch-invariant matmuls take multiples
 _DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "key": np.int64(0)}  # values in padding rows
 _FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0), "log_min_p": np.float32(-np.inf)}
 
 
-def graph_sizes(maximum: int) -> tuple[int, ...]:
-    """The batch sizes to capture, for batches of up to `maximum` rows. Small sizes are closer
-    together, because padding costs a larger part of their time."""
+def graph_sizes(maximum: int, multiple: int = 1) -> tuple[int, ...]:
+    """The batch sizes to capture, for batches of up to `maximum` rows: multiples of `multiple`, and
+    the maximum. Small sizes are closer together, because padding costs a larger part of their
+    time."""
     steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
     steps += range(640, maximum, 128)
-    return (*(size for size in steps if size < maximum), maximum)
+    return (*(size for size in steps if size < maximum and size % multiple == 0), maximum)
 
 
 class InputBuffers:

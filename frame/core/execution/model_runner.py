@@ -19,7 +19,7 @@ import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
-from frame.core.execution.decode_graphs import DecodeGraphs, DecodeOutputs, Redraw, graph_sizes
+from frame.core.execution.decode_graphs import PADDED_ROWS, DecodeGraphs, DecodeOutputs, Redraw, graph_sizes
 from frame.core.execution.hybrid_attention import BackgroundPreparation, HybridAttention
 from frame.core.execution.input_batch import ForwardInputs, InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
@@ -181,7 +181,9 @@ class TorchModelRunner(ModelRunner):
         """Capture CUDA graphs of decode steps of up to `max_rows` rows; later decodes replay them.
         is_dry: run each size once instead. Raises ConfigurationError if the model or a backend
         cannot be captured or memory does not suffice."""
-        sizes, platform = graph_sizes(max_rows), self.context.platform
+        # matmuls then pad no rows; experts would be read for rows of padding
+        multiple = PADDED_ROWS if self.context.deterministic and self.context.moe_runner is None else 1
+        sizes, platform = graph_sizes(max_rows, multiple), self.context.platform
         is_last = self.context.pipeline is None or self.context.pipeline.is_last
         vocab_size = self.vocab_size if is_last and self.context.tp.rank == 0 else 0  # the other ranks get rank 0's tokens
         graphs = DecodeGraphs(self._decode, self.inputs, sizes, platform, self._graph_redraw, vocab_size)

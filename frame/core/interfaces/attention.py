@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from frame.core.interfaces.attention_spec import AttentionSpec, LatentProjections
-from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.plugin import Reason, list_batch_obstacles
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,7 @@ class AttentionRequirements:
     group: int | None = None  # query heads per KV head; no backend refuses one, but speeds differ
     device_name: str | None = None  # the driver's name of the card, for speeds that were measured on it
     compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
+    deterministic: bool = False  # execution.deterministic: only what is `batch_invariant` fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class AttentionCapabilities:
     expanded_bytes: int = 0  # mla: most that the expanded latents of a step's prompts take in a layer
     dequantized_bytes: int = 0  # mha, a quantized cache: most that the keys and values of a step's prompts take in a layer when dequantized
     compiles_at_start: bool = False  # `prepare` may take minutes the first time; another backend may serve meanwhile
+    batch_invariant: bool = False  # under `RankContext.deterministic`, the bits of a token's result depend on its query and keys alone
     layout: str = "paged_nhd"  # two backends may share a cache only when their layouts are equal
     measured: tuple[Measured, ...] = ()
 
@@ -208,7 +210,7 @@ class AttentionCapabilities:
             (requirements.spans and not self.spans, "has no mask for images whose tokens attend in both directions"),
             (requirements.graphs and self.graphs == "none", "cannot be captured in a CUDA graph"),
         )
-        return [Reason(sentence) for missing, sentence in checks if missing]
+        return [*(Reason(sentence) for missing, sentence in checks if missing), *list_batch_obstacles(self, requirements)]
 
 
 class AttentionBackend(ABC):
@@ -240,7 +242,10 @@ class AttentionBackend(ABC):
       copied.
     - Plans of two steps may exist at once: `run` reads the plan of its batch and no other.
     - `plan` and `run` write to none of their arguments, and to the cache only under `stores_kv`.
-    - The result of a row depends on that row alone, up to rounding.
+    - The result of a row depends on that row alone, up to rounding. Where the capabilities say
+      `batch_invariant` and the context `deterministic`, it does so to the bit, and the result of a
+      token is the same in a decode and in an extend of any length; masks of trees and spans are not
+      used then.
     - One backend object serves all layers of one model on one rank.
     - `prepare` is called once, after construction and before the first `plan`. Where the
       capabilities say `compiles_at_start`, it may run

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from frame.core.interfaces.platform import HOST, Platform
-from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.plugin import Reason, list_batch_obstacles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ class CollectiveRequirements:
     size: int  # ranks
     num_hosts: int = 1
     compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
+    deterministic: bool = False  # execution.deterministic: only what is `batch_invariant` fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class CollectiveCapabilities:
     capturable: bool = False  # its operations can be captured in the platform's graphs
     max_size: int | None = None  # ranks; None: any number
     several_hosts: bool = True  # ranks may run on different hosts
+    batch_invariant: bool = False  # sums add in the order of the ranks at any size, under `CollectiveContext.deterministic`
     linked_ranks: int = 0  # `auto` chooses it for up to so many tensor-parallel ranks on linked devices (`Accelerator.is_linked`)
 
     def unsupported(self, requirements: CollectiveRequirements) -> list[Reason]:
@@ -53,7 +55,7 @@ class CollectiveCapabilities:
             reasons.append(Reason(f"connects at most {self.max_size} rank(s), not {requirements.size}", f"parallel.tp: {self.max_size}"))
         if requirements.num_hosts > 1 and not self.several_hosts:
             reasons.append(Reason(f"connects ranks of one host, not of {requirements.num_hosts}"))
-        return reasons
+        return [*reasons, *list_batch_obstacles(self, requirements)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class CollectiveContext:
     there). host: the address of the network interface that this rank is reached at. timeout:
     seconds, for joining and for each operation. name: of the group, where several groups meet at
     one address. listens: the process of this rank listens at a "tcp://" address; None: the group's
-    rank 0 does.
+    rank 0 does. deterministic: sums add in the order of the ranks, whatever their size.
     """
 
     rank: int = 0
@@ -76,6 +78,7 @@ class CollectiveContext:
     timeout: float = 300.0
     name: str = ""
     listens: bool | None = None
+    deterministic: bool = False
 
 
 class Transfer(Protocol):

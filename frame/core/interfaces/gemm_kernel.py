@@ -46,6 +46,7 @@ class GemmRequirements:
     compute_capability: tuple[int, int] | None
     dtype: str  # of activations
     compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
+    deterministic: bool = False  # execution.deterministic: only what is `batch_invariant` fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class GemmCapabilities:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     min_compute_capability: tuple[int, int] | None = None
     graphs: bool = True  # CUDA graphs can capture it
+    batch_invariant: bool = False  # the bits of a row depend on that row alone, under `RankContext.deterministic`
 
     def unsupported(self, requirements: GemmRequirements) -> list[Reason]:
         return list_device_obstacles(self, requirements)

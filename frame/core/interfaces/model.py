@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from frame.core.interfaces.build import BuildContext
-from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.plugin import Reason, list_batch_obstacles
 from frame.core.interfaces.rank_context import Task
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ class ModelCapabilities:
     graphs: bool = True
     modalities: tuple[str, ...] = ()  # media that its encoders read (`HasEncoders`); a checkpoint of text alone may have none of them
     media_spans: bool = False  # placeholders of an item attend to each other in both directions, see `MediaSpans`
+    batch_invariant: bool = False  # under `RankContext.deterministic`, the bits of a token's logits depend on the tokens up to it alone
     adapters: bool = True  # its layers apply the low-rank deltas of `BuildContext.adapters`
 
     def unsupported(self, requirements: ModelRequirements) -> list[Reason]:
@@ -184,7 +185,7 @@ class ModelCapabilities:
             reasons.append(Reason("does not apply LoRA adapters", "adapters.enabled: false"))
         if requirements.task not in self.tasks:
             reasons.append(Reason(f"serves {' and '.join(self.tasks)}, not {requirements.task}", f"model.task: {self.tasks[0]}"))
-        return reasons
+        return [*reasons, *list_batch_obstacles(self, requirements)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,7 @@ class ModelRequirements:
     attention_groups: bool = False
     torch_compile: bool = False
     adapters: bool = False
+    deterministic: bool = False  # execution.deterministic: only what is `batch_invariant` fits
 
 
 def find_dense_layers(config: Mapping[str, Any], num_layers: int, first_dense: int = 0) -> frozenset[int]:

@@ -110,6 +110,7 @@ class MoERequirements:
     dtype: str
     compatible: tuple[str, ...] = ()  # further platforms whose plugins run on this device too
     biased: bool = False  # runners only: the experts have biases and an activation of their own
+    deterministic: bool = False  # execution.deterministic: only what is `batch_invariant` fits
     plan: ParallelPlan = ONE_RANK  # of dispatchers; a runner is independent of it
 
 
@@ -122,6 +123,7 @@ class MoECapabilities:
     min_compute_capability: tuple[int, int] | None = None
     graphs: bool = False  # can be captured in a CUDA graph: no shape depends on data, nothing waits for the device
     biased: bool = False  # runners only: computes experts with biases and an activation of their own
+    batch_invariant: bool = False  # the bits of a token's result depend on that token alone, under `RankContext.deterministic`
     layouts: tuple[str, ...] = ("tokens",)  # of dispatched tokens that it produces or takes; "tokens": those of `DispatchOutput`
 
     def unsupported(self, requirements: MoERequirements) -> list[Reason]:

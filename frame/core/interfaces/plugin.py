@@ -40,9 +40,18 @@ class Anything:
         return []
 
 
+def list_batch_obstacles(able: Any, requirements: Any) -> list[Reason]:
+    """Why a plugin cannot serve `execution.deterministic`: `batch_invariant` of the capabilities
+    `able` against `deterministic` of the requirements."""
+    if not requirements.deterministic or able.batch_invariant:
+        return []
+    return [Reason("its results depend on the other rows of a batch", "execution.deterministic: false")]
+
+
 def list_device_obstacles(able: Any, requirements: Any) -> list[Reason]:
     """Why kernels cannot run: `devices`, `dtypes` and `min_compute_capability` of the capabilities
-    `able` against `device`, `dtype` and `compute_capability` of the requirements."""
+    `able` against `device`, `dtype` and `compute_capability` of the requirements, and
+    `list_batch_obstacles`."""
     reasons = []
     if requirements.device not in able.devices:
         reasons.append(Reason(f"runs on {' or '.join(able.devices)}, not on {requirements.device}"))
@@ -51,7 +60,7 @@ def list_device_obstacles(able: Any, requirements: Any) -> list[Reason]:
     low = able.min_compute_capability
     if low and requirements.compute_capability and requirements.compute_capability < low:
         reasons.append(Reason(f"needs compute capability {low[0]}.{low[1]} or later"))
-    return reasons
+    return [*reasons, *list_batch_obstacles(able, requirements)]
 
 
 @dataclass(frozen=True, slots=True)

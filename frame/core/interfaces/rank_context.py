@@ -98,6 +98,7 @@ class RankContext:
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`
     platform: Platform = HOST  # of `device`
     plan: ParallelPlan = ONE_RANK
+    deterministic: bool = False  # execution.deterministic: no row's bits depend on other rows
     track: Track = track_silently
 
     @property

@@ -290,4 +290,15 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     return chosen.squeeze(1), top.indices, top.values - normaliser
 
 
+def compute_logprobs_by_row(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `DeviceOperations.compute_logprobs`. The bits of a row do not depend on the others, as
+    those of exponentials of several rows at once do."""
+    logprobs = logits.float().log_softmax(-1)
+    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    return logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), top.indices, top.values
+
+
 TORCH = DeviceOperations(draw_plain=draw_plain, mask_logits=mask_logits, compute_logprobs=compute_logprobs)
+TORCH_BY_ROW = DeviceOperations(draw_plain=draw_plain, mask_logits=mask_logits, compute_logprobs=compute_logprobs_by_row)

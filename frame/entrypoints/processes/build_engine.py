@@ -101,13 +101,14 @@ def load_head_format(registry: Registry) -> Loaded[Any]:
 
 
 def load_kernels(resolved: Resolved, registry: Registry, absent: type[GemmKernel] | None = None) -> tuple[LoadedKernel, ...]:
-    """The GEMM kernels that fit the device, the one that the user named among them. absent: the
-    class in place of a kernel whose requirements are not installed here."""
+    """The GEMM kernels that fit the device, the one that the user named among them. Of
+    batch-invariant ones the first that multiplies a type does so for any number of rows. absent:
+    the class in place of a kernel whose requirements are not installed here."""
     kernels = []
     for choice in resolved.plugins.get("gemm_kernel", ()):
         capabilities = registry.get("gemm_kernel", choice.name).capabilities
         speeds = capabilities.speeds if isinstance(capabilities, GemmCapabilities) else ()
-        required = choice.name == resolved.user.model.gemm_kernel
+        required = resolved.user.execution.deterministic or choice.name == resolved.user.model.gemm_kernel
         is_absent = absent is not None and not registry.is_installed("gemm_kernel", choice.name)
         loaded = Loaded(absent) if absent is not None and is_absent else Loaded(*registry.choose(choice))
         kernels.append(LoadedKernel(choice.name, loaded, speeds, required))
@@ -159,7 +160,8 @@ def kernel_cache(resolved: Resolved, chip: str) -> KernelCache:
     plugins = sorted((kind, choice.name, choice.version) for kind, choices in resolved.plugins.items() for choice in choices)
     model_config = resolved.model
     shape = (model_config.architecture, model_config.config, resolved.dtype, resolved.kv_dtype, resolved.page_size)
-    sizes = (str(resolved.plan), resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context)
+    modes = ("deterministic",) * resolved.user.execution.deterministic
+    sizes = (str(resolved.plan), resolved.max_running_requests, resolved.chunked_prefill_size, resolved.max_context, *modes)
     key = hashlib.sha256(repr((plugins, shape, sizes)).encode()).hexdigest()[:16]
     return KernelCache(select_cache_folder(chip), key)
 

@@ -36,7 +36,7 @@ from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_by
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors
-from frame.core.sampling.sampler import TORCH, Sampler
+from frame.core.sampling.sampler import TORCH, TORCH_BY_ROW, Sampler
 from frame.diagnostics.finite_check import check_finite
 from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
@@ -160,6 +160,7 @@ def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: 
         load_code=partial(load_class, Path(resolved.model_path)) if resolved.user.model.trust_remote_code else None,
         kv_dtype=DTYPES[resolved.kv_dtype],
         plan=resolved.plan,
+        deterministic=resolved.user.execution.deterministic,
         media=None if resolved.media is None else MediaSizes(resolved.media.table_rows, resolved.media.encode_budget),
     )
     base = replace(base, track=track) if groups.tp.rank == 0 else base
@@ -196,10 +197,10 @@ def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, de
     return Processors([plugin.build(context) for plugin in parts.processors], num_slots)
 
 
-def choose_operations(device: torch.device) -> DeviceOperations:
+def choose_operations(context: RankContext) -> DeviceOperations:
     """The device operations of a runner: Triton kernels where they run."""
-    if not kernels.can_use_triton(device):
-        return TORCH
+    if not kernels.can_use_triton(context.device):
+        return TORCH_BY_ROW if context.deterministic else TORCH
     from frame.kernels.sampling.operations import TRITON
 
     return TRITON
@@ -212,14 +213,13 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     resolved, parts, platform, tp, pipeline = plan.resolved, plan.parts, plan.platform, plan.groups.tp, plan.groups.pipeline
     phases: dict[str, float] = {}
     clock = time.perf_counter()
-    model_config, device = resolved.model, platform.device
+    model_config, user, device = resolved.model, resolved.user, platform.device
     platform.activate()
     torch.manual_seed(resolved.user.model.seed)  # of the device, too
     platform.release_memory()  # of an earlier engine of this process
     before = platform.measure_memory()
     context = build_context(resolved, parts, platform, plan.groups)
     phases["context"] = time.perf_counter() - clock
-    user = resolved.user
     checkpoint = Checkpoint(Path(resolved.weights_folder), parts.weight_source.build, user.model.seed)
     check_memory = partial(plan_rank, resolved, context, before=before)  # before anything is read
     make = partial(parts.model.build, ModelContext.from_build(context, replace(model_config, config=ConfigFields(model_config.config))))
@@ -243,7 +243,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     pages = _min_of_ranks(plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens), ranks, device)
     pools = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
     pools = tuple(replace(each, num_pages=_min_of_ranks(each.num_pages, ranks, device)) for each in pools)
-    operations = choose_operations(device)
+    operations = choose_operations(context)
     with tag_memory(user.execution.sleep != "off", platform, "kv_cache"):
         pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device, operations.move_rows)
     adapters = _allocate_adapters(context)

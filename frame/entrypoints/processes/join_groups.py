@@ -48,8 +48,9 @@ def join_groups(resolved: Resolved, registry: Registry, place: Place, platform: 
         if name and size == 1:
             return LocalGroup()
         context = CollectiveContext(
-            rank, size, place.rendezvous, platform, place.host, name=name, listens=place.rank == 0 if name else None
-        )
+            rank, size, place.rendezvous, platform, place.host, name=name, listens=place.rank == 0 if name else None,
+            deterministic=resolved.user.execution.deterministic,
+        )  # fmt: skip
         group: Collective = registry.create(resolved.choice("collective"), context)
         if place.watch is None:
             return group

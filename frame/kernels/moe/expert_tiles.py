@@ -80,6 +80,8 @@ TILES = (  # (rows per expert on average, at most; tiles)
         ),
     ),
 )
+# for any number of rows, under `RankContext.deterministic`
+FIXED_TILES = Tiles(Tile(64, 128, 64, 4, 4, tma=True), Tile(64, 128, 64, 4, 4, tma=True))
 FLOAT8_TILES = (  # BN and BK of the first GEMM are the block of the scales
     (10.0, Tiles(Tile(16, 128, 128, 4, 3, swap=True, tma=True), Tile(16, 128, 128, 4, 3, swap=True, tma=True))),
     (24.0, Tiles(Tile(32, 128, 128, 4, 4, swap=True, tma=True), Tile(32, 128, 128, 4, 4, swap=True, tma=True))),

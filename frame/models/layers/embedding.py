@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.kernels.linear.invariant import InvariantMatmul
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.weights.gemms import build_gemm
 from frame.models.layers.weights.layer_weight import LayerWeight, describe_layer, register_tensors, replace_values
@@ -150,6 +151,8 @@ class Head(nn.Module):
 
     def _share_weight(self) -> Gemm:
         """The GEMM with the embedding's weight, by a kernel that makes no copy of it."""
+        if self._context.deterministic:
+            return InvariantMatmul(self.weight, {})
         weight = PackedWeight(WeightScheme("plain"), self.weight.shape[1], self.weight.data)
         for choice in self._context.gemm_kernels:
             if choice.kernel.in_place and choice.multiplies("plain") and choice.kernel.find_obstacle(weight) is None:

@@ -18,6 +18,7 @@ from torch import nn
 from frame import kernels
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.batch import SparseKeys
+from frame.kernels.linear.invariant import InvariantRows, Multiply
 from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, scale_range, split_range
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.packed import can_pack, pack_weight, packed_linear
@@ -85,7 +86,7 @@ class LatentAttention(nn.Module):
         out_bias = bool(model_config.config.get("attention_bias", False))
         self.o_proj = RowLinear(context, f"{prefix}.o_proj", model_config.num_heads * sizes.value, model_config.hidden_size, out_bias)
         self.kv_scales = KVScales(prefix, Range.whole(1))
-        self.may_fold = context.tp.size == 1 and not out_bias
+        self.may_fold = context.tp.size == 1 and not out_bias and not context.deterministic
         self.folded: FoldedProjections | None = None
         self.kernel = FusedLatentKernel(context, rotary) if rotary.fused else None
         # (x, input of the query projection, batch) -> the keys to attend to; None: all
@@ -299,6 +300,9 @@ class LatentExpansion(nn.Module):
         self.sizes = sizes
         self.dtype = context.dtype
         self.stored = ColumnLinear(replace(context, adapters=None), (name,), sizes.kv_lora_rank, (heads.full * width,))
+        self._is_deterministic = context.deterministic
+        self._absorb: Multiply = lambda q_nope: multiply_heads(q_nope, self.w_uk)
+        self._unabsorb: Multiply = lambda out: multiply_heads(out, self.w_uv.transpose(1, 2))
         self.delta: LatentDelta | None = None
         if context.adapters is not None and context.attention is not None and context.attention.capabilities.latent_heads:
             ranges = Range.whole(sizes.kv_lora_rank), scale_range(heads, width)
@@ -324,14 +328,17 @@ class LatentExpansion(nn.Module):
         set_buffer(self, "w_uk", w_uk.contiguous())
         set_buffer(self, "w_uv", w_uv.contiguous())
         self.stored.release()
+        if self._is_deterministic and not isinstance(self._absorb, InvariantRows):
+            self._absorb = InvariantRows(self._absorb, w_uk[None, :, :, 0])
+            self._unabsorb = InvariantRows(self._unabsorb, w_uv[None, :, 0])
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, nope] -> [tokens, heads, rank]."""
-        return multiply_heads(q_nope, self.w_uk)
+        return self._absorb(q_nope)
 
     def unabsorb(self, out: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, rank] -> [tokens, heads, value]."""
-        return multiply_heads(out, self.w_uv.transpose(1, 2))
+        return self._unabsorb(out)
 
     def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, rank] -> keys [n, heads, nope] and values [n, heads, value]."""

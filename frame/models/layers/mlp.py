@@ -11,6 +11,7 @@ from torch import nn
 
 from frame import kernels
 from frame.core.errors import ConfigurationError
+from frame.kernels.linear.invariant import silu
 from frame.models.layers.linear import ColumnLinear, RowLinear
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnLinear(context, names, hidden_size, (inner_size, inner_size), bias)
         self.down_proj = RowLinear(context, f"{prefix}.down_proj", inner_size, hidden_size, bias)
         self.kernel = _silu_mul(context.device)
+        self.silu = silu if context.deterministic else F.silu
 
     def defer_sum(self) -> None:
         """Return a `RankSum` on several ranks."""
@@ -108,4 +110,4 @@ class GatedMLP(nn.Module):
         gate, up = gate_up.chunk(2, -1)
         # on short strided rows SiLU takes more than twice as long as on a contiguous copy
         gate = gate.contiguous() if gate.shape[-1] <= _SHORT_ROW and gate.device.type == "cpu" else gate
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(self.silu(gate).mul_(up))

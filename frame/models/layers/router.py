@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
+from frame.kernels.linear.invariant import InvariantMatmul, map_elements
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter
 
@@ -81,6 +82,8 @@ class Router(nn.Module):
         if context.adapters is not None:
             self.delta = context.adapters.add_layer((name,), Range.whole(hidden_size), (Range.whole(num_experts),))
         self._narrow: torch.Tensor | None = None
+        self._is_deterministic = context.deterministic
+        self._invariant: InvariantMatmul | None = None
         self._dtype = context.dtype
         if rule.correction:
             self.correction = ShardedParameter(torch.empty(num_experts, dtype=torch.float32))
@@ -105,6 +108,11 @@ class Router(nn.Module):
             self._narrow = narrow if torch.equal(narrow.float(), self.weight.data) else None
         if self._narrow is not None:
             self.weight.data = self._narrow
+        if self._is_deterministic:
+            weight = self.weight.data.to(self._logit_dtype)
+            if self._invariant is None:
+                self._invariant = InvariantMatmul(weight, {})
+            self._invariant.weight.copy_(weight)
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`: those of `x`, if they are already computed."""
@@ -122,7 +130,7 @@ class Router(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(logits of norm(x + residual), norm(x + residual), x + residual) by one kernel; None
         where that is not faster."""
-        if self.delta is not None and self.delta.is_active:
+        if self._is_deterministic or (self.delta is not None and self.delta.is_active):
             return None
         if not self._has_kernels or norm.scale is None or self.bias is not None or torch.compiler.is_compiling():
             return None
@@ -133,6 +141,8 @@ class Router(nn.Module):
         return compute_normed_logits(x, residual, norm.scale, norm.eps, self.weight, self._logit_dtype)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_deterministic:
+            return self._multiply(x)
         from frame.kernels.moe.router import FEW_TOKENS, compute_few_logits
 
         if len(x) > FEW_TOKENS:
@@ -143,6 +153,8 @@ class Router(nn.Module):
         return logits if self.bias is None else logits + self.bias
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if self._invariant is not None:
+            return self._invariant(x.to(self._logit_dtype), self.bias)
         return F.linear(x.to(self._logit_dtype), self.weight.to(self._logit_dtype), self.bias)
 
     def _use_triton(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +182,7 @@ class Router(nn.Module):
             top, ids = logits.topk(rule.top_k, -1)
             weights = top.softmax(-1)
             return ids, weights * rule.scale if rule.scale != 1.0 else weights
-        scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if rule.scoring == "softmax" else self._sigmoid(logits)
         choice = scores + self.correction if rule.correction else scores
         if rule.groups > 1:
             choice = self._open_groups(choice)
@@ -179,6 +191,9 @@ class Router(nn.Module):
         if rule.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return ids, weights * rule.scale if rule.scale != 1.0 else weights
+
+    def _sigmoid(self, logits: torch.Tensor) -> torch.Tensor:
+        return map_elements(torch.sigmoid, logits) if self._is_deterministic else logits.sigmoid()
 
     def _open_groups(self, choice: torch.Tensor) -> torch.Tensor:
         """Mask the experts outside a token's best groups; groups with equal scores at the edge all

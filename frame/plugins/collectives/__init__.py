@@ -24,20 +24,20 @@ def register_collectives(registry: KindRegistry) -> None:
     registry.add(
         "single",
         "frame.plugins.collectives.single:Single",
-        capabilities=CollectiveCapabilities(devices=("cpu", "cuda"), capturable=True, max_size=1),
+        capabilities=CollectiveCapabilities(devices=("cpu", "cuda"), capturable=True, max_size=1, batch_invariant=True),
         rank=20,
         summary="A group of one rank: no operation does anything.",
     )
     registry.add(
         "gloo",
         "frame.plugins.collectives.gloo:Gloo",
-        capabilities=CollectiveCapabilities(devices=("cpu",)),
+        capabilities=CollectiveCapabilities(devices=("cpu",), batch_invariant=True),
         summary="Gloo, over TCP between the hosts' processes.",
     )
     registry.add(
         "nccl",
         "frame.plugins.collectives.nccl:Nccl",
-        capabilities=CollectiveCapabilities(devices=("cuda",), capturable=True),
+        capabilities=CollectiveCapabilities(devices=("cuda",), capturable=True, batch_invariant=True),
         rank=10,
         summary="NCCL, over NVLink, PCIe and the network between GPUs.",
     )

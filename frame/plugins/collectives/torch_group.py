@@ -35,6 +35,8 @@ class TorchGroup(Collective, SupportsStartSend):
         raise NotImplementedError
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.context.deterministic and tensor.is_floating_point():
+            return self._add_in_order(tensor)
         tensor = tensor.contiguous()
         self._groups[0].allreduce([tensor]).wait()
         return tensor
@@ -45,12 +47,23 @@ class TorchGroup(Collective, SupportsStartSend):
         self._groups[0].allgather([gathered], [tensor]).wait()
         return torch.cat(gathered, dim)
 
+    def _add_in_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum in float32, in the order of the ranks; rings and trees take another order for
+        each part of a tensor."""
+        first, *others = self.all_gather(tensor.unsqueeze(0), 0).unbind()
+        total = first.float()
+        for other in others:
+            total = total + other
+        return total.to(tensor.dtype)
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         tensor = tensor.contiguous()
         self._groups[0].broadcast(tensor, source).wait()
         return tensor
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        if self.context.deterministic and tensor.is_floating_point():
+            return super().reduce_scatter(tensor, dim)  # by `all_reduce`
         shards = [shard.contiguous() for shard in tensor.chunk(self.size, dim)]
         out = torch.empty_like(shards[self.rank])
         self._groups[0].reduce_scatter([out], [shards]).wait()

@@ -12,7 +12,7 @@ def register_moe_dispatchers(registry: KindRegistry) -> None:
     registry.add(
         "all_reduce",
         "frame.plugins.moe_dispatchers.all_reduce:AllReduce",
-        capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), graphs=True, whole_experts=True),
+        capabilities=DispatcherCapabilities(devices=("cpu", "cuda"), graphs=True, whole_experts=True, batch_invariant=True),
         rank=10,
         summary="Every rank computes its experts, or a slice of each, for all tokens; the results are summed.",
     )

@@ -27,14 +27,16 @@ def register_moe_runners(registry: KindRegistry) -> None:
     registry.add(
         "torch_native",
         "frame.plugins.moe_runners.torch_native:TorchNative",
-        capabilities=MoECapabilities(devices=("cpu", "cuda"), biased=True),
+        capabilities=MoECapabilities(devices=("cpu", "cuda"), biased=True, batch_invariant=True),
         rank=10,
         summary="PyTorch operations: grouped matrix multiplication, or all experts at once for small ones.",
     )
     registry.add(
         "triton",
         "frame.plugins.moe_runners.triton:Triton",
-        capabilities=KernelCapabilities(devices=("cuda",), min_compute_capability=(8, 0), graphs=True, biased=True),
+        capabilities=KernelCapabilities(
+            devices=("cuda",), min_compute_capability=(8, 0), graphs=True, biased=True, batch_invariant=True
+        ),
         requires=("triton>=3.4",),
         rank=30,
         summary="Triton kernels: bound by memory bandwidth for few tokens, on tensor cores for many.",

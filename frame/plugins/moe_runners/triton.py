@@ -24,7 +24,7 @@ from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.kernels import nvidia
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe.align import CHUNKS, align_tokens
-from frame.kernels.moe.expert_tiles import ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, list_token_thresholds
+from frame.kernels.moe.expert_tiles import FIXED_TILES, ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, list_token_thresholds
 from frame.kernels.moe.grouped_gemm import (
     SILU,
     Activation,
@@ -111,11 +111,12 @@ class Triton(MoERunner):
         first, second, activation = layer.first, layer.second, layer.activation
         is_float8 = first.scale is not None
         is_fused = activation.name != "none"
-        vectors = choose_vectors(len(x), pairs.ids.shape[1], len(first.values)) if is_fused and not is_float8 else None
+        is_fixed = self.context.deterministic
+        vectors = choose_vectors(len(x), pairs.ids.shape[1], len(first.values)) if is_fused and not (is_float8 or is_fixed) else None
         if vectors is not None:
             return compute_down_vector(compute_gate_up_vector(x, first, pairs, vectors[0], activation), second, pairs, vectors[1])
         prefill_fp8 = is_float8 and activation == SILU and can_prefill_fp8(first) and can_prefill_fp8(second)
-        tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8, prefill_fp8=prefill_fp8)
+        tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8, prefill_fp8=prefill_fp8) if not is_fixed else FIXED_TILES
         order = align_tokens(pairs.ids, len(first.values), tiles.first.bm)
         tile, dtype = self._fit_tile(tiles.first, first, 2 if activation.is_gated else 1), x.dtype
         rounds = is_float8 and is_fused and tile.bm <= ROUNDED_ROWS

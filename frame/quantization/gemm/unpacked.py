@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
+from frame.kernels.linear.invariant import InvariantMatmul
 from frame.models.layers.packed import can_pack, pack_weight
 from frame.models.layers.weights.plain_gemm import PackedGemm, PlainGemm, PlainGroupedGemm
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from frame.core.interfaces.rank_context import RankContext
 
 
 class UnpackedKernel(GemmKernel):
@@ -16,11 +22,17 @@ class UnpackedKernel(GemmKernel):
     unpacks: ClassVar[bool] = True
     minima: ClassVar[bool] = True
 
+    def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
+        super().__init__(context, options)
+        self._proofs: dict[tuple[object, ...], int] = {}
+
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None
 
     def prepare(self, weight: PackedWeight) -> Gemm:
         dense = weight.dequantize(self.context.dtype)
+        if self.context.deterministic:
+            return InvariantMatmul(dense, self._proofs)
         return PackedGemm(pack_weight(dense)) if can_pack(dense) else PlainGemm(dense)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:

@@ -29,6 +29,7 @@ from frame.entrypoints.tools.bench.paged_batches import (
 )
 from frame.plugins.devices import capture_graph, open_platform
 from frame.testing.attention.cases import Changes, cases, replays, select_positions, with_pages_for
+from frame.testing.attention.invariance import invariance_checks
 from frame.testing.attention.reference import (
     TOLERANCE,
     Inputs,
@@ -179,8 +180,9 @@ def suite(subject: Subject) -> Iterator[Check]:
     if not named_cases:
         return  # the plugin does not run here: nothing can be said
 
-    def make(case: Case) -> AttentionBackend:
-        context = build_context(device, case.dtype, case.page_size, rows=max(64, len(case.rows.queries)))
+    def make(case: Case, deterministic: bool = False) -> AttentionBackend:
+        rows = max(64, len(case.rows.queries))
+        context = build_context(device, case.dtype, case.page_size, rows=rows, deterministic=deterministic)
         backend: AttentionBackend = subject.target(context, subject.options)
         return backend
 
@@ -188,6 +190,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     for name, case in named_cases:
         yield Check(name, partial(check_case, make, case))
     yield from step_checks(make, subject)
+    yield from invariance_checks(partial(make, deterministic=True), place, subject)
     if device.startswith("cuda"):
         for name, case, changes in replays():
             placed = replace(with_pages_for(case, capabilities), device=device)

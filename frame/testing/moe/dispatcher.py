@@ -33,9 +33,9 @@ class Place:
     dtype: torch.dtype
     is_whole: bool = False
 
-    def make(self, group: ThreadGroup) -> MoEDispatcher:
+    def make(self, group: ThreadGroup, *, deterministic: bool = False) -> MoEDispatcher:
         plan = ParallelPlan(tp=group.size, ep=group.size if self.is_whole else 1)
-        context = replace(build_context(self.subject.setting.device, self.dtype, 16), tp=group, plan=plan)
+        context = replace(build_context(self.subject.setting.device, self.dtype, 16, deterministic=deterministic), tp=group, plan=plan)
         dispatcher: MoEDispatcher = self.subject.target(context, self.subject.options)
         return dispatcher
 
@@ -61,6 +61,28 @@ def suite(subject: Subject) -> Iterator[Check]:
         for ranks in (2, 3) if sliced and whole else ():
             yield Check(f"whole_experts-{ranks}-{name}", partial(_agrees, Place(subject, dtype, is_whole=True), ranks))
         yield from collect(__name__, place, suffix=f"-{name}")
+        if getattr(capabilities, "batch_invariant", False):
+            yield Check(f"batch_invariant-{name}", partial(_invariant, place))
+
+
+def _invariant(place: Place) -> None:
+    """A token has the bits that it has among any others. The group sums in the order of its
+    ranks."""
+    x, ids, weights, gate_up, down = place.draw(SIZES[2])
+
+    def work(group: ThreadGroup) -> None:
+        dispatcher = place.make(group, deterministic=True)
+
+        def compute(some: slice) -> torch.Tensor:
+            tokens = _dispatch(dispatcher, (x[some], ids[some], weights[some], gate_up, down))
+            return dispatcher.combine(tokens.x * (tokens.weights[:, :1] + group.rank / 7).to(tokens.x.dtype), tokens)
+
+        whole = compute(slice(None))
+        for first, count in ((0, 1), (5, 3), (40, 100)):
+            some = slice(first, first + count)
+            assert torch.equal(compute(some), whole[some]), f"{count} tokens have other bits than among {len(x)}"
+
+    run_ranks(3, work)
 
 
 def _dispatch(dispatcher: MoEDispatcher, inputs: LayerInputs) -> DispatchOutput:

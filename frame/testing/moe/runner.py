@@ -69,6 +69,8 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield from collect(__name__, subject, sizes, suffix=f"-{name}")
         if getattr(subject.record.capabilities, "biased", False):
             yield Check(f"biases_and_activation-{name}", partial(_biased, subject, sizes))
+        if getattr(subject.record.capabilities, "batch_invariant", False):
+            yield Check(f"batch_invariant-{name}", partial(_invariant, subject, dtype))
         if dtype != torch.float16:  # whose largest number these values exceed
             yield Check(f"large_values-{name}", partial(_large_values, subject, sizes))
 
@@ -76,6 +78,20 @@ def suite(subject: Subject) -> Iterator[Check]:
 def _make(subject: Subject, sizes: Sizes) -> MoERunner:
     runner: MoERunner = subject.target(build_context(sizes.device, sizes.dtype, 16), subject.options)
     return runner
+
+
+def _invariant(subject: Subject, dtype: torch.dtype) -> None:
+    """Tokens have the bits that they have among any others, in any place."""
+    device = subject.setting.device
+    runner: MoERunner = subject.target(build_context(device, dtype, 16, deterministic=True), subject.options)
+    for numbers in SIZES[3], SIZES[6], SIZES[7]:
+        x, ids, weights, gate_up, down = (part.to(device) for part in draw(numbers, dtype))
+        experts = PlainExperts(gate_up, down, hidden_first=False)
+        whole = runner.run(DispatchOutput(x, ids, weights), experts)
+        for first, count in ((0, 1), (17, 1), (4, 2), (3, 7), (5, 33)):
+            some = slice(first, first + count)
+            alone = runner.run(DispatchOutput(x[some], ids[some], weights[some]), experts)
+            assert torch.equal(alone, whole[some]), f"{count} tokens have other bits than among {len(x)} ({numbers}, {dtype})"
 
 
 def _run(

@@ -38,7 +38,9 @@ def suite(subject: Subject) -> Iterable[Check]:
     yield from collect(__name__, subject)
 
 
-def run_ranks(subject: Subject, act: Act, size: int | None = None, address: str | None = None) -> list[Any]:
+def run_ranks(
+    subject: Subject, act: Act, size: int | None = None, address: str | None = None, *, deterministic: bool = False
+) -> list[Any]:
     """Make a group of `size` ranks and call `act` on each. -> the results by rank. Raises the first
     rank's error, or AssertionError if a rank hangs."""
     size = _size(subject) if size is None else size
@@ -50,7 +52,8 @@ def run_ranks(subject: Subject, act: Act, size: int | None = None, address: str 
         platform = open_platform(f"{_device(subject)}:{rank}")
         try:
             platform.activate()
-            group = subject.target(CollectiveContext(rank, size, meeting, platform, timeout=20.0), subject.options)
+            context = CollectiveContext(rank, size, meeting, platform, timeout=20.0, deterministic=deterministic)
+            group = subject.target(context, subject.options)
             results[rank] = act(group, platform.device)
             done.wait(_PATIENCE)
             group.close()
@@ -122,6 +125,23 @@ def check_sums(subject: Subject) -> None:
         for dtype, each in zip(_TYPES, results, strict=False):
             _same(each, sum((_tensor_of(rank, dtype) for rank in range(size)), torch.zeros(6, 4, dtype=dtype)), f"a sum of {dtype}")
         _same(results[-1], sum((_tensor_of(rank) for rank in range(size)), torch.zeros(6, 4)).t(), "the sum of transposed tensors")
+
+
+def check_batch_invariant(subject: Subject) -> None:
+    """The sum of a row has the bits that it has among any other rows."""
+    if not getattr(subject.record.capabilities, "batch_invariant", False):
+        raise SkipCheck("its capabilities do not state it")
+
+    def act(group: Collective, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(group.rank)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = (torch.randn(513, 40, generator=generator) * 10.0**group.rank).to(device, dtype)
+            whole = group.all_reduce(x.clone()).cpu()
+            for first, rows in ((0, 1), (7, 1), (5, 16), (100, 300)):
+                alone = group.all_reduce(x[first : first + rows].clone()).cpu()
+                assert torch.equal(alone, whole[first : first + rows]), f"the sum of {rows} rows has other bits than among 513 ({dtype})"
+
+    run_ranks(subject, act, _several(subject), deterministic=True)
 
 
 def check_sums_have_the_same_bits(subject: Subject) -> None:

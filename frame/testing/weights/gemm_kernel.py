@@ -65,6 +65,8 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"gated_product-{name}", case.check_gated)
             cases = [Case(subject, DTYPES[name], scheme, outer) for scheme, outer in SCHEMES if scheme.quant_type in quantized]
             yield Check(f"bytes_are_as_counted-{name}", partial(_check_bytes, cases))
+            if getattr(subject.record.capabilities, "batch_invariant", False):
+                yield Check(f"batch_invariant-{name}", Case(subject, DTYPES[name], *first, deterministic=True).check_invariance)
     yield Check("other_sizes", partial(_check_sizes, subject))
 
 
@@ -86,9 +88,10 @@ def _dtypes(subject: Subject) -> list[str]:
 class Case:
     """Products with random weights of one scheme."""
 
-    def __init__(self, subject: Subject, dtype: torch.dtype, scheme: WeightScheme, outer: bool) -> None:
+    def __init__(self, subject: Subject, dtype: torch.dtype, scheme: WeightScheme, outer: bool, deterministic: bool = False) -> None:
         self.device, self.dtype, self.scheme, self.outer = subject.setting.device, dtype, scheme, outer
-        self.kernel: GemmKernel = subject.target(build_context(torch.device(self.device), dtype, 16), subject.options)
+        context = build_context(torch.device(self.device), dtype, 16, deterministic=deterministic)
+        self.kernel: GemmKernel = subject.target(context, subject.options)
         self.tolerance = TOLERANCE[dtype]
         if dtype != torch.float32 and scheme.quant_type in ("e4m3", "int8"):
             self.tolerance = ROUNDED if scheme.quant_type == "e4m3" else TOLERANCE[torch.bfloat16]
@@ -153,6 +156,15 @@ class Case:
         expected = product(x).double()[:1]
         x[1:] = torch.nan
         self.compare(product(x)[:1], expected, "row 0 while all others are NaN")
+
+    def check_invariance(self) -> None:
+        """Rows have the bits that they have among any others, in any place."""
+        for outputs, inputs in ((OUTPUTS, INPUTS), (64, 5 * INPUTS)):
+            product, x = self.kernel.prepare(self.make(outputs, inputs)), self.input(300, inputs)
+            whole = product(x)
+            for first, rows in ((0, 1), (17, 1), (40, 2), (3, 7), (5, 33), (100, 130)):
+                same = torch.equal(product(x[first : first + rows]), whole[first : first + rows])
+                assert same, f"{rows} rows of {inputs} inputs have other bits than among 300 rows"
 
     def check_dimensions(self) -> None:
         product = self.kernel.prepare(self.make())

@@ -316,3 +316,28 @@ class PlansFromBounds(PlainAttention):
 @mutant.using(capabilities=replace(CAPABILITIES, sinks=False))
 class RecordDiffers(PlainAttention):
     """Supports attention sinks and has a record that denies it."""
+
+
+class ClaimsInvariance(PlainAttention):
+    """Of the mutants that state to be batch-invariant."""
+
+    capabilities = replace(CAPABILITIES, batch_invariant=True)
+
+
+@mutant.using(capabilities=ClaimsInvariance.capabilities)
+class SumsByTheLength(ClaimsInvariance):
+    """States that it is batch-invariant, and adds two sums over halves of the row's keys."""
+
+    def attend(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        half = len(v) // 2
+        first, second = v.clone(), v.clone()
+        first[half:], second[:half] = 0, 0
+        return super().attend(spec, row, q, k, first) + super().attend(spec, row, q, k, second)
+
+
+@mutant.using(capabilities=ClaimsInvariance.capabilities)
+class OtherSumOfDecodes(SumsByTheLength):
+    """States that it is batch-invariant, and sums in another order in decodes."""
+
+    def attend(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (super() if row.is_decode else super(SumsByTheLength, self)).attend(spec, row, q, k, v)

@@ -174,3 +174,17 @@ class MeetsInFilesOnly(StoreCollective):
         if not context.address.startswith("file:"):
             raise ValueError("only file: addresses")
         super().__init__(context, options)
+
+
+@mutant.using(capabilities=replace(CAPABILITIES, batch_invariant=True))
+class SumsLargeTensorsBackwards(StoreCollective):
+    """States that it is batch-invariant, and adds large tensors in the reverse order of the
+    ranks."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() < 10_000 or not tensor.is_floating_point():
+            return super().all_reduce(tensor)
+        *others, total = self.all_gather(tensor.unsqueeze(0), 0).unbind()
+        for other in reversed(others):
+            total = total + other
+        return total

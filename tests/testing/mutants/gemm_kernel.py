@@ -185,3 +185,15 @@ class CountsUnquantizedWeights(Dequantized):
 
     def count_bytes(self, weight: PackedWeight) -> int:
         return weight.quantized.shape[:-1].numel() * weight.inputs * 4
+
+
+@mutant.using(capabilities=replace(MUTANTS.reference.capabilities, batch_invariant=True))
+class SplitsSumsOfFewRows(Dequantized):
+    """States that it is batch-invariant, and adds two halves of the inputs for less than eight
+    rows."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.numel() >= 8 * x.shape[-1]:
+            return super().multiply(x, dense, bias)
+        half = x.shape[-1] // 2
+        return F.linear(x[..., :half], dense[:, :half], bias) + F.linear(x[..., half:], dense[:, half:])

@@ -354,3 +354,16 @@ class BiasedPairs(PairProducts):
         bias = getattr(experts, f"{name}_bias", None)
         out = super().multiply_pairs(x, ids, experts, name)
         return out if bias is None else out + bias[ids.flatten()]
+
+
+@mutant.using(capabilities=MoECapabilities(devices=("cpu",), biased=True, batch_invariant=True))
+class OtherSumForManyTokens(PlainRunner):
+    """States that it is batch-invariant, and adds two parts of the weights for more than forty
+    tokens."""
+
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
+        if len(tokens.x) <= 40:
+            return super().run(tokens, experts)
+        halves = tokens.weights / 3, tokens.weights - tokens.weights / 3
+        parts = [super(OtherSumForManyTokens, self).run(DispatchOutput(tokens.x, tokens.ids, each), experts) for each in halves]
+        return parts[0] + parts[1]

@@ -46,7 +46,9 @@ class ExpertWeights:
     ) -> None:
         experts, hidden, inner = sizes
         self.module, self.prefix, self.names, self.choices, self.dtype = module, prefix, names, context.gemm_kernels, context.dtype
-        self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None else ()
+        self.is_deterministic = context.deterministic
+        # the scales of float8 tokens are not tested for batch invariance
+        self.takes_fp8 = context.moe_runner.takes_fp8 if context.moe_runner is not None and not context.deterministic else ()
         first, second = (describe_layer(context, f"{prefix}.0.{name}", "experts") for name in (names[0], names[-1]))
         outer = WeightSizes(hidden, hidden, (inner.size,) * (len(names) - 1), experts)
         self.stored = {
@@ -150,7 +152,7 @@ class ExpertWeights:
         """Make the further forms of the exposed weights, which may have been written."""
         module: Any = self.module
         is_plain = not self.grouped and not hasattr(module, "down_fp8_scale")
-        if is_plain and getattr(module, "activation", None) is None:  # the packed forms compute SiLU
+        if is_plain and not self.is_deterministic and getattr(module, "activation", None) is None:  # the packed forms compute SiLU
             pack_small_experts(module, module.gate_up, module.down)
 
     def _expose_tensor(self, name: str, tensor: torch.Tensor) -> None:

@@ -1,0 +1,78 @@
+"""The batch-invariant mode on a GPU: bitwise equal log-probabilities of engines with and without
+graphs, for heads, latents and experts, and the proof of the products' shapes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from frame.checkpoint.model_config import EMBEDDED, find_model
+from frame.kernels.linear.invariant import InvariantMatmul, limit_workspaces
+from frame.testing.checkpoints import make_checkpoint
+from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+limit_workspaces()
+WIDE = {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_size": 256}
+HEADS = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
+MODELS = {
+    "embedded": None,
+    "heads": ("LlamaForCausalLM", HEADS),
+    "experts": ("Qwen3MoeForCausalLM", {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}),
+    "wide-latents": ("DeepseekV3ForCausalLM", WIDE),
+}
+GRAPHS = {"cuda_graph_max_bs": 256, "prompt_graph_max_tokens": 512}
+PLAIN = {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
+LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (64, 4096))  # outputs, inputs; the last: a router
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory):
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            model = MODELS[name]
+            made[name] = find_model(EMBEDDED) if model is None else make_checkpoint(model[0], tmp_path_factory.mktemp(name), **model[1])
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("embedded", "bfloat16"), ("heads", "bfloat16"), ("heads", "float32"), ("experts", "bfloat16"), ("wide-latents", "bfloat16")],
+)
+def test_bits_do_not_depend_on_the_batch(path_of, name, dtype):
+    captured = check_engine(path_of(name), "cuda", dtype, plain={"execution": PLAIN}, execution=GRAPHS)
+    again = make_engine(path_of(name), "cuda", dtype, execution=GRAPHS)  # a fresh start
+    assert score_one(again, DRAWN, 17) == captured
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_quantized_weights(path_of, quantization):
+    model = {"quantization": quantization}
+    check_engine(path_of("heads"), "cuda", "bfloat16", others=60, ngram=False, plain={"execution": PLAIN}, execution=GRAPHS, model=model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products_are_proven_in_less_than_a_second(dtype):
+    weights = [torch.randn(shape, dtype=dtype, device="cuda") * 0.02 for shape in LLAMA_8B]
+    weights[0][:16] @ weights[0][:1].t()  # loads the library
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    products = [InvariantMatmul(weight, {}) for weight in weights]
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    print(f"{dtype}, {seconds:.2f} s:", {shape: product._rows.max_rows for shape, product in zip(LLAMA_8B, products, strict=True)})
+    assert seconds < 2 if dtype is torch.float32 else seconds < 1
+    for weight, product in zip(weights, products, strict=True):
+        x = torch.randn(3000, weight.shape[1], dtype=dtype, device="cuda")
+        whole = product(x)
+        for first, rows in ((0, 1), (5, 1), (7, 3), (100, 256), (31, 700), (2999, 1), (0, 2049)):
+            assert torch.equal(product(x[first : first + rows]), whole[first : first + rows]), (tuple(weight.shape), first, rows)
+        torch.testing.assert_close(whole[:8].float(), x[:8].float() @ weight.float().t(), atol=2e-2, rtol=2e-2)

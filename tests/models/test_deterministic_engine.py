@@ -1,0 +1,77 @@
+"""Engines of the batch-invariant mode on a CPU: bitwise equal log-probabilities in company, in
+chunks, after cache hits and preemption, with drafts, and as a prompt; and what the mode refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frame.checkpoint.model_config import EMBEDDED, find_model
+from frame.config.schema import FrameConfig
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.configuration.prepare import prepare
+from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embedded_model(dtype: str) -> None:
+    """Latents and experts, among 255 others."""
+    expected = check_engine(find_model(EMBEDDED), "cpu", dtype)
+    assert score_one(make_engine(find_model(EMBEDDED), "cpu", dtype), DRAWN, 3) == expected  # a fresh start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "sections"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("Qwen3MoeForCausalLM", {}),
+        ("LlamaForCausalLM", {"model": {"quantization": "fp8"}}),
+        ("LlamaForCausalLM", {"cache": {"kv_dtype": "int8"}}),
+    ],
+)
+def test_other_models(checkpoint: Callable[..., Path], architecture: str, sections: dict[str, Any]) -> None:
+    check_engine(checkpoint(architecture), "cpu", "bfloat16", 40, **sections)
+
+
+def explain(path: Path | str, **sections: dict[str, Any]) -> str:
+    """The sentence with which the mode is refused."""
+    config = {"model": {"path": str(path), "skip_tokenizer_init": True}, **sections}
+    config["execution"] = {"device": "cpu", "deterministic": True} | sections.get("execution", {})
+    with pytest.raises(ConfigurationError) as error:
+        prepare(FrameConfig.model_validate(config))
+    return str(error.value)
+
+
+def test_every_part_without_the_capability_is_named() -> None:
+    text = explain(
+        find_model(EMBEDDED),
+        attention={"backend": "flex_attention"},
+        parallel={"tp": 2, "ep": 2},
+        moe={"dispatcher": "all_to_all"},
+        execution={"torch_compile": True},
+    )
+    reason = r"its results depend on the other rows of a batch \(try execution.deterministic: false\)"
+    for name in ("flex_attention", "all_to_all"):
+        assert re.search(rf"rejected {name}\b.*{reason}", text)
+    assert "execution.torch_compile is true" in text
+
+
+def test_models_without_the_capability_are_refused(checkpoint: Callable[..., Path]) -> None:
+    text = explain(checkpoint("Qwen3NextForCausalLM"))
+    assert "qwen3_next" in text
+    assert "its results depend on the other rows of a batch" in text
+
+
+def test_parts_with_the_capability_are_chosen() -> None:
+    config = {"model": {"path": str(find_model(EMBEDDED))}, "execution": {"device": "cpu", "deterministic": True}}
+    resolved = prepare(FrameConfig.model_validate(config)).resolved
+    names = {kind: [choice.name for choice in choices] for kind, choices in resolved.plugins.items()}
+    assert names["attention_backend"] == ["torch_native"]
+    assert set(names["gemm_kernel"]) == {"plain", "unpacked"}
+    assert names["moe_runner"] == ["torch_native"]
