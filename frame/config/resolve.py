@@ -111,7 +111,6 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "model.tokenizer": resolved.tokenizer_path,
         "model.dtype": resolved.dtype,
         "model.task": resolved.task,
-        "model.pooling": resolved.pooling and resolved.pooling.mode,
         "model.max_context": resolved.max_context,
         "cache.kv_dtype": resolved.kv_dtype,
         "cache.page_size": resolved.page_size,
@@ -347,7 +346,8 @@ class _Solver:
         pooling, why = choose_pooling(self.config, self.model_config, task)
         if why:
             self.reasons["model.pooling"] = f"{pooling.mode}: {why}"
-        return pooling
+        record = self._select("pooler", self._plain, pooling.mode, "").record
+        return replace(pooling, whole_prompts=getattr(record.capabilities, "whole_prompts", True))
 
     def _whole_prompts(self, chunk: int, max_context: int) -> int:
         """Most tokens of a step if each prompt is computed in one step."""

@@ -48,6 +48,7 @@ SMALL_FAMILIES = (
     "frame.plugins.moe_dispatchers",
     "frame.plugins.moe_runners",
     "frame.plugins.platforms",
+    "frame.plugins.poolers",
     "frame.plugins.prefix_caches",
     "frame.plugins.reasoning_parsers",
     "frame.plugins.scheduling_policies",

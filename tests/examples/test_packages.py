@@ -14,7 +14,10 @@ from frame.checkpoint.model_config import find_model
 from tests.examples.conftest import PACKAGES, Environment
 
 MAX_LINES = 100
-SUITES = ("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "routing_policy:weighted", "cli_command:hello")
+SUITES = (
+    *("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "routing_policy:weighted", "cli_command:hello"),
+    "pooler:weightedmean",
+)
 
 SERVE = """
 import json, sys
@@ -74,6 +77,34 @@ print([backend.outstanding for backend in backends.all])
 
 def test_a_routing_policy_of_the_command_line_routes(environment: Environment) -> None:
     assert json.loads(environment.run("-c", ROUTE).stdout) == [30, 10]
+
+
+EMBED = """
+import json, sys
+from frame import Engine
+from frame.testing.checkpoints import load_reference, make_checkpoint
+import pathlib, torch
+folder = make_checkpoint("LlamaModel", pathlib.Path(sys.argv[1]))
+(folder / "1_Pooling").mkdir()
+(folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_weightedmean_tokens": true}')
+kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+modules = [{"idx": n, "path": path, "type": f"sentence_transformers.models.{kind}"} for n, (path, kind) in enumerate(kinds)]
+(folder / "modules.json").write_text(json.dumps(modules))
+prompts = [[*range(6, 6 + length)] for length in (1, 30, 7)]
+with Engine(str(folder), dtype="float32", threads=1, max_total_tokens=1024) as engine:
+    vectors = engine.embed(prompts)
+with torch.no_grad():
+    for vector, prompt in zip(vectors, prompts):
+        weights = torch.arange(1.0, len(prompt) + 1)
+        hidden = load_reference(folder)(torch.tensor([prompt])).last_hidden_state[0]
+        expected = torch.nn.functional.normalize(weights @ hidden, dim=0)
+        print(float((torch.tensor(vector) - expected).abs().max()))
+"""
+
+
+def test_a_pooler_that_a_checkpoint_asks_for_makes_its_vectors(environment: Environment, tmp_path: Path) -> None:
+    errors = [float(line) for line in environment.run("-c", EMBED, tmp_path / "model").stdout.split()]
+    assert len(errors) == 3 and max(errors) < 1e-5
 
 
 SEND = """

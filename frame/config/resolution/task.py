@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
-from frame.core.interfaces.model import ModelConfig, Pooling, PoolingMode, Task, checkpoint_tasks, is_classifier
+from frame.core.interfaces.model import ModelConfig, Pooling, Task, checkpoint_tasks, is_classifier
 
 
 def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
@@ -91,7 +91,7 @@ def find_adapter_conflicts(config: FrameConfig, model_config: ModelConfig) -> It
         yield ResolveError(f"adapters.modules has the name {twice!r} twice; give each adapter a name of its own.")
 
 
-def _mode(config: FrameConfig, mode: PoolingMode, why: str) -> tuple[PoolingMode, str]:
+def _mode(config: FrameConfig, mode: str, why: str) -> tuple[str, str]:
     return (mode, why) if config.model.pooling is None else (config.model.pooling, "")
 
 

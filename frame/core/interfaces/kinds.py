@@ -252,6 +252,15 @@ _ALL = (
         suite="testing.drafter.suite:suite",
     ),
     Kind(
+        name="pooler",
+        version=1,
+        summary="poolers: hidden states of a sequence as one vector",
+        interface="pooling:Pooler",
+        context="pooling:PoolerContext",
+        key="model.pooling",
+        suite="testing.pooling.pooler:suite",
+    ),
+    Kind(
         name="http_extension",
         version=1,
         summary="routes, middleware and request hooks of the HTTP server",

@@ -54,6 +54,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "gemm_kernel": ("quantization: int8  # it multiplies quantized weights",),
     "launcher": ("tp: 2  # it starts ranks",),
     "routing_policy": ("dp: 2  # it chooses replicas",),
+    "pooler": ("task: embed  # it makes the vectors of embeddings",),
     "model": ("path: /path/to/checkpoint  # config.json has the architecture ${class_name}ForCausalLM",),
 }
 # Lists that have no plugin unless it is named.
