@@ -34,7 +34,9 @@ from frame.config.resolution.plugins import (
     check_unused_options,
     choose_adapter_formats,
     choose_gemm_kernels,
+    choose_key_store,
     choose_list,
+    choose_optional,
     choose_parser,
     find_refused_params,
     pair_experts,
@@ -422,6 +424,7 @@ class _Solver:
         elif named is not None:
             self.conflicts.append(ResolveError(f"{key} is {named}, but parallel.dp is 1: there is one replica.", change=f"{key}: null"))
         self._collect(check_transfers, config)
+        self._collect(choose_key_store, self.chosen, self.records, config.server)
         transfers = ("weight_transfer", config.execution.weight_transfer)
         for kind, names in (("http_extension", config.server.extensions), ("stat_logger", config.log.stat_loggers), transfers):
             self._collect(choose_list, self.chosen, self.records, kind, names, requirements)
@@ -432,7 +435,7 @@ class _Solver:
             return
         self._collect(choose_list, self.chosen, self.records, "logits_processor", config.sampling.processors, requirements)
         if not config.model.skip_tokenizer_init:
-            self._collect(self._optional, "grammar_backend", requirements, config.sampling.grammar)
+            self._collect(choose_optional, self.chosen, self.records, "grammar_backend", config.sampling.grammar, requirements)
         for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
             if name is not None and name != NO_PARSER:
                 self._collect(self._select, kind, requirements, name, "")
@@ -452,14 +455,6 @@ class _Solver:
         )
         if is_named:
             self._select("drafter", requirements, config.algorithm, "")
-
-    def _optional(self, kind: str, requirements: Any, named: str | None) -> None:
-        selection = select(KEYS[kind], self.records.get(kind, ()), requirements, named, kind=kind)
-        if selection is not None:
-            self.chosen.note(kind, KEYS[kind], selection, is_open=named is None)
-        else:
-            self.chosen.reject(KEYS[kind], kind, self.records, requirements)
-            self.reasons[KEYS[kind]] = f"none: no usable {kind} is installed"
 
     def _select(self, kind: str, requirements: Any, named: str | None, subject: str, order: Any = None) -> Selection:
         key, candidates = KEYS[kind], self.records.get(kind, ())

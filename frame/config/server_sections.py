@@ -117,6 +117,11 @@ class ServerSection(Section):
     port: int = setting(30000, "Port to listen on; 0: a free port.", flag="port", ge=0, le=65535)
     api_key: str | None = setting(None, "API key that every request must send (Authorization: Bearer, or x-api-key).", flag="api-key")
     api_keys: str | None = setting(None, "File of additional API keys, one per line, plain or as sha256:HEX.", flag="api-keys")
+    key_store: str | None = setting(
+        None,
+        "Plugin that knows whose key a request has, by name. Default: the keys of server.api_key and server.api_keys, where one is set.",
+        flag="key-store",
+    )
     ssl_certfile: str | None = setting(
         None, "PEM file of the certificate chain; enables TLS for HTTP, gRPC and the admin port.", flag="ssl-certfile")  # fmt: skip
     ssl_keyfile: str | None = setting(None, "PEM file of the certificate's private key. Default: server.ssl_certfile.", flag="ssl-keyfile")

@@ -41,6 +41,7 @@ SMALL_FAMILIES = (
     "frame.plugins.eviction_policies",
     "frame.plugins.grammar_backends",
     "frame.plugins.http_extensions",
+    "frame.plugins.key_stores",
     "frame.plugins.kv_tiers",
     "frame.plugins.launchers",
     "frame.plugins.logits_processors",

@@ -3,11 +3,17 @@ configuration alone, checked by their suites, and serving."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import subprocess
 import tarfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
+import httpx
 import pytest
 
 from frame.checkpoint.model_config import find_model
@@ -16,7 +22,7 @@ from tests.examples.conftest import PACKAGES, Environment
 MAX_LINES = 100
 SUITES = (
     *("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "routing_policy:weighted", "cli_command:hello"),
-    "pooler:weightedmean",
+    *("pooler:weightedmean", "key_store:team"),
 )
 
 SERVE = """
@@ -105,6 +111,48 @@ with torch.no_grad():
 def test_a_pooler_that_a_checkpoint_asks_for_makes_its_vectors(environment: Environment, tmp_path: Path) -> None:
     errors = [float(line) for line in environment.run("-c", EMBED, tmp_path / "model").stdout.split()]
     assert len(errors) == 3 and max(errors) < 1e-5
+
+
+def test_a_key_store_of_the_command_line_opens_a_server(environment: Environment, tmp_path: Path) -> None:
+    """A server over sockets: keys of one team share a prefix cache that another team does not see;
+    a key that is taken out of the file is refused; operators' routes open for the operators."""
+    file = tmp_path / "teams.json"
+    digests = {key: hashlib.sha256(key.encode()).hexdigest() for key in ("red-1", "red-2", "blue", "ops")}
+    red, blue, ops = [digests["red-1"], digests["red-2"]], [digests["blue"]], [digests["ops"]]
+    file.write_text(json.dumps({"red": {"digests": red}, "blue": {"digests": blue}, "ops": {"digests": ops, "operator": True}}))
+    command = [str(environment.python), "-m", "frame", "serve", "--port", "0", "--threads", "1", "--max-total-tokens", "4096"]
+    options = ("--key-store", "team", "--set", f"plugins.options.key_store/team.file={file}")
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        url = list(iter_until(process.stderr, "ready on"))[-1].partition("ready on ")[2].split()[0]
+
+        def send(key: str, path: str, body: Any = None) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.request("GET" if body is None else "POST", f"{url}{path}", json=body, headers=headers, timeout=60)
+
+        body = {"input_ids": [*range(3, 100)], "sampling_params": {"max_new_tokens": 1}}
+        cached = [send(key, "/generate", body).json()["meta_info"]["cached_tokens"] for key in ("red-1", "red-2", "blue")]
+        assert cached[0] == cached[2] == 0 < cached[1]
+        assert [send(key, "/v1/models").status_code for key in ("red-1", "red", "ops")] == [200, 401, 200]
+        assert [send(key, "/server_info").status_code for key in ("red-1", "red", "ops")] == [403, 401, 200]
+        file.write_text(json.dumps({"blue": {"digests": blue}}))
+        time.sleep(0.2)
+        assert [send(key, "/v1/models").status_code for key in ("red-1", "blue")] == [401, 200]
+        file.write_text("{")
+        time.sleep(0.2)
+        assert [send(key, "/v1/models").status_code for key in ("red-1", "blue")] == [503, 503]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def iter_until(lines: IO[str], text: str) -> Iterator[str]:
+    """The lines up to the first one with the text."""
+    for line in lines:
+        yield line
+        if text in line:
+            return
 
 
 SEND = """

@@ -261,6 +261,15 @@ _ALL = (
         suite="testing.pooling.pooler:suite",
     ),
     Kind(
+        name="key_store",
+        version=1,
+        summary="key stores: whose API key a request has, and what it opens",
+        interface="keys:KeyStore",
+        context="keys:KeyStoreContext",
+        key="server.key_store",
+        suite="testing.serving.key_store:suite",
+    ),
+    Kind(
         name="http_extension",
         version=1,
         summary="routes, middleware and request hooks of the HTTP server",

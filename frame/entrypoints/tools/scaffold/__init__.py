@@ -27,6 +27,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "collective": ("frame.core.interfaces.collective", 'CollectiveCapabilities(devices=("cpu",))'),
     "drafter": ("frame.core.interfaces.drafter", "DrafterCapabilities()"),
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
+    "key_store": ("frame.core.interfaces.keys", "KeyStoreCapabilities(has_operators=True)"),
     "kv_tier": ("frame.core.interfaces.kv_tier", "KVTierCapabilities(in_memory=True)"),
     "logits_processor": ("frame.core.interfaces.sampling", 'ProcessorCapabilities(custom=("$name",))'),
     "launcher": ("frame.core.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),
@@ -81,6 +82,7 @@ class Options(BaseModel):
 '''
 # Fields of the options that an implementation reads.
 _FIELDS: Mapping[str, str] = {
+    "key_store": 'file: str = ""',
     "kv_tier": "max_blocks: int = 1000",
 }
 
