@@ -29,7 +29,6 @@ SKIPPED = {
     "weight_transfer": 3,  # trainers that join
     "model": 1,  # transformers does not have it
     "platform": 15,  # streams, events, graphs, releases of memory, the allocator of a device; calls that wait for it
-    "tool_call_parser": 4,  # texts of a grammar
     "weight_format": 1,  # rounded weights of a checkpoint
 }
 
