@@ -118,6 +118,17 @@ def test_what_is_written_is_clean(written: Path) -> None:
     run(sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml"), "--ignore", ignore, str(written))
 
 
+def test_a_package_may_have_a_name_of_its_own(tmp_path: Path) -> None:
+    written = write_plugin("eviction_policy", "mine", tmp_path, "acme-frame_cache")
+    assert written.distribution == "acme-frame-cache" and (written.folder / "acme_frame_cache" / "plugin.py").is_file()
+    assert 'name = "acme-frame-cache"' in (written.folder / "pyproject.toml").read_text()
+    assert '"acme_frame_cache.plugin:Mine"' in (written.folder / "acme_frame_cache" / "__init__.py").read_text()
+    assert "frame-serve[test-kit]" in (written.folder / "pyproject.toml").read_text()
+    for name in ("Acme", "../acme", "a b", "1st"):
+        with pytest.raises(ConfigurationError, match="--package"):
+            write_plugin("eviction_policy", "mine", tmp_path, name)
+
+
 def test_an_existing_folder_stays(tmp_path: Path) -> None:
     first = write_plugin("eviction_policy", "mine", tmp_path)
     before = (first.folder / "pyproject.toml").read_text()
