@@ -425,6 +425,8 @@ class _Solver:
             self.conflicts.append(ResolveError(f"{key} is {named}, but parallel.dp is 1: there is one replica.", change=f"{key}: null"))
         self._collect(check_transfers, config)
         self._collect(choose_key_store, self.chosen, self.records, config.server)
+        if config.server.tracer is not None or config.server.otlp_endpoint is not None:
+            self._collect(choose_optional, self.chosen, self.records, "tracer", config.server.tracer, requirements)
         transfers = ("weight_transfer", config.execution.weight_transfer)
         for kind, names in (("http_extension", config.server.extensions), ("stat_logger", config.log.stat_loggers), transfers):
             self._collect(choose_list, self.chosen, self.records, kind, names, requirements)

@@ -174,6 +174,9 @@ class ServerSection(Section):
         None, "Path of a Unix socket (mode 0600) for admin routes, instead of server.port.", flag="admin-socket"
     )
     admin_key: str | None = setting(None, "Key that requests to admin routes must send.", flag="admin-key")
+    tracer: str | None = setting(
+        None, "Plugin that writes the spans of requests, by name. Default: OpenTelemetry, where server.otlp_endpoint is set.", flag="tracer"
+    )
     otlp_endpoint: str | None = setting(
         None, "URL of an OTLP/HTTP collector for traces, such as http://localhost:4318.", flag="otlp-endpoint"
     )

@@ -56,6 +56,7 @@ SMALL_FAMILIES = (
     "frame.plugins.drafters",
     "frame.plugins.stat_loggers",
     "frame.plugins.tool_call_parsers",
+    "frame.plugins.tracers",
     "frame.plugins.weight_sources",
     "frame.plugins.weight_transfers",
 )

@@ -22,7 +22,7 @@ from tests.examples.conftest import PACKAGES, Environment
 MAX_LINES = 100
 SUITES = (
     *("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "routing_policy:weighted", "cli_command:hello"),
-    *("pooler:weightedmean", "key_store:team"),
+    *("pooler:weightedmean", "key_store:team", "tracer:slow"),
 )
 
 SERVE = """
@@ -113,15 +113,19 @@ def test_a_pooler_that_a_checkpoint_asks_for_makes_its_vectors(environment: Envi
     assert len(errors) == 3 and max(errors) < 1e-5
 
 
-def test_a_key_store_of_the_command_line_opens_a_server(environment: Environment, tmp_path: Path) -> None:
+def test_a_key_store_and_a_tracer_of_the_command_line_serve(environment: Environment, tmp_path: Path) -> None:
     """A server over sockets: keys of one team share a prefix cache that another team does not see;
-    a key that is taken out of the file is refused; operators' routes open for the operators."""
+    a key that is taken out of the file is refused; operators' routes open for the operators. Each
+    process leaves its spans."""
     file = tmp_path / "teams.json"
     digests = {key: hashlib.sha256(key.encode()).hexdigest() for key in ("red-1", "red-2", "blue", "ops")}
     red, blue, ops = [digests["red-1"], digests["red-2"]], [digests["blue"]], [digests["ops"]]
     file.write_text(json.dumps({"red": {"digests": red}, "blue": {"digests": blue}, "ops": {"digests": ops, "operator": True}}))
     command = [str(environment.python), "-m", "frame", "serve", "--port", "0", "--threads", "1", "--max-total-tokens", "4096"]
     options = ("--key-store", "team", "--set", f"plugins.options.key_store/team.file={file}")
+    (tmp_path / "spans").mkdir()
+    tracer = f"plugins.options.tracer/slow={{folder: {tmp_path / 'spans'}, seconds: 0.0}}"
+    options += ("--tracer", "slow", "--set", tracer)
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -145,6 +149,8 @@ def test_a_key_store_of_the_command_line_opens_a_server(environment: Environment
     finally:
         process.terminate()
         process.wait(30)
+    spans = {path.stem: [span["name"] for span in json.loads(path.read_text())] for path in (tmp_path / "spans").iterdir()}
+    assert spans["main"].count("POST /generate") == 3 == spans["engine"].count("prefill")
 
 
 def iter_until(lines: IO[str], text: str) -> Iterator[str]:

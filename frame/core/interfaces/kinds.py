@@ -308,6 +308,15 @@ _ALL = (
         is_list=True,
     ),
     Kind(
+        name="tracer",
+        version=1,
+        summary="tracers: where the spans of requests go",
+        interface="tracing:Tracer",
+        context="tracing:TracerContext",
+        key="server.tracer",
+        suite="testing.serving.tracer:suite",
+    ),
+    Kind(
         name="cli_command",
         version=1,
         summary="subcommands of `frame`",

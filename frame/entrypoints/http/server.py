@@ -149,7 +149,7 @@ def _services(
     services.metrics = ServerMetrics(services)
     services.history = LiveHistory(client, services.metrics.count_failures)
     client.stats.loggers = load_stat_loggers(resolved, prepared.registry, services)
-    services.tracing = open_tracing(resolved.user.server, "main")
+    services.tracing = open_tracing(resolved, lambda: prepared.registry, "main")
     services.about = describe(prepared, info)
     return services
 

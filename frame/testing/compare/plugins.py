@@ -85,6 +85,7 @@ NOT_COMPARED: Mapping[str, str] = MappingProxyType(
         "pooler": "each pools in its own way, so the vectors differ",
         "key_store": "each knows keys of its own and computes no tokens",
         "routing_policy": "each chooses replicas, and computes no tokens",
+        "tracer": "each writes spans to a place of its own and computes no tokens",
         "stat_logger": "each writes figures to a place of its own and computes no tokens",
     }
 )

@@ -84,6 +84,7 @@ class Options(BaseModel):
 _FIELDS: Mapping[str, str] = {
     "key_store": 'file: str = ""',
     "kv_tier": "max_blocks: int = 1000",
+    "tracer": 'file: str = ""',
 }
 
 
