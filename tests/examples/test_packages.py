@@ -124,8 +124,8 @@ def test_a_key_store_and_a_tracer_of_the_command_line_serve(environment: Environ
     command = [str(environment.python), "-m", "frame", "serve", "--port", "0", "--threads", "1", "--max-total-tokens", "4096"]
     options = ("--key-store", "team", "--set", f"plugins.options.key_store/team.file={file}")
     (tmp_path / "spans").mkdir()
-    tracer = f"plugins.options.tracer/slow={{folder: {tmp_path / 'spans'}, seconds: 0.0}}"
-    options += ("--tracer", "slow", "--set", tracer)
+    spans = "plugins.options.tracer/slow"
+    options += ("--tracer", "slow", "--set", f"{spans}.folder={tmp_path / 'spans'}", "--set", f"{spans}.seconds=0.0")
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -149,8 +149,8 @@ def test_a_key_store_and_a_tracer_of_the_command_line_serve(environment: Environ
     finally:
         process.terminate()
         process.wait(30)
-    spans = {path.stem: [span["name"] for span in json.loads(path.read_text())] for path in (tmp_path / "spans").iterdir()}
-    assert spans["main"].count("POST /generate") == 3 == spans["engine"].count("prefill")
+    names = {path.stem: [span["name"] for span in json.loads(path.read_text())] for path in (tmp_path / "spans").iterdir()}
+    assert names["main"].count("POST /generate") == 3 == names["engine"].count("prefill")
 
 
 def iter_until(lines: IO[str], text: str) -> Iterator[str]:
