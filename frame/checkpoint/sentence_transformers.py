@@ -7,24 +7,14 @@ must not know how vectors are computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from frame.checkpoint.folder import check_folder, is_within, read_json
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.model import PoolingMode, SentenceTransformersConfig
+from frame.core.interfaces.model import SentenceTransformersConfig
 
-MODES: Mapping[str, PoolingMode] = MappingProxyType(
-    {
-        "pooling_mode_cls_token": "cls",
-        "pooling_mode_lasttoken": "last",
-        "pooling_mode_mean_tokens": "mean",
-        "pooling_mode_max_tokens": "max",
-    }
-)
-UNKNOWN = "choose one with --pooling cls, last, mean or max"
+REMEDY = "set one mode in the file: cls, last, mean, max, or the name of a pooler that is installed"
 
 
 def read_sentence_config(folder: Path) -> SentenceTransformersConfig | None:
@@ -35,7 +25,7 @@ def read_sentence_config(folder: Path) -> SentenceTransformersConfig | None:
         return None
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise CheckpointError(f"{folder / 'modules.json'} is no list of modules; download it again.")
-    mode: PoolingMode | None = None
+    mode: str | None = None
     normalize = False
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
@@ -61,20 +51,20 @@ def read_sentence_config(folder: Path) -> SentenceTransformersConfig | None:
     )
 
 
-def _mode(file: Path) -> PoolingMode:
+def _mode(file: Path) -> str:
+    """The name of the pooler. A mode without a built-in pooler keeps its name, which a plugin may
+    have."""
     if file.parent.is_dir():
         check_folder(file.parent)
     config = _read_settings(file)
     chosen = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
     named = config.get("pooling_mode")  # in newer files
     if isinstance(named, str):
-        known = {mode: mode for mode in MODES.values()} | {"lasttoken": "last"}
-        if named in known:
-            return known[named]  # type: ignore[return-value]
         chosen = [named]
-    if len(chosen) != 1 or chosen[0] not in MODES:
-        raise CheckpointError(f"{file} asks for {' and '.join(chosen) or 'no pooling mode'}, which is not supported; {UNKNOWN}.")
-    return MODES[chosen[0]]
+    if len(chosen) != 1:
+        raise CheckpointError(f"{file} asks for {' and '.join(chosen) or 'no pooling mode'}, which is not supported; {REMEDY}.")
+    name = chosen[0].removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token")
+    return "last" if name == "lasttoken" else name
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

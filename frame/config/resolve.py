@@ -34,7 +34,9 @@ from frame.config.resolution.plugins import (
     check_unused_options,
     choose_adapter_formats,
     choose_gemm_kernels,
+    choose_key_store,
     choose_list,
+    choose_optional,
     choose_parser,
     find_refused_params,
     pair_experts,
@@ -111,7 +113,6 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "model.tokenizer": resolved.tokenizer_path,
         "model.dtype": resolved.dtype,
         "model.task": resolved.task,
-        "model.pooling": resolved.pooling and resolved.pooling.mode,
         "model.max_context": resolved.max_context,
         "cache.kv_dtype": resolved.kv_dtype,
         "cache.page_size": resolved.page_size,
@@ -346,7 +347,8 @@ class _Solver:
         pooling, why = choose_pooling(self.config, self.model_config, task)
         if why:
             self.reasons["model.pooling"] = f"{pooling.mode}: {why}"
-        return pooling
+        record = self._select("pooler", self._plain, pooling.mode, "").record
+        return replace(pooling, whole_prompts=getattr(record.capabilities, "whole_prompts", True))
 
     def _whole_prompts(self, chunk: int, max_context: int) -> int:
         """Most tokens of a step if each prompt is computed in one step."""
@@ -422,6 +424,9 @@ class _Solver:
         elif named is not None:
             self.conflicts.append(ResolveError(f"{key} is {named}, but parallel.dp is 1: there is one replica.", change=f"{key}: null"))
         self._collect(check_transfers, config)
+        self._collect(choose_key_store, self.chosen, self.records, config.server)
+        if config.server.tracer is not None or config.server.otlp_endpoint is not None:
+            self._collect(choose_optional, self.chosen, self.records, "tracer", config.server.tracer, requirements)
         transfers = ("weight_transfer", config.execution.weight_transfer)
         for kind, names in (("http_extension", config.server.extensions), ("stat_logger", config.log.stat_loggers), transfers):
             self._collect(choose_list, self.chosen, self.records, kind, names, requirements)
@@ -432,7 +437,7 @@ class _Solver:
             return
         self._collect(choose_list, self.chosen, self.records, "logits_processor", config.sampling.processors, requirements)
         if not config.model.skip_tokenizer_init:
-            self._collect(self._optional, "grammar_backend", requirements, config.sampling.grammar)
+            self._collect(choose_optional, self.chosen, self.records, "grammar_backend", config.sampling.grammar, requirements)
         for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):
             if name is not None and name != NO_PARSER:
                 self._collect(self._select, kind, requirements, name, "")
@@ -452,14 +457,6 @@ class _Solver:
         )
         if is_named:
             self._select("drafter", requirements, config.algorithm, "")
-
-    def _optional(self, kind: str, requirements: Any, named: str | None) -> None:
-        selection = select(KEYS[kind], self.records.get(kind, ()), requirements, named, kind=kind)
-        if selection is not None:
-            self.chosen.note(kind, KEYS[kind], selection, is_open=named is None)
-        else:
-            self.chosen.reject(KEYS[kind], kind, self.records, requirements)
-            self.reasons[KEYS[kind]] = f"none: no usable {kind} is installed"
 
     def _select(self, kind: str, requirements: Any, named: str | None, subject: str, order: Any = None) -> Selection:
         key, candidates = KEYS[kind], self.records.get(kind, ())

@@ -23,7 +23,7 @@ from frame.config.server_sections import (
     TextSection,
 )
 from frame.core.interfaces.drafter import MAX_STEPS
-from frame.core.interfaces.model import PoolingMode, Task
+from frame.core.interfaces.model import Task
 
 DType = Literal["float32", "bfloat16", "float16"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
@@ -59,8 +59,10 @@ class ModelSection(Section):
     task: Annotated[Task | None, Auto] = setting(
         None, "Task of the model: generate (text), embed (vectors) or classify (class scores, relevance). auto: from the checkpoint."
     )
-    pooling: Annotated[PoolingMode | None, Auto] = setting(
-        None, "Pooling of token states into the vector of a sequence: cls, last, mean or max. auto: from the checkpoint.", flag="pooling"
+    pooling: Annotated[str | None, Auto] = setting(
+        None,
+        "Pooler of token states into the vector of a sequence, by plugin name: cls, last, mean or max. auto: from the checkpoint.",
+        flag="pooling",
     )
     label_tokens: tuple[str, ...] = setting(
         (),

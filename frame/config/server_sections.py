@@ -117,6 +117,11 @@ class ServerSection(Section):
     port: int = setting(30000, "Port to listen on; 0: a free port.", flag="port", ge=0, le=65535)
     api_key: str | None = setting(None, "API key that every request must send (Authorization: Bearer, or x-api-key).", flag="api-key")
     api_keys: str | None = setting(None, "File of additional API keys, one per line, plain or as sha256:HEX.", flag="api-keys")
+    key_store: str | None = setting(
+        None,
+        "Plugin that knows whose key a request has, by name. Default: the keys of server.api_key and server.api_keys, where one is set.",
+        flag="key-store",
+    )
     ssl_certfile: str | None = setting(
         None, "PEM file of the certificate chain; enables TLS for HTTP, gRPC and the admin port.", flag="ssl-certfile")  # fmt: skip
     ssl_keyfile: str | None = setting(None, "PEM file of the certificate's private key. Default: server.ssl_certfile.", flag="ssl-keyfile")
@@ -169,6 +174,9 @@ class ServerSection(Section):
         None, "Path of a Unix socket (mode 0600) for admin routes, instead of server.port.", flag="admin-socket"
     )
     admin_key: str | None = setting(None, "Key that requests to admin routes must send.", flag="admin-key")
+    tracer: str | None = setting(
+        None, "Plugin that writes the spans of requests, by name. Default: OpenTelemetry, where server.otlp_endpoint is set.", flag="tracer"
+    )
     otlp_endpoint: str | None = setting(
         None, "URL of an OTLP/HTTP collector for traces, such as http://localhost:4318.", flag="otlp-endpoint"
     )

@@ -1,5 +1,5 @@
 """Rerank and score: builds a model's input from a query and a document, and relevance from its
-output. Must not know HTTP."""
+output. Also reads the token ids of labels. Must not know HTTP."""
 
 from __future__ import annotations
 
@@ -112,3 +112,21 @@ def read_score_prompt(path: str | None) -> str | None:
     if missing:
         raise ConfigurationError(f"text.score_prompt {path!r} has no {{{missing[0]}}}; put it where that text belongs")
     return text
+
+
+def list_label_ids(resolved: Resolved) -> list[int]:
+    """The token ids of the labels of a language model that classifies. Raises ConfigurationError
+    for a label that is not one token of the tokenizer."""
+    labels = () if resolved.pooling is None else resolved.pooling.label_tokens
+    if not labels:
+        return []
+    if resolved.tokenizer_path is None:
+        raise ConfigurationError("model.label_tokens needs a tokenizer; remove --skip-tokenizer-init")
+    from frame.text.tokenizer import Tokenizer  # imports jinja2, which other engines do not use
+
+    tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
+    ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
+    for label, tokens in zip(labels, ids, strict=True):
+        if len(tokens) != 1:
+            raise ConfigurationError(f"model.label_tokens holds {label!r}, which is {len(tokens)} tokens of this model; each must be one")
+    return [tokens[0] for tokens in ids]

@@ -1,45 +1,45 @@
-"""OpenTelemetry traces of requests: each process creates the spans of its own work and sends them
-by OTLP over HTTP.
+"""Traces of requests: each process makes the spans of its own work, and gives them to its tracer, a
+plugin.
 
 Messages carry the trace context as a W3C `traceparent` (`logs.TRACE`, `Generate.trace`). Spans are
-created when a request ends, from recorded times, so a token costs nothing. Without an endpoint
-OpenTelemetry is not imported. Must not know a route.
+created when a request ends, from recorded times, so a token costs nothing. Without tracing no
+tracer is imported. Must not know a route or a tracer by name.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.tracing import TracerContext
 from frame.entrypoints.logs import TRACE
 from frame.host.installation import install_command, is_installed
 
 if TYPE_CHECKING:
+    from frame.config.resolved import Resolved
     from frame.config.server_sections import ServerSection
     from frame.core.interfaces.batch import ScheduledBatch
+    from frame.core.interfaces.tracing import Span, Tracer
     from frame.core.messages import Finish, StartDetokenize, StepText, Tokenize
     from frame.core.scheduling.request import Request
     from frame.entrypoints.engine_client.response_state import RequestState
     from frame.parallel.rank_channels import Traced
+    from frame.plugins.registry import Registry
 
 log = logging.getLogger(__name__)
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-EXPORT_TIMEOUT = 5  # seconds
-EXPORT_INTERVAL = 1000  # milliseconds
-CLOSE_TIMEOUT = 2.0  # seconds for sending the last spans
 MAX_REQUESTS = 65536  # traced at once in a text process or follower
 
 
 def check_tracing(server: ServerSection) -> None:
     """Raise ConfigurationError for `server.otlp_endpoint` without OpenTelemetry."""
-    if server.otlp_endpoint is not None and not _is_installed():
+    if server.otlp_endpoint is not None and server.tracer is None and not _is_installed():
         raise ConfigurationError(f"server.otlp_endpoint needs OpenTelemetry; run {install_command('frame-serve[tracing]')}")
 
 
@@ -47,66 +47,44 @@ def _is_installed() -> bool:
     return all(map(is_installed, ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")))
 
 
-def open_tracing(server: ServerSection, process: str) -> Tracing | None:
-    """The tracing of a process; None unless `server.otlp_endpoint` or an OpenTelemetry variable
-    names a collector. Raises ConfigurationError."""
+def open_tracing(resolved: Resolved, load_registry: Callable[[], Registry], process: str) -> Tracing | None:
+    """The tracing of a process; None unless the configuration names a tracer or a collector, or an
+    OpenTelemetry variable names a collector. `load_registry` is called only where there is tracing.
+    Raises ConfigurationError."""
+    server, chosen = resolved.user.server, resolved.plugins.get("tracer", ())
     from_environment = any(os.environ.get(name) for name in VARIABLES)
-    if server.otlp_endpoint is None and not from_environment:
+    if not chosen and server.otlp_endpoint is None and not from_environment:
         return None
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
+    context, registry = TracerContext(process, server.otlp_endpoint), load_registry()
+    if chosen:
+        return Tracing(registry.create(chosen[0], context))
     check_tracing(server)
-    if not _is_installed():
+    usable = [record for record in registry.records("tracer") if not record.problems and record.rank >= 0]
+    if not usable:
         log.warning("%s is set, but OpenTelemetry is not installed; run %s", VARIABLES[1], install_command("frame-serve[tracing]"))
         return None
-    return Tracing(_exporter(server.otlp_endpoint), process)
-
-
-def _exporter(endpoint: str | None) -> Any:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    if endpoint is None:
-        return OTLPSpanExporter(timeout=EXPORT_TIMEOUT)
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigurationError(f"server.otlp_endpoint is {endpoint!r}; give a URL, such as http://localhost:4318")
-    has_path = endpoint.split("://", 1)[1].rstrip("/").count("/") > 0
-    return OTLPSpanExporter(endpoint=endpoint if has_path else f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT)
+    return Tracing(registry.load(usable[0])(context, registry.options(usable[0], {})))
 
 
 class Tracing:
-    """Creates the spans of one process. Times are of `time.perf_counter`."""
+    """Makes the spans of one process. Times are of `time.perf_counter`."""
 
-    def __init__(self, exporter: Any, process: str) -> None:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace import SpanKind
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        name = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "frame"}
-        self._provider = TracerProvider(resource=Resource.create({**name, "frame.process": process}), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL))
-        self._tracer = self._provider.get_tracer("frame")
-        self._propagator = TraceContextTextMapPropagator()
-        self._epoch = time.time_ns() - time.perf_counter_ns()
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
         self._lag = time.perf_counter() - time.monotonic()
-        self._server_kind = SpanKind.SERVER
 
     def start(self, name: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestSpan:
         """Start the span of a request, a child of the span in its headers; sets `TRACE`."""
-        names = (b"traceparent", b"tracestate")
-        carrier = {key.decode(): value.decode("latin-1") for key, value in headers if key in names}
-        span = RequestSpan(self, self._tracer.start_span(name, self._propagator.extract(carrier), kind=self._server_kind))
+        span = RequestSpan(self, self._tracer.start_span(name, headers))
         TRACE.set(span.traceparent)
         return span
 
     def add(self, name: str, trace: str, start: float, end: float, **attributes: Any) -> None:
         """Add a finished span as a child of `trace`. Values of attributes must not be None."""
-        if not trace:
-            return
-        context = self._propagator.extract({"traceparent": trace})
-        span = self._tracer.start_span(name, context, attributes=attributes, start_time=self._nanoseconds(start))
-        span.end(self._nanoseconds(max(start, end)))
+        if trace:
+            self._tracer.add_span(name, trace, start, end, attributes)
 
     def add_engine_spans(self, request: Request, finish: Finish) -> None:
         """Add the queue, prefill and decode spans of a request that has just ended."""
@@ -124,36 +102,24 @@ class Tracing:
             self.add("decode", request.trace, first, now, **names, **outcome, **{"frame.preemptions": request.num_preemptions})
 
     def close(self) -> None:
-        """Send the remaining spans, within `CLOSE_TIMEOUT`."""
-        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
-        closing.start()
-        closing.join(CLOSE_TIMEOUT)
-
-    def _nanoseconds(self, moment: float) -> int:
-        return self._epoch + int(moment * 1e9)
+        """Send the remaining spans, within two seconds."""
+        self._tracer.close()
 
 
 class RequestSpan:
     """The server's span of one request."""
 
-    def __init__(self, tracing: Tracing, span: Any) -> None:
-        context = span.get_span_context()
-        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    def __init__(self, tracing: Tracing, span: Span) -> None:
+        self.traceparent = span.traceparent
         self._tracing = tracing
         self._span = span
 
     def end(self, attributes: Mapping[str, Any], request: RequestState | None = None, error: str | None = None) -> None:
         """End the span. `request`: the state of the generation, if there was one."""
-        from opentelemetry.trace import StatusCode
-
-        span = self._span
-        span.set_attributes(attributes)
         if request is not None:
             self._tracing.add("tokenize", self.traceparent, request.created, request.submitted)
-            span.set_attributes(_usage(request))
-        if error is not None:
-            span.set_status(StatusCode.ERROR, error)
-        span.end()
+            attributes = {**attributes, **_usage(request)}
+        self._span.end(attributes, error)
 
 
 class TextSpans:

@@ -60,7 +60,7 @@ def load_commands(plugins: PluginsSection) -> Registry:
 
 def _add_files(registry: Registry, paths: Sequence[str]) -> None:
     for path in paths:
-        with guarded(path):
+        with guarded(path, may_be_slow=True):
             module, version = load_file(path)
         owner = Provenance(path, version)
         hooked = [name for name, value in vars(module).items() if hasattr(value, f"{PROJECT}_impl")]

@@ -23,8 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def guarded(manifest: str) -> Iterator[None]:
+def guarded(manifest: str, may_be_slow: bool = False) -> Iterator[None]:
     """Read a manifest in the body. `manifest` names its package, version and entry point.
+    `may_be_slow`: it is a file that has the plugin itself, with the libraries that it uses.
 
     One that takes more than `HANG_SECONDS` ends the process with exit code 78: nothing can stop its
     code. One that calls `os._exit` gets SystemExit. One that crashes the process leaves a stack
@@ -41,7 +42,7 @@ def guarded(manifest: str) -> Iterator[None]:
     finally:
         watchdog.cancel()
     seconds = time.monotonic() - began
-    if seconds > SLOW_SECONDS:
+    if seconds > SLOW_SECONDS and not may_be_slow:
         _log.warning(
             "%s takes %.1f s to import, at every start of a process; import libraries in the plugin's own module, not in its manifest",
             manifest,

@@ -47,7 +47,7 @@ MOVED_MODULES: Mapping[str, str] = MappingProxyType(
         "frame.core.drafting": "frame.speculation",
         "frame.core.execution.components": "frame.entrypoints.processes.components",
         "frame.core.execution.finite_check": "frame.diagnostics.finite_check",
-        "frame.core.execution.pooler": "frame.pooling.pooler",
+        "frame.core.execution.pooler": "frame.pooling.vector_head",
         "frame.core.execution.pooling_runner": "frame.pooling.pooling_runner",
         "frame.core.execution.profiling": "frame.diagnostics.profiling",
         "frame.core.fair_queue": "frame.fair_queue",

@@ -1,1 +1,1 @@
-"""Pooling models: the runner of models that embed or classify, and its pooler."""
+"""Pooling models: the runner of models that embed or classify, and what makes its vectors."""

@@ -20,7 +20,7 @@ from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.sampling.step_plan import StepArrays
-from frame.pooling.pooler import Pooler
+from frame.pooling.vector_head import VectorHead
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
@@ -52,11 +52,11 @@ class PoolingRunner(TorchModelRunner):
     """One rank's runner of a pooling model."""
 
     def __init__(
-        self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, pooler: Pooler, capacity: Capacity
+        self, model: Model, model_config: ModelConfig, context: BuildContext, pool: KVPool, head: VectorHead, capacity: Capacity
     ) -> None:
         slots = context.limits.max_running_requests
         super().__init__(model, model_config, context, pool, Sampler(Processors((), slots), TORCH), capacity)
-        self._pooler = pooler
+        self._head = head
         self._second_text_starts = np.zeros(slots + 1, np.int64)  # by slot: index of the first token of the second text; 0: no pair
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
@@ -81,7 +81,7 @@ class PoolingRunner(TorchModelRunner):
         if self.inputs.groups is not None:
             self.inputs.groups.save_states()
         with self._select_rows(forward_batch.logits_indices):
-            pooled = self._pooler(hidden, forward_batch)
+            pooled = self._head(hidden, forward_batch)
         return fetch(PooledOutput(batch.step, pooled), self.streams)
 
     def _list_token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> np.ndarray | None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from frame.core.errors import did_you_mean
+
 if TYPE_CHECKING:
     import torch
 
@@ -145,7 +147,7 @@ def make_checkpoint(
 
     Weights depend on (seed, parameter name, shape) alone and are scaled so that logits have a
     standard deviation of about 3. `overrides` are fields of the transformers config; None-valued
-    ones are set to None. Raises KeyError for an unknown name.
+    ones are set to None. Raises ValueError for an unknown name, with those that are known.
     """
     import torch
     from transformers import CONFIG_MAPPING
@@ -174,9 +176,13 @@ def load_reference(folder: str | Path) -> Any:
 
 
 def _relative(architecture: str) -> str:
-    """The name in `TINY` of another form of the same model. Raises KeyError."""
+    """The name in `TINY` of another form of the same model. Raises ValueError."""
     family = architecture.removesuffix("ForSequenceClassification").removesuffix("Model")
-    return next(name for name in (f"{family}ForCausalLM", f"{family}Model", architecture) if name in TINY or name == architecture)
+    for name in (f"{family}ForCausalLM", f"{family}Model"):
+        if name in TINY:
+            return name
+    hint = did_you_mean(architecture, TINY) or "."
+    raise ValueError(f"{architecture!r} is no architecture that make_checkpoint can write{hint} Names: {', '.join(sorted(TINY))}.")
 
 
 def _auto_class(architecture: str) -> Any:

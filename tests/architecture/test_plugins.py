@@ -38,6 +38,8 @@ APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "oll
 ORDINARY = APIS | {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json", "cpu", "cuda"}
 ORDINARY |= {"int4", "int8", "fp8", "safetensors", "log"}  # types of numbers, a file format, a function
 ORDINARY |= {"single", "local", "suffix", "image", "video", "audio", "host", "disk", "group", "ipc"}
+ORDINARY |= {"cls", "last", "mean", "max"}  # a token and reductions
+ORDINARY |= {"file", "http", "otlp"}  # of a disk, protocols
 # "path: name" -> why it stands outside of its family's folder.
 NAMED_ELSEWHERE = {
     "frame/config/section.py: fp8": "the type of a KV cache, which users may write so",

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +166,7 @@ def make_runner(resolved: Resolved, scheduler: Scheduler) -> ModelRunner:
 def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:
     """The scheduler role with a fake model."""
     tokens = resolved.max_total_tokens or int(os.environ.get("FRAME_FAKE_TOKENS", "65536"))
-    tracing = open_tracing(resolved.user.server, name)
+    tracing = open_tracing(resolved, partial(load_configured, resolved.user.plugins), name)
     on_finish = None if tracing is None else tracing.add_engine_spans
     scheduler = build_scheduler(resolved, load_configured(resolved.user.plugins), tokens // resolved.page_size + 1, on_finish)
     info: dict[str, Any] = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}

@@ -35,6 +35,7 @@ from frame.entrypoints.http.operations.live_history import LiveHistory
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.server import load_stat_loggers, open_dump
 from frame.entrypoints.http.services import Services
+from frame.entrypoints.keys import open_keys
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
 from frame.testing.fake_runner import FakeRunner
@@ -152,7 +153,7 @@ async def serving(
     client = EngineClient(link, get_client_limits(resolved, info), Detokenizer(tokenizer))
     clients.append(client)
     link.orders.reply = lambda reply: client.handle_messages([reply])
-    services = Services(resolved, client, tokenizer, ThreadedTokenizer(tokenizer), info=info)
+    services = Services(resolved, client, tokenizer, ThreadedTokenizer(tokenizer), info=info, keys=open_keys(resolved, prepared.registry))
     spool = AdapterSpool(resolved.tokenizer_path)
     if resolved.user.adapters.enabled:
         services.adapters = AdapterRegistry([client], resolved.user.adapters, spool, services.base_names)

@@ -85,7 +85,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 
 def test_options_reach_the_constructor_of_every_kind(seen: dict[str, int], tmp_path: Path) -> None:
-    others = {"http_extension", "cli_command", "kv_tier", "modality", "routing_policy", "weight_transfer"}  # which others construct
+    others = {"http_extension", "cli_command", "key_store", "kv_tier", "modality", "pooler", "routing_policy"}
+    others |= {"tracer", "weight_transfer"}  # which others construct
     assert set(BASES) == set(KINDS) - others
     values = {kind: number for number, kind in enumerate(BASES, 1)}
     options = {f"{kind}/fake": {"value": value} for kind, value in values.items()}

@@ -29,7 +29,6 @@ SKIPPED = {
     "weight_transfer": 3,  # trainers that join
     "model": 1,  # transformers does not have it
     "platform": 15,  # streams, events, graphs, releases of memory, the allocator of a device; calls that wait for it
-    "tool_call_parser": 4,  # texts of a grammar
     "weight_format": 1,  # rounded weights of a checkpoint
 }
 
@@ -117,6 +116,17 @@ def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_pa
 def test_what_is_written_is_clean(written: Path) -> None:
     ignore = "I001,S101"  # the import order depends on what is installed; tests assert
     run(sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml"), "--ignore", ignore, str(written))
+
+
+def test_a_package_may_have_a_name_of_its_own(tmp_path: Path) -> None:
+    written = write_plugin("eviction_policy", "mine", tmp_path, "acme-frame_cache")
+    assert written.distribution == "acme-frame-cache" and (written.folder / "acme_frame_cache" / "plugin.py").is_file()
+    assert 'name = "acme-frame-cache"' in (written.folder / "pyproject.toml").read_text()
+    assert '"acme_frame_cache.plugin:Mine"' in (written.folder / "acme_frame_cache" / "__init__.py").read_text()
+    assert "frame-serve[test-kit]" in (written.folder / "pyproject.toml").read_text()
+    for name in ("Acme", "../acme", "a b", "1st"):
+        with pytest.raises(ConfigurationError, match="--package"):
+            write_plugin("eviction_policy", "mine", tmp_path, name)
 
 
 def test_an_existing_folder_stays(tmp_path: Path) -> None:

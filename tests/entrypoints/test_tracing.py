@@ -4,6 +4,7 @@ collector that the test plays."""
 from __future__ import annotations
 
 import gzip
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +18,15 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from frame.config.server_sections import ServerSection
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.interfaces.tracing import TracerContext
+from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.tracing import VARIABLES, RankSpans, Tracing, open_tracing
 from frame.parallel.rank_channels import Traced
+from frame.plugins.tracers.otlp import OtlpTracer
 from tests.entrypoints.serving import RunningServer, wait_until
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -109,7 +113,7 @@ def test_one_trace_through_every_process(checkpoint: Path) -> None:
 
 def test_a_further_ranks_spans_of_a_request() -> None:
     exporter = InMemorySpanExporter()
-    tracing = Tracing(exporter, "rank-1")
+    tracing = Tracing(type("Kept", (OtlpTracer,), {"make_exporter": lambda *_: exporter})(TracerContext("rank-1")))
     spans = RankSpans(tracing)
     rids = {0: "mine", 1: "", 2: "gone"}
     setups = [SlotSetup(slot, SamplingParams(), 0, 4, np.arange(4, dtype=np.int32), 0, rid) for slot, rid in rids.items()]
@@ -157,20 +161,49 @@ def test_two_ranks_have_spans(checkpoint: Path) -> None:
     assert of_ranks["rank-1"]["frame.steps"] >= 5
 
 
+def opened(**server: Any) -> Tracing | None:
+    prepared = prepare(FrameConfig.model_validate({"server": server}))
+    return open_tracing(prepared.resolved, lambda: prepared.registry, "main")
+
+
+def test_a_tracer_of_another_name(tmp_path: Path) -> None:
+    """Every process of a server writes its spans to a file of its own."""
+    flags = ("--tracer", "json_lines", "--set", f"plugins.options.tracer/json_lines.folder={tmp_path / 'traces'}")
+    limits = ("--threads", "1", "--max-model-len", "512", "--max-total-tokens", "1024")
+    workers = ("--tokenizer-workers", "1", "--detokenizer-workers", "1")
+    with RunningServer(Path("frame-tiny"), *flags, *limits, *workers, fake=False) as server:
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        body = {"prompt": "The quick brown", "max_tokens": 5, "ignore_eos": True}
+        assert httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+        assert server.stop() == 0
+    files = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in (tmp_path / "traces").iterdir()}
+    names = {process: sorted(span["name"] for span in spans) for process, spans in files.items()}
+    assert names["main"] == ["POST /v1/completions", "tokenize"] and names["engine"] == ["decode", "prefill", "queue"]
+    spans = [span for found in files.values() for span in found]
+    assert {"detokenize", "tokenize.encode"} <= {span["name"] for span in spans}
+    assert {span["trace_id"] for span in spans} == {TRACE}
+    (request,) = [span for span in spans if span["name"] == "POST /v1/completions"]
+    assert request["parent_id"] == PARENT and request["attributes"]["gen_ai.usage.output_tokens"] == 5
+    assert all(span["parent_id"] == request["span_id"] for span in spans if span is not request)
+
+
 def test_off_unless_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert open_tracing(ServerSection(), "main") is None
+    assert opened() is None
     monkeypatch.setenv(VARIABLES[1], "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert open_tracing(ServerSection(), "main") is None
+    assert opened() is None
     with pytest.raises(ConfigurationError, match=r"http://localhost:4318"):
         monkeypatch.delenv("OTEL_SDK_DISABLED")
-        open_tracing(ServerSection(otlp_endpoint="localhost:4318"), "main")
+        opened(otlp_endpoint="localhost:4318")
+    tracing = opened()  # by the variable alone
+    assert tracing is not None
+    tracing.close()
 
 
 def test_a_collector_that_is_gone_delays_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    tracing = open_tracing(ServerSection(otlp_endpoint="http://127.0.0.1:9"), "main")
+    tracing = opened(otlp_endpoint="http://127.0.0.1:9")
     assert tracing is not None
     tracing.start("x", []).end({})
     tracing.close()

@@ -3,18 +3,27 @@ configuration alone, checked by their suites, and serving."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import subprocess
 import tarfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
+import httpx
 import pytest
 
 from frame.checkpoint.model_config import find_model
 from tests.examples.conftest import PACKAGES, Environment
 
 MAX_LINES = 100
-SUITES = ("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "routing_policy:weighted", "cli_command:hello")
+SUITES = (
+    *("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "routing_policy:weighted", "cli_command:hello"),
+    *("pooler:weightedmean", "key_store:team", "tracer:slow"),
+)
 
 SERVE = """
 import json, sys
@@ -74,6 +83,82 @@ print([backend.outstanding for backend in backends.all])
 
 def test_a_routing_policy_of_the_command_line_routes(environment: Environment) -> None:
     assert json.loads(environment.run("-c", ROUTE).stdout) == [30, 10]
+
+
+EMBED = """
+import json, sys
+from frame import Engine
+from frame.testing.checkpoints import load_reference, make_checkpoint
+import pathlib, torch
+folder = make_checkpoint("LlamaModel", pathlib.Path(sys.argv[1]))
+(folder / "1_Pooling").mkdir()
+(folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_weightedmean_tokens": true}')
+kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+modules = [{"idx": n, "path": path, "type": f"sentence_transformers.models.{kind}"} for n, (path, kind) in enumerate(kinds)]
+(folder / "modules.json").write_text(json.dumps(modules))
+prompts = [[*range(6, 6 + length)] for length in (1, 30, 7)]
+with Engine(str(folder), dtype="float32", threads=1, max_total_tokens=1024) as engine:
+    vectors = engine.embed(prompts)
+with torch.no_grad():
+    for vector, prompt in zip(vectors, prompts):
+        weights = torch.arange(1.0, len(prompt) + 1)
+        hidden = load_reference(folder)(torch.tensor([prompt])).last_hidden_state[0]
+        expected = torch.nn.functional.normalize(weights @ hidden, dim=0)
+        print(float((torch.tensor(vector) - expected).abs().max()))
+"""
+
+
+def test_a_pooler_that_a_checkpoint_asks_for_makes_its_vectors(environment: Environment, tmp_path: Path) -> None:
+    errors = [float(line) for line in environment.run("-c", EMBED, tmp_path / "model").stdout.split()]
+    assert len(errors) == 3 and max(errors) < 1e-5
+
+
+def test_a_key_store_and_a_tracer_of_the_command_line_serve(environment: Environment, tmp_path: Path) -> None:
+    """A server over sockets: keys of one team share a prefix cache that another team does not see;
+    a key that is taken out of the file is refused; operators' routes open for the operators. Each
+    process leaves its spans."""
+    file = tmp_path / "teams.json"
+    digests = {key: hashlib.sha256(key.encode()).hexdigest() for key in ("red-1", "red-2", "blue", "ops")}
+    red, blue, ops = [digests["red-1"], digests["red-2"]], [digests["blue"]], [digests["ops"]]
+    file.write_text(json.dumps({"red": {"digests": red}, "blue": {"digests": blue}, "ops": {"digests": ops, "operator": True}}))
+    command = [str(environment.python), "-m", "frame", "serve", "--port", "0", "--threads", "1", "--max-total-tokens", "4096"]
+    options = ("--key-store", "team", "--set", f"plugins.options.key_store/team.file={file}")
+    (tmp_path / "spans").mkdir()
+    spans = "plugins.options.tracer/slow"
+    options += ("--tracer", "slow", "--set", f"{spans}.folder={tmp_path / 'spans'}", "--set", f"{spans}.seconds=0.0")
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        url = list(iter_until(process.stderr, "ready on"))[-1].partition("ready on ")[2].split()[0]
+
+        def send(key: str, path: str, body: Any = None) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.request("GET" if body is None else "POST", f"{url}{path}", json=body, headers=headers, timeout=60)
+
+        body = {"input_ids": [*range(3, 100)], "sampling_params": {"max_new_tokens": 1}}
+        cached = [send(key, "/generate", body).json()["meta_info"]["cached_tokens"] for key in ("red-1", "red-2", "blue")]
+        assert cached[0] == cached[2] == 0 < cached[1]
+        assert [send(key, "/v1/models").status_code for key in ("red-1", "red", "ops")] == [200, 401, 200]
+        assert [send(key, "/server_info").status_code for key in ("red-1", "red", "ops")] == [403, 401, 200]
+        file.write_text(json.dumps({"blue": {"digests": blue}}))
+        time.sleep(0.2)
+        assert [send(key, "/v1/models").status_code for key in ("red-1", "blue")] == [401, 200]
+        file.write_text("{")
+        time.sleep(0.2)
+        assert [send(key, "/v1/models").status_code for key in ("red-1", "blue")] == [503, 503]
+    finally:
+        process.terminate()
+        process.wait(30)
+    names = {path.stem: [span["name"] for span in json.loads(path.read_text())] for path in (tmp_path / "spans").iterdir()}
+    assert names["main"].count("POST /generate") == 3 == names["engine"].count("prefill")
+
+
+def iter_until(lines: IO[str], text: str) -> Iterator[str]:
+    """The lines up to the first one with the text."""
+    for line in lines:
+        yield line
+        if text in line:
+            return
 
 
 SEND = """

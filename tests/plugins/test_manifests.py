@@ -86,6 +86,18 @@ def test_a_slow_manifest_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "theirs 2.1 (entry point theirs = theirs_manifest) takes 0.1 s to import" in caplog.text
 
 
+def test_a_slow_file_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A file has the plugin itself, which may import torch; there is no manifest to be light."""
+    monkeypatch.setattr(manifests, "SLOW_SECONDS", 0.05)
+    file = tmp_path / "newest.py"
+    file.write_text(
+        "import time; time.sleep(0.1)\nfrom frame.core.interfaces.scheduling import SchedulingPolicy\n"
+        "class Newest(SchedulingPolicy):\n    def sort_waiting(self, waiting, view):\n        return waiting[::-1]\n"
+    )
+    load_configured(PluginsSection(paths=(str(file),)))
+    assert "to import" not in caplog.text
+
+
 def test_what_a_manifest_prints_does_not_reach_standard_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from frame.checkpoint.model_config import read_model_config
 from frame.config.resolve import pinned
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
-from frame.core.errors import CheckpointError, ConfigurationError
+from frame.core.errors import CheckpointError, ConfigurationError, PluginError
+from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.model import Pooling
 from frame.core.interfaces.platform import HOST
+from frame.core.interfaces.pooling import Pooler
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
@@ -38,7 +41,7 @@ def prompts(lengths=LENGTHS) -> list[list[int]]:
     return [[numbers.randrange(6, 384) for _ in range(length)] for length in lengths]
 
 
-def prepared(folder: Path, **sections: dict[str, Any]) -> Prepared:
+def prepared(folder: Path, classes: Sequence[type] = (), **sections: dict[str, Any]) -> Prepared:
     config: dict[str, Any] = {
         "model": {"path": str(folder), "dtype": "float32"},
         "cache": {"max_total_tokens": 4096},
@@ -47,11 +50,11 @@ def prepared(folder: Path, **sections: dict[str, Any]) -> Prepared:
     }
     for name, section in sections.items():
         config[name] = {**config.get(name, {}), **section}
-    return prepare(FrameConfig.model_validate(config))
+    return prepare(FrameConfig.model_validate(config), classes=classes)
 
 
-def make_loop(folder: Path, **sections: dict[str, Any]) -> LocalLoop:
-    ready = prepared(folder, **sections)
+def make_loop(folder: Path, classes: Sequence[type] = (), **sections: dict[str, Any]) -> LocalLoop:
+    ready = prepared(folder, classes, **sections)
     runner = build_rank(ready.resolved, ready.registry)
     return LocalLoop(build_scheduler(ready.resolved, ready.registry, runner.capacity.pools), runner)
 
@@ -260,14 +263,47 @@ def test_what_does_not_fit_is_refused(name: str, sections: dict[str, Any], sente
         prepared(folder, **sections)
 
 
+class TwoLast(Pooler):
+    """The mean of the first and the last token."""
+
+    name = "two_last"
+
+    def pool(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        first = hidden.index_select(0, batch.query_starts[:-1].long())
+        return (first + hidden.index_select(0, batch.logits_indices)) / 2
+
+
+def test_a_pooler_of_ones_own(tmp_path: Path) -> None:
+    """Its capabilities decide whether prompts are computed whole. It serves embeddings, and the
+    head of a classifier reads its vectors."""
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path / "body")
+    model, each = load_reference(folder).model, prompts()
+    ready = prepared(folder, [TwoLast], model={"task": "embed", "pooling": "two_last"})
+    assert "pooled from whole prompts" in ready.resolved.rejected["cache.prefix"]["radix"][0]
+    for vector, prompt in zip(make_loop(folder, [TwoLast], model={"task": "embed", "pooling": "two_last"}).pool(each), each, strict=True):
+        truth = (wanted(model, prompt, "cls") + wanted(model, prompt, "last")) / 2
+        np.testing.assert_allclose(vector, truth, atol=2e-5)
+    folder = make_checkpoint("Qwen3ForSequenceClassification", tmp_path / "classes", num_labels=3)
+    classifier = load_reference(folder)
+    got = make_loop(folder, [TwoLast], model={"pooling": "two_last"}).pool(each)
+    with torch.no_grad():
+        for scores, prompt in zip(got, each, strict=True):
+            hidden = classifier.model(torch.tensor([prompt])).last_hidden_state[0]
+            np.testing.assert_allclose(scores, classifier.score((hidden[0] + hidden[-1]) / 2).numpy(), atol=2e-5)
+
+
 def test_modules_that_are_not_known(tmp_path: Path) -> None:
     folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean", {"idx": 2, "path": "2_Dense", "type": "x.Dense"})
     with pytest.raises(CheckpointError, match="has a module 'Dense'"):
         read_model_config(folder)
     (folder / "modules.json").write_text(json.dumps([*MODULES, POOLING]))
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_weightedmean_tokens": true}')
-    with pytest.raises(CheckpointError, match="pooling_mode_weightedmean_tokens"):
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_weightedmean_tokens": true, "pooling_mode_mean_tokens": true}')
+    with pytest.raises(CheckpointError, match="pooling_mode_weightedmean_tokens and pooling_mode_mean_tokens"):
         read_model_config(folder)
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_weightedmean_tokens": true}')
+    with pytest.raises(PluginError, match=r"model.pooling: Unknown pooler 'weightedmean'.*Installed: cls"):
+        prepared(folder)
+    assert prepared(folder, model={"pooling": "mean"}).resolved.choice("pooler").name == "mean"
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
     model_config = read_model_config(folder)
     assert model_config.sentence is not None

@@ -9,32 +9,46 @@ from typing import Any
 
 import pytest
 
+from frame.config.schema import FrameConfig
 from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.keys import KeyHolder, KeyStore, KeyStoreContext, KeyStoreError
+from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.http.protocol.api_route import Access
-from frame.entrypoints.keys import KeyRing, check_exposure, load_keys
+from frame.entrypoints.keys import KeyAccess, check_exposure, tenant_of
+from frame.plugins.key_stores.file import FileKeyStore
 from tests.entrypoints.inprocess import serving
 from tests.entrypoints.published import ROUTES
 
 PROMPT = list(range(3, 100))
 
 
-def ring(*keys: str) -> KeyRing:
-    return KeyRing(hashlib.sha256(key.encode()).digest() for key in keys)
+def access(*keys: str, tmp_path: Path) -> KeyAccess:
+    file = tmp_path / "ring"
+    file.write_text("\n".join(keys))
+    return KeyAccess(lambda: FileKeyStore(KeyStoreContext(api_keys=str(file))))
 
 
-def test_both_headers_and_several_keys() -> None:
-    keys = ring("one", "two")
-    one, two = keys.tenant([(b"authorization", b"Bearer one")]), keys.tenant([(b"x-api-key", b"two")])
+async def tenant(keys: KeyAccess, headers: list[tuple[bytes, bytes]]) -> str | None:
+    holder = await keys.find_holder(headers)
+    assert holder is None or not holder.is_operator
+    return holder and holder.tenant
+
+
+async def test_both_headers_and_several_keys(tmp_path: Path) -> None:
+    keys = access("one", "two", tmp_path=tmp_path)
+    one, two = await tenant(keys, [(b"authorization", b"Bearer one")]), await tenant(keys, [(b"x-api-key", b"two")])
     assert one is not None and two is not None and one != two
-    assert keys.tenant([(b"authorization", b"bearer  one ")]) == one == keys.tenant([(b"x-api-key", b"one")])
+    assert await tenant(keys, [(b"authorization", b"bearer  one ")]) == one == await tenant(keys, [(b"x-api-key", b"one")])
+    assert await tenant(keys, [(b"authorization", b"Bearer none"), (b"x-api-key", b"one")]) == one
     assert "one" not in one
     for wrong in ([], [(b"authorization", b"one")], [(b"authorization", b"Basic one")], [(b"authorization", b"Bearer")],
-                  [(b"x-api-key", b"")], [(b"x-api-key", b"On\xe9")], [(b"authorization", b"Bearer one two")]):  # fmt: skip
-        assert keys.tenant(wrong) is None
+                  [(b"x-api-key", b"")], [(b"x-api-key", b"On\xe9")], [(b"authorization", b"Bearer one two")],
+                  [(b"x-api-key", b"one" * 10_000)]):  # fmt: skip
+        assert await tenant(keys, wrong) is None
 
 
-def test_a_key_is_looked_up_by_a_keyed_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_is_looked_up_by_a_keyed_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one lookup, by a keyed digest that clients cannot compute, so timing reveals no
     key."""
     looked_up: list[bytes] = []
@@ -50,24 +64,37 @@ def test_a_key_is_looked_up_by_a_keyed_digest(monkeypatch: pytest.MonkeyPatch) -
         items = keys = values = __iter__  # type: ignore[assignment]
 
     names = [f"key-{i}" for i in range(20_000)]
-    first, second = ring(*names), ring(*names)
+    first, second = access(*names, tmp_path=tmp_path), access(*names, tmp_path=tmp_path)
     for keys in (first, second):
-        monkeypatch.setattr(keys, "_tenants", Spied(keys._tenants))
+        monkeypatch.setattr(keys._store, "_holders", Spied(keys._store._holders))  # type: ignore[attr-defined]
         for given in (b"key-0", b"key-19999", b"none", b"a much longer one than all the others"):
-            keys.tenant([(b"x-api-key", given)])
+            await tenant(keys, [(b"x-api-key", given)])
     assert len(looked_up) == 8 and {len(tag) for tag in looked_up} == {32}
     assert set(looked_up[:4]).isdisjoint(looked_up[4:])  # the secret differs in each process
     assert hashlib.sha256(b"key-0").digest() not in looked_up
-    assert first.tenant([(b"x-api-key", b"key-7")]) == second.tenant([(b"x-api-key", b"key-7")]) is not None
+    assert await tenant(first, [(b"x-api-key", b"key-7")]) == await tenant(second, [(b"x-api-key", b"key-7")]) is not None
 
 
-def test_key_file(tmp_path: Path) -> None:
+async def test_key_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"\ufeffplain\n# ours\n\n  sha256:{hashlib.sha256(b'hashed').hexdigest()}  \n")
-    keys = load_keys(ServerSection(api_key="third", api_keys=str(file)))
-    assert keys is not None and len(keys) == 3
-    assert all(keys.tenant([(b"x-api-key", key)]) for key in (b"plain", b"hashed", b"third"))
-    assert load_keys(ServerSection()) is None
+    keys = KeyAccess(lambda: FileKeyStore(KeyStoreContext("third", str(file))))
+    assert keys.num_tenants == 3
+    assert all([await tenant(keys, [(b"x-api-key", key)]) for key in (b"plain", b"hashed", b"third")])
+    assert tenant_of(f"sha256:{hashlib.sha256(b'plain').hexdigest()}") == await tenant(keys, [(b"x-api-key", b"plain")])
+
+
+async def test_a_reload_changes_keys_or_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "ring"
+    keys = access("one", tmp_path=tmp_path)
+    file.write_text("two")
+    assert await tenant(keys, [(b"x-api-key", b"one")])
+    await keys.use_store(keys.make_store())
+    assert await tenant(keys, [(b"x-api-key", b"two")]) and not await tenant(keys, [(b"x-api-key", b"one")])
+    file.write_text("")
+    with pytest.raises(ConfigurationError, match="contains no key"):
+        keys.make_store()
+    assert await tenant(keys, [(b"x-api-key", b"two")])
 
 
 @pytest.mark.parametrize("content", [b"", b"# no key\n", b"sha256:abc\n", b"sha256:" + b"zz" * 32, b"\xff\xfe"])
@@ -75,15 +102,73 @@ def test_invalid_key_file(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "keys"
     file.write_bytes(content)
     with pytest.raises(ConfigurationError, match="api_keys") as error:
-        load_keys(ServerSection(api_keys=str(file)))
+        FileKeyStore(KeyStoreContext(api_keys=str(file)))
     assert "zz" not in str(error.value)
 
 
 def test_missing_key_file_and_empty_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        load_keys(ServerSection(api_keys=str(tmp_path / "none")))
+        FileKeyStore(KeyStoreContext(api_keys=str(tmp_path / "none")))
     with pytest.raises(ConfigurationError, match="empty"):
-        load_keys(ServerSection(api_key=" "))
+        FileKeyStore(KeyStoreContext(" "))
+
+
+@pytest.mark.parametrize(
+    ("server", "sentence"),
+    [
+        ({"key_store": "file"}, "has the keys of server.api_key and server.api_keys, of which none is set"),
+        ({"key_store": "http", "api_key": "k"}, "reads neither server.api_key nor server.api_keys"),
+        ({"key_store": "htp"}, "did you mean 'http'"),
+    ],
+)
+def test_a_store_that_does_not_fit_the_settings(server: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        prepare(FrameConfig.model_validate({"server": server}))
+
+
+class Broken(KeyStore):
+    """Knows no key at the moment, in several ways."""
+
+    name = "broken"
+    error: Exception | None = None
+    tenant = "x"
+
+    async def find_holder(self, key: bytes) -> KeyHolder | None:
+        if Broken.error is not None:
+            raise Broken.error
+        return KeyHolder(Broken.tenant, is_operator=key == b"operator")
+
+
+@pytest.mark.parametrize("error", [KeyStoreError("no connection"), RuntimeError("secret detail"), TimeoutError()])
+async def test_a_store_that_fails_opens_to_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "error", error)
+    async with serving({"server": {"api_key": "k"}}) as server:
+        await server.services.keys.use_store(Broken(KeyStoreContext()))  # type: ignore[union-attr]
+        for path in ("/v1/models", "/nowhere", "/server_info", "/v1/completions"):
+            reply = await server.request("GET", path, headers=((b"x-api-key", b"k"),))
+            assert (reply.status, reply.headers.get("retry-after")) == (503, "1"), path
+            assert b"secret" not in reply.body
+        assert (await server.request("GET", "/health")).status == 200  # open routes need no key store
+
+
+async def test_a_tenant_that_is_no_name_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving({"server": {"api_key": "k"}}) as server:
+        await server.services.keys.use_store(Broken(KeyStoreContext()))  # type: ignore[union-attr]
+        assert (await server.request("GET", "/v1/models", headers=((b"x-api-key", b"k"),))).status == 200
+        for name in ("", "a b", "x" * 65, "a\nb", "ü"):
+            monkeypatch.setattr(Broken, "tenant", name)
+            assert (await server.request("GET", "/v1/models", headers=((b"x-api-key", b"k"),))).status == 503
+
+
+async def test_an_operators_key_opens_operators_routes() -> None:
+    async with serving({"server": {"api_key": "k"}}) as server:
+        await server.services.keys.use_store(Broken(KeyStoreContext()))  # type: ignore[union-attr]
+        user, operator = ((b"x-api-key", b"user"),), ((b"x-api-key", b"operator"),)
+        assert (await server.request("GET", "/server_info", headers=user)).status == 403
+        assert (await server.request("GET", "/server_info", headers=operator)).status == 200
+        assert (await server.request("GET", "/v1/models", headers=operator)).status == 200
+        foreign = (*operator, (b"origin", b"https://evil.example"), (b"sec-fetch-site", b"cross-site"))
+        assert (await server.request("GET", "/server_info", headers=foreign)).status == 200  # a page cannot send the key
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
@@ -91,6 +176,7 @@ def test_public_address_needs_a_key(host: str) -> None:
     with pytest.raises(ConfigurationError, match="insecure"):
         check_exposure(ServerSection(host=host))
     check_exposure(ServerSection(host=host, api_key="k"))
+    check_exposure(ServerSection(host=host, key_store="http"))
     check_exposure(ServerSection(host=host, insecure=True))
 
 

@@ -16,12 +16,15 @@ from fastapi import Depends
 
 import frame.entrypoints.http.app as app_module
 from frame.config.server_sections import ServerSection
+from frame.core.interfaces.keys import KeyStoreContext
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.extensions import CORE_ROUTES
 from frame.entrypoints.http.protocol.access import Gate
 from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, RequireAccess
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
+from frame.entrypoints.keys import KeyAccess
+from frame.plugins.key_stores.file import FileKeyStore
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.published import ROUTES
 from tests.security.test_connections import listening, talk
@@ -120,12 +123,15 @@ async def test_bytes_on_a_socket() -> None:
 
 
 @pytest.mark.parametrize("is_admin", [False, True])
-def test_the_gate_admits_each_level_for_its_own_key(is_admin: bool) -> None:
-    gate = Gate(ServerSection(api_key=USER_KEY.decode(), admin_key=ADMIN_KEY.decode()), is_admin)
+async def test_the_gate_admits_each_level_for_its_own_key(is_admin: bool) -> None:
+    keys = KeyAccess(lambda: FileKeyStore(KeyStoreContext(USER_KEY.decode())))
+    gate = Gate(ServerSection(api_key=USER_KEY.decode(), admin_key=ADMIN_KEY.decode()), keys, is_admin)
     admitted = set()
     for (name, headers), access in itertools.product(KEYS.items(), Access):
         with contextlib.suppress(ApiError):
-            gate.admit({"headers": [(b"host", b"localhost"), *headers], "server": ("127.0.0.1", 1)}, access)
+            scope: dict[str, Any] = {"headers": [(b"host", b"localhost"), *headers], "server": ("127.0.0.1", 1)}
+            await gate.identify(scope)
+            gate.admit(scope, access)
             admitted.add((name, access.name))
     keyed = {("admin", "OWN"), ("admin", "ADMIN")} | ({("admin", "USER")} if is_admin else {("user", "USER"), ("user", "OWN")})
     assert admitted == {(name, "OPEN") for name in KEYS} | keyed

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
+from frame.testing.checkpoints import make_checkpoint
 
 REGISTRY = load_registry(installed=False)
 SMALL = ("weight_format", "gemm_kernel", "moe_runner", "moe_dispatcher", "logits_processor", "tool_call_parser", "reasoning_parser")
@@ -29,3 +31,9 @@ def test_our_own_plugins_conform(selector: str) -> None:
     for check in conformance.checks(selector.partition(":")[0], subject):
         with suppress(conformance.SkipCheck):
             check.run()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausal", "LamaForCausalLM", "Nothing", ""])
+def test_an_unknown_checkpoint_names_those_that_are_known(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"make_checkpoint can write.*Names: .*LlamaForCausalLM"):
+        make_checkpoint(name, tmp_path)

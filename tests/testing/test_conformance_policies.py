@@ -3,7 +3,7 @@ calls do not show."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -33,6 +33,18 @@ class FailsLate(ShortestFirst):
         if all(request.output for request in running):
             raise RuntimeError("odd")
         return super().select_victim(running, view)
+
+
+class FirstFew(ShortestFirst):
+    """Orders no more requests than a step takes, as the contract allows."""
+
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterator[Request]:
+        yield from list(super().sort_waiting(waiting, view))[:4]
+
+
+def test_a_prefix_of_a_permutation_passes() -> None:
+    right = Mutant("right", "scheduling_policy", lambda: FirstFew, "")
+    assert [outcome for outcome in conformance.run_suite(right.subject()) if outcome.result == "failed"] == []
 
 
 @pytest.mark.parametrize("policy", [PreemptsTheOldest, FailsLate])

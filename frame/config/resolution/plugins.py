@@ -17,8 +17,10 @@ from pydantic import BaseModel, ValidationError
 from frame.config.resolved import PluginChoice
 from frame.config.schema import FrameConfig
 from frame.config.selection import PlainRequirements, Rejected, ResolveError, Selection, by_rank, objections, select
+from frame.config.server_sections import ServerSection
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed, choose_ranges
+from frame.core.interfaces.keys import KeyStoreRequirements
 from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
@@ -97,6 +99,33 @@ def choose_adapter_formats(
     usable = [Selection(record, "can be used") for record in candidates if record.name not in refused]
     chosen.selected[kind] = usable
     chosen.reasons[key] = f"by each adapter's configuration: {', '.join(each.record.name for each in usable) or 'none'}"
+
+
+def choose_optional(
+    chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], kind: str, named: str | None, requirements: Any
+) -> None:
+    """Choose a plugin of a kind that the server can do without. Raises ResolveError if the named
+    one is unknown or unfit."""
+    selection = select(KEYS[kind], records.get(kind, ()), requirements, named, kind=kind)
+    if selection is not None:
+        chosen.note(kind, KEYS[kind], selection, is_open=named is None)
+    else:
+        chosen.reject(KEYS[kind], kind, records, requirements)
+        chosen.reasons[KEYS[kind]] = f"none: no usable {kind} is installed"
+
+
+def choose_key_store(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], server: ServerSection) -> None:
+    """Choose the key store that the user names, or the one that reads the keys of the settings;
+    none for a server without keys. Raises ResolveError if it is unknown or unfit."""
+    kind, key = "key_store", KEYS["key_store"]
+    requirements = KeyStoreRequirements(server.api_key is not None or server.api_keys is not None)
+    if not requirements.has_keys and server.key_store is None:
+        return
+    selection = select(key, records.get(kind, ()), requirements, server.key_store, kind=kind)
+    if selection is None:
+        rejected = chosen.reject(key, kind, records, requirements)
+        raise ResolveError("No key store has the keys of server.api_key and server.api_keys.", rejected)
+    chosen.note(kind, key, selection, is_open=server.key_store is None)
 
 
 def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
 from frame.core.interfaces.drafter import TreeShape
-from frame.core.interfaces.model import ModelConfig, Pooling, PoolingMode, Task, checkpoint_tasks, is_classifier
+from frame.core.interfaces.model import ModelConfig, Pooling, Task, checkpoint_tasks, is_classifier
 
 
 def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
@@ -111,7 +111,7 @@ def find_batch_conflicts(config: FrameConfig, model_config: ModelConfig, task: T
             yield ResolveError(f"execution.deterministic is true, but {sentence}.", change=change)
 
 
-def _mode(config: FrameConfig, mode: PoolingMode, why: str) -> tuple[PoolingMode, str]:
+def _mode(config: FrameConfig, mode: str, why: str) -> tuple[str, str]:
     return (mode, why) if config.model.pooling is None else (config.model.pooling, "")
 
 

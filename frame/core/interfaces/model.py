@@ -31,7 +31,6 @@ __all__ = [
     "ModelContext",
     "ModelRequirements",
     "Pooling",
-    "PoolingMode",
     "SentenceTransformersConfig",
     "Task",
     "checkpoint_tasks",
@@ -40,29 +39,27 @@ __all__ = [
 ]
 
 
-PoolingMode = Literal["cls", "last", "mean", "max"]
-
-
 @dataclass(frozen=True, slots=True)
 class Pooling:
     """How the hidden states of a sequence become one vector."""
 
-    mode: PoolingMode  # the first token ("cls"), the last token, or the mean or maximum of all
+    mode: str  # the pooler, by plugin name
     normalize: bool = False  # to length 1
     activation: Literal["none", "sigmoid", "softmax"] = "none"  # after a classifier's head
     label_tokens: tuple[str, ...] = ()  # classify with the language model's head: the logits of these tokens alone
+    whole_prompts: bool = True  # `PoolerCapabilities.whole_prompts`
 
     def needs_whole_prompts(self, is_encoder: bool) -> bool:
         """Whether one step must compute the whole prompt, without a cached prefix, because pooling
         reads all its hidden states."""
-        return is_encoder or self.mode != "last"
+        return is_encoder or self.whole_prompts
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceTransformersConfig:
     """The files of a sentence-transformers folder beside `config.json`."""
 
-    mode: PoolingMode | None = None  # None: the folder names none
+    mode: str | None = None  # the pooler, by plugin name; None: the folder names none
     normalize: bool = False
     max_tokens: int | None = None  # of an input
     prompts: dict[str, str] = field(default_factory=dict)  # name -> text put before an input

@@ -99,14 +99,15 @@ def check(name: str, conformance: bool, reference: str | None, paths: tuple[str,
 @click.command(help=f"Write an installable package with a new plugin of KIND. It works, and has tests.\n\nKinds: {', '.join(KINDS)}.")
 @click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name")
+@click.option("--package", metavar="PACKAGE", default="", help="Name of the package; frame-NAME by default.")
 @click.option("--dir", "parent", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Folder to write the package into.")
-def new(kind: str, name: str, parent: Path) -> None:
+def new(kind: str, name: str, package: str, parent: Path) -> None:
     from frame.entrypoints.tools.scaffold import write_plugin
 
     same = [record.distribution for record in load_configured(PluginsSection()).records(kind) if record.name == name]
     if same:
         raise PluginError(f"There is a {kind} called {name!r} already, from {same[0]}; choose another name.")
-    written = write_plugin(kind, name, parent)
+    written = write_plugin(kind, name, parent, package)
     click.echo(f"{written.distribution}: the {kind} {name!r}, in {written.folder}")
     click.echo(f"  pip install -e '{written.folder}[test]'\n  pytest {written.folder}\n  frame plugins check {kind}/{name}")
 
@@ -186,7 +187,7 @@ def _compare(record: PluginRecord, reference: PluginRecord, paths: tuple[str, ..
 
 def _conformance(record: PluginRecord, paths: Sequence[str]) -> None:
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("frame.testing.pytest_plugin") is None:
-        raise PluginError(f"The conformance suites need pytest; run {install_command('frame-serve[test]')}")
+        raise PluginError(f"The conformance suites need pytest; run {install_command('frame-serve[test-kit]')}")
     selected = [f"--frame-conformance={record.kind}:{record.name}", *(f"--frame-conformance-plugin={path}" for path in paths)]
     with tempfile.TemporaryDirectory() as folder:
         # Neither settings nor a conftest.py of the working folder and those above it are read.

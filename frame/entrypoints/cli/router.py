@@ -61,7 +61,7 @@ def command(
     from frame.entrypoints import logs
     from frame.entrypoints.handoff import read_fleet_key
     from frame.entrypoints.http.protocol.listening import bound_port
-    from frame.entrypoints.keys import is_local, ring_of
+    from frame.entrypoints.keys import AdminKey, is_local
     from frame.entrypoints.router.discovery import Source, check_url
     from frame.entrypoints.router.server import RouterSettings, load_policy, route
     from frame.entrypoints.tls import load_pair
@@ -74,6 +74,8 @@ def command(
         raise ConfigError(f"name servers with {known}, or prefill servers with --prefill and decode servers with --decode")
     if (admin_port is None) != (admin_key is None):
         raise ConfigError("the admin listener has a port and a key of its own: give --admin-port with --admin-key or FRAME_ADMIN_KEY")
+    if admin_key is not None and not admin_key.strip():
+        raise ConfigError("--admin-key is empty; give a key")
     flag, servers = ("--decode", decodes) if decodes else ("--replica", replicas)
     urls, prefill_urls = tuple(check_url(url, flag) for url in servers), tuple(check_url(url, "--prefill") for url in prefills)
     if len({*urls, *prefill_urls}) < len(urls) + len(prefill_urls):
@@ -91,5 +93,5 @@ def command(
     settings = RouterSettings(urls, health_interval, max_body_bytes, max_connections, prefill_urls, read_fleet_key(), sources, certificate)
     admin = None
     if admin_port is not None and admin_key is not None:
-        admin = bound_port(admin_host, admin_port, "--admin-host and --admin-port"), ring_of(admin_key, "--admin-key")
+        admin = bound_port(admin_host, admin_port, "--admin-host and --admin-port"), AdminKey(admin_key)
     asyncio.run(route(settings, make_policy, listener, signals, admin))

@@ -36,7 +36,7 @@ class PlaceShares:
         self.max_held = total if num_tenants < 2 else max(1, total // 2)  # by one tenant
         self._num_kept = 0 if num_tenants < 2 else total // (2 * num_tenants)  # for each tenant
         self._num_open = total - num_tenants * self._num_kept  # for those that come first
-        self._held: Counter[str] = Counter()  # by tenant; as many entries as keys
+        self._held: Counter[str] = Counter()  # by tenant that holds places
 
     def count_held(self, tenant: str) -> int:
         return self._held[tenant]
@@ -55,6 +55,8 @@ class PlaceShares:
         held = self._held[tenant]
         self._held[tenant] -= count
         self._num_open += self._count_open(held) - self._count_open(held - count)
+        if held == count:
+            del self._held[tenant]
 
     def _count_open(self, held: int) -> int:
         """How many of a tenant's `held` places are not those kept for it."""
@@ -72,7 +74,7 @@ class TenantQuotas:
     def __init__(self, max_requests: int | None, sequences: PlaceShares | None = None) -> None:
         self._max_requests = max_requests
         self._sequences = sequences
-        self._num_requests: Counter[str] = Counter()  # by tenant; as many entries as keys
+        self._num_requests: Counter[str] = Counter()  # by tenant that has requests
 
     def open_lease(self, tenant: str) -> QuotaLease:
         """The lease of a new request, which counts as one. Raises QuotaExceededError."""
@@ -108,6 +110,8 @@ class TenantQuotas:
     def release(self, tenant: str, requests: int, sequences: int = 0) -> None:
         """Give back what was acquired."""
         self._num_requests[tenant] -= requests
+        if not self._num_requests[tenant]:
+            del self._num_requests[tenant]
         if tenant and self._sequences is not None:
             self._sequences.release_places(tenant, sequences)
 

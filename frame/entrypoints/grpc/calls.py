@@ -10,15 +10,17 @@ from typing import Any
 
 import grpc
 
+from frame.core.interfaces.keys import KeyHolder
 from frame.entrypoints.engine_client.quotas import PlaceShares, QuotaExceededError, QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.grpc.reading import MessageReader
 from frame.entrypoints.grpc.schema import SERVICE
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import sent_as, too_many
+from frame.entrypoints.http.protocol.access import find_holder
 from frame.entrypoints.http.request_starter import read_timeout_header
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.keys import KeyRing
+from frame.entrypoints.keys import KeyAccess
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 
 STATUS = {
@@ -43,10 +45,11 @@ class GrpcCaller:
 
     handoff = None  # only HTTP streams move
 
-    def __init__(self, context: Any, tenant: str, lease: QuotaLease | None = None) -> None:
+    def __init__(self, context: Any, holder: KeyHolder | None, lease: QuotaLease | None = None) -> None:
         self.context = context
         self.headers = headers_of(context.invocation_metadata())
-        self.tenant = tenant
+        self.holder = holder
+        self.tenant = "" if holder is None else holder.tenant
         self.lease = lease
         self.request_id = request_id_of(self.headers)
         self.state: RequestState | None = None
@@ -96,8 +99,8 @@ class CallHandlers:
     first, so a call is admitted before its message is read.
     """
 
-    def __init__(self, services: Services, keys: KeyRing | None, reader: MessageReader) -> None:
-        num_keys = max(1, len(keys or ()))
+    def __init__(self, services: Services, keys: KeyAccess | None, reader: MessageReader) -> None:
+        num_keys = 1 if keys is None else keys.num_tenants
         self._services = services
         self._keys = keys
         self._reader = reader
@@ -105,12 +108,18 @@ class CallHandlers:
         self._sessions = PlaceShares(reader.max_sessions, num_keys)
 
     @asynccontextmanager
-    async def admit(self, context: Any, is_session: bool) -> AsyncIterator[str]:
-        """The tenant of a call, which holds a place meanwhile. Refused calls, and those with an
-        ApiError, end with a status."""
+    async def admit(self, context: Any, is_session: bool) -> AsyncIterator[KeyHolder | None]:
+        """The holder of a call's key, None without keys. The call holds a place meanwhile. Refused
+        calls, and those with an ApiError, end with a status."""
         failed: ApiError | None = None
-        tenant = "" if self._keys is None else self._keys.tenant(headers_of(context.invocation_metadata()))
-        if tenant is None:
+        holder = None
+        if self._keys is not None:
+            try:
+                holder = await find_holder(self._keys, headers_of(context.invocation_metadata()))
+            except ApiError as error:
+                await abort(context, error)
+        tenant = "" if holder is None else holder.tenant
+        if self._keys is not None and holder is None:
             await abort(context, ApiError(401, "the API key is missing or wrong; send the metadata authorization: Bearer KEY"))
             return  # abort has raised
         limits = [(self._calls, "server.max_connections calls are running; try again later")]
@@ -122,7 +131,7 @@ class CallHandlers:
                     await abort(context, ApiError(429, sentence))
                 held.callback(places.release_places, tenant)
             try:
-                yield tenant
+                yield holder
             except QuotaExceededError as error:
                 failed = too_many(error)
             except ApiError as error:
@@ -134,9 +143,10 @@ class CallHandlers:
         """A method with one request, of class `kind`, which counts in its key's quota."""
 
         async def handle(_: Any, context: Any) -> None:
-            async with self.admit(context, False) as tenant:
+            async with self.admit(context, False) as holder:
+                tenant = "" if holder is None else holder.tenant
                 with self._services.quotas.open_lease(tenant) as lease:
-                    caller = GrpcCaller(context, tenant, lease)
+                    caller = GrpcCaller(context, holder, lease)
                     request, size = await self._reader.read_only(context, tenant, kind)
                     try:
                         reply = await run_call(self._services, caller, name, method(request, caller))
@@ -152,8 +162,9 @@ class CallHandlers:
         the errors of undecodable messages."""
 
         async def handle(_: Any, context: Any) -> None:
-            async with self.admit(context, True) as tenant:
-                await session(self._messages(context, tenant, kind), GrpcCaller(context, tenant))
+            async with self.admit(context, True) as holder:
+                caller = GrpcCaller(context, holder)
+                await session(self._messages(context, caller.tenant, kind), caller)
 
         return handle
 

@@ -11,9 +11,9 @@ not know a method.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc
 import numpy as np
@@ -52,14 +52,15 @@ class MessageReader:
         self._bodies = bodies
         self._timeout = timeout
         self._reads = FairSemaphore(count)
-        of_key = max(MIN_READS, count // max(1, num_keys))
-        self._reads_of: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(of_key))  # by tenant
+        self._max_reads_of = max(MIN_READS, count // max(1, num_keys))
+        self._reads_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by tenant with calls
         self._decoding = FairSemaphore(1)
 
     async def read_only(self, context: Any, tenant: str, kind: Any) -> tuple[Any, int]:
         """(the message of a call that has one, the bytes of the pool that it holds). Raises
         ApiError."""
-        async with self._reads_of[tenant], self._reads.hold_slot(tenant):
+        own = self._reads_of.setdefault(tenant, asyncio.Semaphore(self._max_reads_of))
+        async with own, self._reads.hold_slot(tenant):
             try:
                 async with asyncio.timeout(self._timeout):
                     data = await context.read()

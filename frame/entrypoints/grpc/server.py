@@ -26,7 +26,6 @@ from frame.entrypoints.http.app import body_limits
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.protocol.listening import address
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.keys import load_keys
 from frame.entrypoints.logs import report
 from frame.entrypoints.tls import Certificate, load_certificate
 
@@ -43,13 +42,13 @@ class GrpcServer:
     def __init__(self, services: Services, host: str, port: int, bodies: Bodies) -> None:
         server = services.resolved.user.server
         self._services = services
-        self.keys = load_keys(server)
+        keys = services.keys
         max_bytes = body_limits(services)["prompts"]
         self._server = grpc.aio.server(options=_options(server, max_bytes))
         self._health = Health(("", SERVICE))
         self._watching: asyncio.Task[None] | None = None
-        reader = MessageReader(bodies, max_bytes, server.client_timeout, len(self.keys or ()))
-        calls = CallHandlers(services, self.keys, reader)
+        reader = MessageReader(bodies, max_bytes, server.client_timeout, 0 if keys is None else keys.num_tenants)
+        calls = CallHandlers(services, keys, reader)
         handlers = _handlers(services, calls, reader), self._health.build_handlers(), _reflection(calls, reader)
         self._server.add_generic_rpc_handlers(tuple(BoundedHandlers(each) for each in handlers))
         self._certificate = load_certificate(server)

@@ -59,10 +59,9 @@ class App(FastAPI):
         self.api_routes = routes or (CORE_ROUTES if is_admin else (*self.extensions.routes, *CORE_ROUTES))
         self.dispatcher = Dispatcher(self.api_routes, self._cors)
         self.services = services
-        self.gate = Gate(server, is_admin, self._cors)
+        self.gate = Gate(server, services.keys, is_admin, self._cors)
         self.bodies = Bodies(AT_ONCE * server.max_body_bytes, server.client_timeout, value_limit(context))
         self.body_limits = body_limits(services)
-        self.keys = self.gate.keys
         self._openapi_json: asyncio.Task[bytes] | None = None
         if services.batches is not None and not is_admin:
             services.batches.route = self.run_for_tenant
@@ -160,17 +159,21 @@ class Dispatcher:
         if match is None:
             path = scope["path"][:MAX_PATH_CHARS]
             scope["errors"] = next((self._shapes[prefix] for prefix in reversed(_prefixes(path)) if prefix in self._shapes), OPENAI)
+            await gate.identify(scope)
             gate.admit(scope, Access.USER)
             raise ApiError(404, f"there is no {path} here; /openapi.json says what there is, such as /v1/chat/completions")
         scope["errors"] = next(iter(match.endpoints.values())).errors
         route = match.endpoint(scope["method"])
         if route is None:
+            await gate.identify(scope)
             gate.admit(scope, max(other.access for other in match.endpoints.values()))
             methods = match.methods()
             shown = " or ".join(method for method in methods if method != "HEAD")
             sentence = f"{scope['path'][:MAX_PATH_CHARS]} does not take {scope['method']}; use {shown}"
             raise ApiError(405, sentence, headers=((b"allow", ", ".join(methods).encode()),))
         scope["errors"], scope["path_params"], scope["route"] = route.errors, match.parameters, route
+        if route.access is not Access.OPEN and "admitted" not in scope:
+            await gate.identify(scope)
         await route.app(scope, receive, send)
 
 

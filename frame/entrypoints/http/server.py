@@ -21,6 +21,7 @@ from frame.config.resolved import Resolved
 from frame.config.schema import FrameConfig
 from frame.config.server_sections import LogSection, ServerSection
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.keys import KeyStore
 from frame.core.interfaces.parsing import ParserContext
 from frame.core.interfaces.routing import RoutingContext
 from frame.core.interfaces.stats import StatLoggerContext
@@ -41,7 +42,7 @@ from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import AdminListener, HttpServer, address
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.keys import KeyRing, load_keys
+from frame.entrypoints.keys import KeyAccess
 from frame.entrypoints.logs import report, set_levels
 from frame.entrypoints.media.media_service import MediaService
 from frame.entrypoints.moderation import read_policy
@@ -84,7 +85,7 @@ def create_server(
     configuration again; `signals` that came during the start."""
     resolved, user = prepared.resolved, prepared.resolved.user
     clients = _clients(resolved, deployments, start.tokenizer, infos)
-    services = _services(prepared, deployments[0], clients, start.tokenizer, infos[0])
+    services = _services(prepared, deployments[0], clients, start, infos[0])
     app = App(services, extensions=start.extensions)
     services.watch = start_monitor({name: pid for deployment in deployments for name, pid in deployment.pids.items()}, user.server)
     replicas = [
@@ -96,7 +97,7 @@ def create_server(
         for deployment in deployments:
             deployment.set_log_settings(settings)
 
-    reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, tell_children)
+    reload = Reload(user.server, (lambda: user) if reread is None else lambda: reread().config, tell_children, services.keys)
     return Server(app, replicas, start, reload, signals)
 
 
@@ -126,12 +127,13 @@ def _chooser(prepared: Prepared) -> ReplicaChooser:
 
 
 def _services(
-    prepared: Prepared, deployment: Deployment, clients: Sequence[EngineClient], tokenizer: Tokenizer | None, info: dict[str, Any]
+    prepared: Prepared, deployment: Deployment, clients: Sequence[EngineClient], start: ServerStart, info: dict[str, Any]
 ) -> Services:
     """`deployment`: the one with the tokenizers."""
     resolved, layout = prepared.resolved, deployment.layout
     client = clients[0] if len(clients) == 1 else ReplicaClient(clients, _chooser(prepared))
-    services = Services(resolved, client, tokenizer, info=info)
+    tokenizer = start.tokenizer
+    services = Services(resolved, client, tokenizer, info=info, keys=start.keys)
     if layout.tokenizers:
         text_input = TokenizerProcesses(layout.tokenizers, lambda worker, message: deployment.tokenizers[worker].send(message))
         clients[0].on_tokenized = text_input.receive_reply
@@ -151,7 +153,7 @@ def _services(
     services.history = LiveHistory(client, services.metrics.count_failures)
     client.stats.loggers = load_stat_loggers(resolved, prepared.registry, services)
     client.stats.dump = open_dump(resolved)
-    services.tracing = open_tracing(resolved.user.server, "main")
+    services.tracing = open_tracing(resolved, lambda: prepared.registry, "main")
     services.about = describe(prepared, info)
     if os.environ.get("FRAME_FLEET_KEY"):
         services.fleet = _join_fleet(resolved, tokenizer)
@@ -217,8 +219,6 @@ def _supervisor(services: Services, deployment: Deployment, client: EngineClient
 class RpcServer(Protocol):
     """A server of another protocol over the same services and the same pool of bodies."""
 
-    keys: KeyRing | None
-
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
@@ -239,6 +239,7 @@ class ServerStart:
     started: float  # time.perf_counter() of the start
     start_seconds: float  # until the engines were ready
     open_rpc: OpenRpc
+    keys: KeyAccess | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,31 +262,31 @@ class Reload:
     server: ServerSection
     read_config: Callable[[], FrameConfig]
     tell_children: Callable[[LogSection], None]
-    rings: list[KeyRing] = field(default_factory=list)
+    keys: KeyAccess | None = None
     on_certificate: list[Callable[[Certificate], None]] = field(default_factory=list)
 
     async def run(self) -> None:
         """Renew all of it, or, when something cannot be read, nothing; the log says which."""
         try:
-            settings, keys, certificate = await asyncio.to_thread(self._read)
+            settings, store, certificate = await asyncio.to_thread(self._read)
         except ConfigurationError as error:
             log.error("SIGHUP: nothing is reloaded, and what was read before stays in use: %s", error)
             return
         done = [f"log level {settings.level}"]
         set_levels(settings)
         self.tell_children(settings)
-        if keys is not None and self.rings:
-            for ring in self.rings:
-                ring.replace_keys(keys)
-            done.append(f"{len(keys)} API keys")
+        if self.keys is not None and store is not None:
+            await self.keys.use_store(store)
+            done.append(f"the API keys of {self.keys.num_tenants} tenants")
         if certificate is not None:
             for renew in self.on_certificate:
                 renew(certificate)
             done.append("the certificate")
         report(f"SIGHUP: reloaded {', '.join(done)}")
 
-    def _read(self) -> tuple[LogSection, KeyRing | None, Certificate | None]:
-        return self.read_config().log, load_keys(self.server), load_certificate(self.server)
+    def _read(self) -> tuple[LogSection, KeyStore | None, Certificate | None]:
+        store = None if self.keys is None else self.keys.make_store()
+        return self.read_config().log, store, load_certificate(self.server)
 
 
 class Server:
@@ -313,8 +314,6 @@ class Server:
         self._bodies = app.bodies
         self._reload = reload
         self._signals = signals
-        if app.keys is not None:
-            reload.rings.append(app.keys)
 
     async def run(self) -> int:
         """Serve until a signal or a failure. Returns the exit code."""
@@ -337,8 +336,6 @@ class Server:
         if rpc is not None:
             await rpc.start()
             self._reload.on_certificate.append(rpc.renew_certificate)
-            if rpc.keys is not None:
-                self._reload.rings.append(rpc.keys)
         self._announce()
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -358,6 +355,8 @@ class Server:
             await rpc.stop()
         if self._services.tracing is not None:
             await asyncio.to_thread(self._services.tracing.close)
+        if self._services.keys is not None:
+            await self._services.keys.close()
         if (loggers := self._services.client.stats.loggers) is not None:
             loggers.close()
         if (dump := self._services.client.stats.dump) is not None:

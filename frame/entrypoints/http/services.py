@@ -27,7 +27,7 @@ from frame.entrypoints.http.operations.live_history import LiveHistory
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.http.protocol.bodies import prompt_limit
 from frame.entrypoints.http.protocol.session_store import SessionStore
-from frame.entrypoints.keys import load_keys
+from frame.entrypoints.keys import KeyAccess
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.tracing import Tracing
 from frame.entrypoints.version import package_version
@@ -74,6 +74,7 @@ class Services:
     about: dict[str, Any] = field(default_factory=dict)  # plugins and settings, for the page
     draining: bool = False
     tracing: Tracing | None = None
+    keys: KeyAccess | None = None  # None: no request needs a key
     watch: ResourceMonitor | None = None  # resource usage of the processes
     score_prompt: str | None = None  # text.score_prompt, read
     moderation_policy: str | None = None  # text.moderation_policy, read
@@ -102,7 +103,7 @@ class Services:
         server, batches = self.resolved.user.server, self.resolved.user.batches
         digest = hashlib.sha256(self.resolved.model_dump_json(exclude={"user": {"server", "batches", "log"}}).encode())
         self.fingerprint = f"frame-{package_version()}-{digest.hexdigest()[:8]}"
-        num_keys = len(load_keys(server) or ())
+        num_keys = 0 if self.keys is None else self.keys.num_tenants
         places = PlaceShares(self.client.limits.max_outstanding, num_keys) if num_keys > 1 else None
         self.quotas = TenantQuotas(server.max_requests_per_key, places)
         if self.tokenizer is not None:

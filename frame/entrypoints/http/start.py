@@ -24,6 +24,7 @@ from frame.core.garbage_collection import paused_collection
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.http.protocol.connections import raise_file_limit
 from frame.entrypoints.http.protocol.listening import AdminListener, address, bound_port
+from frame.entrypoints.keys import open_keys
 from frame.entrypoints.logs import report
 from frame.entrypoints.processes.deployment import Deployment, Layout, create_launcher
 from frame.entrypoints.processes.launch import find_process_start, load_tokenizer, wait_ready
@@ -46,6 +47,7 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
     resolved = prepared.resolved
     started = find_process_start()  # the engine's process starts before this function is called
     certificate = load_certificate(resolved.user.server)
+    keys = open_keys(resolved, prepared.registry)
     listener, admin = open_listeners(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, {resolved.plan}")
     raise_file_limit(resolved.user.server.max_connections)
@@ -72,7 +74,7 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
             tokenizer = load_tokenizer(resolved)
             infos = [wait_ready(deployment, replica_report(deployment), signals.check, started) for deployment in deployments]
             start_seconds = time.perf_counter() - spawned
-        start = ServerStart((listener, admin), tokenizer, extensions, started, start_seconds, open_rpc)
+        start = ServerStart((listener, admin), tokenizer, extensions, started, start_seconds, open_rpc, keys)
         return uvloop.run(create_server(prepared, deployments, infos, start, reread, signals).run())
     finally:
         for deployment in deployments:
@@ -130,7 +132,8 @@ def check_start(prepared: Prepared, report: Callable[[str], None]) -> None:
     resolved, registry = prepared.resolved, prepared.registry
     for listener in open_listeners(resolved):
         listener.close()
-    report("ports, TLS and folders of the server")
+    open_keys(resolved, registry)
+    report("ports, TLS, keys and folders of the server")
     with tempfile.TemporaryDirectory() as folder:
         create_launcher(resolved, registry, resolved.plan.num_ranks, Path(folder)).close()
     load_extensions(resolved, registry)

@@ -80,6 +80,7 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         moe_runner=only("moe_runner"),
         moe_dispatcher=only("moe_dispatcher"),
         processors=tuple(all_of("logits_processor")),
+        pooler=only("pooler"),
         drafter=load_device_drafter(resolved, registry),
         head_format=load_head_format(registry),
         draft=None if resolved.draft is None else load_parts(resolved.draft, registry),

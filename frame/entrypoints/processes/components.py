@@ -59,12 +59,12 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.platform import Platform
+    from frame.core.interfaces.pooling import Pooler
     from frame.core.interfaces.rank_context import Pipeline, RankContext
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
     from frame.core.interfaces.weights import WeightSource
     from frame.parallel.expert_moves import ExpertBalancer
-    from frame.pooling.pooler import Pooler
 
 T = TypeVar("T")
 
@@ -111,6 +111,7 @@ class Parts:
     moe_runner: Loaded[MoERunner] | None = None
     moe_dispatcher: Loaded[MoEDispatcher] | None = None
     processors: tuple[Loaded[LogitsProcessor], ...] = ()
+    pooler: Loaded[Pooler] | None = None
     drafter: Loaded[DeviceDrafter] | None = None  # None: none runs on the device
     draft: Parts | None = None  # of `Resolved.draft`
     head_format: Loaded[WeightFormat] | None = None  # of a draft model with files of its own that no model plugin loads
@@ -258,9 +259,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         if (length := user.speculative.synthetic_acceptance_length) is not None:
             _accept_at_random(runner, length, user.speculative.num_steps)
     else:
-        from frame.pooling.pooling_runner import PoolingRunner
-
-        runner = PoolingRunner(model, model_config, context, pool, build_pooler(resolved, model, device), capacity)
+        runner = _build_pooling_runner(plan, model, context, pool, capacity)
     runner.adapters = adapters
     clock = time.perf_counter()
     runner.resolve_backend()
@@ -299,31 +298,19 @@ def _runner_class(pipeline: Pipeline | None) -> type[TorchModelRunner]:
     return StageRunner
 
 
-def build_pooler(resolved: Resolved, model: Model, device: torch.device) -> Pooler:
-    """The pooler of this model. Raises ConfigurationError for a label that is not one token of the
-    tokenizer."""
-    from frame.pooling.pooler import Pooler
+def _build_pooling_runner(plan: RunnerPlan, model: Model, context: BuildContext, pool: KVPool, capacity: Capacity) -> TorchModelRunner:
+    from frame.core.interfaces.pooling import PoolerContext
+    from frame.entrypoints.relevance import list_label_ids
+    from frame.pooling.pooling_runner import PoolingRunner
+    from frame.pooling.vector_head import VectorHead
 
-    pooling = resolved.pooling
-    if pooling is None:
-        raise ValueError("the task generates text and has no pooling")
+    resolved, model_config, pooler = plan.resolved, plan.resolved.model, plan.parts.pooler
+    if pooler is None:
+        raise ValueError("the task generates text and has no pooler")
+    built = pooler.build(PoolerContext(model_config.hidden_size, context.device, context.dtype))
     head = model.compute_logits if resolved.task == "classify" else None
-    return Pooler(pooling, head, _label_ids(resolved, pooling.label_tokens), device)
-
-
-def _label_ids(resolved: Resolved, labels: tuple[str, ...]) -> list[int]:
-    if not labels:
-        return []
-    if resolved.tokenizer_path is None:
-        raise ConfigurationError("model.label_tokens needs a tokenizer; remove --skip-tokenizer-init")
-    from frame.text.tokenizer import Tokenizer  # imports jinja2, which other engines do not use
-
-    tokenizer = Tokenizer.load(resolved.tokenizer_path, trust_remote_code=resolved.user.model.trust_remote_code)
-    ids = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
-    for label, tokens in zip(labels, ids, strict=True):
-        if len(tokens) != 1:
-            raise ConfigurationError(f"model.label_tokens holds {label!r}, which is {len(tokens)} tokens of this model; each must be one")
-    return [tokens[0] for tokens in ids]
+    vector_head = VectorHead(built, head, list_label_ids(resolved), context.device)
+    return PoolingRunner(model, model_config, context, pool, vector_head, capacity)
 
 
 def _allocate_adapters(context: BuildContext) -> DeviceAdapters | None:

@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -107,7 +108,7 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     followers = BatchSender(batches, sockets.address("rank-replies")) if batches else None
     results = [ResultReceiver(sockets.address(f"rank-results-{rank}")) for rank in resolved.plan.result_ranks if rank]
     place = _find_place(options)
-    tracing = open_tracing(resolved.user.server, name)
+    tracing = open_tracing(resolved, partial(load_configured, resolved.user.plugins), name)
     engine, info = build_engine(resolved, load_configured(resolved.user.plugins), transport, place, followers, HEARTBEAT, tracing, results)
     info["phases"] = {"imports": imports, **info["phases"]}
     engine.scheduler.publish_inflight(sockets.path / INFLIGHT)
@@ -158,7 +159,7 @@ def _follow(resolved: Resolved, options: argparse.Namespace, transport: ZmqTrans
     updating = add_updates(resolved, registry, add_profiling(resolved, rank, place), rank, options.rank)
     runner = add_group(resolved, updating, rank, options.rank)
     tiers = follow_tiers(resolved, registry, rank, options.rank)
-    tracing = open_tracing(resolved.user.server, name)
+    tracing = open_tracing(resolved, partial(load_configured, resolved.user.plugins), name)
     results = ResultSender(sockets.address(f"rank-results-{options.rank}")) if options.rank in resolved.plan.result_ranks else None
     transport.send(Ready(process=name, pid=os.getpid()))
     observer, group = None if tracing is None else RankSpans(tracing), resolved.plan.find_group(options.rank)
@@ -254,7 +255,7 @@ ROLES: Mapping[str, Role] = {"scheduler": _schedule, "follower": _follow, "detok
 
 def _until_term(resolved: Resolved, name: str) -> Tracing | None:
     """A text process's tracing, whose last spans are sent at SIGTERM."""
-    tracing = open_tracing(resolved.user.server, name)
+    tracing = open_tracing(resolved, partial(load_configured, resolved.user.plugins), name)
     if tracing is not None:
 
         def end(number: int, frame: object) -> None:

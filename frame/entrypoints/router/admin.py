@@ -14,7 +14,7 @@ from frame.core.errors import ConfigError
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.keys import KeyRing
+from frame.entrypoints.keys import AdminKey
 from frame.entrypoints.logs import request_id_of
 from frame.entrypoints.router.discovery import MAX_REPLICAS, check_url
 from frame.entrypoints.router.replicas import Backends
@@ -31,8 +31,8 @@ class _Replica(msgspec.Struct, forbid_unknown_fields=True):
 class AdminApp:
     """The listener's ASGI application."""
 
-    def __init__(self, backends: Backends, keys: KeyRing) -> None:
-        self._backends, self._keys = backends, keys
+    def __init__(self, backends: Backends, key: AdminKey) -> None:
+        self._backends, self._key = backends, key
         self._bodies = Bodies(64 * MAX_BODY, PAUSE)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -52,7 +52,7 @@ class AdminApp:
 
     async def _run(self, context: RequestContext) -> tuple[int, Any]:
         method, path = context.scope["method"], context.scope["path"].removesuffix("/")
-        if self._keys.tenant(context.scope["headers"]) is None:
+        if not self._key.opens(context.scope["headers"]):
             sentence, challenge = "the admin key is missing or wrong; send Authorization: Bearer KEY", ((b"www-authenticate", b"Bearer"),)
             raise ApiError(401, sentence, code="invalid_admin_key", headers=challenge)
         if path != "/replicas":

@@ -18,7 +18,7 @@ from frame.core.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.entrypoints.handoff import FleetKey
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
 from frame.entrypoints.http.protocol.listening import HttpServer, address
-from frame.entrypoints.keys import KeyRing
+from frame.entrypoints.keys import AdminKey
 from frame.entrypoints.logs import report
 from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.router.admin import AdminApp
@@ -76,7 +76,7 @@ async def route(
     make_policy: Callable[[], RoutingPolicy],
     listener: socket.socket,
     signals: StartSignals,
-    admin: tuple[socket.socket, KeyRing] | None = None,
+    admin: tuple[socket.socket, AdminKey] | None = None,
 ) -> None:
     """Route requests until SIGINT or SIGTERM; a second signal does not wait for those that run.
     `signals`: of the start, held. `admin`: the listener of operators and its key."""

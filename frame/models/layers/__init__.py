@@ -10,7 +10,7 @@ a model.
 from frame.models.layers.attention import Attention, AttentionOptions, find_layer_window
 from frame.models.layers.decoder import Decoder, DecoderLayer, NormedOutputLayer, ParallelLayer
 from frame.models.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear
-from frame.models.layers.mlp import GatedMLP, read_activation
+from frame.models.layers.mlp import GatedMLP, PlainMLP, read_activation
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.norm import LayerNorm, RMSNorm
 from frame.models.layers.rotary import Rotary, read_rope_parameters
@@ -28,6 +28,7 @@ __all__ = [
     "MoE",
     "NormedOutputLayer",
     "ParallelLayer",
+    "PlainMLP",
     "RMSNorm",
     "ReplicatedLinear",
     "Rotary",

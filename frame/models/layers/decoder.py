@@ -187,7 +187,13 @@ class DraftNames:
 
 
 class Decoder(CausalLM, nn.Module):
-    """A causal decoder of `model_config.num_layers` layers, by default those of Llama."""
+    """A causal decoder of `model_config.num_layers` layers, by default those of Llama.
+
+    Class attributes that an architecture may set: `ties_by_default`, whether the head has the
+    weights of the embedding where config.json has no `tie_word_embeddings`; `mlp_name`, the
+    checkpoint's name of a layer's feed-forward part; `bias_keys`, the fields of config.json that
+    add biases.
+    """
 
     supports_token_selection: ClassVar[bool] = True
     ties_by_default: ClassVar[bool] = False  # without `tie_word_embeddings` in the config

@@ -53,8 +53,8 @@ def _silu_mul(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | 
 
 
 class PlainMLP(nn.Module):
-    """down(activation(up(x))): [tokens, hidden] -> [tokens, hidden]. `prefix` is the checkpoint
-    name that holds up_proj and down_proj."""
+    """A feed-forward part without a gate, down(activation(up(x))): [tokens, hidden] -> [tokens,
+    hidden]. `prefix` is the checkpoint name that holds up_proj and down_proj."""
 
     def __init__(
         self,

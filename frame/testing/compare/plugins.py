@@ -82,7 +82,10 @@ NOT_COMPARED: Mapping[str, str] = MappingProxyType(
         "logits_processor": "each changes the tokens of requests by parameters of its own",
         "http_extension": "each serves routes of its own and computes no tokens",
         "cli_command": "each is a command of its own and computes no tokens",
+        "pooler": "each pools in its own way, so the vectors differ",
+        "key_store": "each knows keys of its own and computes no tokens",
         "routing_policy": "each chooses replicas, and computes no tokens",
+        "tracer": "each writes spans to a place of its own and computes no tokens",
         "stat_logger": "each writes figures to a place of its own and computes no tokens",
     }
 )

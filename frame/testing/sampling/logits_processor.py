@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec.structs import replace
-from torch.overrides import TorchFunctionMode
 
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import LogitsProcessor, ProcessorCapabilities, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.torch_calls import TorchCalls
 
 Make = Callable[[int, int], LogitsProcessor]
 
@@ -61,11 +61,6 @@ ONE_PARAM: Mapping[str, SamplingParams] = MappingProxyType(
 )
 # Values of a client's own parameter, `custom`, which are texts.
 BAD_VALUES = ("", "abc", "1,,2", "-1", str(VOCAB), "1e999", "nan", "9" * 40, "\0", "[]", "{", "🙂")
-# Functions and methods that wait for the device.
-WAITS = frozenset((
-    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "is_nonzero", "equal", "allclose", "item", "tolist", "numpy",
-    "cpu", "synchronize", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__", "__iter__",
-))  # fmt: skip
 
 
 def suite(subject: Subject) -> Iterable[Check]:
@@ -320,33 +315,6 @@ def check_precision_is_kept(make: Make, examples: Sequence[SamplingParams]) -> N
 # work ---------------------------------------------------------------------------------------------
 
 
-class _Calls(TorchFunctionMode):
-    """Counts calls of torch, and notes those that wait for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.waits = 0, set[str]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        self.count += name != "__get__"  # attributes
-        if name in WAITS:
-            self.waits.add(name)
-        elif name in ("__getitem__", "__setitem__"):
-            self.waits |= set(_waiting_indices(args))
-        return func(*args, **(kwargs or {}))
-
-
-def _waiting_indices(args: Sequence[Any]) -> Iterator[str]:
-    """The indices of `x[index]` or `x[index] = value` whose values the host needs."""
-    for index in args[1] if isinstance(args[1], tuple) else (args[1],):
-        if isinstance(index, torch.Tensor):
-            if index.dtype == torch.bool and not (len(args) > 2 and not getattr(args[2], "ndim", 0)):
-                yield "an index of booleans"
-            elif not index.ndim:
-                yield "an index of one number in a tensor"
-
-
 def check_work_is_done_in_batches(make: Make, examples: Sequence[SamplingParams]) -> None:
     """`apply` and `observe_tokens` make as many calls for 12 requests as for 3, and none that waits
     for the device."""
@@ -356,7 +324,7 @@ def check_work_is_done_in_batches(make: Make, examples: Sequence[SamplingParams]
         processor, logits = _filled(make, setups), _logits(size)
         slots, tokens = torch.tensor([setup.slot for setup in setups]), torch.arange(size) + 3
         positions = torch.tensor([len(setup.token_ids) for setup in setups])
-        with _Calls() as calls:
+        with TorchCalls() as calls:
             processor.apply(logits, torch.arange(size), slots, positions)
             processor.observe_tokens(slots, tokens)
         counts.append(calls.count)

@@ -379,11 +379,13 @@ async def test_more_replies_than_wait_for_a_reader() -> None:
 async def test_a_call_has_a_span() -> None:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+    from frame.core.interfaces.tracing import TracerContext
     from frame.entrypoints.tracing import Tracing
+    from frame.plugins.tracers.otlp import OtlpTracer
 
     exporter = InMemorySpanExporter()
     async with connected() as (server, client):
-        server.services.tracing = Tracing(exporter, "main")
+        server.services.tracing = Tracing(type("Kept", (OtlpTracer,), {"make_exporter": lambda *_: exporter})(TracerContext()))
         assert [r async for r in client.call("Generate", {"token_ids": IDS, "sampling_params": params()})]
         server.services.tracing.close()
     spans = {span.name: span for span in exporter.get_finished_spans()}

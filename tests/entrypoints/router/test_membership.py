@@ -22,7 +22,7 @@ from frame.core.interfaces.routing import RoutingRequest
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
-from frame.entrypoints.keys import ring_of
+from frame.entrypoints.keys import AdminKey
 from frame.entrypoints.router import first_bytes
 from frame.entrypoints.router.admin import MAX_BODY, AdminApp
 from frame.entrypoints.router.discovery import MAX_REPLICAS, Source, watch_sources
@@ -119,7 +119,7 @@ def test_sources_that_are_none(wrong: str) -> None:
 @asynccontextmanager
 async def admin_of(backends: Backends) -> Any:
     listener = bound_port("127.0.0.1", 0, "")
-    server = HttpServer(AdminApp(backends, ring_of("the admin key", "--admin-key")), ConnectionLimits(8, 5.0))
+    server = HttpServer(AdminApp(backends, AdminKey("the admin key")), ConnectionLimits(8, 5.0))
     task = asyncio.create_task(server.serve([listener]))
     await server.listening.wait()
     headers = {"authorization": "Bearer the admin key"}

@@ -27,6 +27,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "collective": ("frame.core.interfaces.collective", 'CollectiveCapabilities(devices=("cpu",))'),
     "drafter": ("frame.core.interfaces.drafter", "DrafterCapabilities()"),
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
+    "key_store": ("frame.core.interfaces.keys", "KeyStoreCapabilities(has_operators=True)"),
     "kv_tier": ("frame.core.interfaces.kv_tier", "KVTierCapabilities(in_memory=True)"),
     "logits_processor": ("frame.core.interfaces.sampling", 'ProcessorCapabilities(custom=("$name",))'),
     "launcher": ("frame.core.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),
@@ -54,6 +55,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "gemm_kernel": ("quantization: int8  # it multiplies quantized weights",),
     "launcher": ("tp: 2  # it starts ranks",),
     "routing_policy": ("dp: 2  # it chooses replicas",),
+    "pooler": ("task: embed  # it makes the vectors of embeddings",),
     "model": ("path: /path/to/checkpoint  # config.json has the architecture ${class_name}ForCausalLM",),
 }
 # Lists that have no plugin unless it is named.
@@ -80,7 +82,9 @@ class Options(BaseModel):
 '''
 # Fields of the options that an implementation reads.
 _FIELDS: Mapping[str, str] = {
+    "key_store": 'file: str = ""',
     "kv_tier": "max_blocks: int = 1000",
+    "tracer": 'file: str = ""',
 }
 
 
@@ -93,22 +97,25 @@ class Written:
     distribution: str
 
 
-def write_plugin(kind: str, name: str, parent: Path) -> Written:
-    """Write the package of a new plugin below `parent`. Raises ConfigurationError."""
+def write_plugin(kind: str, name: str, parent: Path, package: str = "") -> Written:
+    """Write the package of a new plugin below `parent`. `package`: its distribution's name; "":
+    frame-NAME. Raises ConfigurationError."""
     if kind not in KINDS:
         raise ConfigurationError(f"Unknown plugin kind {kind!r}; kinds: {', '.join(KINDS)}.")
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigurationError(f"{name!r} cannot name a plugin; use lower-case letters, digits, '-' and '_', with a letter first.")
-    words = _words(KINDS[kind], name)
+    if package and not _NAME.fullmatch(package):
+        raise ConfigurationError(f"--package {package!r} cannot name a package; use lower-case letters, digits, '-', a letter first.")
+    words = _words(KINDS[kind], name, package)
     folder = parent / words["distribution"]
     if folder.exists():
         raise ConfigurationError(f"{folder} exists; choose another name or remove it.")
-    package = words["package"]
+    module = words["package"]
     contents = {
         Path("pyproject.toml"): "pyproject.toml",
         Path("README.md"): "README.md",
-        Path(package) / "__init__.py": "manifest.py" if KINDS[kind].key else "package.py",
-        Path(package) / "plugin.py": f"{kind}.py",
+        Path(module) / "__init__.py": "manifest.py" if KINDS[kind].key else "package.py",
+        Path(module) / "plugin.py": f"{kind}.py",
         Path("tests") / "test_plugin.py": "test_plugin.py" if KINDS[kind].suite else "test_load.py",
     }
     for path, template in contents.items():
@@ -119,11 +126,11 @@ def write_plugin(kind: str, name: str, parent: Path) -> Written:
     return Written(folder, tuple(contents), words["distribution"])
 
 
-def _words(kind: Kind, name: str) -> dict[str, str]:
-    """The variables of the templates. Plugin `my_x` gets distribution frame-my-x and package
-    frame_my_x."""
+def _words(kind: Kind, name: str, package: str) -> dict[str, str]:
+    """The variables of the templates. Without a name of the package, plugin `my_x` gets the
+    distribution frame-my-x and the package frame_my_x."""
     slug = re.sub(r"[-_]+", "-", name).strip("-")
-    distribution = slug if slug.startswith("frame-") else f"frame-{slug}"
+    distribution = re.sub(r"[-_]+", "-", package).strip("-") or (slug if slug.startswith("frame-") else f"frame-{slug}")
     words = {
         "name": name,
         "kind": kind.name,
@@ -133,7 +140,7 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
         "distribution": distribution,
         "package": distribution.replace("-", "_"),
         "class_name": "".join(part.capitalize() for part in slug.split("-")),
-        "test_requires": '"pytest>=8"' + (', "hypothesis>=6.135"' if kind.name == "prefix_cache" else ""),  # the suite draws calls with it
+        "test_requires": '"frame-serve[test-kit]"',
         "interface_module": kind.interface_path.partition(":")[0],
     }
     imports, constants, arguments = ["from frame import hookimpl"], "", ""

@@ -1,0 +1,97 @@
+"""`JsonLinesTracer`: appends each span to a file of its process, as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
+from frame.plugins.tracers import JsonLinesOptions
+
+_log = logging.getLogger(__name__)
+
+
+class LineSpan(Span):
+    """A span of a request."""
+
+    def __init__(self, tracer: JsonLinesTracer, name: str, parent: TraceParent | None) -> None:
+        self._tracer, self._name, self._start = tracer, name, time.perf_counter()
+        self._parent = parent
+        self._own = TraceParent.make_root() if parent is None else parent.make_child()
+        self.traceparent = str(self._own)
+
+    def end(self, attributes: Mapping[str, Any], error: str | None = None) -> None:
+        parent = None if self._parent is None else self._parent.span_id
+        self._tracer.write_span(self._name, self._own, parent, (self._start, time.perf_counter()), {**attributes}, error)
+
+
+class JsonLinesTracer(Tracer):
+    """The fields of a line: name, trace_id, span_id, parent_id, process, start and end (Unix time
+    in nanoseconds), attributes, and error where there was one."""
+
+    def __init__(self, context: TracerContext, options: JsonLinesOptions | None = None) -> None:
+        super().__init__(context, options)
+        options = options or JsonLinesOptions()
+        self._process, self._max_bytes = context.process, options.max_bytes
+        self._path = Path(options.folder) / f"{context.process.replace('/', '-')}.jsonl"
+        self._epoch = time.time_ns() - time.perf_counter_ns()
+        self._lock = threading.Lock()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: Any = self._path.open("ab", buffering=0)
+        except OSError as error:
+            sentence = f"plugins.options: tracer/json_lines.folder {options.folder}: {error.strerror}; name a folder"
+            raise ConfigurationError(sentence) from error
+
+    @staticmethod
+    def make_conformance_options(folder: Path) -> JsonLinesOptions:
+        return JsonLinesOptions(folder=str(folder))
+
+    @staticmethod
+    def read_conformance_spans(folder: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+    def start_span(self, name: str, headers: Sequence[tuple[bytes, bytes]]) -> Span:
+        return LineSpan(self, name, TraceParent.read(headers))
+
+    def add_span(self, name: str, trace: str, start: float, end: float, attributes: Mapping[str, Any]) -> None:
+        parent = TraceParent.parse(trace)
+        if parent is not None:
+            self.write_span(name, parent.make_child(), parent.span_id, (start, max(start, end)), {**attributes}, None)
+
+    def write_span(
+        self, name: str, own: TraceParent, parent: str | None, times: tuple[float, float], attributes: dict[str, Any], error: str | None
+    ) -> None:
+        """Append a line, unless the trace is not sampled."""
+        if not own.is_sampled:
+            return
+        start, end = (self._epoch + int(moment * 1e9) for moment in times)
+        line: dict[str, Any] = {"name": name, "trace_id": own.trace_id, "span_id": own.span_id, "parent_id": parent}
+        line |= {"process": self._process, "start": start, "end": end, "attributes": attributes}
+        if error is not None:
+            line["error"] = error
+        data = json.dumps(line, default=str).encode() + b"\n"
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                if self._file.tell() + len(data) > self._max_bytes:
+                    self._file.close()
+                    self._path.replace(f"{self._path}.1")
+                    self._file = self._path.open("ab", buffering=0)
+                self._file.write(data)
+            except OSError as failure:
+                _log.warning("traces are not written any more: %s: %s", self._path, failure.strerror)
+                self._file = None
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None

@@ -1,0 +1,1 @@
+"""Poolers: the suite."""

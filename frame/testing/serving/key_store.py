@@ -1,0 +1,313 @@
+"""The conformance suite of key stores: known keys, keys that are nearly known, many at once, and
+what a store keeps of them. Must not know a key store by name.
+
+`make_conformance_store(folder, keys)`, a static method of the class, returns the context and the
+options of a store for a place with these keys (key -> it is an operator's). Without the method, the
+options must lead to a place that knows `KEYS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from frame.core.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext
+from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements, unchanged_process
+
+# key -> it is an operator's. Some are equal in their first 8, 16, 64 and 200 characters.
+KEYS: Mapping[str, bool] = MappingProxyType(
+    {
+        "frame-conformance-alice": False,
+        "frame-conformance-bob": False,
+        "frame-conformance-operator": True,
+        **{f"{'k' * length}-{number}": False for length in (8, 16, 64, 200) for number in (1, 2)},
+    }
+)
+USERS = [key for key, is_operator in KEYS.items() if not is_operator]
+OTHER = {"frame-conformance-carol": False}  # of another place
+NEARLY = (
+    b"", b" ", b"frame", b"frame-conformance-alic", b"frame-conformance-alice ", b" frame-conformance-alice", b"frame-conformance-alice\n",
+    b"Frame-conformance-alice", b"frame-conformance-alice\x00", b"frame-conformance-alice,frame-conformance-bob", b"frame-conformance-*",
+    b"k" * 8, b"k" * 200 + b"-", b"k" * 8192, b"\xff\xfe", b"\x00", "frame-conformance-alíce".encode(), b"' OR '1'='1", b"../keys", b"%00",
+    b"None", b"null", b"0", b"true", b"*",
+)  # fmt: skip
+NUM_UNKNOWN = 600  # keys, after which a store holds no more than after half of them
+MAX_PAUSE = 0.05  # seconds for which a lookup may hold the event loop
+TIMEOUT = 60.0
+
+Make = Callable[..., KeyStore]
+
+
+def suite(subject: Subject) -> Iterator[Check]:
+    """The suite of the kind `key_store`."""
+    can = subject.record.capabilities
+    has_operators = isinstance(can, KeyStoreCapabilities) and can.has_operators
+    place: Any = getattr(subject.target, "make_conformance_store", None)
+    folders: list[tempfile.TemporaryDirectory[str]] = []  # removed with the suite
+
+    def make(keys: Mapping[str, bool] = KEYS) -> KeyStore:
+        context, options = KeyStoreContext(), subject.options
+        if place is not None:
+            folders.append(tempfile.TemporaryDirectory(prefix="frame-keys-"))
+            context, options = place(Path(folders[-1].name), dict(keys))
+        elif keys is not KEYS:
+            raise SkipCheck("the class has no make_conformance_store(folder, keys), so the suite has one place alone")
+        store: KeyStore = subject.target(context, options)
+        return store
+
+    return collect(__name__, make, has_operators)
+
+
+def run(work: Any) -> Any:
+    """The result of a coroutine in an event loop of its own."""
+    return asyncio.run(asyncio.wait_for(work, TIMEOUT))
+
+
+async def find(store: KeyStore, key: str | bytes) -> KeyHolder | None:
+    """The holder, after a look at its form."""
+    holder = await store.find_holder(key.encode() if isinstance(key, str) else key)
+    assert holder is None or isinstance(holder, KeyHolder), f"find_holder returned {holder!r}; return a KeyHolder or None"
+    return holder
+
+
+async def find_known(store: KeyStore, key: str) -> KeyHolder:
+    holder = await find(store, key)
+    if holder is None:
+        raise AssertionError(
+            f"the key {key[:40]!r} of its place has no holder; give the class a static method make_conformance_store(folder, keys), or "
+            "options of a place that knows frame.testing.serving.key_store.KEYS"
+        )
+    return holder
+
+
+def check_known_keys_have_holders(make: Make, has_operators: bool) -> None:
+    """Each key has a tenant of its own, the same when it is sent again and after a restart."""
+
+    async def work() -> None:
+        first, second = make(), make()
+        tenants = {key: (await find_known(first, key)).tenant for key in KEYS}
+        assert len(set(tenants.values())) == len(KEYS), "two keys have one tenant, so that each sees what is stored for the other"
+        for store in (first, second):
+            for key in reversed([*KEYS]):
+                assert (await find_known(store, key)).tenant == tenants[key], "a key has another tenant when it is sent again"
+        await first.close()
+        await second.close()
+
+    run(work())
+
+
+def check_unknown_keys_have_none(make: Make, has_operators: bool) -> None:
+    """Parts of known keys, keys with a space, in capitals, empty, not text: none opens the server,
+    and none is an error."""
+
+    async def work() -> None:
+        store = make()
+        for _ in range(2):
+            for key in NEARLY:
+                holder = await find(store, key)
+                assert holder is None, f"the key {key[:40]!r}, which is none of its place, has the tenant {holder.tenant}"
+            await find_known(store, USERS[0])
+        await store.close()
+
+    run(work())
+
+
+def check_operators(make: Make, has_operators: bool) -> None:
+    """Only operators' keys open operators' routes."""
+
+    async def work() -> None:
+        store = make()
+        for key, is_operator in KEYS.items():
+            holder = await find_known(store, key)
+            may = holder.is_operator
+            assert may is (is_operator and has_operators), f"the key {key[:40]!r} {'opens' if may else 'does not open'} operators' routes"
+        await store.close()
+
+    run(work())
+
+
+def check_tenants_reveal_no_key(make: Make, has_operators: bool) -> None:
+    """Names of tenants are in logs and metrics."""
+
+    async def work() -> None:
+        store = make()
+        for key in KEYS:
+            tenant = (await find_known(store, key)).tenant
+            part = next((key[at : at + 6] for at in range(len(key) - 5) if key[at : at + 6] in tenant), None)
+            assert part is None, f"the tenant {tenant} has the characters {part!r} of its key"
+        await store.close()
+
+    run(work())
+
+
+def check_keys_are_not_kept(make: Make, has_operators: bool) -> None:
+    """The store holds digests: a dump of its memory has no key."""
+
+    async def work() -> None:
+        store = make()
+        for key in KEYS:
+            await find_known(store, key)
+        kept = _find_texts(store, {*KEYS, *(key.encode() for key in KEYS)})
+        assert not kept, f"the store keeps the key {kept!r:.60}; keep a digest"
+        await store.close()
+
+    run(work())
+
+
+def _find_texts(store: object, texts: set[Any], maximum: int = 20_000) -> Any:
+    """One of the texts among what an object and its class refer to; None: none is."""
+    waiting: list[Any] = [vars(store) if hasattr(store, "__dict__") else store, *(dict(vars(kind)) for kind in type(store).__mro__[:-1])]
+    seen: set[int] = set()
+    while waiting and len(seen) < maximum:
+        one = waiting.pop()
+        if id(one) in seen or inspect.ismodule(one) or inspect.isclass(one) or inspect.isroutine(one) or inspect.iscode(one):
+            continue
+        seen.add(id(one))
+        if isinstance(one, (str, bytes)):
+            if one in texts:
+                return one
+        else:
+            waiting += gc.get_referents(one)
+    return None
+
+
+def check_keys_at_once(make: Make, has_operators: bool) -> None:
+    """Two hundred requests with known and unknown keys run at once, and each has its own answer."""
+
+    async def work() -> None:
+        store = make()
+        expected = {key: await find_known(store, key) for key in KEYS}
+        fresh = make()
+        for each in (store, fresh):
+            sent = [(USERS[n % len(USERS)] if n % 3 else f"unknown-{n % 7}") for n in range(200)]
+            results = await asyncio.gather(*(find(each, key) for key in sent))
+            for key, holder in zip(sent, results, strict=True):
+                assert holder == expected.get(key), f"of 200 lookups at once, that of {key[:30]!r} returned {holder}"
+        await store.close()
+        await fresh.close()
+
+    run(work())
+
+
+def check_clients_that_leave(make: Make, has_operators: bool) -> None:
+    """Lookups that are cancelled end none of others with the same key."""
+
+    async def work() -> None:
+        store = make()
+        for delay in (0.0, 0.001, 0.01):
+            for key in (USERS[0], "unknown"):
+                tasks = [asyncio.create_task(find(store, key)) for _ in range(6)]
+                await asyncio.sleep(delay)
+                for task in tasks[::2]:
+                    task.cancel()
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                wrong = [each for each in results[1::2] if isinstance(each, BaseException)]
+                assert not wrong, f"a lookup fails when another one with the same key is cancelled: {wrong[0]!r}"
+                assert all((each is not None) is (key == USERS[0]) for each in results[1::2]), "a lookup beside a cancelled one is wrong"
+        await store.close()
+
+    run(work())
+
+
+def check_places_are_apart(make: Make, has_operators: bool) -> None:
+    """Two stores in one process know the keys of their own places alone, whichever is asked first;
+    a key that is gone after a reload is not accepted."""
+
+    async def work() -> None:
+        first, second = make(), make(OTHER)
+        for _ in range(2):
+            for store, keys, others in ((first, KEYS, OTHER), (second, OTHER, KEYS)):
+                for key in others:
+                    assert await find(store, key) is None, "a store accepts the key of another store's place"
+                for key in keys:
+                    await find_known(store, key)
+        await first.close()
+        await find_known(second, next(iter(OTHER)))
+        await second.close()
+
+    run(work())
+
+
+def check_lookups_do_not_hold_the_event_loop(make: Make, has_operators: bool) -> None:
+    """Other requests run while a key is looked up: no lookup holds the loop for 50 ms."""
+
+    async def work() -> float:
+        store, max_pause, done = make(), 0.0, False
+
+        async def tick() -> None:
+            nonlocal max_pause
+            while not done:
+                began = time.perf_counter()
+                await asyncio.sleep(0)
+                max_pause = max(max_pause, time.perf_counter() - began)
+
+        await find(store, "first")  # what a store does once
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0)
+        for number in range(20):
+            await find(store, USERS[number % len(USERS)])
+            await find(store, f"unknown {number}")
+        done = True
+        await ticking
+        await store.close()
+        return max_pause
+
+    pauses = []
+    for _ in range(5):  # a machine that is busy for a moment is no fault of the store
+        pauses.append(run(work()))
+        if pauses[-1] < MAX_PAUSE:
+            return
+    raise AssertionError(f"a lookup holds the event loop for {min(pauses) * 1000:.0f} ms; await what takes time")
+
+
+def check_memory_is_bounded(make: Make, has_operators: bool) -> None:
+    """Of clients that try one key after the other, a store remembers no more than a bound."""
+
+    async def work() -> None:
+        store, sizes = make(), []
+        await find_known(store, USERS[0])
+        for number in range(0, NUM_UNKNOWN, 50):
+            results = await asyncio.gather(*(find(store, f"attempt-{number + n}") for n in range(50)))
+            assert not any(results), "an unknown key has a holder"
+            if number + 50 in (NUM_UNKNOWN // 2, NUM_UNKNOWN):
+                sizes.append(count_elements(store))
+        await store.close()
+        assert sizes[1] <= 1.1 * sizes[0] + 100, (
+            f"it holds {sizes[0]} objects after {NUM_UNKNOWN // 2} unknown keys, and {sizes[1]} after {NUM_UNKNOWN}"
+        )
+
+    run(work())
+
+
+def check_number_of_tenants(make: Make, has_operators: bool) -> None:
+    """The server's places are divided by it."""
+    store = make()
+    count = store.count_tenants()
+    assert isinstance(count, int) and not isinstance(count, bool) and count >= 2, (
+        f"count_tenants() is {count!r} for a place with {len(KEYS)} keys; with less than 2, one tenant may take all places of the server"
+    )
+    run(store.close())
+
+
+def check_process_and_close(make: Make, has_operators: bool) -> None:
+    """A store may be closed twice, while lookups run, and leaves the process as it was."""
+
+    async def work() -> None:
+        store = make()
+        await find_known(store, USERS[0])
+        running = [asyncio.create_task(find(store, key)) for key in ("one", "two", USERS[1])]
+        await asyncio.sleep(0)
+        await store.close()
+        await store.close()
+        for result in await asyncio.gather(*running, return_exceptions=True):
+            assert not isinstance(result, KeyHolder) or result.tenant, "a lookup that a close ended has a holder without a tenant"
+
+    with unchanged_process("a key store changed"):
+        run(work())

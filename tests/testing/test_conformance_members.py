@@ -1,0 +1,20 @@
+"""Every in-tree pooler passes the conformance checks of its kind, and so does the key store of the
+settings. tests/plugins/key_stores/test_http.py runs those of `http`, which needs an endpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from frame.plugins.loader import load_registry
+from frame.testing import conformance
+
+REGISTRY = load_registry(installed=False)
+KINDS = ("pooler",)
+SELECTORS = ["key_store:file", *(f"{kind}:{record.name}" for kind in KINDS for record in REGISTRY.records(kind))]
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_in_tree(selector: str) -> None:
+    outcomes = conformance.run_suite(conformance.find(REGISTRY, selector, conformance.Setting()))
+    assert [outcome for outcome in outcomes if outcome.result == "failed"] == []
+    assert len(outcomes) > 10 and {outcome.result for outcome in outcomes} == {"passed"}
