@@ -300,7 +300,7 @@ class Engine:
                 data = {"pages": self.scheduler.flush_cache()}
             elif control.action == "end_session":
                 self._audit = None
-                data = {"ended": int(self.scheduler.end_session(str(control.arguments["tenant"]), str(control.arguments["session"])))}
+                data = {"ended": int(self.scheduler.end_session(str(control.arguments["tenant"]), str(control.arguments["name"])))}
             elif control.action == "outline_cache":
                 data = self.scheduler.outline_cache(int(control.arguments.get("limit", 200)))
             elif control.action == "outline_requests":

@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 
 from frame.entrypoints.offline.engine import Engine
-from frame.parallel.gloo_group import make_gloo_group
+from frame.host.gloo_group import make_gloo_group
 from frame.rl.buckets import Bucket, DeviceBucket, HostBucket, describe, split_buckets
 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from frame.core.interfaces.sampling import GRAMMAR_KINDS
 from frame.core.messages import Finish, FinishReason, Generate, StepTokens
@@ -189,11 +189,12 @@ class GrammarCompiler:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def prepare(self) -> None:
+    def prepare(self) -> Self:
         """Load the backend and start the processes, in the threads, before there is a grammar: that
         takes seconds. An error is raised again by the first grammar."""
         for _ in range(self._settings.workers):
             self._pool.submit(self._compile, _Compilation(PREPARED))
+        return self
 
     def hold_request(self, message: Generate) -> bool:
         """Return whether the request has a grammar. If so, `take_ready` returns it later with the

@@ -95,7 +95,7 @@ ROOMS = {
     "eval": Room(("entrypoints/tools/eval", "entrypoints/cli/eval.py"), commands=("eval",)),
     "plan": Room(("entrypoints/tools/plan", "entrypoints/cli/plan.py"), commands=("plan",)),
     "chat": Room(("entrypoints/cli/chat.py",), commands=("chat",)),
-    "dashboard": Room(("entrypoints/cli/dashboard.py",), commands=("dashboard",)),
+    "dashboard": Room(("entrypoints/tools/dashboard.py",), commands=("dashboard",)),
     "hub": Room(("entrypoints/hub",), commands=("pull",)),
     "scaffold": Room(("entrypoints/tools/scaffold",)),
     "testing": Room(("testing",)),

@@ -39,7 +39,7 @@ class KVCacheManager:
 
     def __init__(self, table: RequestTable, cache: PrefixCache, allocator: PageAllocator, page_size: int) -> None:
         self.cache = cache
-        self.events: CacheEvents | None = None  # None: nobody is told what the cache holds
+        self.events: CacheEvents | None = None  # None: changes of the cache are not published
         self.allocator = allocator
         self.page_size = page_size
         self.groups = GroupRows(table, cache, allocator) if isinstance(allocator, GroupedAllocator) else None

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._admission = Admission(config)
         self._grammars, self.speculation = features.grammars, features.speculation
-        running.on_remove = partial(_release, features)
+        running.on_remove = features.release
         running.on_cached = None if isinstance(features.tiers, NoTiers) else features.tiers.offer
         running.pins = PrefixPins(running.kv_manager.cache, config.page_size, config.max_pinned_pages, clock)
         self._planner = StepPlanner(config, running, self._queue, policy, features)
@@ -495,9 +494,3 @@ class Scheduler:
         self._planner.tiers.forget(request)
         if self._on_finish is not None:
             self._on_finish(request, finish)
-
-
-def _release(features: StepFeatures, request: Request) -> None:
-    """A request leaves the device."""
-    features.adapters.release(request)
-    features.media.release(request)

@@ -384,3 +384,8 @@ class StepFeatures:
     adapters: RequestAdapters = NoAdapters()  # noqa: RUF009 - it has no state
     media: RequestMedia = NoMedia()  # noqa: RUF009 - it has no state
     tiers: RequestTiers = NoTiers()  # noqa: RUF009 - it has no state
+
+    def release(self, request: Request) -> None:
+        """A request leaves the device."""
+        self.adapters.release(request)
+        self.media.release(request)

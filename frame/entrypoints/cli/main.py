@@ -30,7 +30,7 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "bench": (f"{_HERE}.bench:command", "Measure throughput and latency."),
     "replay": (f"{_HERE}.replay:command", "Send recorded requests again, and compare tokens and latencies."),
     "profile": (f"{_HERE}.profile:command", "Profile steps: kernels, gaps between them, host time."),
-    "dashboard": (f"{_HERE}.dashboard:command", "Print a Grafana dashboard of the metrics."),
+    "dashboard": ("frame.entrypoints.tools.dashboard:command", "Print a Grafana dashboard of the metrics."),
     "router": (f"{_HERE}.router:command", "Route requests to several servers."),
     "plan": (f"{_HERE}.plan:command", "Plan memory and devices of a configuration."),
     "config": (f"{_HERE}.config:command", "Check, explain and show the configuration."),

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from frame.core.interfaces.adapter import AdapterError
 from frame.core.messages import ControlReply, Finish
-from frame.entrypoints.engine_client.adapter_versions import AdapterVersion
+from frame.entrypoints.engine_client.adapter_spool import AdapterVersion
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError
 

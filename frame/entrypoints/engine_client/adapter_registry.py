@@ -19,8 +19,14 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.adapter import AdapterError
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.adapter_placement import AdapterPlacement
-from frame.entrypoints.engine_client.adapter_spool import AdapterSpool, SpooledAdapter
-from frame.entrypoints.engine_client.adapter_versions import AdapterCounts, AdapterUse, AdapterVersion, NamedAdapter
+from frame.entrypoints.engine_client.adapter_spool import (
+    AdapterCounts,
+    AdapterSpool,
+    AdapterUse,
+    AdapterVersion,
+    NamedAdapter,
+    SpooledAdapter,
+)
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError, InvalidRequestError
 

@@ -1,4 +1,5 @@
 """`AdapterSpool`: a private folder with copies of adapters' two files, which engines read.
+`AdapterVersion`: the bytes of one, and which requests use them, each as an `AdapterUse`.
 
 An adapter is copied while it is hashed, so what was checked is what an engine reads, whatever
 happens to the original. Used by the registry of servers and by the offline engine, in threads. Must
@@ -20,9 +21,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -36,6 +37,7 @@ MAX_CONFIG = 1024 * 1024  # bytes
 MAX_HEADER = 16 * 1024 * 1024  # bytes of the header of adapter_model.safetensors
 MAX_TENSORS = 100_000  # a rank for each expert of the largest models
 MAX_TOKENIZER = 64 * 1024 * 1024  # bytes of a file of the tokenizer
+LABEL_DIGITS = 12  # of a digest, in the header that names a version
 STALE_AFTER = 60.0  # seconds; a folder that is just being made has no lock yet
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not block the open
 # Programs of their own for large files, because parsing these holds the interpreter's lock.
@@ -353,3 +355,83 @@ def _remove_stale(base: Path, before: float) -> None:
 def _remove_locked(path: Path, lock: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
+
+
+@dataclass(slots=True, eq=False)
+class AdapterVersion:
+    """One digest. It stays while a name or a request has it."""
+
+    files: SpooledAdapter
+    on_release: Callable[[AdapterVersion], None]  # called when the last request has ended
+    num_names: int = 0
+    num_users: int = 0  # sequences, and requests that are being started
+    holders: set[object] = field(default_factory=set)  # clients whose engines have it in host memory
+    is_leaving: bool = False  # new requests wait until it has given its room to another one
+    info: dict[str, Any] = field(default_factory=dict)  # what the engine says of it: rank, pages, bytes
+
+    @property
+    def digest(self) -> str:
+        return self.files.digest
+
+    def acquire(self) -> None:
+        """Count one more user, for whom it stays in host memory."""
+        self.num_users += 1
+
+    def release(self) -> None:
+        self.num_users -= 1
+        if not self.num_users:
+            self.on_release(self)
+
+
+@dataclass(slots=True)
+class AdapterCounts:
+    """Counts of sequences and their output tokens, by label."""
+
+    running: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+
+
+class AdapterUse(NamedTuple):
+    """A version under the name that a request gave. `label`: the name in the metrics."""
+
+    name: str
+    version: AdapterVersion
+    label: str
+    counts: AdapterCounts
+
+    def __str__(self) -> str:
+        """What a response says of it."""
+        return f"{self.name}@{self.version.digest[:LABEL_DIGITS]}"
+
+    def start(self) -> None:
+        """A sequence uses it."""
+        self.counts.running[self.label] += 1
+        self.version.acquire()
+
+    def end(self, num_tokens: int) -> None:
+        """A sequence that used it has ended, with so many output tokens."""
+        self.counts.running[self.label] -= 1
+        self.counts.tokens[self.label] += num_tokens
+        self.version.release()
+
+
+class AdapterRecovery(Protocol):
+    """What an `EngineClient` tells of its engine, so that a new one gets the adapters again."""
+
+    def record_loss(self, client: Any) -> None: ...
+
+    def begin_recovery(self, client: Any) -> bool: ...
+
+    def restore(self, client: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """A name, and the version that new requests get by it. `owner`: the tenant whose requests may
+    use it; "": all."""
+
+    name: str
+    owner: str
+    created: int  # seconds since the epoch
+    version: AdapterVersion
+    folder: str = ""  # that it came from; "": a body

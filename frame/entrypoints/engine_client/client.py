@@ -38,7 +38,7 @@ from frame.core.messages import (
     Tokenized,
 )
 from frame.core.scheduling.request import timed_out
-from frame.entrypoints.engine_client.adapter_versions import AdapterRecovery, AdapterVersion
+from frame.entrypoints.engine_client.adapter_spool import AdapterRecovery, AdapterVersion
 from frame.entrypoints.engine_client.commands import EngineCommands
 from frame.entrypoints.engine_client.limits import ClientLimits, EngineDeadError, InvalidRequestError, QueueFullError, get_child_params
 from frame.entrypoints.engine_client.request_recovery import RequestRecovery, build_generate, build_start_detokenize

@@ -93,10 +93,10 @@ def make_folder(folder: Path) -> None:
     """Make the folder of `log.request_dump`. Raises ConfigurationError if others can read it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise ConfigurationError(f"log.request_dump {folder} cannot be made ({error.strerror}); choose another folder") from error
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise ConfigurationError(f"log.request_dump {folder} is open to other users; run chmod 700 {folder}, or choose another folder")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigurationError(f"log.request_dump {folder} cannot be written; choose another folder")
@@ -336,18 +336,18 @@ class DumpFiles:
 
     def _remove_old(self) -> None:
         """Remove files that are too old, and the oldest ones until there is room for two more."""
-        found = []
+        files = []
         for path in (path for pattern in PATTERNS for path in self.folder.glob(pattern)):
             try:
                 status = path.lstat()
             except OSError:  # another server has removed it
                 continue
             if stat.S_ISREG(status.st_mode):
-                found.append((status.st_mtime, status.st_size, path))
-        found.sort()
-        total = sum(size for _, size, _ in found)
+                files.append((status.st_mtime, status.st_size, path))
+        files.sort()
+        total = sum(size for _, size, _ in files)
         oldest = time.time() - self._max_age * (PARTS - 1) / PARTS
-        for modified, size, path in found:
+        for modified, size, path in files:
             if modified >= oldest and total <= self._max_bytes * (PARTS - 2) // PARTS:
                 return
             path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from frame.core.interfaces.kv_tier import KVTransfer
 from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate, SessionPin, TokenLogprobs
-from frame.entrypoints.engine_client.adapter_versions import AdapterUse
+from frame.entrypoints.engine_client.adapter_spool import AdapterUse
 
 MAX_ADAPTERS_SHOWN = 16
 

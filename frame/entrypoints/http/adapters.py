@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from frame.core.interfaces.adapter import AdapterError
 from frame.entrypoints.engine_client.adapter_registry import UnknownAdapterError
-from frame.entrypoints.engine_client.adapter_versions import AdapterUse
+from frame.entrypoints.engine_client.adapter_spool import AdapterUse
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.request_body import RequestOptions
 from frame.entrypoints.http.services import Services

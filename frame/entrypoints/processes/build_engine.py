@@ -103,8 +103,7 @@ def load_head_format(registry: Registry) -> Loaded[Any]:
 
 def load_kernels(resolved: Resolved, registry: Registry, absent: type[GemmKernel] | None = None) -> tuple[LoadedKernel, ...]:
     """The GEMM kernels that fit the device, the one that the user named among them. Of
-    batch-invariant ones the first that multiplies a type does so for any number of rows. absent:
-    the class in place of a kernel whose requirements are not installed here."""
+    batch-invariant ones the first multiplies a type. absent: in place of one not installed."""
     kernels = []
     for choice in resolved.plugins.get("gemm_kernel", ()):
         capabilities = registry.get("gemm_kernel", choice.name).capabilities
@@ -301,9 +300,7 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
         request_timeout=resolved.user.scheduler.request_timeout,
     )
     compiler = GrammarCompiler(make, settings, partial(GrammarProcess, resolved) if sampling.grammar_workers else None)
-    if resolved.device != "cpu":  # where few cores may have to serve the first requests
-        compiler.prepare()
-    return compiler
+    return compiler.prepare() if resolved.device != "cpu" else compiler  # a CPU may need its cores for the first requests
 
 
 @blaming("at start")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from frame.parallel.gloo_group import make_gloo_group
+from frame.host.gloo_group import make_gloo_group
 from frame.plugins.collectives.torch_group import TorchGroup
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from torch import distributed
 
 from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart, WeightTransfer, WeightTransferContext
-from frame.parallel.gloo_group import find_own_address, make_gloo_group
+from frame.host.gloo_group import find_own_address, make_gloo_group
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # by backend: the prefix that torch puts before the keys of its store
 TRAINER = 0  # its rank

@@ -18,8 +18,7 @@ from frame.core.messages import Generate
 from frame.entrypoints.engine_client import adapter_placement
 from frame.entrypoints.engine_client import adapter_registry as module
 from frame.entrypoints.engine_client.adapter_registry import OTHER, AdapterRegistry, UnknownAdapterError
-from frame.entrypoints.engine_client.adapter_spool import AdapterSpool
-from frame.entrypoints.engine_client.adapter_versions import AdapterUse
+from frame.entrypoints.engine_client.adapter_spool import AdapterSpool, AdapterUse
 from frame.entrypoints.engine_client.limits import EngineDeadError, InvalidRequestError
 from tests.entrypoints.adapter_engine import AdapterLink, make_adapter
 

@@ -117,7 +117,7 @@ def queries(node: Any) -> list[str]:
 
 
 def test_dashboard_shows_metrics_that_exist() -> None:
-    from frame.entrypoints.cli.dashboard import command
+    from frame.entrypoints.tools.dashboard import command
 
     shown = CliRunner().invoke(command)
     assert shown.exit_code == 0

@@ -136,7 +136,7 @@ async def close_session(request: CloseSessionRequest, context: ContextDep, servi
     `X-Session-ID` ends what is kept under it."""
     name = check_session("session_id", request.session_id)
     was_open = services.sessions.close_session(context.tenant, name)
-    ended = await ask_engine(services, "end_session", tenant=context.tenant, session=name)
+    ended = await ask_engine(services, "end_session", tenant=context.tenant, name=name)
     if not was_open and not ended.get("ended"):
         raise ApiError(404, f"there is no session {quoted(name)}", "session_id")
     return {"session_id": name}

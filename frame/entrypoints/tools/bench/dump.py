@@ -69,7 +69,7 @@ class RecordedWorkload:
 def read_dump(path: Path) -> list[Recorded]:
     """The sequences of a file, or of all files of a folder, in the order of their arrival. Raises
     ConfigError with the line that is at fault."""
-    found: list[Recorded] = []
+    sequences: list[Recorded] = []
     size = 0
     for file in _list_files(path):
         try:
@@ -78,17 +78,17 @@ def read_dump(path: Path) -> list[Recorded]:
                 raise ConfigError(f"{file} is no file; name a file or the folder of log.request_dump.")
             if (size := size + status.st_size) > MAX_BYTES:
                 raise ConfigError(f"{path} has more than {MAX_BYTES >> 30} GiB; name fewer files.")
-            found += _read_file(file)
+            sequences += _read_file(file)
         except OSError as error:
             raise ConfigError(f"{file} cannot be read ({error.strerror}); name a file or the folder of log.request_dump.") from None
-        if len(found) > MAX_SEQUENCES:
+        if len(sequences) > MAX_SEQUENCES:
             raise ConfigError(f"{path} has more than {MAX_SEQUENCES} sequences; name fewer files.")
-    if not found:
+    if not sequences:
         raise ConfigError(f"{path} has no recorded sequences; record some with --request-dump.")
-    found.sort(key=lambda recorded: recorded.line.at)
-    if (span := found[-1].line.at - found[0].line.at) > MAX_SPAN:
+    sequences.sort(key=lambda recorded: recorded.line.at)
+    if (span := sequences[-1].line.at - sequences[0].line.at) > MAX_SPAN:
         raise ConfigError(f"{path} spans {span / 86400:.0f} days, and at most {MAX_SPAN / 86400:.0f} can be replayed; name fewer files.")
-    return found
+    return sequences
 
 
 def _list_files(path: Path) -> list[Path]:

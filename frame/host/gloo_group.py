@@ -8,11 +8,11 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 
 def make_gloo_group(store: Any, rank: int, size: int, limit: timedelta, host: str) -> Any:
     """A `ProcessGroupGloo` on the interface of `host` only. limit: of each operation."""
+    import torch.distributed as dist
+
     gloo: Any = dist.ProcessGroupGloo
     # torch takes a group's timeout and address only from underscored attributes of its options
     options = gloo._Options()  # noqa: SLF001
