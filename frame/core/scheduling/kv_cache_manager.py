@@ -219,7 +219,8 @@ class KVCacheManager:
         self, keys: np.ndarray, pages: np.ndarray, namespace: str, priority: int, groups: Sequence[np.ndarray] = ()
     ) -> Inserted:
         """`PrefixCache.insert`; every insertion comes here."""
-        inserted = self.cache.insert(keys, pages, namespace, priority, groups)
+        offers = (groups,) if groups else ()  # a cache without groups takes none
+        inserted = self.cache.insert(keys, pages, namespace, priority, *offers)
         if self.events is not None and self.cache.reuses:
             self.events.record_inserted(keys, pages, namespace, inserted.num_cached)
         return inserted

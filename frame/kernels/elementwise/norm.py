@@ -46,7 +46,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     partials = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     stream = x if residual is None else residual
-    together = 1 if size > _ELEMENTS and not INTERPRETED else choose_rows_per_program(rows, _ELEMENTS // next_power_of_2(size))
+    together = _ELEMENTS // next_power_of_2(size)
+    # not by the number of rows: the order of a row's sum depends on the warps of its program
+    together = choose_rows_per_program(rows, together) if INTERPRETED else max(1, together)
     strides = x.stride(0), stream.stride(0)
     launch = _prepared(size, together, partials, residual is not None, (x.dtype, weight.dtype), strides, x.device)
     launch((ceil_div(rows, together), 1, 1), (x, stream, weight, out), (rows, *strides, eps))
