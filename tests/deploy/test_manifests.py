@@ -19,7 +19,9 @@ from frame.config.schema import FrameConfig
 from frame.core.messages import Heartbeat
 from frame.entrypoints.cli.router import command as router_command
 from frame.entrypoints.configuration.sources import LoadedConfig, load_config
+from frame.entrypoints.handoff import KEY_VARIABLE
 from frame.entrypoints.http.operations.admin import health_router
+from frame.entrypoints.router.discovery import Source
 from tests.entrypoints.inprocess import serving
 
 ROOT = Path(__file__).parents[2]
@@ -191,14 +193,16 @@ def test_selectors_and_ports_fit(folder: Path) -> None:
             assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
 
 
-def test_the_router_lists_all_replicas() -> None:
+def test_the_router_finds_all_replicas() -> None:
     (replicas,) = [each for each, _ in containers(KUBERNETES / "base") if each["kind"] == "StatefulSet"]
     (router,) = [container for each, container in containers(KUBERNETES / "base") if each["kind"] == "Deployment"]
     maximum = read(KUBERNETES / "autoscaling/keda.yaml")[0]["spec"]["maxReplicaCount"]
     assert maximum == read(KUBERNETES / "autoscaling/hpa.yaml")[0]["spec"]["maxReplicas"] >= replicas["spec"]["replicas"]
-    name, service, port = replicas["metadata"]["name"], replicas["spec"]["serviceName"], DEFAULT.server.port
-    listed = router_command.make_context("router", router["args"][1:]).params["replicas"]
-    assert listed == tuple(f"http://{name}-{number}.{service}:{port}" for number in range(maximum))
+    (source,) = router_command.make_context("router", router["args"][1:]).params["sources"]
+    assert source == f"http://{replicas['spec']['serviceName']}:{DEFAULT.server.port}"
+    assert Source(source)
+    for _, container in containers(KUBERNETES / "base"):
+        assert KEY_VARIABLE in {each["name"] for each in container["env"]}
 
 
 def test_hosts_of_one_server() -> None:
