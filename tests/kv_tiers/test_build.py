@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -98,12 +99,19 @@ def test_the_blocks_of_another_rank_are_counted() -> None:
     assert count(KVTierCapabilities()) == (MAX_BLOCKS, MAX_BLOCKS)
 
 
-def test_models_with_other_groups_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "plan", "message"),
+    [
+        ("write_once", ParallelPlan(), "cache.tiers is set, but the model has a KV cache of kind write_once"),
+        ("window", ParallelPlan(pp=2), "set parallel.pp to 1, or leave cache.tiers out"),
+    ],
+)
+def test_models_with_other_groups_are_refused(kind: Any, plan: ParallelPlan, message: str) -> None:
     tensors = (CacheTensor((4,)),)
-    geometry = group_layers([LayerCache(0, "tokens", tensors), LayerCache(1, "window", tensors, 8)], 4, torch.float32)
-    pool = KVPool(geometry, (9, 9), torch.device("cpu"))
-    with pytest.raises(ConfigurationError, match="cache.tiers is set, but the model has a KV cache of kind window"):
-        ControllerBuilder(TierSettings([], "", b"", "write_through", 1), pool, HOST).build(0, SimpleNamespace())
+    geometry = group_layers([LayerCache(0, "tokens", tensors), LayerCache(1, kind, tensors, 8)], 4, torch.float32)
+    pool = KVPool(geometry, (9,) * geometry.num_pools, torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match=message):
+        ControllerBuilder(TierSettings([], "", b"", "write_through", 1, plan), pool, HOST).build(0, SimpleNamespace())
 
 
 def test_a_tier_that_fails_closes_the_others() -> None:
