@@ -64,6 +64,8 @@ ARGUMENTS = {
     "NormedOutputLayer.forward": "self x residual rows batch selected",
     "ParallelLayer": "input_norm attention mlp",
     "ParallelLayer.forward": "self x residual rows batch selected",
+    "PlainMLP": "context prefix hidden_size inner_size bias activation",
+    "PlainMLP.defer_sum": "self",
     "RMSNorm": "context name size eps offset",
     "RMSNorm.add_residual": "self x residual",
     "RMSNorm.join_sum": "self x residual",
