@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
+from frame.core.interfaces.keys import KeyHolder
 from frame.entrypoints.grpc.calls import NO_DEADLINE, GrpcCaller, headers_of, status_of
 from frame.entrypoints.http.errors import ApiError
 
 
 def caller(seconds: float | None, *more: tuple[str, str]) -> GrpcCaller:
     metadata = (("x-request-id", "mine"), ("data-bin", b"\xff"), *more)
-    return GrpcCaller(SimpleNamespace(invocation_metadata=lambda: metadata, time_remaining=lambda: seconds), "tenant")
+    return GrpcCaller(SimpleNamespace(invocation_metadata=lambda: metadata, time_remaining=lambda: seconds), KeyHolder("tenant"))
 
 
 @pytest.mark.parametrize(("given", "left"), [(None, None), (2 * NO_DEADLINE, None), (5.0, 5.0), (-1.0, 0.001)])
