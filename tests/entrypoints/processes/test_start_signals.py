@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from frame.entrypoints.cli.router import command
 from frame.entrypoints.processes import start_signals
 from frame.entrypoints.processes.start_signals import StartSignals
-from frame.entrypoints.router import server
+from frame.entrypoints.router import discovery
 
 
 @pytest.fixture
@@ -111,5 +111,5 @@ def test_a_router_that_starts_ends_with_0(handlers: None, monkeypatch: pytest.Mo
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(server, "check_url", strike)
+    monkeypatch.setattr(discovery, "check_url", strike)
     assert CliRunner().invoke(command, ["--replica", "http://127.0.0.1:1"], catch_exceptions=False).exit_code == 0

@@ -5,6 +5,8 @@ Used by the routes of operators and of the page. Must not depend on a route.
 
 from __future__ import annotations
 
+from typing import NotRequired
+
 from frame.entrypoints.http.response_types import array, declare
 
 GroupLoad = declare(
@@ -16,8 +18,10 @@ EngineLoad = declare(
     "EngineLoad",
     "step running waiting used_pages total_pages evictable_pages preempted cached_tokens prompt_tokens generated_tokens jumped_tokens"
     " num_drafts drafted_tokens accepted_tokens accepted_at drafter_seconds",
-    "Gauges, and counters since the start of the engine.",
+    "Gauges, and counters since the start of the engine. `pins`: of sessions.",
     groups=array(GroupLoad),
+    pins=NotRequired[int],
+    pinned_pages=NotRequired[int],
 )
 LiveLoad = declare("LiveLoad", "device_memory", base=EngineLoad)
 RequestOutline = declare(
