@@ -31,7 +31,8 @@ _STATELESS = frozenset(
 )  # fmt: skip
 # Objects that one replica stores. A replica that lacks one answers 404.
 _STORED = ("/v1/responses", "/v1/conversations")
-_PINNED = ("/v1/files", "/v1/batches")  # a batch reads a file, so both are on the first replica
+# On the first replica: a batch reads a file, and a session is closed where it was opened.
+_PINNED = ("/v1/files", "/v1/batches", "/open_session", "/close_session")
 # Those that change the engine's state or weights, which may take minutes
 STATES = frozenset(
     ("/pause_generation", "/continue_generation", "/release_memory_occupation", "/resume_memory_occupation", "/pause", "/resume",

@@ -61,6 +61,8 @@ REQUESTS: list[tuple[str, str, Any]] = [
         "/get_weight_version", "/pause", "/resume",
     )),
     ("POST", "/abort_request", {"abort_all": True}),
+    ("POST", "/open_session", {"capacity_of_str_len": 100, "session_id": "s"}),
+    ("POST", "/close_session", {"session_id": "s"}),
     *(("GET", path, None) for path in (
         "/health", "/health/ready", "/readyz", "/health/live", "/livez", "/health_generate", "/ping", "/metrics", "/v1/models",
         "/v1/models/frame-tiny", "/version", "/load", "/tokenizer_info", "/model_info", "/get_model_info", "/server_info",
