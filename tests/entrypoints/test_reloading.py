@@ -76,7 +76,7 @@ def test_what_sighup_renews(checkpoint: Path, tmp_path: Path) -> None:
         assert (status("old"), presented(where[0])) == (200, der(CHAIN))
         key.write_bytes(NEW.read_bytes())
         config.write_text("log: {level: debug}\nserver: {grpc_port: 0, admin_port: 0}\n")
-        hang_up("SIGHUP: reloaded log level debug, 2 API keys, the certificate")
+        hang_up("SIGHUP: reloaded log level debug, the API keys of 2 tenants, the certificate")
         assert (status("old"), status("stays"), status("new")) == (401, 200, 200)
         assert {presented(address) for address in where} == {der(NEW)}
         assert not any("does not take Tokenized" in line for line in server.lines)

@@ -43,7 +43,7 @@ NONE_KNOWN = {
     "pydantic-core", "pyzmq", "rich", "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "soundfile", "tokenizers", "torch-memory-saver",
     "triton", "typing-extensions", "uvloop", "xxhash",
 }  # fmt: skip
-NOT_SERVING = ("test", "load", "docs", "dev")  # extras that servers do not use
+NOT_SERVING = ("test", "test-kit", "load", "docs", "dev")  # extras that servers do not use
 
 
 def requirements(*left_out: str) -> list[Requirement]:

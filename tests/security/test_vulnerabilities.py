@@ -116,7 +116,10 @@ async def test_no_route_takes_tensors() -> None:
 FETCHING = ("requests", "urllib.request", "http.client", "aiohttp", "httpx", "ftplib", "huggingface_hub")
 # programs and libraries that connect to a server
 TALKERS = ("cli", "hub", "tools.server_calls", "tools.eval", "tools.bench", "offline.remote_client", "router")
-CLIENTS = ("frame.testing", "frame.lang", "frame.rl", "frame_ray.replicas", *(f"frame.entrypoints.{name}" for name in TALKERS))
+CLIENTS = (
+    *("frame.testing", "frame.lang", "frame.rl", "frame_ray.replicas", *(f"frame.entrypoints.{name}" for name in TALKERS)),
+    "frame.plugins.key_stores.http",  # asks the operator's address about a key
+)
 
 
 def test_the_server_fetches_nothing() -> None:

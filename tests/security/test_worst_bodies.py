@@ -56,6 +56,7 @@ MINIMUM: dict[str, Any] = {
     "tools": [], "inputs": "hi", "text": "hi", "text_1": "hi", "text_2": "hi", "sampling_params": {"max_new_tokens": 1},
     "lora_name": "a", "lora_path": "/a", "model_path": "/a", "names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "step": "begin",
     "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 0, "world_size": 2, "init_info": {}, "update_info": {},
+    "capacity_of_str_len": 100, "session_id": "s",
 }  # fmt: skip
 # For routes that need one of several fields.
 ALSO = {"/generate": ("text", "sampling_params"), "tokenize": ("text",), "score": ("text_1", "text_2")}
