@@ -251,6 +251,7 @@ def test_tokens_before_their_start_are_kept() -> None:
         "queue_times": {1: 0.25},
         "logprobs": {1: logprobs},
         "prompt_logprobs": {1: logprobs},
+        "cached_tiers": {1: {"host": 2}},
     }
     fields |= {"finishes": {1: LENGTH}, "drafts": {1: (2, 1)}}
     assert {*fields, "pooled"} == set(BY_INDEX)  # a vector has no text

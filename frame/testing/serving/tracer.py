@@ -124,7 +124,11 @@ def check_odd_values(place: Callable[[], Any]) -> None:
 
 
 def check_what_is_written(place: Callable[[], Any]) -> None:
-    """Names, parents, times and attributes of spans that overlap, each once."""
+    """Names, parents, times and attributes of spans that overlap, each once, and none of another
+    tracer."""
+    other = place()
+    start(other.make(), (), "of another tracer")[0].end({}, None)
+    other.read()
     where = place()
     tracer, begun = where.make(), time.time_ns()
     expected: dict[str, tuple[str, str | None, dict[str, Any], int | None]] = {}

@@ -230,7 +230,7 @@ class FixesTheWidth(Weighted):
 
 @mutant
 class HasRoomForRows(Weighted):
-    """Has room for 256 rows."""
+    """Has room for 256 rows and no more."""
 
     def pool(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         return super().pool(hidden, batch)[:256]
@@ -246,7 +246,7 @@ class ReturnsWholeNumbers(Weighted):
 
 @mutant
 class KeepsEverySequence(Weighted):
-    """Keeps every vector."""
+    """Keeps the vectors of all calls."""
 
     def __init__(self, context: PoolerContext, options: Any = None) -> None:
         super().__init__(context, options)

@@ -209,7 +209,7 @@ class RoundsNumbers(Lines):
 
 @mutant
 class DropsErrors(Lines):
-    """Writes no failure."""
+    """Writes no failure of a request."""
 
     def keep(self, name: str, own: TraceParent, parent: Any, times: Any, attributes: Any, error: Any) -> None:
         super().keep(name, own, parent, times, attributes, None)
