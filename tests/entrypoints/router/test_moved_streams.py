@@ -26,6 +26,11 @@ LENGTH = 40  # tokens
 ADMIN = "the key of the operators"
 
 
+def make_compiling() -> list[Stream]:
+    """Short streams that compile the grammars of the others."""
+    return [stream for stream in make_streams(15, 4) if "response_format" in stream.body or "tools" in stream.body]
+
+
 class Fleet:
     """Three servers, and a router that finds them by a file. `expected`: the contents of `streams`
     from one server."""
@@ -36,9 +41,8 @@ class Fleet:
         file.write_text("".join(f"{server.url}\n" for server in self.servers))
         self.router = FleetRouter("--discover", str(file), "--admin-port", "0", "--admin-key", ADMIN)
         self.streams = make_streams(STREAMS, LENGTH)
-        compiling = [stream for stream in make_streams(15, 4) if "response_format" in stream.body or "tools" in stream.body]
         with ThreadPoolExecutor(3) as pool:  # the others start their processes for grammars meanwhile
-            warming = [pool.submit(read_all, compiling, server.url) for server in self.servers[1:]]
+            warming = [pool.submit(read_all, make_compiling(), server.url) for server in self.servers[1:]]
             self.expected = read_all(self.streams, self.servers[0].url)
             for task in warming:
                 task.result()
