@@ -1,5 +1,5 @@
-"""The GEMM kernels `amx` and `avx512`: products of bfloat16 rows with bfloat16, int8 and int4
-weights by the library `_products`.
+"""The GEMM kernels `amx`, `avx512` and `avx2`: products of bfloat16 rows with bfloat16, int8 and
+int4 weights by the compiled libraries.
 
 Loaded by their records. Must not know checkpoints and layers.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import unpack_nibbles
+from frame_x86 import NEEDS
 from frame_x86.library import load_library, request_tiles
 from frame_x86.operations import X86Operations
 
@@ -37,16 +38,17 @@ class X86Kernel(GemmKernel):
     """Plain weights, int8 with one scale per output, and int4 in groups."""
 
     in_place: ClassVar[bool] = True
+    name: ClassVar[str]  # of the plugin
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self._library = load_library()
+        self._library = load_library(self.name)
         if self._library is not None and context.device.type == "cpu" and context.dtype == torch.bfloat16:
             self.row_operations = X86Operations(self._library)
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if self._library is None:
-            return "this CPU has no AVX-512 with VNNI and BF16"
+            return f"this CPU has no {NEEDS[self.name]}"
         if weight.quantized.device.type not in ("cpu", "meta") or self.context.dtype != torch.bfloat16:
             return "it takes bfloat16 activations on a CPU"
         if weight.outputs % _OUTPUTS or weight.columns % _INPUTS or weight.columns > _MAX_INPUTS:
@@ -76,6 +78,8 @@ class X86Kernel(GemmKernel):
 class AmxKernel(X86Kernel):
     """By AMX tiles, from the quantized values of the weight itself."""
 
+    name: ClassVar[str] = "amx"
+
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self._has_tiles = self._library is not None and request_tiles(self._library)
@@ -93,6 +97,9 @@ class AmxKernel(X86Kernel):
 class Avx512Kernel(X86Kernel):
     """By VNNI, from panels of quantized weights, which are copies; plain weights are not copied."""
 
+    name: ClassVar[str] = "avx512"
+    adds_128: ClassVar[bool] = True  # to int8 values, which the instruction takes unsigned
+
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if (obstacle := super().find_obstacle(weight)) is not None:
             return obstacle
@@ -104,13 +111,20 @@ class Avx512Kernel(X86Kernel):
         assert self._library is not None
         if weight.scheme.quant_type == "plain":
             return X86Product(self._library.frame_x86_multiply_few, weight, (weight.quantized, None, None), _FEW_ROWS)
-        return X86Product(self._library.frame_x86_multiply_panels, weight, pack_panels(weight))
+        return X86Product(self._library.frame_x86_multiply_panels, weight, pack_panels(weight, self.adds_128))
 
 
-def pack_panels(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+class Avx2Kernel(Avx512Kernel):
+    """By AVX2, in the same form."""
+
+    name: ClassVar[str] = "avx2"
+    adds_128: ClassVar[bool] = False
+
+
+def pack_panels(weight: PackedWeight, adds_128: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(quantized values, scales, zero points) in panels of 16 outputs.
 
-    Quantized values uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added; int4 in
+    Quantized values uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added if `adds_128`; int4 in
     pairs, inputs 8 n to 8 n + 3 in the low nibbles and the next four in the high ones. Scales and
     zero points [outputs / 16, groups, 16].
     """
@@ -119,7 +133,7 @@ def pack_panels(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None
         return tensor.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
 
     if weight.scheme.quant_type == "int8":
-        quantized = (weight.quantized.view(torch.uint8) ^ 128).unflatten(1, (-1, 4))
+        quantized = (weight.quantized.view(torch.uint8) ^ (128 if adds_128 else 0)).unflatten(1, (-1, 4))
     else:
         low, high = unpack_nibbles(weight.quantized)[:, : weight.columns].unflatten(1, (-1, 2, 4)).unbind(2)
         quantized = low | high << 4
