@@ -1,5 +1,7 @@
 """Builds the libraries `frame_x86/_<level>`, one for each level of instructions, which
-`frame_x86.library` opens by ctypes."""
+`frame_x86.library` opens by ctypes. FRAME_X86_LEVELS names those to build, separated by commas."""
+
+import os
 
 from setuptools import Extension, setup
 
@@ -24,5 +26,6 @@ setup(
             extra_link_args=["-fopenmp"],
         )
         for level, flags in LEVELS.items()
+        if level in os.environ.get("FRAME_X86_LEVELS", ",".join(LEVELS)).split(",")
     ]
 )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import unpack_nibbles
-from frame_x86 import NEEDS
+from frame_x86 import NEEDS, find_level
 from frame_x86.library import load_library, request_tiles
 from frame_x86.operations import X86Operations
 
@@ -30,7 +30,7 @@ _KINDS = {"plain": 0, "int8": 1, "int4": 2}
 _OUTPUTS, _INPUTS = 32, 32  # sizes are multiples of them
 _MAX_INPUTS = 1 << 17  # of which an int32 holds the sum
 _MAX_GROUP = 1 << 13  # inputs of an int4 scale, of which an int32 holds the sum with both digits
-_TILE_ROWS, _FEW_ROWS = 128, 64  # of plain weights; for more, PyTorch's product is as fast
+_TILE_ROWS, _FEW_ROWS = 128, 64  # of plain weights; for more, PyTorch's product by BF16 instructions is as fast
 _PANEL = 16  # outputs
 
 
@@ -110,7 +110,8 @@ class Avx512Kernel(X86Kernel):
     def prepare(self, weight: PackedWeight) -> X86Product:
         assert self._library is not None
         if weight.scheme.quant_type == "plain":
-            return X86Product(self._library.frame_x86_multiply_few, weight, (weight.quantized, None, None), _FEW_ROWS)
+            max_rows = _FEW_ROWS if find_level(self.name) == "avx512_bf16" else None
+            return X86Product(self._library.frame_x86_multiply_few, weight, (weight.quantized, None, None), max_rows)
         return X86Product(self._library.frame_x86_multiply_panels, weight, pack_panels(weight, self.adds_128))
 
 
@@ -144,18 +145,18 @@ def pack_panels(weight: PackedWeight, adds_128: bool) -> tuple[torch.Tensor, tor
 class X86Product:
     """The product with one weight, by `multiply` of the library. It keeps the `tensors`: quantized
     values, scales and zero points in the order that the function takes. Of plain weights the
-    function takes up to `max_plain` rows, and PyTorch multiplies more."""
+    function takes up to `max_rows`, if it is not None, and PyTorch multiplies more."""
 
     def __init__(
         self,
         multiply: Callable[..., None],
         weight: PackedWeight,
         tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-        max_plain: int = 0,
+        max_rows: int | None = None,
     ) -> None:
         quantized, scales, zeros = tensors
         self._multiply = multiply
-        self._max_plain = max_plain if weight.scheme.quant_type == "plain" else None
+        self._max_rows = max_rows if weight.scheme.quant_type == "plain" else None
         self.outputs, self._inputs = weight.outputs, weight.columns
         self.quantized = quantized.contiguous()
         self._scales = None if scales is None else scales.float().contiguous()
@@ -175,7 +176,7 @@ class X86Product:
         return self._run(x, self.outputs // 2, 1)
 
     def _takes(self, x: torch.Tensor) -> bool:
-        return self._max_plain is None or x.numel() <= self._max_plain * self._inputs
+        return self._max_rows is None or x.numel() <= self._max_rows * self._inputs
 
     def _run(self, x: torch.Tensor, outputs: int, gated: int) -> torch.Tensor:
         flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

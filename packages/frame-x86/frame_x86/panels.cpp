@@ -5,7 +5,7 @@
 // first four are in the low nibbles.
 //
 // Rows of x become fixed-point numbers of two int8 digits, 128 * high + low, with one scale per row,
-// which keep what bfloat16 resolves. AVX2 multiplies int8 weights with the whole numbers as int16.
+// which keep what bfloat16 resolves. AVX2 multiplies most weights with the whole numbers as int16.
 
 #include <omp.h>
 
@@ -22,11 +22,6 @@ constexpr int kLanes = 16;          // outputs of a panel
 constexpr int kLine = 64;           // bytes that are loaded at once
 constexpr int kAhead = 1024;        // bytes that are fetched ahead in each panel
 constexpr int64_t kMostRows = 512;  // whose numbers are in memory at a time
-#if defined(__AVX512F__)
-constexpr bool kWhole = false;  // numbers as int16 instead of two digits, for int8 weights
-#else
-constexpr bool kWhole = true;
-#endif
 
 struct Panels {
   bool is_int4;
@@ -45,7 +40,8 @@ struct Target {
 
 // Rows of x as numbers of two digits.
 struct Digits {
-  int8_t *numbers;  // [rows, inputs / 4, digit, 4]; where `kWhole`, of int8 int16 [rows, inputs]
+  bool is_whole;
+  int8_t *numbers;  // [rows, inputs / 4, digit, 4]; or `is_whole`: int16 [rows, inputs]
   int32_t *starts;  // int8 [rows, digit]: what a sum begins with, because codes have 128 added
   float *sums;      // int4 [rows, groups], of the numbers, which the zero point multiplies
   float *steps;     // [rows], what 1 stands for
@@ -62,9 +58,8 @@ void SplitRow(const Panels &w, const bf16 *x, const Digits &to, int64_t row) {
   for (int64_t k = 0; k < w.inputs; k += 16) {
     I16 high, low;
     Split(x + k, scale, &high, &low);
-    if (kWhole && !w.is_int4) {
-      const __m256i whole = Narrow16(Add(Shift7(high), low));
-      _mm256_storeu_si256((__m256i *)(numbers + 2 * k), whole);
+    if (to.is_whole) {
+      _mm256_storeu_si256((__m256i *)(numbers + 2 * k), Narrow16(Add(Shift7(high), low)));
       continue;
     }
     const __m128i a = Narrow8(high), b = Narrow8(low);
@@ -117,10 +112,11 @@ template <bool is_int4, int panels>
 void MultiplyRows(const Panels &w, const Digits &x, int64_t rows, const Block &block, const Target &target) {
   constexpr int kMost = CountRows<is_int4, panels>();
   const int64_t parts = (rows + kMost - 1) / kMost;
+  const Block prepared = PrepareBlock<is_int4, panels>(w, x, block);
   for (int64_t part = 0; part < parts; part++) {
     const int64_t row = rows * part / parts, count = rows * (part + 1) / parts - row;
     Repeat<kMost>([&](auto i) ALWAYS {
-      if (count == i + 1) MultiplyPanels<is_int4, i + 1, panels>(w, x, row, block, target);
+      if (count == i + 1) MultiplyPanels<is_int4, i + 1, panels>(w, x, row, prepared, target);
     });
   }
 }
@@ -138,6 +134,7 @@ void Multiply(const Panels &w, const bf16 *x, int64_t rows, int64_t stride, cons
   const int64_t most = std::min(rows, kMostRows), groups = w.is_int4 ? w.inputs / w.group : 1, panels = w.outputs / kLanes;
   char *at = (char *)memory.Get(most * (2 * w.inputs + 8 + 4 + 4 * groups));
   Digits digits;
+  digits.is_whole = UsesWhole(w.is_int4, rows);
   digits.numbers = (int8_t *)at, at += most * 2 * w.inputs;
   digits.starts = (int32_t *)at, at += most * 8;
   digits.steps = (float *)at, at += most * 4;

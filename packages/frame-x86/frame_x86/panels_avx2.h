@@ -1,31 +1,69 @@
 // The sums of panels by AVX2. Included by panels.cpp, whose types it uses.
 //
-// int8: the codes become int16 and are multiplied with whole numbers of x in pairs. A register holds
-// 4 outputs, of each the sums of both pairs of 4 inputs.
-// int4: codes are multiplied with both digits of x, and pairs of products are added as int16, of
-// which 32 inputs fit. A register holds 8 outputs.
+// Codes become int16 and are multiplied with whole numbers of x in pairs. A register holds 4 outputs,
+// of each the sums of both pairs of 4 inputs. Codes of int4 are unpacked to int8 first, less their
+// zero points, once for all rows. For one row that costs too much: there they are multiplied with
+// both digits of x, and pairs of products are added as int16, of which 32 inputs fit. A register
+// then holds 8 outputs.
 
 constexpr int64_t kExact = 512;  // inputs of int8 of which an int32 holds the sum
+thread_local Scratch unpacked;
 
 // How many rows are computed together.
 template <bool is_int4, int panels>
 constexpr int CountRows() {
-  return is_int4 ? 2 : 3;
+  return 3;
 }
 
-// Sums of int8 codes, outputs 4 q to 4 q + 3 in register q, in the order of the outputs.
-inline ALWAYS void AddSums(const __m256i sums[4], float *totals) {
+// Whether rows are whole numbers instead of two digits.
+inline bool UsesWhole(bool is_int4, int64_t rows) { return !is_int4 || rows > 1; }
+
+// The block with codes of int4 unpacked to int8, less their zero points, where rows are whole numbers.
+template <bool is_int4, int panels>
+inline Block PrepareBlock(const Panels &w, const Digits &x, const Block &block) {
+  if (!is_int4 || !x.is_whole) return block;
+  const int64_t groups = w.inputs / w.group, bytes = w.inputs / 4 * kLine;
+  uint8_t *memory = (uint8_t *)unpacked.Get(panels * bytes);
+  const __m256i mask = _mm256_set1_epi8(15);
+  for (int p = 0; p < panels; p++) {
+    const uint8_t *from = block.codes + p * block.stride;
+    uint8_t *to = memory + p * bytes;
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t at = ((block.first + p * block.apart) * groups + g) * kLanes;
+      const __m128i zeros = w.zeros ? _mm_loadu_si128((const __m128i *)(w.zeros + at)) : _mm_set1_epi8(8);
+      __m256i zero[2];  // of 8 outputs, four times each
+      for (int half = 0; half < 2; half++) {
+        const __m256i wide = _mm256_cvtepu8_epi32(half ? _mm_srli_si128(zeros, 8) : zeros);
+        zero[half] = _mm256_mullo_epi32(wide, _mm256_set1_epi32(0x01010101));
+      }
+      for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8, from += kLine, to += 2 * kLine) {
+        _mm_prefetch((const char *)from + kAhead, _MM_HINT_T0);
+        for (int half = 0; half < 2; half++) {
+          const __m256i both = _mm256_loadu_si256((const __m256i *)from + half);
+          _mm256_store_si256((__m256i *)to + half, _mm256_sub_epi8(_mm256_and_si256(both, mask), zero[half]));
+          _mm256_store_si256((__m256i *)(to + kLine) + half, _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both, 4), mask), zero[half]));
+        }
+      }
+    }
+  }
+  return {block.first, block.apart, memory, bytes};
+}
+
+// Adds sums times scales, outputs 4 q to 4 q + 3 in register q, in the order of the outputs.
+inline ALWAYS void AddSums(const __m256i sums[4], const float *scales, float *totals) {
   for (int half = 0; half < 2; half++) {
     const __m256i eight = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums[2 * half], sums[2 * half + 1]), 0xd8);
-    _mm256_store_ps(totals + 8 * half, _mm256_add_ps(_mm256_load_ps(totals + 8 * half), _mm256_cvtepi32_ps(eight)));
+    float *to = totals + 8 * half;
+    _mm256_store_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(eight), _mm256_loadu_ps(scales + 8 * half), _mm256_load_ps(to)));
   }
 }
 
 template <int rows>
-inline void SumWhole(const Panels &w, const Digits &x, int64_t row, const uint8_t *codes, float (*totals)[kLanes]) {
+inline void SumWhole(const Panels &w, const Digits &x, int64_t row, const uint8_t *codes, int64_t panel, float (*totals)[kLanes]) {
   const int16_t *numbers = (const int16_t *)(x.numbers + row * 2 * w.inputs);
-  for (int64_t begin = 0; begin < w.inputs; begin += kExact) {
-    const int64_t end = std::min(begin + kExact, w.inputs);
+  const int64_t group = w.is_int4 ? w.group : w.inputs, groups = w.inputs / group;
+  for (int64_t begin = 0; begin < w.inputs;) {
+    const int64_t g = begin / group, end = std::min(begin + kExact, (g + 1) * group);
     __m256i sums[rows][4];
     Repeat<rows>([&](auto r) ALWAYS { Repeat<4>([&](auto q) ALWAYS { sums[r][q] = _mm256_setzero_si256(); }); });
     for (int64_t k = begin; k < end; k += 4) {
@@ -40,7 +78,8 @@ inline void SumWhole(const Panels &w, const Digits &x, int64_t row, const uint8_
         });
       });
     }
-    Repeat<rows>([&](auto r) ALWAYS { AddSums(sums[r], totals[r]); });
+    Repeat<rows>([&](auto r) ALWAYS { AddSums(sums[r], w.scales + (panel * groups + g) * kLanes, totals[r]); });
+    begin = end;
   }
 }
 
@@ -95,13 +134,10 @@ inline void SumPanels(const Panels &w, const Digits &x, int64_t row, const Block
     const uint8_t *codes = block.codes + p * block.stride;
     const int64_t panel = block.first + p * block.apart;
     alignas(64) float sums[rows][kLanes] = {};
-    if constexpr (is_int4) {
+    if (x.is_whole)
+      SumWhole<rows>(w, x, row, codes, panel, sums);
+    else
       for (int half = 0; half < 2; half++) SumDigits<rows>(w, x, row, codes, panel, half, sums);
-    } else {
-      SumWhole<rows>(w, x, row, codes, sums);
-      const F16 scale = Load(w.scales + panel * kLanes);
-      for (int r = 0; r < rows; r++) Store(sums[r], Multiply(Load(sums[r]), scale));
-    }
     for (int r = 0; r < rows; r++) std::copy(sums[r], sums[r] + kLanes, totals[r][p]);
   }
 }

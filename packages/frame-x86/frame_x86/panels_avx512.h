@@ -20,6 +20,14 @@ constexpr int CountRows() {
   return 12 / panels;
 }
 
+// Whether rows are whole numbers instead of two digits.
+inline bool UsesWhole(bool, int64_t) { return false; }
+
+template <bool is_int4, int panels>
+inline Block PrepareBlock(const Panels &, const Digits &, const Block &block) {
+  return block;
+}
+
 // Rows from `row` on times the panels of a block, without the steps of the rows.
 template <bool is_int4, int rows, int panels>
 inline void SumPanels(const Panels &w, const Digits &x, int64_t row, const Block &block, float (*totals)[panels][kLanes]) {
