@@ -5,8 +5,9 @@ Each launch reads another weight, and all weights together exceed the caches, as
     OMP_NUM_THREADS=2 python benchmarks/cpu_products.py --json benchmarks/results/cpu-products.json
 
 The kernels `amx`, `avx512` and `avx2` are timed where frame-x86 is installed; name the others where
-the CPU has no AMX (`--kernels plain,cpu_int8,cpu_int4,avx512`). With ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16
-oneDNN does not use AMX; AVX2 and ATEN_CPU_CAPABILITY=avx2 stand for a CPU without AVX-512. `--cpu-time`, with one thread, is for a machine that does other work.
+the CPU has no AMX (`--kernels plain,cpu_int8,cpu_int4,avx512`). With
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 oneDNN does not use AMX; AVX2 and ATEN_CPU_CAPABILITY=avx2 stand
+for a CPU without AVX-512. `--cpu-time`, with one thread, is for a machine that does other work.
 """
 
 from __future__ import annotations

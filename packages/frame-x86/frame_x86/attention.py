@@ -1,4 +1,4 @@
-"""The attention backends `avx512` and `avx2`: decodes of bfloat16 over the paged cache, by the library.
+"""The attention backends `avx512` and `avx2`: decodes of bfloat16 over the paged cache.
 
 Loaded by their records. Another backend computes prompts. Must not know a request and a layer.
 """

@@ -125,9 +125,9 @@ class Avx2Kernel(Avx512Kernel):
 def pack_panels(weight: PackedWeight, adds_128: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(quantized values, scales, zero points) in panels of 16 outputs.
 
-    Quantized values uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added if `adds_128`; int4 in
-    pairs, inputs 8 n to 8 n + 3 in the low nibbles and the next four in the high ones. Scales and
-    zero points [outputs / 16, groups, 16].
+    Quantized values uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added (`adds_128`);
+    int4 in pairs, inputs 8 n to 8 n + 3 in the low nibbles and the next four in the high ones.
+    Scales and zero points [outputs / 16, groups, 16].
     """
 
     def split(tensor: torch.Tensor) -> torch.Tensor:

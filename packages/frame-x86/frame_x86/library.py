@@ -1,4 +1,4 @@
-"""The compiled libraries, one for each level of instructions: their files, and the types of their functions.
+"""The compiled libraries, one for each level of instructions: their files, the types of functions.
 
 Used by the kernel, the row operations and the attention backend. Must not know a plugin.
 """

@@ -1,5 +1,5 @@
-"""The kernels `amx`, `avx512` and `avx2` and the attention backends `avx512` and `avx2`: their suites,
-products of every way in which the kernels multiply, and the operations between the products."""
+"""The kernels `amx`, `avx512` and `avx2` and the attention backends `avx512` and `avx2`: their
+suites, products of every way in which the kernels multiply, and the operations between them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def mark(name: str) -> pytest.MarkDecorator:
 
 KERNELS = [pytest.param(each, marks=mark(each.name), id=each.name) for each in (AmxKernel, Avx512Kernel, Avx2Kernel)]
 PANEL_KERNELS = KERNELS[1:]
-ATTENTIONS = [pytest.param(each, marks=mark(each.capabilities.name), id=each.capabilities.name) for each in (Avx512Attention, Avx2Attention)]
 SCHEMES = (
     WeightScheme("plain"),
     WeightScheme("int8"),
@@ -277,7 +276,8 @@ def test_recorded_calls(kernel_class: type[X86Kernel]) -> None:
     assert isinstance(found, X86Operations)
     caches = [torch.randn(pages.num_pages, 4, 1, 64).bfloat16() for _ in range(2)]
     batch = forward_batch(rows, pages, PlainKVCache(4, caches), "cpu")
-    attention, spec = (Avx2Attention if kernel_class is Avx2Kernel else Avx512Attention)(kernel.context), AttentionSpec(0, 2, 1, 64, 64, 0.1)
+    backend = Avx2Attention if kernel_class is Avx2Kernel else Avx512Attention
+    attention, spec = backend(kernel.context), AttentionSpec(0, 2, 1, 64, 64, 0.1)
     x, residual = torch.empty(2, 1, 128).bfloat16()
     weight, table = torch.rand(128), torch.randn(9, 2, 1, 64).bfloat16()
 
