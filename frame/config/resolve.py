@@ -69,7 +69,7 @@ from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.step_media import MediaPlan
 from frame.core.interfaces.weight_format import FormatRequirements
-from frame.core.interfaces.weights import WeightSourceRequirements
+from frame.interfaces.weights import WeightSourceRequirements
 
 __all__ = ["ResolveError", "pinned", "resolve"]
 

@@ -265,7 +265,7 @@ def _check_signatures(who: str, record: PluginRecord, loaded: type) -> None:
         inspect.signature(loaded).bind(None, None)
     except TypeError as error:
         raise PluginError(f"{who}: {record.target} does not take (context, options) of {record.api}: {error}.") from None
-    interfaces = [each for each in loaded.__mro__ if each.__module__.startswith(f"{INTERFACES}.") and each is not loaded]
+    interfaces = [each for each in loaded.__mro__ if each.__module__.rpartition(".")[0] in INTERFACES and each is not loaded]
     for name, declared in (pair for each in interfaces for pair in vars(each).items()):
         implemented = inspect.getattr_static(loaded, name, declared)
         if name.startswith("_") or implemented is declared or not (inspect.isfunction(declared) and inspect.isfunction(implemented)):

@@ -1,8 +1,8 @@
-"""Public names of the plugin interfaces that changed, modules that moved, and the sentences that
-tell a plugin's author the new ones.
+"""Public names of the plugin interfaces that changed, names and modules that moved, and the
+sentences that tell a plugin's author the new ones.
 
 Used by the registry and the loader where they refuse a plugin that was written for an earlier
-interface version, or that imports a module which has moved. A name keeps its row here until its
+interface version, or that imports what has moved. A name keeps its row here until its
 interface drops plugins of that version.
 """
 
@@ -14,13 +14,13 @@ from types import MappingProxyType
 
 from frame.core.interfaces.kinds import KINDS
 
-INTERFACES = "frame.core.interfaces"
+INTERFACES = ("frame.core.interfaces", "frame.interfaces")  # packages of pages
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
     """`old` is `new` since `api`. Parentheses hold a constructor's arguments. `module`: the page of
-    `frame.core.interfaces` that has the name."""
+    `INTERFACES` that has the name."""
 
     api: str  # the first version with the new name, such as "attention_backend/2"
     module: str
@@ -40,6 +40,12 @@ FORMER_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+# Interfaces that the core never calls.
+_MOVED_PAGES = (
+    *("adapter", "cli", "http", "keys", "launcher", "modality", "parsing"),
+    *("pooling", "routing", "stats", "tracing", "weights"),
+)
+
 # Modules and packages that plugins may have imported, and where they are now.
 MOVED_MODULES: Mapping[str, str] = MappingProxyType(
     {
@@ -54,6 +60,7 @@ MOVED_MODULES: Mapping[str, str] = MappingProxyType(
         "frame.core.grammars": "frame.structured_output",
         "frame.core.host_memory": "frame.host.host_memory",
         "frame.core.installation": "frame.host.installation",
+        **{f"frame.core.interfaces.{page}": f"frame.interfaces.{page}" for page in _MOVED_PAGES},
         "frame.core.ipc.child_process": "frame.host.child_process",
         "frame.core.ipc.early_process": "frame.entrypoints.processes.early_process",
         "frame.core.ipc.interpreter": "frame.host.interpreter",
@@ -69,6 +76,22 @@ MOVED_MODULES: Mapping[str, str] = MappingProxyType(
         "frame.models.layers.weights.plain_product": "frame.models.layers.weights.plain_gemm",
         "frame.models.layers.weights.products": "frame.models.layers.weights.gemms",
         "frame.testing.devices": "frame.plugins.devices",
+    }
+)
+
+# Names that moved from one interface page to another, as "module:name".
+MOVED_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **{
+            f"frame.interfaces.adapter:{name}": f"frame.core.interfaces.adapter_layers:{name}"
+            for name in ("AdapterLayers", "LayerDelta", "Span", "StepAdapters")
+        },
+        "frame.interfaces.adapter:AdapterLoad": "frame.core.interfaces.batch:AdapterLoad",
+        "frame.interfaces.adapter:AdapterOrder": "frame.core.interfaces.runner:AdapterOrder",
+        "frame.interfaces.adapter:PendingOrder": "frame.core.interfaces.runner:PendingOrder",
+        "frame.core.interfaces.attention:StateLayer": "frame.core.interfaces.batch:StateLayer",
+        "frame.core.interfaces.cache:PageAllocator": "frame.core.kv_cache.page_allocator:PageAllocator",
+        "frame.core.interfaces.runner:MOST_SINGLE": "frame.core.interfaces.runner:MAX_SINGLE_TOKEN_ROWS",
     }
 )
 
@@ -157,9 +180,10 @@ def describe_import(error: BaseException) -> str:
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, ImportError) and (moved := _find_moved(current)) is not None:
-            return f"The plugin was written for an earlier frame: {moved} is {MOVED_MODULES[moved]} now."
-        if isinstance(current, ImportError) and (current.name or "").startswith(f"{INTERFACES}."):
-            page = (current.name or "").removeprefix(f"{INTERFACES}.")
+            new = MOVED_MODULES.get(moved) or MOVED_NAMES[moved].replace(":", ".")
+            return f"The plugin was written for an earlier frame: {moved.replace(':', '.')} is {new} now."
+        package, _, page = (getattr(current, "name", None) or "").rpartition(".")
+        if isinstance(current, ImportError) and package in INTERFACES:
             renames = [each for each in RENAMES if each.module == page and f"{each.old!r}" in str(current)]
             if renames:
                 versions = " and ".join(dict.fromkeys(KINDS[each.api.partition("/")[0]].api for each in renames))
@@ -171,9 +195,9 @@ def describe_import(error: BaseException) -> str:
 
 
 def _find_moved(error: ImportError) -> str | None:
-    """The key of `MOVED_MODULES` that an import did not find."""
-    for old in MOVED_MODULES:
-        parent, _, name = old.rpartition(".")
+    """The key of `MOVED_MODULES` or `MOVED_NAMES` that an import did not find."""
+    for old in (*MOVED_MODULES, *MOVED_NAMES):
+        parent, _, name = old.replace(":", ".").rpartition(".")
         if error.name == old or (error.name == parent and f"cannot import name {name!r}" in str(error)):
             return old
     return None

@@ -367,7 +367,7 @@ def build_engine(
 def load_formats(resolved: Resolved, registry: Registry, dtype: torch.dtype) -> list[ChosenFormat]:
     """The adapter formats of the configuration."""
     from frame.adapters.adapter_reader import ChosenFormat
-    from frame.core.interfaces.adapter import AdapterCapabilities, AdapterContext
+    from frame.interfaces.adapter import AdapterCapabilities, AdapterContext
 
     formats = []
     for choice in resolved.plugins.get("adapter", ()):

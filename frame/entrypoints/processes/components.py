@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.platform import Platform
-    from frame.core.interfaces.pooling import Pooler
     from frame.core.interfaces.rank_context import Pipeline, RankContext
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
-    from frame.core.interfaces.weights import WeightSource
+    from frame.interfaces.pooling import Pooler
+    from frame.interfaces.weights import WeightSource
     from frame.parallel.expert_moves import ExpertBalancer
 
 T = TypeVar("T")
@@ -299,8 +299,8 @@ def _runner_class(pipeline: Pipeline | None) -> type[TorchModelRunner]:
 
 
 def _build_pooling_runner(plan: RunnerPlan, model: Model, context: BuildContext, pool: KVPool, capacity: Capacity) -> TorchModelRunner:
-    from frame.core.interfaces.pooling import PoolerContext
     from frame.entrypoints.relevance import list_label_ids
+    from frame.interfaces.pooling import PoolerContext
     from frame.pooling.pooling_runner import PoolingRunner
     from frame.pooling.vector_head import VectorHead
 

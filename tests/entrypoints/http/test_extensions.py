@@ -16,10 +16,10 @@ from fastapi import APIRouter
 
 from frame.core.blame import note_origin
 from frame.core.errors import PluginError
-from frame.core.interfaces.http import HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions import Extensions
+from frame.interfaces.http import HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Setting, checks, find
 from tests.entrypoints.inprocess import InProcess, serving
@@ -46,7 +46,7 @@ from collections import deque
 from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel
 
-from frame.core.interfaces.http import HttpExtension, RefuseRequest
+from frame.interfaces.http import HttpExtension, RefuseRequest
 
 
 class Note(BaseModel):
