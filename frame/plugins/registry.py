@@ -24,9 +24,9 @@ from frame.config.resolution.plugins import plugin_options
 from frame.config.resolved import PluginChoice
 from frame.core.blame import note_origin
 from frame.core.errors import PluginError, did_you_mean
-from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.host.installation import install_command
+from frame.interfaces.kinds import KINDS, Kind
 from frame.plugins.renames import INTERFACES, describe_import, describe_missing, describe_renames
 from frame.registration import KindRegistry, Provenance, list_unmet
 
@@ -152,7 +152,7 @@ class Registry:
         _check_optional(who, record, loaded, base)
         _check_signatures(who, record, loaded)
         _check_capabilities(who, record, loaded)
-        note_origin(loaded, record)
+        note_origin(loaded, record, _kind(record.kind).change)
         return loaded
 
     def options(self, record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from frame.core.interfaces.kinds import KINDS
+from frame.interfaces.kinds import KINDS
 
 INTERFACES = ("frame.core.interfaces", "frame.interfaces")  # packages of pages
 
@@ -42,7 +42,7 @@ FORMER_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 # Interfaces that the core never calls.
 _MOVED_PAGES = (
-    *("adapter", "cli", "http", "keys", "launcher", "modality", "parsing"),
+    *("adapter", "cli", "http", "keys", "kinds", "launcher", "modality", "parsing"),
     *("pooling", "routing", "stats", "tracing", "weights"),
 )
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.sampling import LogitsProcessor
+from frame.interfaces.kinds import KINDS
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.registry import PluginError, Registry, cause_chain
 from frame.plugins.renames import (

@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.kinds import KINDS, Kind
+from frame.interfaces.kinds import KINDS, Kind
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 

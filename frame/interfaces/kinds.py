@@ -40,6 +40,13 @@ class Kind:
         return f"register_{self.plural}"
 
     @property
+    def change(self) -> str:
+        """What a user can set instead of one of its plugins; "": no setting selects it."""
+        if not self.key:
+            return ""
+        return f"leave it out of {self.key}" if self.is_list else f"name another plugin with {self.key}"
+
+    @property
     def interface_path(self) -> str:
         """The class to derive from, as "package.module:Class"."""
         return f"{_PACKAGE}.{self.interface}"
