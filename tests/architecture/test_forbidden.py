@@ -61,7 +61,7 @@ EXCEPTIONS: dict[str, str] = {
         "spans are dated; their lengths are measured by the monotonic clock",
     ),
     "clock frame/plugins/key_stores/http.py": "another host says until when a token is valid",
-    "clock frame/core/ipc/kv_events.py": "dates a batch for subscribers on other hosts",
+    "clock frame/kv_events/publisher.py": "dates a batch for subscribers on other hosts",
     "clock frame/entrypoints/engine_client/request_dump.py": "dates of records and files outlive this process",
 }
 
