@@ -14,8 +14,8 @@ import torch
 
 from frame.core.blame import describe, find_origin, remedy
 from frame.core.errors import PluginError
-from frame.core.execution.hybrid_attention import HybridAttention
 from frame.core.execution.warmup import idle_prompts
+from frame.forward.hybrid_attention import HybridAttention
 
 if TYPE_CHECKING:
     from frame.core.execution.model_runner import TorchModelRunner

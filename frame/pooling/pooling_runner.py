@@ -65,7 +65,7 @@ class PoolingRunner(TorchModelRunner):
             self._second_text_starts[setup.slot] = setup.second_text_start
         return super().launch(batch)
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, is_compiled: bool = False) -> None:
         """Run warm-up prompts over the reserved page, so that kernels are compiled and initialised
         before requests arrive."""
         for batch in idle_prompts(self.context.limits, few=self._stream is None, fresh=True):

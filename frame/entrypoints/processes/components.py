@@ -22,9 +22,7 @@ from frame.checkpoint.model_config import find_model
 from frame.checkpoint.remote_code import load_class
 from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError
-from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.interfaces.build import BuildContext, Collective, Limits
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
@@ -40,6 +38,9 @@ from frame.core.sampling.sampler import TORCH, TORCH_BY_ROW, Sampler
 from frame.diagnostics.finite_check import check_finite
 from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
+from frame.forward.hybrid_attention import GroupAttention, HybridAttention
+from frame.forward.recorded_forward import record_decodes
+from frame.forward.torch_compile import Forward, keep_out
 from frame.host.progress import track
 from frame.kernels.compile_ahead import compile_ahead
 from frame.loading.loader import Checkpoint, load_model
@@ -261,6 +262,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     else:
         runner = _build_pooling_runner(plan, model, context, pool, capacity)
     runner.adapters = adapters
+    runner.forward = record_decodes(model.forward, context)
     clock = time.perf_counter()
     runner.resolve_backend()
     phases["attention"] = time.perf_counter() - clock
@@ -278,7 +280,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         keep_out(context.attention, "run", "run_mla")
         runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
         with blaming("in a warm-up step with torch.compile"):
-            runner.warm_up()
+            runner.warm_up(is_compiled=True)
     phases["warm_up"] = time.perf_counter() - clock
     _capture_graphs(runner, resolved, phases)
     runner.allow_compilation()

@@ -16,7 +16,6 @@ from frame.attention_backends import TORCH_NATIVE
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.core.engine import Engine, EngineOptions
 from frame.core.errors import ConfigurationError
-from frame.core.execution.hybrid_attention import HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import AttentionOutput
@@ -36,6 +35,7 @@ from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
+from frame.forward.hybrid_attention import HybridAttention
 from frame.parallel.rank_channels import SwitchBackend
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.plugins.eviction_policies.lru import Lru
