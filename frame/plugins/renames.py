@@ -70,6 +70,7 @@ MOVED_MODULES: Mapping[str, str] = MappingProxyType(
         "frame.core.ipc.results": "frame.parallel.rank_channels",
         "frame.core.ipc.socket_directory": "frame.host.socket_directory",
         "frame.core.ipc.kv_events": "frame.kv_events.publisher",
+        "frame.core.kv_cache.capacity": "frame.loading.capacity",
         "frame.core.kv_cache.cache_events": "frame.kv_events.cache_events",
         "frame.core.kv_cache.eviction_guard": "frame.plugins.eviction_guard",
         "frame.core.kv_cache.memory_plan": "frame.entrypoints.processes.memory_plan",

@@ -24,9 +24,9 @@ from frame.pooling.vector_head import VectorHead
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.cache_groups import Capacity
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
-    from frame.core.kv_cache.capacity import Capacity
     from frame.core.kv_cache.kv_pool import KVPool
     from frame.core.sampling.batch_layout import BatchLayout
 

@@ -21,11 +21,11 @@ from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import AttentionOutput
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache import PrefixCacheContext
+from frame.core.interfaces.cache_groups import Capacity
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
-from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.kv_cache.page_allocator import PagedAllocator

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from frame.core.interfaces.adapter_layers import StepAdapters
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.cache_groups import Capacity
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import ExpertBalance
     from frame.core.interfaces.runner import AdapterOrder, PendingOrder, PendingStep
-    from frame.core.kv_cache.capacity import Capacity
     from frame.core.sampling.sampler import Sampler
     from frame.core.sampling.step_plan import StepArrays, StepPlans
 

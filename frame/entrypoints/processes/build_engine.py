@@ -21,6 +21,7 @@ from frame.config.resolved import Resolved
 from frame.core.blame import blaming
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.model_runner import TorchModelRunner
+from frame.core.interfaces.cache_groups import Capacity
 from frame.core.interfaces.drafter import DrafterCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
 from frame.core.interfaces.model import ModelContext
@@ -29,7 +30,6 @@ from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.interfaces.weight_transfer import WeightTransferContext
 from frame.core.ipc.transport import Transport
-from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request

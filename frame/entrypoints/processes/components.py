@@ -24,13 +24,13 @@ from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.cache_groups import RESERVED_PAGES, Capacity
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors
@@ -43,6 +43,7 @@ from frame.forward.recorded_forward import record_decodes
 from frame.forward.torch_compile import Forward, keep_out
 from frame.host.progress import track
 from frame.kernels.compile_ahead import compile_ahead
+from frame.loading.capacity import activation_bytes, measure, plan_pages, plan_pools
 from frame.loading.loader import Checkpoint, load_model
 from frame.loading.sleep import tag_memory
 
