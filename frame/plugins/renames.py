@@ -51,6 +51,7 @@ MOVED_MODULES: Mapping[str, str] = MappingProxyType(
     {
         "frame.core.config": "frame.config",
         "frame.core.drafting": "frame.speculation",
+        "frame.core.engine_states": "frame.loading.engine_states",
         "frame.core.execution.components": "frame.entrypoints.processes.components",
         "frame.core.execution.finite_check": "frame.diagnostics.finite_check",
         "frame.core.execution.hybrid_attention": "frame.forward.hybrid_attention",

@@ -21,7 +21,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "frame.core": (
         "errors", "garbage_collection", "interfaces", "messages", "blame", "ipc", "kv_cache", "sampling", "scheduling",
-        "execution", "engine_states", "engine",
+        "execution", "engine",
     ),
     "frame.entrypoints": (
         "version", "keys", "logs", "tls", "origin", "moderation", "relevance", "audio_process", "engine_client", "tracing", "hub",

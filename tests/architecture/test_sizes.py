@@ -130,6 +130,19 @@ def test_checks_find() -> None:
     assert list(large_interfaces([module(f"class A:\n{asks}", "frame.core.interfaces.example")]))
 
 
+CORE = 15_000  # lines: what the core does not call is beside it
+
+
+def count_lines(modules: Iterable[Module], room: str) -> int:
+    return sum(found.num_lines for found in modules if is_under(found.name, room))
+
+
+def test_the_core_is_small() -> None:
+    lines = count_lines(package(), "frame.core")
+    assert lines <= CORE, f"frame/core has {lines} lines, {CORE} is the cap: move what the core does not call to a room beside it"
+    assert count_lines([module("a\nb\n", "frame.core.one"), module("c\n", "frame.corel")], "frame.core") == 2
+
+
 def full_folders(paths: Iterable[str]) -> list[str]:
     """Folders with too many modules."""
     counts = Counter(path.rpartition("/")[0] for path in paths if not path.endswith("/__init__.py"))

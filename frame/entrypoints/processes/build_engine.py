@@ -40,6 +40,7 @@ from frame.entrypoints.processes.grammar_process import GrammarProcess, load_bac
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
+from frame.loading.engine_states import EngineStates
 from frame.loading.loader import UpdatedModel
 from frame.loading.weight_commands import CommandSettings, WeightCommands, list_transfers
 from frame.loading.weight_update import UpdateSource, UpdatingRunner, WeightUpdater
@@ -345,8 +346,11 @@ def build_engine(
         device_memory=rank.context.platform.count_reserved,
         expert_imbalance=rank.list_imbalance,
         adapters=adapters,
-        weights=_make_weight_commands(resolved, registry, runner, info, copy),
-        sleep_obstacle=find_sleep_obstacle(resolved, rank.context.platform),
+        make_states=partial(
+            EngineStates,
+            weights=_make_weight_commands(resolved, registry, runner, info, copy),
+            sleep_obstacle=find_sleep_obstacle(resolved, rank.context.platform),
+        ),
         check_params=rank.processors.check_params,
     )
     engine = Engine(
