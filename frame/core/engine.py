@@ -134,8 +134,8 @@ class EngineStates(Protocol):
     """Whether steps are launched, and commands that wait until none is in flight.
     `frame.loading.engine_states` documents the methods."""
 
-    actions: tuple[str, ...]
-
+    @property
+    def actions(self) -> tuple[str, ...]: ...
     @property
     def is_stopped(self) -> bool: ...
     @property

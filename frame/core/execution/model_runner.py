@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from frame.core.execution.drafting import DeviceDrafts
     from frame.core.execution.input_batch import StepInputs
     from frame.core.interfaces.adapter_layers import StepAdapters
+    from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.cache_groups import Capacity
@@ -67,6 +68,8 @@ class Preparation(Protocol):
 @runtime_checkable
 class SwitchingAttention(Protocol):
     """Two attention backends, one of which may be prepared in the background."""
+
+    backends: tuple[AttentionBackend, ...]
 
     @property
     def preparation(self) -> Preparation | None: ...

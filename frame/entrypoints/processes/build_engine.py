@@ -325,9 +325,8 @@ def build_engine(
     if followers is not None:
         runner = _lead(runner, followers, results, place)
     hooks = find_observers(registry)
-    on_finish = hooks.on_request_finished
     callbacks: list[Callable[[Request, Finish], None]] = []
-    if on_finish is not None:
+    if (on_finish := hooks.on_request_finished) is not None:
         callbacks.append(lambda request, finish: on_finish(**_finished(request, finish)))
     if tracing is not None:
         callbacks.append(tracing.add_engine_spans)
@@ -338,6 +337,7 @@ def build_engine(
     if kernels is not None:
         info["kernels"] = kernels
     adapters, make_adapters = _build_adapters(resolved, runner, rank)
+    weights = _make_weight_commands(resolved, registry, runner, info, copy)
     options = EngineOptions(
         overlap=resolved.overlap,
         check_integrity=resolved.user.execution.check_integrity,
@@ -346,11 +346,7 @@ def build_engine(
         device_memory=rank.context.platform.count_reserved,
         expert_imbalance=rank.list_imbalance,
         adapters=adapters,
-        make_states=partial(
-            EngineStates,
-            weights=_make_weight_commands(resolved, registry, runner, info, copy),
-            sleep_obstacle=find_sleep_obstacle(resolved, rank.context.platform),
-        ),
+        make_states=partial(EngineStates, weights=weights, sleep_obstacle=find_sleep_obstacle(resolved, rank.context.platform)),
         check_params=rank.processors.check_params,
     )
     engine = Engine(
