@@ -48,8 +48,8 @@ class ScoredRow:
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
     """The scored rows of one step, and those that return hidden states: (row, its tokens among
-    those of the plan). `targets`, int64: the next prompt token of each computed token, 0 where there
-    is none."""
+    those of the plan). `targets`, int64: the next prompt token of each computed token, 0 where
+    there is none."""
 
     rows: tuple[ScoredRow, ...]
     states: tuple[tuple[int, slice], ...]
@@ -121,9 +121,7 @@ class PromptScores:
         states = spread_states(self._plan.states, arrays[-1], self._plan.num_rows) if self._plan.states else None
         return PromptOutputs(self._list_logprobs(*arrays[:4]) if self._plan.rows else None, states)
 
-    def _list_logprobs(
-        self, chosen: np.ndarray, top_ids: np.ndarray, top: np.ndarray, ranks: np.ndarray
-    ) -> list[PromptLogprobs | None]:
+    def _list_logprobs(self, chosen: np.ndarray, top_ids: np.ndarray, top: np.ndarray, ranks: np.ndarray) -> list[PromptLogprobs | None]:
         results: list[PromptLogprobs | None] = [None] * self._plan.num_rows
         start = 0
         for scored in self._plan.rows:
@@ -143,8 +141,8 @@ def _scores(operations: DeviceOperations, logits: torch.Tensor, targets: torch.T
 
 
 def spread_states(rows: Sequence[tuple[int, slice]], states: np.ndarray, num_rows: int) -> list[np.ndarray | None]:
-    """The hidden states of each of `num_rows` rows. states: [tokens, hidden_size], of `rows` one after
-    another."""
+    """The hidden states of each of `num_rows` rows. states: [tokens, hidden_size], of `rows` one
+    after another."""
     results: list[np.ndarray | None] = [None] * num_rows
     start = 0
     for row, tokens in rows:

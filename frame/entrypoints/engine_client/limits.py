@@ -137,8 +137,8 @@ def count_output_room(limits: ClientLimits, prompt: Sequence[int]) -> int:
 
 
 def check_num_states(limits: ClientLimits, num_tokens: int) -> None:
-    """Raise InvalidRequestError for a request whose hidden states, of so many tokens at most, exceed
-    the bound."""
+    """Raise InvalidRequestError for a request whose hidden states, of so many tokens at most,
+    exceed the bound."""
     if num_tokens * limits.hidden_size > MAX_STATE_VALUES:
         size = f"hidden states of up to {num_tokens} tokens with {limits.hidden_size} numbers each"
         remedy = "shorten the input" if limits.is_pooling else "lower max_tokens, or shorten the prompt"

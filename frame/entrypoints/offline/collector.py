@@ -41,7 +41,8 @@ class Output:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens from the prefix cache
     vector: bytes | None = field(default=None, repr=False)  # float32, of a pooling model
-    # float32 [tokens, hidden_size], of the prompt and of the output but its last token; None: not asked for
+    # float32 [tokens, hidden_size], of the prompt and of the output but its last token; None: not
+    # asked for
     hidden_states: np.ndarray | None = field(default=None, repr=False, compare=False)
     outputs: list[Output] = field(default_factory=list, compare=False)  # with `n` > 1 all sequences, this one first
 

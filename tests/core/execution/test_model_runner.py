@@ -235,17 +235,16 @@ def test_hidden_states_beside_prompt_logprobs():
     first, second = list(range(5, 12)), list(range(40, 44))
     asks = {"prompt_logprobs": np.array([True, True])}
     rows = {"extends": [(1, first), (2, second)], "samples": [True, True]}
-    alone = Script(make_runner()).run(
-        **rows, **asks, setups=[setup(1, first, prompt_logprobs=2), setup(2, second, prompt_logprobs=0)]
-    )
+    alone = Script(make_runner()).run(**rows, **asks, setups=[setup(1, first, prompt_logprobs=2), setup(2, second, prompt_logprobs=0)])
     states = Script(make_runner()).run(
         **rows, **asks, setups=[setup(1, first, return_hidden_states=True), setup(2, second, return_hidden_states=True)]
     )
-    both = Script(make_runner()).run(**rows, **asks, setups=[setup(1, first, return_hidden_states=True), setup(2, second, prompt_logprobs=0)])
+    both = Script(make_runner()).run(
+        **rows, **asks, setups=[setup(1, first, return_hidden_states=True), setup(2, second, prompt_logprobs=0)]
+    )
     assert alone.hidden_states is None and states.prompt_logprobs is None
     assert [len(each) for each in states.hidden_states] == [7, 4] and states.hidden_states[0].dtype == np.float32
     np.testing.assert_array_equal(both.hidden_states[0], states.hidden_states[0])
     assert both.hidden_states[1] is None and both.prompt_logprobs[0] is None
     np.testing.assert_array_equal(both.prompt_logprobs[1].logprobs, alone.prompt_logprobs[1].logprobs)
     np.testing.assert_array_equal(both.token_ids, alone.token_ids)
-

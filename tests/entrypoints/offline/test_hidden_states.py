@@ -1,5 +1,5 @@
-"""Hidden states of prompts and outputs equal those of transformers; what exceeds the bound is refused
-before anything runs."""
+"""Hidden states of prompts and outputs equal those of transformers; what exceeds the bound is
+refused before anything runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_the_bound_is_checked_before_anything_runs(llama: Any, monkeypatch: pyte
     monkeypatch.setattr(limits, "MAX_STATE_VALUES", 200 * engine._resolved.model.hidden_size)
     longest = SamplingParams(max_tokens=101, n=2, return_hidden_states=True)  # 101 tokens each
     for params in (longest, SamplingParams(max_tokens=None, return_hidden_states=True)):
-        with pytest.raises(InvalidRequestError, match=r"exceed the bound of a response, \d+ numbers \(200 tokens\); lower max_tokens") as caught:
+        with pytest.raises(
+            InvalidRequestError, match=r"exceed the bound of a response, \d+ numbers \(200 tokens\); lower max_tokens"
+        ) as caught:
             engine.generate(PROMPTS[0], params)
         assert caught.value.param == "return_hidden_states"
     with pytest.raises(pytest.fail.Exception, match="it ran"):

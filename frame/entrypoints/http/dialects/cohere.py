@@ -17,13 +17,11 @@ from frame.entrypoints.http.failures import sent_as
 from frame.entrypoints.http.native.pooling import (
     CUT_FIELD,
     EmbeddingRequest,
-    Ranking,
-    RerankRequest,
     compute_embeddings,
     paced,
-    ranking_of,
     value_array,
 )
+from frame.entrypoints.http.native.ranking import Ranking, RerankRequest, ranking_of
 from frame.entrypoints.http.native.vector_encoding import encode_vectors
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape

@@ -24,6 +24,7 @@ from frame.entrypoints.http.chat.request_media import TextWithMedia
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.failures import as_sent, error_event
 from frame.entrypoints.http.native.pooling import router as pooling_router
+from frame.entrypoints.http.native.ranking import router as ranking_router
 from frame.entrypoints.http.native.tokenizing import router as tokenizing_router
 from frame.entrypoints.http.openai.completion_objects import DONE, WeightVersionOf, count_logprobs, list_versions
 from frame.entrypoints.http.operations.admin import Health
@@ -445,4 +446,4 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     await context.respond(b"{}")
 
 
-NativeRoutes = make_extension(__name__, router, tokenizing_router, pooling_router)
+NativeRoutes = make_extension(__name__, router, tokenizing_router, pooling_router, ranking_router)

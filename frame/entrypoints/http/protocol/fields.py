@@ -75,6 +75,7 @@ _REMEDIES = {
     "leave it out": """
         watermarking task ngram_corpus_id custom_labels received_time container context_management item_first
     """,
+    "use truncate_prompt_tokens": "truncate truncation_direction",
     "use thinking_token_budget": "max_thinking_tokens",
     "use reasoning_effort": "require_reasoning reasoning",
     "use separate_reasoning, or reasoning_effort none": "include_reasoning",
@@ -128,6 +129,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "endianness": ("native", "little"),
     "truncation": ("disabled",),
     "tool_choice": ("none", "auto"),
+    "truncate": ("NONE",),
+    "truncation_direction": ("right", "Right"),
     "model": ("default",),
 }
 

@@ -41,8 +41,8 @@ def bound_states(services: Services, prompts: Sequence[Prompt], refine: Refine |
 
     def check(prompt: list[int], params: SamplingParams) -> SamplingParams:
         nonlocal total
-        longest = params.max_tokens or count_output_room(limits, prompt)
-        total += params.n * (len(prompt) + longest - 1)
+        longest = 0 if limits.is_pooling else (params.max_tokens or count_output_room(limits, prompt)) - 1
+        total += params.n * (len(prompt) + longest)
         check_num_states(limits, total)
         return params if refine is None else refine(prompt, params)
 
@@ -66,8 +66,8 @@ async def compute_states(call: Caller, services: Services, options: RequestOptio
 
 
 def read_states(data: bytes | None, services: Services) -> np.ndarray:
-    """The hidden states that the engine has sent, float32 [tokens, hidden_size]. Raises ApiError 503
-    without them."""
+    """The hidden states that the engine has sent, float32 [tokens, hidden_size]. Raises ApiError
+    503 without them."""
     if data is None:
         raise ApiError(503, "the request was aborted before its hidden states were computed; send it again")
     return np.frombuffer(data, "<f4").reshape(-1, services.resolved.model.hidden_size)
