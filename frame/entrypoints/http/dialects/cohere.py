@@ -1,5 +1,5 @@
-"""The API of Cohere: `/v2/embed`, `/v1/embed` and `/v2/rerank`; `cohere_chat` has `/v2/chat`. Must
-not depend on the engine."""
+"""The API of Cohere: `/v2/embed`, `/v1/embed` and `/v2/rerank`; `cohere_chat` has `/v2/chat`,
+`cohere_chat_v1` `/v1/chat`. Must not depend on the engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from frame.entrypoints.http.chat.request_fields import PART, check_object, check_string, to_content_parts
 from frame.entrypoints.http.dialects.cohere_chat import ERRORS
 from frame.entrypoints.http.dialects.cohere_chat import router as chat_router
+from frame.entrypoints.http.dialects.cohere_chat_v1 import router as chat_v1_router
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import sent_as
 from frame.entrypoints.http.native.pooling import (
@@ -150,4 +151,4 @@ async def rerank(request: RerankRequest, context: ContextDep, services: Services
     return await ranking_of(context, services, request)
 
 
-CohereRoutes = make_extension(__name__, router, chat_router)
+CohereRoutes = make_extension(__name__, router, chat_router, chat_v1_router)
