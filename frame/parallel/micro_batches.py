@@ -91,6 +91,7 @@ def join_results(batch: ScheduledBatch, micro_batches: Sequence[MicroBatch], res
     total = int(count_samples(batch).sum())
     joined: dict[str, Any] = {"step": batch.step, "token_ids": np.zeros(total, np.int32)}
     prompts: list[Any] = [None] * len(batch.slots)
+    states: list[Any] = [None] * len(batch.slots)
     faults: dict[int, str] = {}
     for micro_batch, result in zip(micro_batches, results, strict=True):
         for name in ("token_ids", "logprobs", "top_ids", "top_logprobs", "listed_logprobs", "invalid"):
@@ -101,8 +102,11 @@ def join_results(batch: ScheduledBatch, micro_batches: Sequence[MicroBatch], res
             joined["counts"] = _scatter(joined.get("counts"), counts, micro_batch.sampling_rows, int(batch.samples.sum()))
         for row, logprobs in zip(micro_batch.rows, result.prompt_logprobs or (), strict=False):
             prompts[row] = logprobs
+        for row, each in zip(micro_batch.rows, result.hidden_states or (), strict=False):
+            states[row] = each
         faults |= {int(micro_batch.samples[sample]): why for sample, why in (result.faults or {}).items()}
     joined["prompt_logprobs"] = prompts if any(logprobs is not None for logprobs in prompts) else None
+    joined["hidden_states"] = states if any(each is not None for each in states) else None
     return StepResult(faults=faults or None, **joined)
 
 

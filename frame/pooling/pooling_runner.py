@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
@@ -18,6 +19,7 @@ from frame.core.execution.warmup import idle_prompts
 from frame.core.interfaces.batch import ScheduledBatch, StepResult, TokenTypes
 from frame.core.sampling.batch_layout import compute_layout
 from frame.core.sampling.logits_pipeline import Processors
+from frame.core.sampling.prompt_logprobs import spread_states
 from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.sampling.step_plan import StepArrays
 from frame.pooling.vector_head import VectorHead
@@ -33,19 +35,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """The output of a pooling step: one vector per row whose prompt is complete."""
+    """The output of a pooling step: one vector per row whose prompt is complete, and the hidden
+    states of the rows that return them."""
 
     step: int
     pooled: torch.Tensor  # float32 [rows, width]
+    num_rows: int
+    rows: tuple[tuple[int, slice], ...] = ()  # with hidden states: the row, and its tokens
+    states: torch.Tensor | None = None  # float32 [tokens of these rows, hidden_size]
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.pooled]
+        return [self.pooled] if self.states is None else [self.pooled, self.states]
 
     def result(self, arrays: list[np.ndarray]) -> StepResult:
-        (pooled,) = arrays
+        pooled, *states = arrays
         broken = ~np.isfinite(pooled).all(axis=1)
         invalid = broken if broken.any() else None
-        return StepResult(step=self.step, token_ids=np.empty(0, np.int32), pooled=pooled, invalid=invalid)
+        hidden = spread_states(self.rows, states[0], self.num_rows) if states else None
+        return StepResult(step=self.step, token_ids=np.empty(0, np.int32), pooled=pooled, invalid=invalid, hidden_states=hidden)
 
 
 class PoolingRunner(TorchModelRunner):
@@ -72,7 +79,8 @@ class PoolingRunner(TorchModelRunner):
             self.launch(batch).wait()
 
     def _execute(self, batch: ScheduledBatch) -> PendingStep:
-        layout = compute_layout(batch)
+        tapped = [] if batch.prompt_logprobs is None else np.flatnonzero(batch.prompt_logprobs).tolist()
+        layout = compute_layout(msgspec.structs.replace(batch, prompt_logprobs=None))
         arrays = StepArrays(token_types=self._list_token_types(batch, layout))
         forward_batch, tensors = self.inputs.build_forward_batch(batch, layout, arrays)
         if tensors.token_types is not None:
@@ -82,7 +90,10 @@ class PoolingRunner(TorchModelRunner):
             self.inputs.groups.save_states()
         with self._select_rows(forward_batch.logits_indices):
             pooled = self._head(hidden, forward_batch)
-        return fetch(PooledOutput(batch.step, pooled), self.streams)
+        starts = layout.query_starts.tolist()
+        rows = tuple((row, slice(starts[row], starts[row + 1])) for row in tapped)
+        states = torch.cat([hidden[tokens] for _, tokens in rows]).float() if rows else None
+        return fetch(PooledOutput(batch.step, pooled, len(batch.slots), rows, states), self.streams)
 
     def _list_token_types(self, batch: ScheduledBatch, layout: BatchLayout) -> np.ndarray | None:
         """The token types of a step with text pairs, int64 [tokens]; None for others."""

@@ -252,6 +252,7 @@ class FakeRunner(ModelRunner):
             top_logprobs=_logprob(top) if width else None,
             listed_logprobs=_logprob(ids) if most_listed else None,
             prompt_logprobs=self._prompt_logprobs(batch) if batch.prompt_logprobs is not None else None,
+            hidden_states=self._hidden_states(batch) if batch.prompt_logprobs is not None else None,
             invalid=invalid if invalid.any() else None,
             banned=invalid if self.bans_all and invalid.any() else None,
         )
@@ -260,15 +261,26 @@ class FakeRunner(ModelRunner):
         results: list[PromptLogprobs | None] = []
         assert batch.prompt_logprobs is not None
         for row, slot in enumerate(batch.slots.tolist()):
-            if not batch.prompt_logprobs[row]:
+            setup = self._slots[slot].setup
+            if not batch.prompt_logprobs[row] or setup.params.return_hidden_states:
                 results.append(None)
                 continue
-            setup = self._slots[slot].setup
             first = int(batch.num_computed[row]) + 1
             last = min(first + int(batch.num_scheduled[row]), setup.prompt_len)
             ids = setup.token_ids[first:last]
             top = (ids[:, None] + np.arange(setup.params.prompt_logprobs or 0)) % self.vocab_size
             results.append(PromptLogprobs(first, _logprob(ids), top.astype(np.int32), _logprob(top)))
+        return results
+
+    def _hidden_states(self, batch: ScheduledBatch) -> list[np.ndarray | None]:
+        """The token ids themselves, one number a token."""
+        results: list[np.ndarray | None] = []
+        assert batch.prompt_logprobs is not None
+        for row, slot in enumerate(batch.slots.tolist()):
+            setup, first = self._slots[slot].setup, int(batch.num_computed[row])
+            asks = batch.prompt_logprobs[row] and setup.params.return_hidden_states
+            ids = setup.token_ids[first : first + int(batch.num_scheduled[row])]
+            results.append(ids[:, None].astype(np.float32) if asks else None)
         return results
 
 

@@ -92,6 +92,7 @@ class Expected:
     cached: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: TokenLogprobs | None = None
+    pooled: bytes = b""
 
 
 class SchedulerRig:
@@ -289,6 +290,7 @@ class SchedulerRig:
             if i in tokens.logprobs:
                 request.logprobs.append(tokens.logprobs[i])
             request.prompt_logprobs = tokens.prompt_logprobs.get(i, request.prompt_logprobs)
+            request.pooled = tokens.pooled.get(i, request.pooled)
 
 
 def make_tight_config(page_size: int, num_pages: int, **changes: Any) -> SchedulerConfig:

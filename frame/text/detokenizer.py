@@ -123,6 +123,7 @@ class Detokenizer:
             queue_times=tokens.queue_times,
             logprobs=tokens.logprobs,
             prompt_logprobs=tokens.prompt_logprobs,
+            pooled=tokens.pooled,
             drafts=tokens.drafts,
             stopped=stopped,
         )

@@ -54,7 +54,7 @@ def bodies(media_type: str, data: bytes) -> list[Any]:
     """The JSON values of a response: one, or one for each event or line."""
     if media_type == "application/json":
         return [msgspec.json.decode(data)]
-    if media_type == "application/x-ndjson":
+    if media_type in ("application/x-ndjson", "application/stream+json"):
         return [msgspec.json.decode(line) for line in data.splitlines()]
     if media_type == "text/event-stream":
         found = re.findall(rb"^data: (.+)$", data, re.MULTILINE)

@@ -61,6 +61,7 @@ def test_results_are_joined_in_order() -> None:
         parts = split_batch(batch, 2)
         total = int(count_samples(batch).sum())
         prompt = PromptLogprobs(0, np.zeros(1, np.float32), np.zeros((1, 0), np.int32), np.zeros((1, 0), np.float32))
+        states = np.zeros((3, 2), np.float32)
         results = [
             StepResult(
                 step=7,
@@ -69,6 +70,7 @@ def test_results_are_joined_in_order() -> None:
                 top_ids=np.repeat(part.samples[:, None], 1 + part.number, axis=1).astype(np.int32),
                 invalid=part.samples == 1 if part.number else None,
                 prompt_logprobs=[prompt if row == 2 else None for row in part.rows],
+                hidden_states=[states if row == 1 else None for row in part.rows],
                 faults={0: "fault"} if part.number else None,
             )
             for part in parts
@@ -79,6 +81,7 @@ def test_results_are_joined_in_order() -> None:
         assert joined.top_ids is not None and joined.top_ids[:, 0].tolist() == list(range(total)) and joined.top_ids[1, 1] == 1
         assert joined.invalid is not None and joined.invalid.tolist() == [index == 1 for index in range(total)]
         assert joined.prompt_logprobs == [None, None, prompt, None, None] and joined.faults == {1: "fault"}
+        assert joined.hidden_states == [None, states, None, None, None]
 
 
 def test_a_batch_without_rows_has_no_micro_batch() -> None:

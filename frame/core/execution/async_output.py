@@ -18,21 +18,20 @@ from frame.core.interfaces.runner import DeviceLost, UnsampledStep
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from frame.core.interfaces.batch import PromptLogprobs
     from frame.core.interfaces.platform import SupportsStreams
     from frame.core.interfaces.runner import PendingStep
+    from frame.core.sampling.prompt_logprobs import PromptOutputs
     from frame.core.sampling.sampler import Sampled
     from frame.core.sampling.sampling_metadata import SamplingPlan
 
 
 class PromptResult(Protocol):
-    """Prompt log-probabilities of a step, still on the device."""
+    """Prompt log-probabilities and hidden states of a step, still on the device."""
 
     def tensors(self) -> list[torch.Tensor]: ...
 
-    def finish(self, arrays: list[np.ndarray]) -> list[PromptLogprobs | None]:
-        """Convert the host copies of `tensors()`. -> one entry per batch row; None for rows without
-        prompt log-probabilities."""
+    def finish(self, arrays: list[np.ndarray]) -> PromptOutputs:
+        """Convert the host copies of `tensors()`."""
         ...
 
 
@@ -95,7 +94,8 @@ class StepOutput:
             drafts=drafts,
             invalid=None if is_finite.all() else ~is_finite,
             banned=None if is_finite.all() else np.isneginf(best),
-            prompt_logprobs=prompts,
+            prompt_logprobs=None if prompts is None else prompts.logprobs,
+            hidden_states=None if prompts is None else prompts.states,
             faults=self.faults,
             **values,
         )

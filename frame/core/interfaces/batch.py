@@ -88,7 +88,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, kw_only=True):
     # slot's offset
     rotary_positions: np.ndarray | None = None
     media_spans: np.ndarray | None = None  # int32 [len(token_ids)]; see `MediaSpans`; None: no token is in a span
-    prompt_logprobs: np.ndarray | None = None  # bool [rows]; whether the row's own tokens need log-probabilities
+    prompt_logprobs: np.ndarray | None = None  # bool [rows]; whether the row's own tokens need log-probabilities, or return hidden states
     skip_kv_store: np.ndarray | None = None  # bool [rows]; K and V are cached in shared pages: compute logits, store nothing
     # Of each cache group besides `tokens`: writes to its own page table, as `new_pages`. Of a
     # `snapshot` or `write_once` group, entry 0 of a slot is the page of its state or block.
@@ -129,6 +129,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: np.ndarray | None = None  # float32 [samples, k]
     listed_logprobs: np.ndarray | None = None  # float32 [samples, m]; of `SamplingParams.logprob_token_ids`, in order
     prompt_logprobs: list[PromptLogprobs | None] | None = None  # one per batch row
+    hidden_states: list[np.ndarray | None] | None = None  # one per batch row: float32 [tokens of the row, hidden_size]
     invalid: np.ndarray | None = None  # bool [samples]; whether a logit was not finite; None: no row has one
     banned: np.ndarray | None = None  # bool [samples]; of the invalid ones: whether every logit was -inf; None: none is known to be
     faults: dict[int, str] | None = None  # by sample: why a logits processor failed on its request, which ends

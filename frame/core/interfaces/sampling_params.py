@@ -45,11 +45,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     text. `stop_token_ids` end a request even where `ignore_eos` disables the model's end tokens.
     `logprobs=k` returns the log-probabilities of the sampled token and of the k likeliest (0: of
     the sampled token only; None: none), and of the tokens in `logprob_token_ids`; `prompt_logprobs`
-    does so for the prompt. `logit_bias` adds to single logits. At most one of `json_schema`,
-    `json_object`, `regex`, `ebnf`, `choice` (one of these texts) and `structural_tag` (JSON: which
-    grammar holds where in free text) constrains the output. JSON has no whitespace unless
-    `disable_any_whitespace` is false. `num_speculative_tokens`: most drafted tokens a step where
-    the server drafts (0: none; None: as many as it is set to).
+    does so for the prompt. `return_hidden_states` returns the hidden states of the last layer; the
+    engine itself returns those of the prompt's tokens, with the first token. `logit_bias` adds to
+    single logits. At most one of `json_schema`, `json_object`, `regex`, `ebnf`, `choice` (one of
+    these texts) and `structural_tag` (JSON: which grammar holds where in free text) constrains the
+    output. JSON has no whitespace unless `disable_any_whitespace` is false.
+    `num_speculative_tokens`: most drafted tokens a step where the server drafts (0: none; None: as
+    many as it is set to).
     """
 
     max_tokens: int | None = None
@@ -73,6 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    return_hidden_states: bool = False
     json_schema: str | None = None
     json_object: bool = False
     regex: str | None = None

@@ -133,12 +133,14 @@ class SamplingTable:
         self._by_row = by_row
         self._rows = np.zeros(num_slots, _ROW)
         self._prompts: dict[int, np.ndarray] = {}
+        self._with_states: set[int] = set()  # slots whose requests return hidden states
         self._listed_ids: dict[int, tuple[int, ...]] = {}  # `logprob_token_ids` of the slots with any
 
     def update(self, setups: Sequence[SlotSetup], released: Sequence[int]) -> None:
         """Store the parameters of new slots; drop the prompts of released ones."""
         for slot in released:
             self._prompts.pop(slot, None)
+            self._with_states.discard(slot)
             self._listed_ids.pop(slot, None)
         if not setups:
             return
@@ -148,12 +150,18 @@ class SamplingTable:
         for setup in setups:
             if setup.params.prompt_logprobs is not None:
                 self._prompts[setup.slot] = setup.token_ids[: setup.prompt_len]
+            if setup.params.return_hidden_states:
+                self._with_states.add(setup.slot)
             if setup.params.logprob_token_ids:
                 self._listed_ids[setup.slot] = setup.params.logprob_token_ids
 
     def prompt(self, slot: int) -> np.ndarray:
         """The prompt of a slot with prompt log-probabilities, int32."""
         return self._prompts[slot]
+
+    def returns_states(self, slot: int) -> bool:
+        """Whether the slot's request returns hidden states."""
+        return slot in self._with_states
 
     def num_top_prompt_logprobs(self, slot: int) -> int:
         return int(self._rows["prompt_logprobs"][slot])

@@ -119,7 +119,7 @@ class Admission:
             media=message.media,
             transfer=message.transfer,
             pin=message.pin,
-            wants_prompt_logprobs=params.prompt_logprobs is not None,
+            wants_prompt_logprobs=params.prompt_logprobs is not None or params.return_hidden_states,
             is_reported=message.output_len > 0,
         )
         request.output.frombytes(tokens[prompt_len:].tobytes())

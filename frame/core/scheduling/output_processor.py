@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from frame.core.interfaces.batch import PromptLogprobs, StepResult
+from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, StepTokens, TokenLogprobs
 from frame.core.scheduling.request import Request
@@ -81,10 +81,10 @@ class OutputProcessor:
     def process_step(self, record: StepRecord, result: StepResult) -> StepTokens:
         """Commit the step's tokens or vectors and end what is finished. `record` must have been
         removed by `begin_commit`."""
+        if result.prompt_logprobs is not None or result.hidden_states is not None:
+            self._collect_prompts(record, result)
         if result.pooled is not None:
             return self._process_pooled(record, result, result.pooled)
-        if result.prompt_logprobs is not None:
-            self._collect_prompt_logprobs(record, result.prompt_logprobs)
         sampled = self._select_live_rows(record, result)
         num_committed = self._commit_tokens(sampled) if sampled.runs is None else self._commit_runs(sampled, sampled.runs)
         if self._speculation.is_active:
@@ -196,7 +196,7 @@ class OutputProcessor:
             message.finishes[i] = finish
             _report_start(request, i, message)
             if not broken[i]:
-                message.pooled[i] = pooled[entry].tobytes()
+                message.pooled[i] = _join_states(request) if request.wants_prompt_logprobs else pooled[entry].tobytes()
             self._end(request, finish, not broken[i])
         return message
 
@@ -265,8 +265,11 @@ class OutputProcessor:
             request.first_token_at = self._clock()
             _report_start(request, i, message)
         if flags & PROMPT_LOGPROBS:
-            message.prompt_logprobs[i] = _prompt_logprobs(request)
-            request.wants_prompt_logprobs, request.prompt_logprobs = False, []
+            if request.params.return_hidden_states:
+                message.pooled[i] = _join_states(request)
+            else:
+                message.prompt_logprobs[i] = _prompt_logprobs(request)
+            request.wants_prompt_logprobs, request.prompt_logprobs, request.hidden_states = False, [], []
         self._table.arrays.special[request.slot] = flags & ~(FIRST_TOKEN | PROMPT_LOGPROBS)
 
     def _cache_prefills(self, sampled: SampledRows, record: StepRecord) -> None:
@@ -294,13 +297,23 @@ class OutputProcessor:
             if request is not None:
                 self._running.cache_prefill(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
 
-    def _collect_prompt_logprobs(self, record: StepRecord, chunks: list[PromptLogprobs | None]) -> None:
+    def _collect_prompts(self, record: StepRecord, result: StepResult) -> None:
         live = self._table.arrays.epoch[record.slots] == record.epochs
-        for row, chunk in enumerate(chunks):
-            if chunk is not None and live[row]:
-                request = self._table.get_request(int(record.slots[row]))
-                if request.wants_prompt_logprobs:
-                    request.prompt_logprobs.append(chunk)
+        for row in np.flatnonzero(live).tolist():
+            chunk = None if result.prompt_logprobs is None else result.prompt_logprobs[row]
+            states = None if result.hidden_states is None else result.hidden_states[row]
+            if chunk is None and states is None:
+                continue
+            request = self._table.get_request(int(record.slots[row]))
+            if chunk is not None and request.wants_prompt_logprobs:
+                request.prompt_logprobs.append(chunk)
+            if states is not None and request.wants_prompt_logprobs:
+                request.hidden_states.append(states)
+
+
+def _join_states(request: Request) -> bytes:
+    """The hidden states of the prompt's tokens."""
+    return b"".join(states.tobytes() for states in request.hidden_states)
 
 
 def _add_drafts(runs: Runs, message: StepTokens) -> None:

@@ -94,7 +94,7 @@ class StepPlanner:
         """
         self._running.remove_request(request, keep=True, state=RequestStatus.WAITING)
         request.num_preemptions += 1
-        request.prompt_logprobs = []  # the prompt is computed again
+        request.prompt_logprobs, request.hidden_states = [], []  # the prompt is computed again
         self._queue.push_front(request)
         self.num_preempted += 1
         if is_shortage and self._last_preemption != self._step:  # one shortage may preempt several requests

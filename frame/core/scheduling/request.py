@@ -95,8 +95,9 @@ class Request:
     transfer: KVTransfer | None = None  # of the prompt's blocks, until it has begun or is not needed
     pin: SessionPin | None = None
     cached_tiers: dict[str, int] = field(default_factory=dict)  # prompt tokens that were loaded, by tier
-    wants_prompt_logprobs: bool = False  # they are still to be sent
+    wants_prompt_logprobs: bool = False  # they, or the hidden states of the prompt, are still to be sent
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # one entry for each computed chunk of the prompt
+    hidden_states: list[np.ndarray] = field(default_factory=list)  # the same, float32 [tokens, hidden_size]
 
     @property
     def prompt_len(self) -> int:

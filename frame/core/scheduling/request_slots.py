@@ -20,7 +20,7 @@ from frame.core.scheduling.request import Request, RequestStatus
 FIRST_TOKEN = 1  # no token was reported yet: the next one carries the number of cached tokens and the queue time
 LOGPROBS = 2
 GRAMMAR = 4
-PROMPT_LOGPROBS = 8
+PROMPT_LOGPROBS = 8  # or hidden states
 
 TOKEN_BUFFER = 64  # tokens buffered for a slot before they move to `Request.output`
 MIN_STOP_WIDTH = 4  # initial columns of `SlotArrays.stop_ids`

@@ -14,6 +14,8 @@ from frame.text.stop_regex import PatternError, check_patterns
 
 SHORT_PROMPT = 128  # tokens
 DEFAULTS = SamplingParams()
+STATES_OF_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, return_hidden_states=True)
+MAX_STATE_VALUES = 4 * 1024 * 1024  # numbers of the hidden states of one response: 16 MiB, and about 80 MB of JSON
 
 
 class QueueFullError(Exception):
@@ -58,6 +60,7 @@ class ClientLimits:
     grammar_processes: bool = False  # grammars are compiled in separate processes
     refused_params: Mapping[str, str] = field(default_factory=dict)  # by parameter without a logits processor: the sentence
     custom_params: Sequence[str] | None = None  # the keys of `custom` that logits processors read; None: any
+    hidden_size: int = 1  # numbers of a hidden state
 
     @property
     def max_pooling_tokens(self) -> int:
@@ -106,6 +109,9 @@ def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingPa
     """Raise InvalidRequestError for a prompt that exceeds the context with its output."""
     if not prompt:
         raise InvalidRequestError(f"the {'input' if limits.is_pooling else 'prompt'} is empty; send at least one token", "prompt")
+    if params.return_hidden_states:
+        output = 0 if limits.is_pooling else (params.max_tokens or count_output_room(limits, prompt)) - 1
+        check_num_states(limits, params.n * (len(prompt) + output))
     if limits.is_pooling:
         if len(prompt) > limits.max_pooling_tokens:
             sentence = f"the input has {len(prompt)} tokens; shorten it, or have it cut with truncate_prompt_tokens: -1"
@@ -123,6 +129,21 @@ def check_prompt(limits: ClientLimits, prompt: Sequence[int], params: SamplingPa
         sentence = f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens or 1}; {remedy}, or shorten the prompt"
         raise ContextLengthError(maximum, sentence, "max_tokens")
     _check_ids(limits, prompt)
+
+
+def count_output_room(limits: ClientLimits, prompt: Sequence[int]) -> int:
+    """The most output tokens after a prompt; at least 1."""
+    return max(1, min(limits.max_context, limits.capacity + 1) - len(prompt))
+
+
+def check_num_states(limits: ClientLimits, num_tokens: int) -> None:
+    """Raise InvalidRequestError for a request whose hidden states, of so many tokens at most,
+    exceed the bound."""
+    if num_tokens * limits.hidden_size > MAX_STATE_VALUES:
+        size = f"hidden states of up to {num_tokens} tokens with {limits.hidden_size} numbers each"
+        remedy = "shorten the input" if limits.is_pooling else "lower max_tokens, or shorten the prompt"
+        sentence = f"{size} exceed the bound of a response, {MAX_STATE_VALUES} numbers ({MAX_STATE_VALUES // limits.hidden_size} tokens)"
+        raise InvalidRequestError(f"{sentence}; {remedy}", "return_hidden_states")
 
 
 def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:

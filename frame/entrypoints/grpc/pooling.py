@@ -11,14 +11,11 @@ from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native.pooling import (
     ClassifyRequest,
     EmbeddingRequest,
-    RerankRequest,
-    ScoreRequest,
     classify_texts,
     compute_embeddings,
     get_labels,
-    rank_documents,
-    score_pairs,
 )
+from frame.entrypoints.http.native.ranking import RerankRequest, ScoreRequest, rank_documents, score_pairs
 from frame.entrypoints.http.openai.moderations import ModerationRequest, is_flagged, moderate_texts
 from frame.entrypoints.http.paced_json import run_turns
 from frame.entrypoints.http.services import Services

@@ -103,7 +103,7 @@ class RequestPlan:
     _: KW_ONLY
     add_special_tokens: bool = True
     tasks: Sequence[Task] = ("generate",)  # that the route serves; with others than generate, each prompt yields a vector
-    max_length: int | None = None  # of texts in tokens, which are truncated where the task is not generate
+    max_length: int | None = None  # tokens to which prompts are cut where the task is not generate
     prefix: str = ""  # of the name of a request without one
     # completes the parameters of a prompt once its tokens are known
     refine: Callable[[list[int], SamplingParams], SamplingParams] | None = None
@@ -177,8 +177,11 @@ async def _prepare_state(services: Services, call: Caller, plan: RequestPlan, ri
     """The state of a request whose prompts are encoded and checked, with its media. Raises ApiError
     and InvalidRequestError."""
     options, params, limits = plan.options, plan.params, services.client.limits
-    maximum = countable_tokens(services) if options.truncates else limits.max_context
+    is_cut = options.truncates or plan.max_length is not None
+    maximum = countable_tokens(services) if is_cut else limits.max_context
     ids, second_text_starts = await _encode_all(services, plan, maximum, media)
+    if plan.max_length is not None:  # texts and pairs are cut before their closing tokens, by the tokenizer
+        ids = [each[: plan.max_length] for each in ids]
     ids = [_truncate(*each, limits.max_context, options) for each in zip(plan.prompts, ids, params, strict=True)]
     await paced_map(lambda pair: check_prompt(limits, *pair), zip(ids, params, strict=True))
     checked = {id(each): each for each in params}

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, AnyMessage, ControlReply, Fatal, Finish, Generate, Message, StepText, StepTokens, TokenLogprobs
+from frame.entrypoints.engine_client.limits import STATES_OF_TOKENS
 from frame.text.detokenizer import Detokenizer
 from frame.text.incremental_decoder import FAILED, PROMPT_TAIL, TextStream
 
@@ -39,6 +41,9 @@ class Output:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens from the prefix cache
     vector: bytes | None = field(default=None, repr=False)  # float32, of a pooling model
+    # float32 [tokens, hidden_size], of the prompt and of the output but its last token; None: not
+    # asked for
+    hidden_states: np.ndarray | None = field(default=None, repr=False, compare=False)
     outputs: list[Output] = field(default_factory=list, compare=False)  # with `n` > 1 all sequences, this one first
 
 
@@ -57,10 +62,13 @@ class SequenceOutput:
     """The output of a sequence that runs, and what the engine and its text need.
 
     `second_text_start`: of a pair of texts, the index of the second one's first token.
-    `media`: the items of the prompt. `adapter`: a digest.
+    `media`: the items of the prompt. `adapter`: a digest. `reads_states`: the model computes the
+    hidden states of its tokens, which are all known.
     """
 
-    __slots__ = ("adapter", "index", "job", "media", "output", "params", "prompt", "rid", "second_text_start", "stream", "unsent")
+    __slots__ = (
+        "adapter", "index", "job", "media", "output", "params", "prompt", "reads_states", "rid", "second_text_start", "stream", "unsent",
+    )  # fmt: skip
 
     def __init__(self, job: Job, rid: str, prompt: list[int], params: SamplingParams) -> None:
         self.job = job
@@ -71,9 +79,23 @@ class SequenceOutput:
         self.second_text_start = 0
         self.media: list[MediaItem] = []
         self.adapter = ""
+        self.reads_states = False
         self.output = Output(prompt_tokens=len(prompt))
         self.stream: TextStream | None = None  # only where text is needed at each step
         self.unsent: tuple[str, list[int]] = ("", [])  # text and tokens that wait for the `stream_interval`
+
+    @property
+    def engine_rid(self) -> str:
+        return f"{self.rid}-states" if self.reads_states else self.rid  # messages of the earlier one may be on their way
+
+    @property
+    def is_done(self) -> bool:
+        return self.output.finish_reason is not None and not self.reads_states
+
+    def add_states(self, data: bytes) -> None:
+        """The hidden states that the engine has computed, which end the sequence."""
+        num_tokens = len(self.prompt) + max(0, len(self.output.token_ids) - 1)
+        self.output.hidden_states = np.frombuffer(data, "<f4").reshape(num_tokens, -1)
 
     def take_delta(self, text: str, ids: list[int], *, is_last: bool) -> Delta | None:
         """What the caller has not received, with one step's output. None: it waits for more."""
@@ -93,11 +115,26 @@ class SequenceOutput:
         if output.prompt_logprobs is not None:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         ids = output.token_ids
+        if params.return_hidden_states and not self.reads_states:
+            params = msgspec.structs.replace(params, return_hidden_states=False)
+        elif self.reads_states:
+            return self._create_states_message(deadline)
         return Generate(
             rid=self.rid,
             token_ids=self.prompt + ids,
             params=params,
             output_len=len(ids),
+            deadline=deadline,
+            second_text_start=self.second_text_start,
+            media=self.media,
+            adapter=self.adapter,
+        )
+
+    def _create_states_message(self, deadline: float | None) -> Generate:
+        return Generate(
+            rid=self.engine_rid,
+            token_ids=self.prompt + self.output.token_ids[:-1],
+            params=STATES_OF_TOKENS,
             deadline=deadline,
             second_text_start=self.second_text_start,
             media=self.media,
@@ -131,7 +168,7 @@ class Job:
     @property
     def running(self) -> list[SequenceOutput]:
         """The sequences that have not ended."""
-        return [sequence for sequence in self.sequences if sequence.output.finish_reason is None]
+        return [sequence for sequence in self.sequences if not sequence.is_done]
 
 
 class Collector:
@@ -180,7 +217,7 @@ class Collector:
         if not job.num_unfinished:
             return
         with self._lock:
-            rids = [s.rid for s in job.running if self._submitted.pop(s.rid, None) is not None]
+            rids = [s.engine_rid for s in job.running if self._submitted.pop(s.engine_rid, None) is not None]
             self._pending = deque(sequence for sequence in self._pending if sequence.job is not job)
             if rids:
                 self._send_all([Abort(rids=rids)])
@@ -191,7 +228,7 @@ class Collector:
         room = min(self._limit - len(self._submitted), len(self._pending))
         if room > 0:
             sent = [self._pending.popleft() for _ in range(room)]
-            self._submitted.update((sequence.rid, sequence) for sequence in sent)
+            self._submitted.update((sequence.engine_rid, sequence) for sequence in sent)
             self._send_all([sequence.create_message(self._deadline) for sequence in sent])
 
     def add_command(self, name: str, on_reply: Callable[[ControlReply], None]) -> None:
@@ -220,6 +257,9 @@ class Collector:
             sequence = submitted.get(rid)
             if sequence is None:
                 continue
+            if sequence.reads_states:
+                self._add_states(sequence, message.pooled.get(place), message.finishes.get(place))
+                continue
             if extras:
                 _add_extras(sequence.output, message, place)
             if sequence.stream is None and place not in message.finishes and sequence.job.on_delta is None:
@@ -246,15 +286,36 @@ class Collector:
         job = sequence.job
         if job.on_delta is not None and (delta := sequence.take_delta(text, ids, is_last=end is not None)) is not None:
             job.on_delta(delta)
-        if end is not None:
-            job.num_unfinished -= 1
-            if not job.num_unfinished:
-                job.on_done()
+        if end is None:
+            return
+        if sequence.params.return_hidden_states and end.reason in ("stop", "length"):
+            sequence.reads_states = True
+            with self._lock:
+                self._pending.append(sequence)
+                self._submit_pending()
+        else:
+            _count_end(job)
+
+    def _add_states(self, sequence: SequenceOutput, data: bytes | None, finish: Finish | None) -> None:
+        if data is not None:
+            sequence.add_states(data)
+        if finish is None:
+            return
+        if finish.code == "queue_full" and len(self._submitted) > 1:
+            self._return_sequence(sequence)
+            return
+        self._end_sequence(sequence, is_running=False)
+        sequence.reads_states, output = False, sequence.output
+        if output.hidden_states is None:
+            output.finish_reason, output.error = "error", finish.error or "the request was aborted before its hidden states were computed"
+        elif output.finish_reason is None:  # of a pooling model
+            output.finish_reason = finish.reason
+        _count_end(sequence.job)
 
     def _end_sequence(self, sequence: SequenceOutput, is_running: bool) -> None:
         """`is_running`: the engine runs it still, because it does not check stop strings."""
         with self._lock:
-            self._submitted.pop(sequence.rid, None)
+            self._submitted.pop(sequence.engine_rid, None)
             self._limit = min(self._limit + 1, self._max_submitted)
             if is_running:
                 self._send_all([Abort(rids=[sequence.rid], reason="stop")])
@@ -262,7 +323,7 @@ class Collector:
     def _return_sequence(self, sequence: SequenceOutput) -> None:
         """The engine has refused the sequence: it holds no more than the others now."""
         with self._lock:
-            if self._submitted.pop(sequence.rid, None) is not None:  # else its job was removed meanwhile
+            if self._submitted.pop(sequence.engine_rid, None) is not None:  # else its job was removed meanwhile
                 self._pending.appendleft(sequence)
             self._limit = max(1, len(self._submitted))
 
@@ -289,6 +350,12 @@ class Collector:
                 output.text, _, end = stream.feed(output.token_ids, Finish("length", output.matched))
                 if end is FAILED:
                     output.finish_reason, output.error = end.reason, end.error
+
+
+def _count_end(job: Job) -> None:
+    job.num_unfinished -= 1
+    if not job.num_unfinished:
+        job.on_done()
 
 
 def _add_extras(output: Output, message: StepTokens, place: int) -> None:

@@ -43,8 +43,12 @@ class Job:
             self.body["input_ids"] = [_ids(prompt, encode, encode_chat) for prompt in several]
         if params is not None:
             # The server's default is 128 tokens, so a max_tokens of None is sent explicitly
-            self.body["sampling_params"] = [{"max_tokens": None, **msgspec.to_builtins(each, str_keys=True)} for each in all_params]
+            bare = [msgspec.structs.replace(each, return_hidden_states=False) for each in all_params]
+            self.body["sampling_params"] = [{"max_tokens": None, **msgspec.to_builtins(each, str_keys=True)} for each in bare]
         self.body["return_logprob"] = any(each.logprobs is not None or each.prompt_logprobs is not None for each in all_params)
+
+        if any(each.return_hidden_states for each in all_params):
+            self.body["return_hidden_states"] = True
 
     def parse_results(self, results: list[dict[str, Any]]) -> Output | list[Output]:
         """The outputs of a complete response: one, or one per prompt."""
@@ -73,6 +77,9 @@ class Job:
             output.logprobs = _logprobs(meta, "output")
         if params.prompt_logprobs is not None and "input_token_logprobs" in meta:
             output.prompt_logprobs = _logprobs(meta, "input")
+        if params.return_hidden_states:
+            of_prompt, *of_output = meta["hidden_states"]
+            output.hidden_states = np.array([*of_prompt, *of_output], np.float32)
 
 
 def parse_line(line: str) -> dict[str, Any] | None:

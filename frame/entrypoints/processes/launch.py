@@ -41,6 +41,7 @@ def get_client_limits(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
         seed=resolved.user.model.seed,
         refused_params=resolved.refused_params,
         custom_params=resolved.custom_params,
+        hidden_size=resolved.model.hidden_size,
     )
 
 

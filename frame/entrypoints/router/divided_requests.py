@@ -13,7 +13,7 @@ FIELD = "kv_transfer_params"
 _PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
 _Fields = dict[str, msgspec.Raw]  # values stay as they came
 _FIELDS = msgspec.json.Decoder(_Fields)
-_WHOLE = ("prompt_logprobs", "echo", "suffix", FIELD, "lora_path")  # fields of requests that one server computes
+_WHOLE = ("prompt_logprobs", "return_hidden_states", "echo", "suffix", FIELD, "lora_path")  # fields of requests that one server computes
 _ABSENT = (b"null", b"false", b'""')
 
 

@@ -12,7 +12,7 @@ BLOCK = 256  # bytes of a prompt that are compared together
 MAX_BYTES = 64 * 1024  # of a prompt
 MAX_READ_LENGTH = 8 << 20  # bytes of a body that is looked through; a longer one holds the event loop for 0.1 s
 _BEFORE = ("model", "lora_path", "cache_salt", "system", "instructions", "tools")  # fields that precede the prompt in the template
-_PROMPTS = ("messages", "prompt", "input_ids", "text", "input", "inputs", "texts", "query", "content")
+_PROMPTS = ("messages", "prompt", "input_ids", "text", "input", "inputs", "texts", "query", "content", "message")
 # Values stay as they came: to decode 64 MiB of JSON would hold the event loop for seconds.
 _FIELDS = msgspec.defstruct("Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in _BEFORE + _PROMPTS])
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
@@ -26,7 +26,7 @@ _STATELESS = frozenset(
         "v1/chat/completions/render", "v1/completions", "v1/completions/render", "v1/embeddings", "v1/classify", "v1/rerank",
         "v1/score", "v1/tokenize", "v1/detokenize", "v1/messages", "v1/messages/count_tokens", "v1/moderations",
         "v1/responses/input_tokens", "get_weight_version", "v1/audio/transcriptions", "v1/audio/translations", "v2/embed", "v2/rerank",
-        "v1/embed", "v2/chat", "api/embeddings", "predict", "similarity", "",
+        "v1/embed", "v1/chat", "v2/chat", "api/embeddings", "predict", "similarity", "embed_all", "",
     )
 )  # fmt: skip
 # Objects that one replica stores. A replica that lacks one answers 404.

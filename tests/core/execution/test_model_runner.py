@@ -228,3 +228,23 @@ def test_prompt_logprobs_over_chunks_equal_those_of_the_whole_prompt():
     np.testing.assert_allclose(whole[0], expected[distance].numpy(), rtol=1e-5)
     assert whole[3].tolist() == [d + 1 for d in distance]
     assert whole[1][:, 0].tolist() == [continuation(prompt[: p + 1], 1, VOCAB)[0] for p in range(19)]
+
+
+def test_hidden_states_beside_prompt_logprobs():
+    """A step with rows of both kinds: each gets its own, as if it were alone."""
+    first, second = list(range(5, 12)), list(range(40, 44))
+    asks = {"prompt_logprobs": np.array([True, True])}
+    rows = {"extends": [(1, first), (2, second)], "samples": [True, True]}
+    alone = Script(make_runner()).run(**rows, **asks, setups=[setup(1, first, prompt_logprobs=2), setup(2, second, prompt_logprobs=0)])
+    states = Script(make_runner()).run(
+        **rows, **asks, setups=[setup(1, first, return_hidden_states=True), setup(2, second, return_hidden_states=True)]
+    )
+    both = Script(make_runner()).run(
+        **rows, **asks, setups=[setup(1, first, return_hidden_states=True), setup(2, second, prompt_logprobs=0)]
+    )
+    assert alone.hidden_states is None and states.prompt_logprobs is None
+    assert [len(each) for each in states.hidden_states] == [7, 4] and states.hidden_states[0].dtype == np.float32
+    np.testing.assert_array_equal(both.hidden_states[0], states.hidden_states[0])
+    assert both.hidden_states[1] is None and both.prompt_logprobs[0] is None
+    np.testing.assert_array_equal(both.prompt_logprobs[1].logprobs, alone.prompt_logprobs[1].logprobs)
+    np.testing.assert_array_equal(both.token_ids, alone.token_ids)

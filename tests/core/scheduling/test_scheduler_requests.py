@@ -31,6 +31,23 @@ def test_logprobs_of_output_and_prompt(overlap: bool) -> None:
     assert harness.requests[plain].logprobs == []
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_hidden_states_of_a_prompt(overlap: bool) -> None:
+    """Of every token, over chunks and a preemption, with a prompt that is in the prefix cache."""
+    harness = rig(overlap=overlap, token_budget=7, num_pages=16, max_context=50)
+    harness.add(prompt(30), params(max_tokens=4))
+    harness.run()
+    asked = harness.add(prompt(30), params(max_tokens=1, return_hidden_states=True))
+    for _ in range(3):
+        harness.step()
+    request = next(each for each in harness.scheduler._running.table.requests if each is not None)
+    assert request.hidden_states
+    harness.scheduler._planner.preempt(request)
+    harness.run()
+    assert harness.requests[asked].cached == 0
+    assert np.frombuffer(harness.requests[asked].pooled, np.float32).tolist() == prompt(30)  # the fake model's states
+
+
 class Alternating:
     """Allows even and odd tokens in turn; ends after `count` tokens."""
 

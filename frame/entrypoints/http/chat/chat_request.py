@@ -21,6 +21,7 @@ from frame.entrypoints.http.chat.thinking_fields import ThinkingBudget
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import as_sent
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, to_template_messages
+from frame.entrypoints.http.protocol.hidden_states import Refine, bound_states
 from frame.entrypoints.http.request_starter import (
     Caller,
     RequestPlan,
@@ -51,12 +52,15 @@ async def start_chats(
         chats = [first, *(Chat(to_template_messages(messages), first.tools, first.arguments) for messages in conversations[1:])]
     except ApiError as error:
         raise as_sent(error, request.sent_name) from None
+    refine: Refine = partial(_refine, services, request, use)
+    if request.return_hidden_states:
+        refine = bound_states(services, chats, refine)
     plan = RequestPlan(
         chats,
         [params] * len(chats),
         request,
         prefix=prefix,
-        refine=partial(_refine, services, request, use),
+        refine=refine,
         transfer=request.kv_transfer_params,
     )
     return await start_request(context, services, plan)

@@ -1,5 +1,5 @@
-"""The API of Cohere: `/v2/embed`, `/v1/embed` and `/v2/rerank`; `cohere_chat` has `/v2/chat`. Must
-not depend on the engine."""
+"""The API of Cohere: `/v2/embed`, `/v1/embed` and `/v2/rerank`; `cohere_chat` has `/v2/chat`,
+`cohere_chat_v1` `/v1/chat`. Must not depend on the engine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import numpy as np
 from frame.entrypoints.http.chat.request_fields import PART, check_object, check_string, to_content_parts
 from frame.entrypoints.http.dialects.cohere_chat import ERRORS
 from frame.entrypoints.http.dialects.cohere_chat import router as chat_router
+from frame.entrypoints.http.dialects.cohere_chat_v1 import router as chat_v1_router
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import sent_as
 from frame.entrypoints.http.native.pooling import (
     CUT_FIELD,
     EmbeddingRequest,
-    Ranking,
-    RerankRequest,
     compute_embeddings,
     paced,
-    ranking_of,
     value_array,
 )
+from frame.entrypoints.http.native.ranking import Ranking, RerankRequest, ranking_of
 from frame.entrypoints.http.native.vector_encoding import encode_vectors
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
@@ -152,4 +151,4 @@ async def rerank(request: RerankRequest, context: ContextDep, services: Services
     return await ranking_of(context, services, request)
 
 
-CohereRoutes = make_extension(__name__, router, chat_router)
+CohereRoutes = make_extension(__name__, router, chat_router, chat_v1_router)

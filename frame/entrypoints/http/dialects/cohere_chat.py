@@ -55,7 +55,7 @@ class CohereChatRequest(ExtensionFields):
     logprobs: bool | None = None
     stream: bool = False
 
-    def to_chat_request(self) -> ChatRequest:
+    def to_chat_request(self, kind: type[CohereChat] = CohereChat) -> ChatRequest:
         """The chat request of this request. Raises ApiError 400."""
         if self.logprobs:
             raise ApiError(400, "logprobs is not supported here; use /v1/chat/completions", "logprobs")
@@ -70,7 +70,7 @@ class CohereChatRequest(ExtensionFields):
         fields["documents"] = [_document(each, f"documents[{i}]") for i, each in enumerate(self.documents)] if self.documents else None
         if self.tools is not None:
             fields["tools"] = [_tool(each, f"tools[{i}]", bool(self.strict_tools)) for i, each in enumerate(self.tools)]
-        return CohereChat(
+        return kind(
             model=self.model,
             messages=[_message(each, f"messages[{i}]") for i, each in enumerate(self.messages)],
             tool_choice=None if self.tool_choice is None else CHOICES[self.tool_choice],

@@ -7,7 +7,7 @@ from typing import Any
 
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.native import generate as native
-from frame.entrypoints.http.native import pooling
+from frame.entrypoints.http.native import pooling, ranking
 from frame.entrypoints.http.openai import completions as openai
 from frame.entrypoints.http.operations import admin
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
@@ -19,7 +19,7 @@ public_router = ApiRouter(access=Access.OPEN)
 router = ApiRouter(access=Access.USER)
 
 AnyBody = (
-    openai.ChatCompletion | openai.Completion | pooling.Ranking | pooling.ScoreList | native.GenerateResult
+    openai.ChatCompletion | openai.Completion | ranking.Ranking | ranking.ScoreList | native.GenerateResult
     | array(native.GenerateResult) | pooling.EmbeddingList | pooling.ClassificationList
 )  # fmt: skip
 AnyEvent = openai.ChatCompletionChunk | openai.CompletionChunk | native.GenerateResult
@@ -33,9 +33,9 @@ Target = tuple[type[RequestBody], Any]  # a request type and its handler
 TARGETS: tuple[tuple[tuple[str, ...], Target], ...] = (
     (("messages",), (openai.ChatRequest, openai.chat_completions)),
     (("prompt",), (openai.CompletionRequest, openai.completions)),
-    (("query", "documents"), (pooling.RerankRequest, pooling.rerank)),
-    (("text_1", "text_2"), (pooling.ScoreRequest, pooling.score)),
-    (("queries", "items"), (pooling.ScoreRequest, pooling.score)),
+    (("query", "documents"), (ranking.RerankRequest, ranking.rerank)),
+    (("text_1", "text_2"), (ranking.ScoreRequest, ranking.score)),
+    (("queries", "items"), (ranking.ScoreRequest, ranking.score)),
     (("text",), (native.GenerateRequest, native.generate)),
     (("input_ids",), (native.GenerateRequest, native.generate)),
 )

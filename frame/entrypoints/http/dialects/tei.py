@@ -15,19 +15,16 @@ from frame.entrypoints.http.native.pooling import (
     CUT_FIELD,
     MAX_INPUTS,
     ClassifyRequest,
-    Document,
     EmbeddingRequest,
-    Ranking,
-    RerankRequest,
     check_count,
     compute_classes,
     compute_embeddings,
+    compute_token_vectors,
     get_labels,
     paced,
-    rank_documents,
-    ranking_of,
     value_array,
 )
+from frame.entrypoints.http.native.ranking import Document, Ranking, RerankRequest, rank_documents, ranking_of
 from frame.entrypoints.http.native.vector_encoding import encode_vectors
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.request_body import RequestBody
@@ -84,6 +81,13 @@ class EmbedRequest(TextRequest):
             truncate_prompt_tokens=self.max_length,
             normalize=self.normalize is not False,
         )
+
+
+class EmbedAllRequest(TextRequest):
+    """`inputs` may be token ids, one list or several."""
+
+    inputs: str | list[str | int | list[int]]
+    prompt_name: str | None = None
 
 
 class PredictRequest(TextRequest):
@@ -160,6 +164,12 @@ class RootRequest(TextRequest):
         return kind(**sent)
 
 
+def token_reply(each: list[np.ndarray]) -> Any:
+    """Token vectors of several texts as plain lists."""
+    count = sum(vectors.size for vectors in each)
+    return paced(value_array((value_array(encode_vectors(vectors, None), count) for vectors in each), count, is_nested=True), count)
+
+
 def _error_body(error: ApiError) -> bytes:
     return msgspec.json.encode({"error": error.message, "error_type": ERROR_TYPES.get(error.status, "Backend")})
 
@@ -224,6 +234,15 @@ async def embed(request: EmbedRequest, context: ContextDep, services: ServicesDe
     return paced(value_array(encode_vectors(vectors, None), vectors.size), vectors.size)
 
 
+@router.post("/embed_all", responses=responds_with(list[list[list[float]]]))
+async def embed_all(request: EmbedAllRequest, context: ContextDep, services: ServicesDep) -> Any:
+    """Create an embedding of each token, as plain lists."""
+    embedding = EmbeddingRequest(input=request.inputs, prompt_name=request.prompt_name, truncate_prompt_tokens=request.max_length)
+    with sent_as({"the input": "a text of inputs", "input": "inputs", CUT_FIELD: TRUNCATE}):
+        each, _ = await compute_token_vectors(context, services, embedding)
+    return token_reply(each)
+
+
 @router.post("/similarity", responses=responds_with(list[float]))
 async def compute_similarity(request: SimilarityRequest, context: ContextDep, services: ServicesDep) -> Any:
     """The cosine similarity of each sentence to the source sentence."""
@@ -255,15 +274,17 @@ async def rerank(request: AnyRerankRequest, context: ContextDep, services: Servi
     """Rank texts by their relevance to a query, best first."""
     if request.raw_scores:
         request.use_activation = False
+    if request.truncate:
+        if request.truncate_prompt_tokens is not None or request.truncation is not None:
+            raise ApiError(400, "truncate, truncation and truncate_prompt_tokens exclude each other; keep one", "truncate")
+        request.truncate_prompt_tokens = -1
     if request.texts is None:
         return await ranking_of(context, services, request)
     return await _rank_texts(request, request.texts, context, services)
 
 
 async def _rank_texts(request: AnyRerankRequest, texts: list[str], context: RequestContext, services: Services) -> list[dict[str, Any]]:
-    max_length = -1 if request.truncate else request.truncate_prompt_tokens
-    update = {"documents": [*texts], "truncate_prompt_tokens": max_length}
-    ranking, _ = await rank_documents(context, services, request.model_copy(update=update), "texts", TRUNCATE)
+    ranking, _ = await rank_documents(context, services, request.model_copy(update={"documents": [*texts]}), "texts", TRUNCATE)
     results: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranking]
     if request.return_text:
         for result in results:

@@ -21,9 +21,11 @@ from frame.entrypoints.http.native.pooling import (
     check_encoding,
     compute_classes,
     compute_embeddings,
+    compute_token_vectors,
     list_reply,
     send_bytes,
     to_prompts,
+    value_array,
 )
 from frame.entrypoints.http.native.vector_encoding import encode_vectors
 from frame.entrypoints.http.openai.completion_objects import ChatCompletion
@@ -39,12 +41,17 @@ from frame.entrypoints.version import package_version
 router = ApiRouter(access=Access.USER)
 
 MAX_CONVERSATIONS = 256  # of one request
+TOKEN_TASKS = ("token_embed", "encode")
 # Fields of a tokenizer's configuration that may be paths.
 FILES = ("name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file")
 
 ServerLoad = declare("ServerLoad", "server_load")
 PooledOutput = declare(
-    "PooledOutput", "index", "`data`: numbers, or base64 of little-endian float32.", object="pooling", data=list[float] | str
+    "PooledOutput",
+    "index",
+    "`data`: numbers, or base64 of little-endian float32; with `task` `token_embed` one of these for each token.",
+    object="pooling",
+    data=list[float] | str | list[list[float]] | list[str],
 )
 PooledList = declare("PooledList", base=PoolingReply, data=array(PooledOutput))
 RenderedRequest = declare(
@@ -72,7 +79,13 @@ class ChatBatchRequest(ChatRequest):
 
 
 class PoolingRequest(EmbeddingRequest):
+    """`task`: `token_embed`, or its older name `encode`, returns a vector for each token."""
+
     task: str | None = None
+
+    @property
+    def returns_tokens(self) -> bool:
+        return self.task in TOKEN_TASKS
 
 
 @router.post("/v1/chat/completions/batch", responses=responds_with(ChatCompletion))
@@ -128,6 +141,8 @@ class _PromptRenderer:
 @router.post("/pooling", responses=responds_with(PooledList))
 async def pooling(request: PoolingRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Return the raw output of a pooling model for texts."""
+    if request.returns_tokens and services.resolved.task == "embed":
+        return await _pool_tokens(request, context, services)
     if request.task not in (None, services.resolved.task):
         raise ApiError(400, f"task is {request.task!r}; this server's task is {services.resolved.task}", "task")
     if services.resolved.task == "classify":
@@ -140,6 +155,26 @@ async def pooling(request: PoolingRequest, context: ContextDep, services: Servic
     encoded = enumerate(encode_vectors(vectors, request.encoding_format, request.embed_dtype))
     data = ({"index": index, "object": "pooling", "data": vector} for index, vector in encoded)
     return list_reply(services.response_model(request.model), f"pool-{uuid.uuid4().hex}", data, count, vectors.size)
+
+
+async def _pool_tokens(request: PoolingRequest, context: RequestContext, services: Services) -> Any:
+    if request.is_bytes:
+        sentence = f"encoding_format {request.encoding_format} is not for task {request.task}, whose texts differ in length; use base64"
+        raise ApiError(400, sentence, "encoding_format")
+    if request.normalize is None and request.use_activation is None:
+        request.use_activation = True  # as vLLM
+    each, count = await compute_token_vectors(context, services, request, "pool-")
+    num_values = sum(vectors.size for vectors in each)
+    data = (
+        {
+            "index": index,
+            "object": "pooling",
+            "data": value_array(encode_vectors(vectors, request.encoding_format, request.embed_dtype), num_values),
+        }
+        for index, vectors in enumerate(each)
+    )
+    model, name = services.response_model(request.model), f"pool-{uuid.uuid4().hex}"
+    return list_reply(model, name, data, count, num_values, is_nested=True)
 
 
 @router.get("/version", responses=responds_with(Version))

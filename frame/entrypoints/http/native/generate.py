@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
+import numpy as np
 from pydantic import Field, ValidationError, create_model, model_validator
 
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -23,12 +24,14 @@ from frame.entrypoints.http.chat.request_media import TextWithMedia
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.failures import as_sent, error_event
 from frame.entrypoints.http.native.pooling import router as pooling_router
+from frame.entrypoints.http.native.ranking import router as ranking_router
 from frame.entrypoints.http.native.tokenizing import router as tokenizing_router
 from frame.entrypoints.http.openai.completion_objects import DONE, WeightVersionOf, count_logprobs, list_versions
 from frame.entrypoints.http.operations.admin import Health
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, array_type, encode_steps, in_steps
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.protocol.fields import check_nested_fields
+from frame.entrypoints.http.protocol.hidden_states import FIELD, Refine, bound_states, compute_states
 from frame.entrypoints.http.protocol.session_store import Continuation
 from frame.entrypoints.http.request_body import RequestBody, RequestOptions, to_custom
 from frame.entrypoints.http.request_starter import (
@@ -65,7 +68,8 @@ _SYNONYMS = {
 
 
 # The fields of `SamplingParams` as a body, which is validated like any other.
-_FIELDS: dict[str, Any] = {each.name: (each.type, None) for each in msgspec.structs.fields(SamplingParams)}
+_NAMES = tuple(name for name in SamplingParams.__struct_fields__ if name != "return_hidden_states")  # which is the request's
+_FIELDS: dict[str, Any] = {each.name: (each.type, None) for each in msgspec.structs.fields(SamplingParams) if each.name in _NAMES}
 _SamplingValues = create_model("SamplingValues", __base__=RequestBody, **_FIELDS)
 
 
@@ -108,6 +112,7 @@ class GenerateRequest(RequestOptions):
     return_text_in_logprobs: bool = False
     model: str = ""
     session_params: SessionParams | None = None
+    return_hidden_states: bool = False
 
     def sent_name(self, parameter: str) -> str:
         if parameter in ("prompt", "messages"):
@@ -118,7 +123,7 @@ class GenerateRequest(RequestOptions):
             return "top_logprobs_num"
         if parameter == "logprob_token_ids" and self.token_ids_logprob is not None:
             return "token_ids_logprob"
-        if parameter in SamplingParams.__struct_fields__:
+        if parameter in _NAMES:
             sent = next((name for name in names if _SYNONYMS.get(name) == parameter), parameter)
             return f"sampling_params.{sent}"
         return parameter
@@ -137,7 +142,8 @@ GenerateMeta = declare(
     "GenerateMeta",
     "id prompt_tokens completion_tokens cached_tokens e2e_latency weight_version",
     "`e2e_latency` in seconds. `weight_version`: of the weights that made the last token.\n"
-    "`weight_versions`: where several have made the sequence.",
+    "`weight_versions`: where several have made the sequence. `hidden_states`: a list for the prompt,\n"
+    "then one state for each token of the output but the last.",
     weight_versions=NotRequired[array(WeightVersionOf)],
     finish_reason=GenerateFinish | None,
     output_token_logprobs=NotRequired[list[LogprobEntry]],
@@ -145,6 +151,7 @@ GenerateMeta = declare(
     output_token_ids_logprobs=NotRequired[list[list[LogprobEntry]]],
     input_token_logprobs=NotRequired[list[LogprobEntry]],
     input_top_logprobs=NotRequired[list[list[LogprobEntry]]],
+    hidden_states=NotRequired[list[list[float] | list[list[float]]]],
 )
 GenerateResult = declare(
     "GenerateResult",
@@ -165,7 +172,12 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     if (continued := request.session_params) is not None:
         request, history = _continue(request, services, tenant, prompts, params)
         prompts, special = [await _join_prompt(services, history, prompts[0])] if history else prompts, not history
-    plan = RequestPlan(prompts, params, request, refine=partial(_check_start, request), add_special_tokens=special)
+    refine: Refine = partial(_check_start, request)
+    if request.return_hidden_states:
+        if request.stream:
+            raise ApiError(400, f"{FIELD} cannot be streamed; leave stream out", FIELD)
+        refine = bound_states(services, prompts, refine)
+    plan = RequestPlan(prompts, params, request, refine=refine, add_special_tokens=special)
     state = await start_request(context, services, plan)
     sequence = state.sequences[0]
     builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
@@ -177,6 +189,9 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
         sessions.add_request(tenant, continued.id, sequence.name, sequence.prompt, sequence.recovery.output_ids)
     if request.stream:
         return None
+    if request.return_hidden_states:
+        builder.states = await compute_states(context, services, request, state)
+        return PacedBody(builder.build_results_in_steps(state.sequences))
     if sum(sequence.num_logprobs for sequence in state.sequences) > INLINE_VALUES:
         return PacedBody(builder.build_results_in_steps(state.sequences))
     results = await paced_map(builder.build_result, state.sequences)
@@ -220,6 +235,7 @@ class ResultBuilder:
         self._created = state.created
         self._prompts_only = prompts_only
         self._max_repeated = MAX_REPEATED_LOGPROBS // len(state.sequences)
+        self.states: list[np.ndarray] = []  # by index of the sequence; empty: they were not asked for
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
         self._scores: dict[int, dict[str, list[Any]]] = {}  # by the name of the field
@@ -307,6 +323,10 @@ class ResultBuilder:
             "weight_version": sequence.weight_version,
             **list_versions(sequence),
         }
+        if self.states:
+            states, count = self.states[sequence.index], len(sequence.prompt)
+            prompt = Entries((each.tolist() for each in states[:count]), batch=1)
+            meta["hidden_states"] = Entries(chain([prompt], (each.tolist() for each in states[count:])), is_nested=True)
         if self._request.return_logprob:
             meta |= {**scores, **self._prompt_fields(sequence)}
         return {"text": text, "output_ids": ids, "meta_info": meta}
@@ -387,9 +407,9 @@ def _params(sent: dict[str, Any], request: GenerateRequest, is_prompt_only: bool
     for name in ("json_schema", "structural_tag"):
         if isinstance(values.get(name), dict):
             values[name] = msgspec.json.encode(values[name]).decode()
-    unknown = sorted(set(values) - set(SamplingParams.__struct_fields__))
+    unknown = sorted(set(values) - set(_NAMES))
     if unknown:
-        close = get_close_matches(unknown[0][:MAX_NAME_CHARS], (*SamplingParams.__struct_fields__, *_SYNONYMS), n=1)
+        close = get_close_matches(unknown[0][:MAX_NAME_CHARS], (*_NAMES, *_SYNONYMS), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ApiError(400, f"unknown sampling parameter {quoted(unknown[0])}{hint}", f"sampling_params.{unknown[0]}")
     if sent.get("max_tokens", 0) is None:
@@ -426,4 +446,4 @@ async def health_generate(context: ContextDep, services: ServicesDep) -> Any:
     await context.respond(b"{}")
 
 
-NativeRoutes = make_extension(__name__, router, tokenizing_router, pooling_router)
+NativeRoutes = make_extension(__name__, router, tokenizing_router, pooling_router, ranking_router)

@@ -1,47 +1,36 @@
-"""The routes of pooling models: `/v1/embeddings` of OpenAI, `/v1/classify` and `/v1/score` of vLLM,
-`/v1/rerank` of Jina and Cohere.
+"""The routes of pooling models that read single texts: `/v1/embeddings` of OpenAI, `/v1/classify`
+of vLLM.
 
-Scores come from a cross-encoder, from a language model that answers yes or no, or from the cosine
-of embeddings, depending on the served model. Used by the routes of other dialects and by the gRPC
-service, which compute vectors with it. Must not depend on the engine.
+Used by the routes of other dialects and by the gRPC service, which compute vectors with it. Must
+not depend on the engine.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 import numpy as np
 
 from frame.core.interfaces.model import SentenceTransformersConfig, Task
-from frame.core.interfaces.sampling_params import MAX_INT, SamplingParams
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.engine_client.limits import STATES_OF_TOKENS
 from frame.entrypoints.http.chat.request_media import Chat
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.failures import aborted, sent_as
+from frame.entrypoints.http.failures import aborted
 from frame.entrypoints.http.native.vector_encoding import EmbedDtype, encode_vectors, respond_bytes
 from frame.entrypoints.http.openai.completions_schema import to_template_messages
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, PacedBody
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
-from frame.entrypoints.http.request_body import RequestBody, RequestOptions
+from frame.entrypoints.http.protocol.hidden_states import bound_states, read_states
+from frame.entrypoints.http.request_body import RequestOptions
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_starter import Caller, Pair, Prompt, RequestPlan, start_request, wait_complete
+from frame.entrypoints.http.request_starter import Caller, Prompt, RequestPlan, start_request, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.relevance import (
-    TEMPLATE_ARGUMENTS,
-    conversation,
-    filled,
-    finished,
-    form_of,
-    log_odds,
-    normalized,
-    paired,
-    relevance,
-    similarity,
-)
+from frame.entrypoints.relevance import finished, normalized
 
 embeddings_router = ApiRouter(access=Access.USER)
 router = ApiRouter(access=Access.USER)
@@ -101,31 +90,74 @@ async def compute_vectors(
 ) -> tuple[np.ndarray, int]:
     """(the model's outputs, float32 [prompts, width], without activation; number of prompt tokens).
     Raises ApiError."""
+    each, count = await _run_prompts(context, services, request, prompts, tasks, prefix)
+    return np.frombuffer(b"".join(each), "<f4").reshape(len(each), -1), count
+
+
+async def compute_token_vectors(
+    context: Caller, services: Services, request: EmbeddingRequest, prefix: str = ""
+) -> tuple[list[np.ndarray], int]:
+    """(of each input float32 [tokens, dimensions], the hidden states of its tokens, of length 1 if
+    that is asked for; number of prompt tokens). Raises ApiError."""
+    prompts = _check_embedding(services, request)
+    data, count = await _run_prompts(context, services, request, prompts, ("embed",), prefix, returns_tokens=True)
+    each = [read_states(one, services)[:, : request.dimensions] for one in data]
+    return ([normalized(vectors) for vectors in each] if _is_normalized(request) else each), count
+
+
+async def _run_prompts(
+    context: Caller,
+    services: Services,
+    request: PoolingRequestFields,
+    prompts: Sequence[Prompt],
+    tasks: Sequence[Task],
+    prefix: str,
+    *,
+    returns_tokens: bool = False,
+) -> tuple[list[bytes], int]:
+    """(the model's output for each prompt, or that for each of its tokens; number of prompt
+    tokens). Raises ApiError."""
     services.check_model(request.model, context.tenant)
     services.need_task(*tasks)
-    params, max_length = [NOTHING_SAMPLED] * len(prompts), request.truncate_length(services)
-    special = request.add_special_tokens is not False
-    plan = RequestPlan(prompts, params, request, add_special_tokens=special, tasks=tasks, max_length=max_length, prefix=prefix)
+    params = [STATES_OF_TOKENS if returns_tokens else NOTHING_SAMPLED] * len(prompts)
+    plan = RequestPlan(
+        prompts,
+        params,
+        request,
+        add_special_tokens=request.add_special_tokens is not False,
+        tasks=tasks,
+        max_length=request.truncate_length(services),
+        prefix=prefix,
+        refine=bound_states(services, ()) if returns_tokens else None,
+    )
     state = await start_request(context, services, plan)
     sequences = await wait_complete(state)
     if len(state.vectors) < len(sequences):
         raise aborted()
-    vectors = np.frombuffer(b"".join(state.vectors[s.index] for s in sequences), "<f4").reshape(len(sequences), -1)
-    return vectors, sum(len(s.prompt) for s in sequences)
+    return [state.vectors[s.index] for s in sequences], sum(len(s.prompt) for s in sequences)
 
 
 def list_reply(
-    model: str, rid: str, data: Iterable[dict[str, Any]], num_tokens: int, num_values: int, more: dict[str, Any] | None = None
+    model: str,
+    rid: str,
+    data: Iterable[dict[str, Any]],
+    num_tokens: int,
+    num_values: int,
+    more: dict[str, Any] | None = None,
+    *,
+    is_nested: bool = False,
 ) -> Any:
     """The response of a route with one entry for each input, in OpenAI's shape. `num_values`: the
-    numbers in all of `data`."""
+    numbers in all of `data`. is_nested: its entries have `value_array`s."""
     head = {"id": rid, "object": "list", "created": int(time.time()), "model": model}
-    return paced({**head, "data": value_array(data, num_values), "usage": usage(num_tokens), **(more or {})}, num_values)
+    array = value_array(data, num_values, is_nested=is_nested)
+    return paced({**head, "data": array, "usage": usage(num_tokens), **(more or {})}, num_values)
 
 
-def value_array(rows: Iterable[Any], num_values: int) -> Any:
-    """The rows of a response with so many numbers."""
-    return list(rows) if num_values <= INLINE_VALUES else Entries(rows, batch=1)
+def value_array(rows: Iterable[Any], num_values: int, *, is_nested: bool = False) -> Any:
+    """The rows of a response with so many numbers. is_nested: they are, or have, arrays of this
+    kind."""
+    return list(rows) if num_values <= INLINE_VALUES else Entries(rows, batch=1, is_nested=is_nested)
 
 
 def paced(reply: Any, num_values: int) -> Any:
@@ -181,18 +213,27 @@ async def embeddings(request: EmbeddingRequest, context: ContextDep, services: S
 
 async def compute_embeddings(context: Caller, services: Services, request: EmbeddingRequest) -> tuple[np.ndarray, int]:
     """(float32 [inputs, dimensions], number of prompt tokens). Raises ApiError."""
-    services.need_task("embed")
-    prompts = to_prompts(request, services)
-    width = services.resolved.model.hidden_size
-    if request.dimensions is not None and not 1 <= request.dimensions <= width:
-        raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
-    check_encoding(request)
-    asked = request.use_activation if request.normalize is None else request.normalize
+    prompts, asked = _check_embedding(services, request), _is_normalized(request)
     vectors, count = await compute_vectors(context, services, request, prompts, ("embed",), "embd-")
     vectors = np.ascontiguousarray(vectors[:, : request.dimensions])
     if asked is None:
         return finished(vectors, services.resolved.pooling), count
     return normalized(vectors) if asked else vectors, count
+
+
+def _check_embedding(services: Services, request: EmbeddingRequest) -> list[Prompt]:
+    """The prompts. Raises ApiError 400."""
+    services.need_task("embed")
+    prompts, width = to_prompts(request, services), services.resolved.model.hidden_size
+    if request.dimensions is not None and not 1 <= request.dimensions <= width:
+        raise ApiError(400, f"dimensions is {request.dimensions}; it must be from 1 to {width}", "dimensions")
+    check_encoding(request)
+    return prompts
+
+
+def _is_normalized(request: EmbeddingRequest) -> bool | None:
+    """Whether the request asks for vectors of length 1; None: it does not say."""
+    return request.use_activation if request.normalize is None else request.normalize
 
 
 async def send_bytes(context: RequestContext, services: Services, request: EmbeddingRequest, vectors: np.ndarray, count: int) -> None:
@@ -289,159 +330,3 @@ def get_labels(services: Services) -> list[str]:
     """The names of a classifier's outputs, in order."""
     pooling = services.resolved.pooling
     return list(pooling.label_tokens if pooling and pooling.label_tokens else services.resolved.model.labels)
-
-
-# relevance ----------------------------------------------------------------------------------------
-
-RankedText = declare("RankedText", "text")
-RankedDocument = declare("RankedDocument", "index relevance_score", document=NotRequired[RankedText])
-Ranking = declare("Ranking", "id model", "Documents, best first.", usage=PoolingUsage, results=array(RankedDocument))
-PairScore = declare("PairScore", "index score", object="score")
-ScoreList = declare("ScoreList", base=PoolingReply, data=array(PairScore))
-
-
-TASKS: tuple[Task, ...] = ("embed", "classify")
-
-
-class Document(RequestBody):
-    text: str
-
-
-class RerankRequest(ActivationFields):
-    """`top_k` is Voyage's name of `top_n`. `max_tokens_per_doc`: tokens to which documents are cut
-    before they are compared."""
-
-    query: str
-    documents: list[str | Document]
-    top_n: int | None = None
-    top_k: int | None = None
-    max_tokens_per_doc: int | None = None
-    return_documents: bool | None = None
-    instruction: str | None = None
-
-
-class ScoreRequest(ActivationFields):
-    """Two lists of texts: `text_1` and `text_2`, or `queries` and `items` (or `documents`)."""
-
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-    queries: str | list[str] | None = None
-    items: str | list[str] | None = None
-    documents: str | list[str] | None = None
-    instruction: str | None = None
-
-
-@router.post("/v1/rerank", responses=responds_with(Ranking))
-async def rerank(request: RerankRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Rank documents by their relevance to a query, best first."""
-    return await ranking_of(context, services, request)
-
-
-async def ranking_of(context: Caller, services: Services, request: RerankRequest) -> dict[str, Any]:
-    """The response of `rerank`. Raises ApiError."""
-    ranking, count = await rank_documents(context, services, request)
-    results: list[dict[str, Any]] = [{"index": index, "relevance_score": relevance_score} for index, relevance_score in ranking]
-    if request.return_documents is not False:
-        for result in results:
-            result["document"] = {"text": _text(request.documents[result["index"]])}
-    name = f"rerank-{uuid.uuid4().hex}"
-    return {"id": name, "model": services.response_model(request.model), "usage": usage(count), "results": results}
-
-
-async def rank_documents(
-    context: Caller, services: Services, request: RerankRequest, name: str = "documents", cut: str = CUT_FIELD
-) -> tuple[list[tuple[int, float]], int]:
-    """(index and relevance of the documents, best first; number of prompt tokens). Raises ApiError.
-    For errors, `name`: the request field of the documents; `cut`: the field that has them cut."""
-    services.need_task(*TASKS)
-    texts = [_text(document) for document in request.documents]
-    check_count(len(texts), name)
-    if request.top_n is not None and request.top_k is not None:
-        raise ApiError(400, "top_n and top_k are the same; send one of them", "top_k")
-    field, maximum = ("top_n", request.top_n) if request.top_k is None else ("top_k", request.top_k)
-    if maximum is not None and maximum < 1:
-        raise ApiError(400, f"{field} is {maximum}; it must be 1 or more", field)
-    if request.max_tokens_per_doc is not None:
-        texts = await _cut_documents(services, texts, request.max_tokens_per_doc, context.tenant)
-    with sent_as({**_names("query", name), CUT_FIELD: cut}):
-        scores, count = await compute_scores(context, services, request, [(request.query, text) for text in texts], request.instruction)
-    order = np.argsort(-scores, kind="stable")[:maximum].tolist()
-    return [(index, float(scores[index])) for index in order], count
-
-
-async def _cut_documents(services: Services, texts: list[str], maximum: int, tenant: str) -> list[str]:
-    """The beginnings of the texts of at most so many tokens. Raises ApiError 400."""
-    if not 1 <= maximum <= MAX_INT:
-        raise ApiError(400, f"max_tokens_per_doc is {maximum}; it must be from 1 to {MAX_INT}", "max_tokens_per_doc")
-    tokenizer = services.need_tokenizer()
-    async with services.text_turns.hold_slot(tenant):
-        return await asyncio.to_thread(tokenizer.cut_texts, texts, maximum)
-
-
-def _names(first: str, second: str) -> dict[str, str]:
-    """The names that errors have for the texts of two fields, which one input may contain both."""
-    return {"the input": f"the input of {first} and {second}", "input": second}
-
-
-def _text(document: str | Document) -> str:
-    return document if isinstance(document, str) else document.text
-
-
-@router.post("/v1/score", responses=responds_with(ScoreList))
-@router.post("/score", responses=responds_with(ScoreList))
-async def score(request: ScoreRequest, context: ContextDep, services: ServicesDep) -> Any:
-    """Score pairs of texts by relevance or similarity."""
-    scores, count = await score_pairs(context, services, request)
-    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores.tolist())]
-    return list_reply(services.response_model(request.model), f"score-{uuid.uuid4().hex}", data, count, len(data))
-
-
-async def score_pairs(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
-    """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
-    services.need_task(*TASKS)
-    (name, first), (other, second) = _texts(request, "text_1", "queries"), _texts(request, "text_2", "items", "documents")
-    try:
-        pairs = paired(first, second)
-    except ValueError as error:
-        raise ApiError(400, str(error), other) from None
-    with sent_as(_names(name, other)):
-        return await compute_scores(context, services, request, pairs, request.instruction)
-
-
-async def compute_scores(
-    context: Caller, services: Services, request: ActivationFields, pairs: Sequence[tuple[str, str]], instruction: str | None
-) -> tuple[np.ndarray, int]:
-    """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
-    tokenizer = services.need_tokenizer()
-    try:
-        form = form_of(services.resolved, services.score_prompt, tokenizer.has_chat_template)
-    except ValueError as error:
-        raise ApiError(400, str(error), "model") from None
-    if form == "vectors":
-        unique = list(dict.fromkeys(text for pair in pairs for text in pair))
-        vectors, count = await compute_vectors(context, services, request, unique, TASKS)
-        places = {text: place for place, text in enumerate(unique)}
-        first, second = (vectors[[places[pair[side]] for pair in pairs]] for side in (0, 1))
-        return similarity(first, second), count
-    prompts: list[Prompt]
-    if form == "chat":
-        prompts = [Chat(conversation(*pair, instruction), None, dict(TEMPLATE_ARGUMENTS)) for pair in pairs]
-    elif form == "text" and services.score_prompt is not None:
-        prompts = [filled(services.score_prompt, *pair, instruction) for pair in pairs]
-    else:
-        prompts = [Pair(*pair) for pair in pairs]
-    logits, count = await compute_vectors(context, services, request, prompts, TASKS)
-    if request.use_activation is False:
-        return log_odds(logits), count
-    return relevance(finished(logits, services.resolved.pooling)), count
-
-
-def _texts(request: ScoreRequest, *names: str) -> tuple[str, list[str]]:
-    """The name and the texts of the one field of `names` that is set. Raises ApiError 400."""
-    set_names = [name for name in names if getattr(request, name) is not None]
-    if len(set_names) != 1:
-        raise ApiError(400, f"send one of {' and '.join(names)}", names[0])
-    value = getattr(request, set_names[0])
-    texts = [value] if isinstance(value, str) else value
-    check_count(len(texts), set_names[0])
-    return set_names[0], texts

@@ -73,7 +73,8 @@ ChatDelta = declare(
 _AnyChoice = declare(
     "AnyChoice",
     "index token_ids? prompt_token_ids?",
-    "`weight_versions`: where several versions of the weights have made it.",
+    "`weight_versions`: where several versions of the weights have made it. `hidden_states`: of the last token that the model read.",
+    hidden_states=NotRequired[list[float]],
     finish_reason=FinishReason | None,
     weight_versions=NotRequired[array(WeightVersionOf)],
 )

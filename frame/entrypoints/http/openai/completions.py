@@ -39,6 +39,7 @@ from frame.entrypoints.http.openai.completion_objects import (
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest, fill_in_middle
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, join_events
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.hidden_states import bound_states, compute_states, last_state
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import (
     RequestPlan,
@@ -64,6 +65,7 @@ class Response(ABC):
         self.services = services
         self.request = request
         self.state = state
+        self._states: dict[int, list[float]] = {}  # by index of the sequence
         options = request.stream_options
         self.has_usage = bool(request.stream and options and options.include_usage)
         self.has_running_usage = bool(self.has_usage and options and options.continuous_usage_stats)
@@ -115,6 +117,10 @@ class Response(ABC):
         """The field `token_ids` of a choice, if requested: the tokens of a chunk, or all."""
         return {"token_ids": ids} if self.request.return_token_ids else {}
 
+    def states_field(self, sequence: SequenceState) -> dict[str, Any]:
+        """SGLang's field `hidden_states`, if requested."""
+        return {"hidden_states": self._states[sequence.index]} if sequence.index in self._states else {}
+
     def prompt_logprobs_field(self, sequence: SequenceState) -> dict[str, Any]:
         """The field `prompt_logprobs`, if requested."""
         logprobs = sequence.prompt_logprobs
@@ -129,6 +135,9 @@ class Response(ABC):
             await stream_response(context, self.services, self.state, self.write_events, self.closing_events)
             return None
         await wait_complete(self.state)
+        if self.request.return_hidden_states:
+            states = await compute_states(context, self.services, self.request, self.state)
+            self._states = {index: last_state(self.state.sequences[index], each) for index, each in enumerate(states)}
         if sum(sequence.num_logprobs for sequence in self.state.sequences) > INLINE_VALUES:
             built = Entries(map(self.build_choice, self.state.sequences), is_nested=True)
             return PacedBody({**self._head, "choices": built, **self._last_fields(), "usage": self.final_usage})
@@ -252,6 +261,7 @@ class ChatResponse(Response):
             **end_fields(sequence),
             **self.token_fields(ids),
             **self._prompt_ids(sequence),
+            **self.states_field(sequence),
         }
 
     def extra_fields(self) -> dict[str, Any]:
@@ -291,8 +301,10 @@ async def completions(request: CompletionRequest, context: ContextDep, services:
     if request.echo or not (params.logprobs is None and params.prompt_logprobs is None):
         services.need_tokenizer()  # an error before the request starts
     special = request.add_special_tokens
-    transfer = request.kv_transfer_params
-    plan = RequestPlan(prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-", transfer=transfer)
+    transfer, refine = request.kv_transfer_params, bound_states(services, prompts) if request.return_hidden_states else None
+    plan = RequestPlan(
+        prompts, [params] * len(prompts), request, add_special_tokens=special, prefix="cmpl-", transfer=transfer, refine=refine
+    )
     state = await start_request(context, services, plan)
     return await CompletionResponse(services, request, state).send(context)
 
@@ -349,6 +361,7 @@ class CompletionResponse(Response):
             **end_fields(sequence),
             **more,
             **self.prompt_logprobs_field(sequence),
+            **self.states_field(sequence),
         }
 
     def _take_output(self, sequence: SequenceState) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:

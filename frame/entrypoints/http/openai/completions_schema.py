@@ -76,6 +76,7 @@ class GenerationRequest(SamplingFields):
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     kv_transfer_params: TransferParams | None = None
+    return_hidden_states: bool | None = None
 
     @property
     def constrains_whole_output(self) -> bool:
@@ -97,6 +98,8 @@ class GenerationRequest(SamplingFields):
             raise ApiError(400, "stream_options needs stream: true; send both, or neither", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
+        if self.return_hidden_states and self.stream:
+            raise ApiError(400, "return_hidden_states cannot be streamed; leave stream out", "return_hidden_states")
         if self.stream and self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_decode:
             raise ApiError(400, "kv_transfer_params.do_remote_decode needs a response that is not streamed; send stream: false", "stream")
         values = self.sampling_fields()

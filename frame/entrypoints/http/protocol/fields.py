@@ -46,8 +46,7 @@ _REMEDIES = {
     """,
     "/v1/chat/completions and /v1/completions of prefill and decode servers take it": "kv_transfer_params",
     "this server does not return it": """
-        return_mm_kwargs
-        return_hidden_states return_routed_experts routed_experts_start_len routed_experts_prompt_start return_cached_tokens_details
+        return_mm_kwargs return_routed_experts routed_experts_start_len routed_experts_prompt_start return_cached_tokens_details
         return_meta_info return_indexer_topk return_sampling_mask return_entropy return_flat_raw_top_logprobs
         return_flat_raw_top_logprobs_b64 return_prompt_text return_token_offsets return_bytes
         return_pooled_hidden_states enable_response_messages
@@ -66,7 +65,7 @@ _REMEDIES = {
         separate_reasoning return_token_ids return_prompt_token_ids return_tokens_as_token_ids truncate_prompt_tokens truncation_side
         truncation service_tier return_logprob logprob_start_len top_logprobs_num return_text_in_logprobs background include
         previous_response_id max_tool_calls output_config priority cache_salt timeout rid request_id
-        session_id prompt_cache_key prompt_cache_retention cache_control
+        session_id prompt_cache_key prompt_cache_retention cache_control return_hidden_states
     """,
     "start the server with the template (--chat-template)": "chat_template",
     "beam search is not implemented; use n": "use_beam_search",
@@ -76,6 +75,7 @@ _REMEDIES = {
     "leave it out": """
         watermarking task ngram_corpus_id custom_labels received_time container context_management item_first
     """,
+    "use truncate_prompt_tokens": "truncate truncation_direction",
     "use thinking_token_budget": "max_thinking_tokens",
     "use reasoning_effort": "require_reasoning reasoning",
     "use separate_reasoning, or reasoning_effort none": "include_reasoning",
@@ -129,6 +129,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "endianness": ("native", "little"),
     "truncation": ("disabled",),
     "tool_choice": ("none", "auto"),
+    "truncate": ("NONE",),
+    "truncation_direction": ("right", "Right"),
     "model": ("default",),
 }
 

@@ -80,14 +80,16 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("POST", "/start_profile", None),
     ("POST", "/stop_profile", None),
     *(("POST", path, {"inputs": 3}) for path in ("/embed", "/v2/embed", "/rerank", "/v1/embeddings", "/pooling", "/v1/moderations")),
+    ("POST", "/embed_all", {"inputs": 3}),
     *(("POST", "/v2/chat", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": each}) for each in (False, True)),
+    *(("POST", "/v1/chat", {"message": "hi", "max_tokens": 4, "stream": each}) for each in (False, True)),
     ("GET", "/info", None),
     *(("POST", path, {}) for path in ("/v1/rerank", "/v2/rerank", "/v1/score", "/score", "/v1/classify", "/classify", "/api/embed")),
 ]  # fmt: skip
 # Bodies of 200 that need a pooling or speech model, whose tests check them, or a device
 ELSEWHERE = {"/embed", "/v2/embed", "/rerank", "/v1/embeddings", "/pooling", "/v1/moderations", "/v1/rerank", "/v2/rerank", "/v1/score",
              "/score", "/v1/classify", "/classify", "/api/embed", "/api/embeddings", "/v1/embed", "/", "/predict", "/similarity",
-             "/start_profile", "/stop_profile", "/update_weights_from_disk",
+             "/embed_all", "/start_profile", "/stop_profile", "/update_weights_from_disk",
              "/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation", "/transfer_weights",
              "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
              "/update_weights_from_tensor", "/begin_weight_update", "/end_weight_update", "/finish_weight_update",
