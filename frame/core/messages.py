@@ -127,12 +127,13 @@ class StepOutput(Message, frozen=True, kw_only=True):
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}  # sent once
     drafts: dict[int, tuple[int, int]] = {}  # drafted tokens that were accepted, and those that were rejected
+    # float32 vector of an embedding or classification request; of one with an aligned text
+    # (`AlignedText`), the matrix [tokens, positions]
+    pooled: dict[int, bytes] = {}
 
 
 class StepTokens(StepOutput, frozen=True):
     """The tokens of one step."""
-
-    pooled: dict[int, bytes] = {}  # float32 vector of an embedding or classification request
 
 
 class NewWeights(Message, frozen=True):

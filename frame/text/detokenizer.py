@@ -124,6 +124,7 @@ class Detokenizer:
             logprobs=tokens.logprobs,
             prompt_logprobs=tokens.prompt_logprobs,
             drafts=tokens.drafts,
+            pooled=tokens.pooled,
             stopped=stopped,
         )
 

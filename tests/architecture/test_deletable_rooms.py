@@ -102,7 +102,10 @@ ROOMS = {
     "responses": Room((f"{HTTP}/openai/response*.py",), paths=("/v1/responses", "/v1/conversations")),
     "batches": Room((f"{HTTP}/openai/batch*.py",), paths=("/v1/batches", "/v1/files")),
     "speech": Room(
-        ("entrypoints/speech.py", "entrypoints/audio.py", "entrypoints/audio_process.py", f"{HTTP}/openai/transcriptions.py"),
+        (
+            *(f"entrypoints/{name}.py" for name in ("speech", "word_times", "audio", "audio_process")),
+            f"{HTTP}/openai/transcriptions.py",
+        ),
         paths=("/v1/audio/transcriptions", "/v1/audio/translations"),
     ),
     **{name: _dialect(name) for name in ROUTES},

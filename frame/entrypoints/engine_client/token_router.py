@@ -97,10 +97,9 @@ class TokenRouter:
         for place, logprobs in message.prompt_logprobs.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.prompt_logprobs = _concatenate(sequence.prompt_logprobs, logprobs)
-        if isinstance(message, StepTokens):
-            for place, vector in message.pooled.items():
-                if (sequence := sequences.get(rids[place])) is not None:
-                    sequence.request.vectors[sequence.index] = vector
+        for place, vector in message.pooled.items():
+            if (sequence := sequences.get(rids[place])) is not None:
+                sequence.request.vectors[sequence.index] = vector
         for place, finish in message.finishes.items():
             if (sequence := sequences.pop(rids[place], None)) is not None:
                 self._end(sequence, finish, now)

@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 from contextlib import closing
-from typing import Any, ClassVar, Literal, NotRequired
+from typing import Any, ClassVar, Literal, NamedTuple, NotRequired
 
 import msgspec
 from pydantic import Field, model_validator
@@ -26,11 +26,13 @@ from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import RequestPlan, check_sequence_count, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.speech import Segment, Speech, Transcription, Window, format_subtitles, join_segments
+from frame.entrypoints.speech import Alignment, Segment, Speech, Transcription, Window, format_subtitles, join_segments
+from frame.entrypoints.word_times import Word
 from frame.media.feature_store import FeatureLease
 
 router = ApiRouter(access=Access.USER)
 
+ALIGNED_AT_ONCE = 4  # windows whose words are timed in one request
 LARGEST_FIELD = 64 * 1024  # bytes of a field that is no file
 FIELDS = "file, model, language, prompt, response_format, temperature, seed, timestamp_granularities[], chunking_strategy and stream"
 NESTED = re.compile(r"chunking_strategy\[(\w{1,50})\]")  # a form's name of a field of the object
@@ -57,6 +59,7 @@ TranscriptionSegment = declare(
     tokens=list[int],
     avg_logprob=float | None,
 )
+TranscriptionWord = declare("TranscriptionWord", "word end", "A word with its punctuation, and its seconds in the audio.", start=float)
 TranscriptionObject = declare(
     "TranscriptionObject",
     "text language? duration?",
@@ -64,6 +67,7 @@ TranscriptionObject = declare(
     usage=TranscriptionUsage,
     task=NotRequired[Literal["transcribe", "translate"]],
     segments=NotRequired[array(TranscriptionSegment)],
+    words=NotRequired[array(TranscriptionWord)],
 )
 
 
@@ -78,7 +82,7 @@ class SpeechFields(RequestOptions):
     temperature: float = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     chunking_strategy: str | dict[str, Any] | None = None
-    timestamp_granularities: tuple[Literal["segment"], ...] = ()
+    timestamp_granularities: tuple[Literal["segment", "word"], ...] = ()
     stream: bool = False
 
     @model_validator(mode="after")
@@ -93,6 +97,14 @@ class SpeechFields(RequestOptions):
     @property
     def has_stamps(self) -> bool:
         return self.response_format in ("verbose_json", "srt", "vtt")
+
+    @property
+    def has_words(self) -> bool:
+        return "word" in self.timestamp_granularities
+
+    @property
+    def has_segments(self) -> bool:
+        return not self.timestamp_granularities or "segment" in self.timestamp_granularities
 
 
 def _check_chunking(strategy: str | dict[str, Any] | None) -> None:
@@ -136,6 +148,8 @@ async def _transcribe(context: RequestContext, services: Services, task: str, le
     form, file = await read_form(context)
     services.check_model(form.model, context.tenant)
     try:
+        if form.has_words:
+            speech.check_alignment("timestamp_granularities")
         language = speech.choose_language(form.language.lower() if form.language else None, task)
         windows = await _decode_while_connected(context, services, file, lease)
     except QuotaExceededError as error:
@@ -155,13 +169,15 @@ async def _transcribe(context: RequestContext, services: Services, task: str, le
     if form.stream:
         await _stream(context, services, state)
         return None
-    segments: list[Segment] = []
+    segments, texts = list[Segment](), list[list[int]]()
     sequences = await _finish(state)
     for window, sequence in zip(windows, sequences, strict=True):
         _, ids, pieces = sequence.take_output()
         logprobs = [each for piece in pieces for each in piece.logprobs]
         segments += speech.read_segments(ids, window.start, window.seconds, logprobs, has_stamps=form.has_stamps)
-    transcription = join_segments(segments, language, sum(window.seconds for window in windows))
+        texts.append([*window_plan[0], *ids])
+    words = await _align(context, services, form, _Texts(windows, texts, len(window_plan[0]), language), lease) if form.has_words else []
+    transcription = join_segments(segments, language, sum(window.seconds for window in windows), words)
     if form.response_format in ("json", "verbose_json"):
         return _write_object(transcription, task, form, state)
     body = transcription.text + "\n" if form.response_format == "text" else format_subtitles(transcription.segments, form.response_format)
@@ -258,6 +274,40 @@ async def _decode(context: RequestContext, services: Services, file: bytes, leas
                 check_sequence_count(services, len(windows), "file")
 
 
+class _Texts(NamedTuple):
+    """The windows of a file, and for each the tokens of its prompt and text."""
+
+    windows: list[Window]
+    token_ids: list[list[int]]
+    prompt_len: int
+    language: str | None
+
+
+async def _align(context: RequestContext, services: Services, form: SpeechFields, texts: _Texts, lease: FeatureLease) -> list[Word]:
+    """The words of all windows. A few windows at a time are read again by the model, so that few
+    matrices (2.7 MB each) are held. Raises ApiError, DisconnectedError."""
+    speech, words = need_speech(services), list[Word]()
+    pairs = list(zip(texts.windows, texts.token_ids, strict=True))
+    prompt_len, language = texts.prompt_len, texts.language
+
+    def plan(window: Window, ids: list[int]) -> Alignment | None:
+        return speech.plan_alignment(window, ids[:prompt_len], ids[prompt_len:], lease)
+
+    for first in range(0, len(pairs), ALIGNED_AT_ONCE):
+        found = [await asyncio.to_thread(plan, *pair) for pair in pairs[first : first + ALIGNED_AT_ONCE]]
+        alignments = [each for each in found if each is not None]
+        if not alignments:
+            continue
+        items = [each.item for each in alignments]
+        plans = _each(speech.plan_alignment_step(), len(items))
+        state = await start_request(context, services, RequestPlan(*plans, form, prefix="align-", encoder_items=items))
+        await _finish(state)
+        for index, alignment in enumerate(alignments):
+            async with services.audio_turns.hold_slot(context.tenant):
+                words += await asyncio.to_thread(speech.read_words, alignment, state.vectors.pop(index), language)
+    return words
+
+
 def _each(plan: tuple[list[int], Any], count: int) -> tuple[list[Any], list[Any]]:
     return [plan[0]] * count, [plan[1]] * count
 
@@ -322,11 +372,13 @@ def _write_object(transcription: Transcription, task: str, form: SpeechFields, s
         }
         for number, each in enumerate(transcription.segments)
     ]
+    words = [{"word": each.text.strip(), "start": each.start, "end": each.end} for each in transcription.words]
     return {
         "task": task,
         "language": transcription.language,
         "duration": round(transcription.duration, 2),
         "text": transcription.text,
-        "segments": segments,
+        **({"segments": segments} if form.has_segments else {}),
+        **({"words": words} if form.has_words else {}),
         "usage": {"type": "duration", "seconds": round(transcription.duration, 2)},
     }
