@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, ClassVar, Literal, NamedTuple, NotRequired
+from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, Protocol
 
 import msgspec
 from pydantic import Field, model_validator
@@ -23,7 +24,7 @@ from frame.entrypoints.http.failures import aborted, as_api_error, raise_failed,
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import FormReader, RequestOptions, parse_body
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_starter import RequestPlan, check_sequence_count, start_request, stream_response, wait_complete
+from frame.entrypoints.http.request_starter import Caller, RequestPlan, check_sequence_count, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.speech import Alignment, Segment, Speech, Transcription, Window, format_subtitles, join_segments
@@ -156,16 +157,7 @@ async def _transcribe(context: RequestContext, services: Services, task: str, le
         raise too_many(error) from None
     except ValueError as error:
         raise as_api_error(error) from None
-    items = [window.item for window in windows]
-    if language is None and speech.detects_language:
-        detection = await start_request(
-            context, services, RequestPlan(*_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_items=items[:1])
-        )
-        language = speech.find_language((await _finish(detection))[0].take_output()[1][0])
-    sampled: dict[str, Any] = {"has_stamps": form.has_stamps, "temperature": form.temperature, "seed": form.seed}
-    window_plan = speech.plan_window(language, task, form.prompt, **sampled)
-    plan = RequestPlan(*_each(window_plan, len(items)), form, prefix="transcr-", encoder_items=items)
-    state = await start_request(context, services, plan)
+    state, language, prompt = await start_windows(context, services, form, windows, language, task)
     if form.stream:
         await _stream(context, services, state)
         return None
@@ -175,8 +167,8 @@ async def _transcribe(context: RequestContext, services: Services, task: str, le
         _, ids, pieces = sequence.take_output()
         logprobs = [each for piece in pieces for each in piece.logprobs]
         segments += speech.read_segments(ids, window.start, window.seconds, logprobs, has_stamps=form.has_stamps)
-        texts.append([*window_plan[0], *ids])
-    words = await _align(context, services, form, _Texts(windows, texts, len(window_plan[0]), language), lease) if form.has_words else []
+        texts.append([*prompt, *ids])
+    words = await _align(context, services, form, _Texts(windows, texts, len(prompt), language), lease) if form.has_words else []
     transcription = join_segments(segments, language, sum(window.seconds for window in windows), words)
     if form.response_format in ("json", "verbose_json"):
         return _write_object(transcription, task, form, state)
@@ -184,6 +176,23 @@ async def _transcribe(context: RequestContext, services: Services, task: str, le
     kind = b"text/vtt; charset=utf-8" if form.response_format == "vtt" else b"text/plain; charset=utf-8"
     await context.respond(body.encode(), headers=((b"content-type", kind),))
     return None
+
+
+async def start_windows(
+    caller: Caller, services: Services, form: SpeechFields, windows: Sequence[Window], language: str | None, task: str = "transcribe"
+) -> tuple[RequestState, str | None, list[int]]:
+    """Start the request that writes the text of windows. language: None: detect it first. -> its
+    state, the language, and the prompt of each window. Raises ApiError, DisconnectedError."""
+    speech, items = need_speech(services), [window.item for window in windows]
+    if language is None and speech.detects_language:
+        detection = await start_request(
+            caller, services, RequestPlan(*_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_items=items[:1])
+        )
+        language = speech.find_language((await _finish(detection))[0].take_output()[1][0])
+    sampled: dict[str, Any] = {"has_stamps": form.has_stamps, "temperature": form.temperature, "seed": form.seed}
+    window_plan = speech.plan_window(language, task, form.prompt, **sampled)
+    plan = RequestPlan(*_each(window_plan, len(items)), form, prefix="transcr-", encoder_items=items)
+    return await start_request(caller, services, plan), language, window_plan[0]
 
 
 def need_speech(services: Services) -> Speech:
@@ -235,8 +244,8 @@ async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
 
 
 async def _decode_while_connected(context: RequestContext, services: Services, file: bytes, lease: FeatureLease) -> list[Window]:
-    """`_decode`, which ends when the client disconnects. Raises DisconnectedError."""
-    decoding = asyncio.create_task(_decode(context, services, file, lease))
+    """`decode_windows`, which ends when the client disconnects. Raises DisconnectedError."""
+    decoding = asyncio.create_task(decode_windows(context, services, file, lease))
 
     def stop() -> None:
         decoding.cancel()
@@ -251,7 +260,13 @@ async def _decode_while_connected(context: RequestContext, services: Services, f
     return decoding.result()
 
 
-async def _decode(context: RequestContext, services: Services, file: bytes, lease: FeatureLease) -> list[Window]:
+class Holder(Caller, Protocol):
+    """A caller whose memory counts, until it ends."""
+
+    def hold(self, size: int) -> None: ...
+
+
+async def decode_windows(context: Holder, services: Services, file: bytes, lease: FeatureLease) -> list[Window]:
     """The windows of a file, each decoded in a turn of its key. Raises InvalidRequestError,
     QuotaExceededError, ApiError."""
     speech, windows = need_speech(services), list[Window]()
@@ -320,31 +335,48 @@ async def _finish(state: RequestState) -> list[SequenceState]:
 
 
 async def _stream(context: RequestContext, services: Services, state: RequestState) -> None:
-    """Events of the text in the order of the windows; what comes early of a later one waits."""
-    waiting, whole, first = [""] * len(state.sequences), list[str](), 0
-    ended = set[int]()  # whose last text is in `waiting`
+    """Events of the text in the order of the windows."""
+    texts = OrderedTexts(len(state.sequences))
 
     def write(sequence: SequenceState) -> bytes:
-        nonlocal first
-        raise_failed([sequence])
-        waiting[sequence.index] += sequence.take_output()[0]
-        if sequence.finish is not None:
-            ended.add(sequence.index)
-        events = []
-        while first < len(waiting):
-            if waiting[first]:
-                whole.append(waiting[first])
-                events.append(_event({"type": "transcript.text.delta", "delta": waiting[first]}))
-                waiting[first] = ""
-            if first not in ended:
-                break
-            first += 1
-        return b"".join(events)
+        return b"".join(_event({"type": "transcript.text.delta", "delta": text}) for text in texts.feed(sequence))
 
     def close() -> bytes:
-        return _event({"type": "transcript.text.done", "text": "".join(whole), "usage": _usage(state)})
+        return _event({"type": "transcript.text.done", "text": texts.whole, "usage": _usage(state)})
 
     await stream_response(context, services, state, write, close)
+
+
+class OrderedTexts:
+    """The texts of windows in their order; what comes early of a later one waits."""
+
+    def __init__(self, num_windows: int) -> None:
+        self._waiting = [""] * num_windows
+        self._ended = set[int]()  # whose last text is in `_waiting`
+        self._first = 0  # that has not ended
+        self._given: list[str] = []
+
+    def feed(self, sequence: SequenceState) -> list[str]:
+        """-> the texts that the new output of a sequence adds. Raises ApiError for one that
+        failed."""
+        raise_failed([sequence])
+        self._waiting[sequence.index] += sequence.take_output()[0]
+        if sequence.finish is not None:
+            self._ended.add(sequence.index)
+        texts = []
+        while self._first < len(self._waiting):
+            if text := self._waiting[self._first]:
+                texts.append(text)
+                self._waiting[self._first] = ""
+            if self._first not in self._ended:
+                break
+            self._first += 1
+        self._given += texts
+        return texts
+
+    @property
+    def whole(self) -> str:
+        return "".join(self._given)
 
 
 def _event(value: dict[str, Any]) -> bytes:
