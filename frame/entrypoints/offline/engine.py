@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from frame.config.schema import FrameConfig
     from frame.entrypoints.offline.session import Session
     from frame.entrypoints.speech import Transcription
-    from frame.entrypoints.word_times import Word
     from frame.text.tokenizer import Encoded, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -238,34 +237,12 @@ class Engine(OfflineWeights):
         its code; None: the model finds it. `prompt`: text that came before. With `translate` the
         text is English. Audio longer than the model's window is cut where it is quiet. With
         `word_timestamps` the model reads each text once more, and the result has `words`."""
-        from frame.entrypoints.audio import open_audio
-        from frame.entrypoints.speech import Speech, join_segments
+        from frame.entrypoints.offline.transcribing import SpeechOptions, transcribe_audio
+        from frame.entrypoints.speech import Speech
 
         need_task(self._resolved, "generate")
-        speech = Speech(self._resolved, self.tokenizer)
-        language = speech.choose_language(language, task)
-        if word_timestamps:
-            speech.check_alignment("word_timestamps")
-        data = Path(audio).read_bytes() if isinstance(audio, str | Path) else audio
-        audio_file = closing(open_audio(data)) if isinstance(data, bytes) else nullcontext(data)
-        with audio_file as opened, closing(self._features.open_lease()) as lease:
-            windows = list(speech.read_windows(opened, lease))
-            items = [window.item for window in windows]
-            if language is None and speech.detects_language:
-                (detection,) = self._run_speech([speech.plan_detection()], items[:1])
-                language = speech.find_language(detection.token_ids[0])
-            plan = speech.plan_window(language, task, prompt, has_stamps=True, temperature=temperature, seed=seed)
-            outputs = self._run_speech([plan] * len(windows), items)
-            words: list[Word] = []
-            for window, output in zip(windows, outputs, strict=True) if word_timestamps else ():
-                if (alignment := speech.plan_alignment(window, plan[0], output.token_ids, lease)) is not None:
-                    (aligned,) = self._run_speech([speech.plan_alignment_step()], [alignment.item])
-                    words += speech.read_words(alignment, aligned.vector or b"", language)
-        segments = []
-        for window, output in zip(windows, outputs, strict=True):
-            logprobs = output.logprobs.logprobs if output.logprobs is not None else ()
-            segments += speech.read_segments(output.token_ids, window.start, window.seconds, logprobs)
-        return join_segments(segments, language, sum(window.seconds for window in windows), words)
+        options = SpeechOptions(language, task, prompt, temperature, seed, word_timestamps)
+        return transcribe_audio(Speech(self._resolved, self.tokenizer), self._features, self._run_speech, audio, options)
 
     def _run_speech(self, plans: Sequence[tuple[list[int], SamplingParams]], items: Sequence[MediaItem]) -> list[Output]:
         """Run one sequence for each item."""

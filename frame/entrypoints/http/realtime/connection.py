@@ -13,6 +13,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from websockets.exceptions import ProtocolError
 from websockets.frames import Frame, Opcode
@@ -35,6 +36,55 @@ UNSUPPORTED, INVALID_TEXT, TOO_LARGE, TRY_LATER = 1003, 1007, 1009, 1013  # clos
 Hold = Callable[[int], None]  # counts bytes as held, or with a negative number gives them back; raises ApiError
 
 
+@dataclass(slots=True)
+class Received:
+    """What has come and was not handled. Bytes from `position` on are not parsed."""
+
+    data: bytes = b""
+    position: int = 0
+    slice: int = FIRST_SLICE  # bytes that are parsed next
+    partial: int = 0  # bytes of a frame that is not complete
+    fragments: list[bytes] = field(default_factory=list)
+    messages: deque[bytes] = field(default_factory=deque)
+    current: int = 0  # bytes of the message that is being handled
+
+    @property
+    def has_rest(self) -> bool:
+        return self.position < len(self.data)
+
+    @property
+    def size(self) -> int:
+        """Bytes that count as held, beside those that are not parsed."""
+        return self.partial + sum(map(len, self.fragments)) + sum(map(len, self.messages)) + self.current
+
+    def take_slice(self) -> bytes:
+        piece = self.data[self.position : self.position + self.slice]
+        self.position += len(piece)
+        if not self.has_rest:
+            self.data, self.position = b"", 0
+        return piece
+
+    def count_frames(self, num_frames: int, size: int) -> None:
+        """A slice of so many bytes had these frames."""
+        self.partial = 0 if num_frames else self.partial + size
+        self.slice = min(LARGEST_SLICE, 2 * self.slice) if num_frames <= FEW_FRAMES else FIRST_SLICE
+
+
+class FrameBudget:
+    """How many frames may come now. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left, self._at = float(MAX_BURST), clock()
+
+    def take(self, frames: int) -> float:
+        """Count frames; -> seconds until one more may come."""
+        now = self._clock()
+        self._left = min(MAX_BURST, self._left + (now - self._at) * FRAMES_A_SECOND) - frames
+        self._at = now
+        return max(0.0, -self._left / FRAMES_A_SECOND)
+
+
 class WebSocketConnection(Successor):
     """One connection, from its handshake on. `max_message`: bytes. `patience`: seconds for a client
     that does not read. `hold`: see `Hold`; messages count until the next one is received."""
@@ -43,14 +93,8 @@ class WebSocketConnection(Successor):
         self._protocol = Protocol(SERVER, state=OPEN, max_size=max_message)
         self._patience, self._hold = patience, hold
         self._loop = asyncio.get_running_loop()
-        self._received = b""  # of which the bytes from `_position` on are not parsed
-        self._position, self._slice = 0, FIRST_SLICE
-        self._partial = 0  # bytes of a frame that is not complete
-        self._fragments: list[bytes] = []
-        self._messages: deque[bytes] = deque()
-        self._current = 0  # bytes of the message that is being handled
-        self._held = 0
-        self._budget, self._budget_at = float(MAX_BURST), self._loop.time()  # frames that may come now
+        self._received, self._held = Received(), 0
+        self._budget = FrameBudget(self._loop.time)
         self._parsing: asyncio.Handle | None = None  # the next slice
         self._waiter: asyncio.Future[None] | None = None  # of `receive`
         self._writable = asyncio.Event()
@@ -72,8 +116,9 @@ class WebSocketConnection(Successor):
 
     async def receive(self) -> bytes:
         """The next message, which is UTF-8. Raises DisconnectedError after the end."""
-        self._current = 0
-        while not self._messages:
+        received = self._received
+        received.current = 0
+        while not received.messages:
             if self.is_over:
                 raise DisconnectedError
             self._read_on()
@@ -82,14 +127,14 @@ class WebSocketConnection(Successor):
                 await self._waiter
             finally:
                 self._waiter = None
-        message = self._messages.popleft()
-        self._current = len(message)
+        message = received.messages.popleft()
+        received.current = len(message)
         return message
 
     def data_received(self, data: bytes) -> None:
         if not self.is_over:
-            self._received = self._received[self._position :] + data
-            self._position = 0
+            self._received.data = self._received.data[self._received.position :] + data
+            self._received.position = 0
             self._read_on()
 
     def _read_on(self) -> None:
@@ -100,35 +145,24 @@ class WebSocketConnection(Successor):
         self._count_held()
         if self.is_over:
             return
-        has_rest = self._position < len(self._received)
-        if has_rest or self._messages or not self._writable.is_set():
+        received, is_free = self._received, not self._received.messages and self._writable.is_set()
+        if received.has_rest or not is_free:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
-        if has_rest and not self._messages and self._writable.is_set():
-            wait = self._take_budget(0)
+        if received.has_rest and is_free:
+            wait = self._budget.take(0)
             self._parsing = self._loop.call_later(wait, self._parse) if wait else self._loop.call_soon(self._parse)
-
-    def _take_budget(self, frames: int) -> float:
-        """Count frames; -> seconds until one more may come."""
-        now = self._loop.time()
-        self._budget = min(MAX_BURST, self._budget + (now - self._budget_at) * FRAMES_A_SECOND) - frames
-        self._budget_at = now
-        return max(0.0, -self._budget / FRAMES_A_SECOND)
 
     def _parse(self) -> None:
         self._parsing = None
         if self.is_over:
             return
-        piece = self._received[self._position : self._position + self._slice]
-        self._position += len(piece)
-        if self._position == len(self._received):
-            self._received, self._position = b"", 0
+        piece = self._received.take_slice()
         self._protocol.receive_data(piece)
         frames = self._protocol.events_received()
-        self._partial = 0 if frames else self._partial + len(piece)
-        self._take_budget(len(frames))
-        self._slice = min(LARGEST_SLICE, 2 * self._slice) if len(frames) <= FEW_FRAMES else FIRST_SLICE
+        self._received.count_frames(len(frames), len(piece))
+        self._budget.take(len(frames))
         for frame in frames:
             if isinstance(frame, Frame) and not self.is_over:
                 self._take_frame(frame)
@@ -143,21 +177,23 @@ class WebSocketConnection(Successor):
         elif frame.opcode is Opcode.BINARY:
             self.close(UNSUPPORTED, "send events as text")
         elif frame.opcode in (Opcode.TEXT, Opcode.CONT):
-            self._fragments.append(bytes(frame.data))
-            if len(self._fragments) > MAX_FRAGMENTS:
+            fragments = self._received.fragments
+            fragments.append(bytes(frame.data))
+            if len(fragments) > MAX_FRAGMENTS:
                 self.close(TOO_LARGE, f"a message may have {MAX_FRAGMENTS} fragments")
             elif frame.fin:
-                message, self._fragments = b"".join(self._fragments), []
+                message = b"".join(fragments)
+                fragments.clear()
                 try:
                     message.decode()
                 except UnicodeDecodeError:
                     self.close(INVALID_TEXT, "the message is not valid UTF-8")
                 else:
-                    self._messages.append(message)
+                    self._received.messages.append(message)
                     self._wake()
 
     def _count_held(self) -> None:
-        size = self._partial + sum(map(len, self._fragments)) + sum(map(len, self._messages)) + self._current
+        size = self._received.size
         try:
             self._hold(size - self._held)
             self._held = size
@@ -191,7 +227,7 @@ class WebSocketConnection(Successor):
 
     def _ping(self) -> None:
         """Ask whether the client is there. One whose messages wait here is."""
-        has_rest = bool(self._messages) or self._position < len(self._received) or self._parsing is not None
+        has_rest = bool(self._received.messages) or self._received.has_rest or self._parsing is not None
         if not self._is_answered and not has_rest:
             self._transport.abort()
             return
@@ -217,9 +253,7 @@ class WebSocketConnection(Successor):
         if self.is_over:
             return
         self.is_over = True
-        self._received, self._position, self._partial, self._current = b"", 0, 0, 0
-        self._fragments.clear()
-        self._messages.clear()
+        self._received = Received()
         self._hold(-self._held)
         self._held = 0
         self._stop_timer("ping")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.chat.chat_request import drop_oldest_turns, make_output_parsers, start_chat
@@ -15,23 +15,12 @@ from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentB
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, TYPES, ApiError
 from frame.entrypoints.http.failures import aborted, failure
 from frame.entrypoints.http.realtime.caller import SessionCaller
+from frame.entrypoints.http.realtime.conversation import Conversation
 from frame.entrypoints.http.realtime.items import Item, RealtimeChat
 from frame.entrypoints.http.request_starter import limit_unread_tokens
 from frame.entrypoints.http.services import Services
 
 Send = Callable[..., Awaitable[None]]  # (type of the event, its fields)
-
-
-class Conversation(Protocol):
-    """Where the items of a response go."""
-
-    @property
-    def conversation_id(self) -> str: ...
-
-    @property
-    def last_id(self) -> str | None: ...
-
-    def add_item(self, item: Item, after: str | None = None) -> str | None: ...
 
 
 def new_id(prefix: str) -> str:
@@ -181,7 +170,7 @@ class TextResponse(BlockEventWriter):
             "status": status,
             "status_details": None,
             "output": list(self._items.values()) if status != "in_progress" else [],
-            "conversation_id": None if self._conversation is None else self._conversation.conversation_id,
+            "conversation_id": None if self._conversation is None else self._conversation.id,
             "output_modalities": ["text"],
             "max_output_tokens": self._settings.get("max_output_tokens") or "inf",
             "metadata": self._metadata,

@@ -13,9 +13,10 @@ from typing import Literal
 
 from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
-from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension
+from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.realtime.open_sessions import OpenSessions
 from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.response_types import declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import HEADER
 from frame.host.installation import install_command, is_installed
@@ -26,7 +27,10 @@ REQUIREMENT = "websockets>=15,<18"
 PROTOCOL = "realtime"  # the subprotocol that OpenAI's clients offer in a browser, beside that with the key
 
 
-@router.get("/v1/realtime")
+RealtimeEvent = declare("RealtimeEvent", "type event_id", "An event over the WebSocket. `type` says which further fields it has.")
+
+
+@router.get("/v1/realtime", responses=responds_with(RealtimeEvent))
 async def realtime(context: ContextDep, services: ServicesDep, model: str = "", intent: Literal["", "transcription"] = "") -> None:
     """Open a session over WebSocket."""
     key, subprotocol = _check_handshake(context)

@@ -16,10 +16,10 @@ import msgspec
 
 from frame.core.blame import explain
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, quoted
-from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.realtime import schema
 from frame.entrypoints.http.realtime.caller import SessionCaller
 from frame.entrypoints.http.realtime.connection import WebSocketConnection
+from frame.entrypoints.http.realtime.conversation import Conversation
 from frame.entrypoints.http.realtime.items import Item, check_generation, check_item, merge, to_chat
 from frame.entrypoints.http.realtime.open_sessions import MAX_SECONDS
 from frame.entrypoints.http.realtime.responses import TextResponse, describe_error, new_id
@@ -35,18 +35,17 @@ MAX_ECHO = 64  # characters of a client's event id that cannot be read, in the e
 
 
 class RealtimeSession:
-    """Implements `OpenSession` and `Conversation`. `model`: as the client names it. The type of the
+    """Implements `OpenSession`. `model`: as the client names it. The type of the
     session is that of the server's model: `transcription` for speech models, else `realtime`."""
 
     def __init__(self, context: RequestContext, services: Services, connection: WebSocketConnection, model: str) -> None:
-        self.id, self._conversation_id = new_id("sess"), new_id("conv")
+        self.id = new_id("sess")
         self.opened_at = self.last_event_at = time.monotonic()
         self._expires_at = int(time.time() + MAX_SECONDS)
         self._context, self._services, self._connection = context, services, connection
         self._fields = schema.SessionFields(model=model or None)
-        self._settings_size = 0  # bytes, as the next
-        self._sizes: dict[str, int] = {}  # of items
-        self._items: dict[str, Item] = {}  # by id, in the order of the conversation
+        self._settings_size = 0  # bytes
+        self._conversation = Conversation(new_id("conv"), context)
         self._response: TextResponse | None = None  # in progress
         self._running: asyncio.Task[None] | None = None  # the response
         self._numbers = itertools.count(1)  # of events
@@ -78,7 +77,8 @@ class RealtimeSession:
                 await asyncio.wait({self._running})
             if self._buffer is not None:
                 await self._buffer.close()
-            self._context.release(self._settings_size + sum(self._sizes.values()))
+            self._conversation.close()
+            self._context.release(self._settings_size)
 
     async def send(self, kind: str, /, **fields: Any) -> None:
         """Send an event. Raises DisconnectedError."""
@@ -108,10 +108,10 @@ class RealtimeSession:
             case schema.ItemCreate():
                 await self._create_item(event)
             case schema.ItemEvent() if event.type == "conversation.item.delete":
-                self._drop_item(event.item_id)
+                self._conversation.delete_item(event.item_id)
                 await self.send("conversation.item.deleted", item_id=event.item_id)
             case schema.ItemEvent():
-                await self.send("conversation.item.retrieved", item=self._find_item(event.item_id))
+                await self.send("conversation.item.retrieved", item=self._conversation.find_item(event.item_id))
             case schema.ResponseCreate():
                 self._create_response(event)
             case schema.ResponseCancel():
@@ -184,58 +184,15 @@ class RealtimeSession:
 
     # conversation ---------------------------------------------------------------------------------
 
-    @property
-    def last_id(self) -> str | None:
-        return next(reversed(self._items), None)
-
-    def add_item(self, item: Item, after: str | None = None) -> str | None:
-        """Add an item behind another (None: the last; "root": none). -> the id of that one. Raises
-        ApiError."""
-        if item["id"] in self._items:
-            raise ApiError(400, f"there is an item {item['id']!r} already; choose another id", "item.id")
-        if len(self._items) >= MAX_MESSAGES:
-            raise ApiError(400, f"the conversation has {MAX_MESSAGES} items, all that it may; delete some", "item")
-        previous = self.last_id if after is None else None if after == "root" else after
-        if previous is not None and previous not in self._items:
-            raise _no_item(previous, "previous_item_id")
-        size = len(msgspec.json.encode(item))
-        self._context.hold(size)
-        self._sizes[item["id"]] = size
-        later = list(self._items.items())
-        if previous != self.last_id:
-            later = later[list(self._items).index(previous) + 1 :] if previous is not None else later
-            for name, _ in later:
-                del self._items[name]
-            self._items[item["id"]] = item
-            self._items.update(later)
-        else:
-            self._items[item["id"]] = item
-        return previous
-
     async def _create_item(self, event: schema.ItemCreate) -> None:
         self._need_conversation(event.type)
         item = check_item(event.item)
         item = {**item, "id": item.get("id") or new_id("item"), "object": "realtime.item"}
-        previous = self.add_item(item, event.previous_item_id)
+        previous = self._conversation.add_item(item, event.previous_item_id)
         await self.send("conversation.item.added", previous_item_id=previous, item=item)
         await self.send("conversation.item.done", previous_item_id=previous, item=item)
 
-    def _find_item(self, name: str) -> Item:
-        item = self._items.get(name)
-        if item is None:
-            raise _no_item(name, "item_id")
-        return item
-
-    def _drop_item(self, name: str) -> None:
-        self._find_item(name)
-        del self._items[name]
-        self._context.release(self._sizes.pop(name))
-
     # responses ------------------------------------------------------------------------------------
-
-    @property
-    def conversation_id(self) -> str:
-        return self._conversation_id
 
     def _create_response(self, event: schema.ResponseCreate) -> None:
         self._need_conversation(event.type)
@@ -244,9 +201,9 @@ class RealtimeSession:
             raise ApiError(400, sentence, None, "conversation_already_has_active_response")
         fields = schema.read_object(schema.ResponseFields, event.response or {}, "response.")
         check_generation(fields, "response.")
-        items = list(self._items.values()) if fields.input is None else self._resolve(fields.input)
+        items = self._conversation.list_items() if fields.input is None else self._resolve(fields.input)
         settings = merge(self._fields, fields)
-        response = TextResponse(settings, fields.metadata, None if fields.conversation == "none" else self)
+        response = TextResponse(settings, fields.metadata, None if fields.conversation == "none" else self._conversation)
         chat = to_chat(settings, items, self._fields.model or "", response.id)
         self._response = response
         self._running = asyncio.create_task(self._run_response(response, chat, event.event_id))
@@ -258,11 +215,7 @@ class RealtimeSession:
             place = f"response.input[{number}]"
             if item.get("type") == "item_reference":
                 schema.check_names(item, ("type", "id"), f"{place}.")
-                name = item.get("id")
-                found = self._items.get(name) if isinstance(name, str) else None
-                if found is None:
-                    raise _no_item(name, f"{place}.id")
-                items.append(found)
+                items.append(self._conversation.find_item(item.get("id"), f"{place}.id"))
             else:
                 items.append(check_item(item, place))
         return items
@@ -298,7 +251,3 @@ class RealtimeSession:
             what = "no response is in progress" if self._response is None else f"the response in progress is {self._response.id}"
             raise ApiError(400, f"{what}; there is nothing to cancel", "response_id", "response_cancel_not_active")
         self._response.cancel()
-
-
-def _no_item(name: Any, param: str) -> ApiError:
-    return ApiError(404, f"the conversation has no item {quoted(name)}", param, "item_not_found")
