@@ -59,7 +59,7 @@ def make_whisper(folder: Path, **changes: Any) -> Path:
         "lang_to_id": {name: ids[name] for name in ("<|en|>", "<|de|>")},
         "task_to_id": {"transcribe": ids["<|transcribe|>"], "translate": ids["<|translate|>"]},
         "no_timestamps_token_id": ids["<|notimestamps|>"], "prev_sot_token_id": ids["<|startofprev|>"], "is_multilingual": True,
-        "suppress_tokens": [10, 11], "begin_suppress_tokens": [220, 1],
+        "suppress_tokens": [10, 11], "begin_suppress_tokens": [220, 1], "alignment_heads": [[1, 0], [2, 3], [2, 1]],
     }  # fmt: skip
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder

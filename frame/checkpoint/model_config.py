@@ -118,10 +118,24 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     text = add_defaults(text)
     if text.get("architectures") == [WHISPER]:  # whose `num_hidden_layers` counts those of the encoder
         text |= {new: text[old] for new, old in _DECODER_SIZES.items() if old in text}
+        text["alignment_heads"] = _read_alignment_heads(generation.get("alignment_heads"), text)
     model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw))
     full_config = raw if any(name in raw for name in _ENCODER_CONFIGS) else {}
     has_processor = any((folder / name).is_file() for name in _PROCESSORS)
     return replace(model_config, sentence=read_sentence_config(folder), full_config=full_config, has_processor=has_processor)
+
+
+def _read_alignment_heads(value: Any, config: Mapping[str, Any]) -> list[list[int]]:
+    """The [layer, head] pairs of a Whisper decoder whose cross-attention follows the audio; empty
+    where generation_config.json has none, or some that the decoder does not have."""
+    sizes = config.get("decoder_layers"), config.get("decoder_attention_heads")
+    pairs = value if isinstance(value, list) else []
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(index) is int for index in (*pair, *sizes))):
+            return []
+        if not all(0 <= index < size for index, size in zip(pair, sizes, strict=True)):
+            return []
+    return sorted({tuple(pair): pair for pair in pairs}.values())
 
 
 def check_head(path: str, field: str) -> None:

@@ -130,6 +130,9 @@ class StepOutput(Message, frozen=True, kw_only=True):
     # tokens, one after another; sent once
     pooled: dict[int, bytes] = {}
     drafts: dict[int, tuple[int, int]] = {}  # drafted tokens that were accepted, and those that were rejected
+    # float32 vector of an embedding or classification request; of one with an aligned text
+    # (`AlignedText`), the matrix [tokens, positions]
+    pooled: dict[int, bytes] = {}
 
 
 class StepTokens(StepOutput, frozen=True):

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
 
 from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.audio import HOP, RATE, AudioFile, extract_features, read_audio, split_windows
 from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.entrypoints.word_times import Word, find_token_ends, split_words
+from frame.media.files import map_features
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from frame.config.resolved import Resolved
     from frame.media.feature_store import FeatureLease
     from frame.text.tokenizer import Tokenizer
@@ -55,6 +59,7 @@ class Transcription:
     language: str | None
     duration: float
     segments: list[Segment] = field(repr=False)
+    words: list[Word] = field(default_factory=list, repr=False)  # where they were asked for
 
 
 class Window(NamedTuple):
@@ -63,6 +68,16 @@ class Window(NamedTuple):
     start: float
     seconds: float
     item: MediaItem
+
+
+class Alignment(NamedTuple):
+    """A window's text that is aligned with its audio. `shape`: of the matrix, (tokens, positions).
+    `item`: of `Generate`, with the audio and the text. `start`: seconds, of the window."""
+
+    token_ids: list[int]
+    shape: tuple[int, int]
+    item: MediaItem
+    start: float
 
 
 class Speech:
@@ -90,6 +105,8 @@ class Speech:
         forced = settings.get("forced_decoder_ids") or config.get("forced_decoder_ids") or ()  # of older checkpoints
         self._forced = [int(token) for _, token in forced if token is not None and token != self._no_stamps]
         self._default_language = self._find_default(settings)
+        self._has_alignment = bool(resolved.model.config.get("alignment_heads"))
+        self._max_aligned = int(resolved.model.config["max_target_positions"])
 
     def read_windows(self, audio: AudioFile | np.ndarray, lease: FeatureLease) -> Iterator[Window]:
         """The windows of a file, or of float32 samples [n] of 16 kHz, one at a time. lease: what
@@ -121,6 +138,57 @@ class Speech:
         if task == "translate" and task not in self._tasks:
             raise InvalidRequestError("the model translates nothing, because it has one language; use /v1/audio/transcriptions", "model")
         return language or self._default_language
+
+    def check_alignment(self, param: str) -> None:
+        """Raise InvalidRequestError, which names the field `param`, for a checkpoint that cannot
+        say when a word is spoken."""
+        if not self._has_alignment:
+            sentence = "the checkpoint's generation_config.json has no alignment_heads of its decoder, which times of words need"
+            raise InvalidRequestError(f"{sentence}; ask for segments, or add them", param)
+
+    def plan_alignment(self, window: Window, prompt: Sequence[int], ids: Sequence[int], lease: FeatureLease) -> Alignment | None:
+        """How a window's text is aligned with its audio: the model reads all of it at once. prompt,
+        ids: tokens that the window's text was made with, and its own. None: it has no text."""
+        text = [token for token in ids if token not in self._tokenizer.eos_token_ids][: self._max_aligned - len(prompt)]
+        if not any(token < self._no_stamps for token in text):
+            return None
+        positions = max(1, min(self.input_shape[1], math.ceil(round(window.seconds * RATE) / HOP)) // 2)
+        arrays = {
+            **map_features(window.item),
+            "aligned_ids": np.array([*prompt, *text], np.int64),
+            "aligned_sizes": np.array([len(prompt), positions], np.int64),
+        }
+        digest = hashlib.sha256(window.item.digest + arrays["aligned_ids"].tobytes() + arrays["aligned_sizes"].tobytes()).digest()
+        file = lease.add(digest, arrays)
+        item = structs.replace(window.item, digest=digest, path=file.path, arrays=file.arrays)
+        return Alignment(text, (len(text), positions), item, window.start)
+
+    def plan_alignment_step(self) -> tuple[list[int], SamplingParams]:
+        """The prompt and parameters of a request with an `Alignment`, whose one token is not read.
+        The prompt has one token, so that one step reads it."""
+        return [self._start], SamplingParams(max_tokens=1, temperature=0.0)
+
+    def read_words(self, alignment: Alignment, matrix: bytes, language: str | None) -> list[Word]:
+        """The words of a window's text, by the matrix that the engine returned. A word lies within
+        one segment."""
+        ends = find_token_ends(np.frombuffer(matrix, np.float32).reshape(alignment.shape)) * STAMP_SECONDS
+        times = np.round(np.append(0.0, ends) + alignment.start, 2).tolist()  # a token starts where the one before it ends
+        words, run = list[Word](), list[int]()  # run: indices of the text tokens of a segment
+
+        def end_segment() -> None:
+            tokens = [alignment.token_ids[index] for index in run]
+            for text, first, last in split_words(tokens, lambda part: self._tokenizer.decode(part, False), language):
+                if text.strip():
+                    words.append(Word(text, times[run[first]], times[run[last] + 1]))
+            run.clear()
+
+        for index, token in enumerate(alignment.token_ids):
+            if token > self._no_stamps:
+                end_segment()
+            elif token not in self._tokenizer.special_ids:
+                run.append(index)
+        end_segment()
+        return words
 
     @property
     def detects_language(self) -> bool:
@@ -180,9 +248,9 @@ class Speech:
         return segments
 
 
-def join_segments(segments: Sequence[Segment], language: str | None, duration: float) -> Transcription:
+def join_segments(segments: Sequence[Segment], language: str | None, duration: float, words: Iterable[Word] = ()) -> Transcription:
     """The transcription of all windows' segments."""
-    return Transcription("".join(segment.text for segment in segments).strip(), language, duration, list(segments))
+    return Transcription("".join(segment.text for segment in segments).strip(), language, duration, list(segments), list(words))
 
 
 def format_subtitles(segments: Sequence[Segment], kind: str) -> str:

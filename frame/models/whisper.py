@@ -16,7 +16,7 @@ from torch import nn
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionSpec
-from frame.core.interfaces.batch import EncoderInputs, SelectedTokens
+from frame.core.interfaces.batch import AlignedText, EncoderInputs, SelectedTokens
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.core.interfaces.model import CausalLM
 from frame.models.layers.embedding import Head, VocabEmbedding
@@ -126,6 +126,10 @@ class CrossAttention(nn.Module):
         self.q = ColumnLinear(context, (f"{prefix}.q_proj",), hidden, (hidden,), bias=True)
         self.kv = ColumnLinear(context, (f"{prefix}.k_proj", f"{prefix}.v_proj"), hidden, (hidden, hidden), bias=True)
         self.out = RowLinear(context, f"{prefix}.out_proj", hidden, hidden, bias=True)
+        own = HeadLayout(context, model_config.num_heads, model_config.num_heads, model_config.head_dim).queries
+        heads = [head - own.start for each, head in model_config.config.get("alignment_heads", ()) if each == layer]
+        self.alignment_heads = [head for head in heads if 0 <= head < own.size]  # of this rank
+        self.median_width = int(model_config.config.get("median_filter_width", 7))
 
     def store(self, encoded: torch.Tensor, kv_slots: torch.Tensor, cache: KVCache) -> None:
         """Write a block. encoded: [positions, hidden]; kv_slots: int64 [positions]."""
@@ -136,6 +140,21 @@ class CrossAttention(nn.Module):
         q = self.q(x).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         # the step has no keys of its own here: the backend reads those of the block
         return self.out(self.backend.run(self.spec, q, q, q, batch.view(self.spec.layer)).flatten(1))
+
+    def align(self, x: torch.Tensor, encoded: torch.Tensor, text: AlignedText) -> tuple[torch.Tensor, torch.Tensor]:
+        """Like `forward`, of one sequence and without the block. -> the output, and the sum of the
+        weights of this rank's alignment heads, float32 [tokens after the prompt, positions]. They
+        are normalized over the tokens and smoothed over the positions, as in transformers."""
+        shape = (self.spec.num_heads, self.spec.head_dim)
+        q = self.q(x).unflatten(-1, shape).transpose(0, 1)
+        k, v = self.kv(encoded).unflatten(-1, (2, *shape)).permute(1, 2, 0, 3)
+        total = torch.zeros(len(x) - text.prompt_len, text.positions, device=x.device)
+        for head in self.alignment_heads:  # one at a time: sorting takes many times the memory of a head's weights
+            weights = (q[head].float() @ k[head].float().T * self.spec.scale).softmax(-1)[text.prompt_len :, : text.positions]
+            weights = (weights - weights.mean(0)) / weights.std(0, unbiased=False)
+            total += _filter_median(weights, self.median_width)
+        attended = F.scaled_dot_product_attention(q[None], k[None], v[None], scale=self.spec.scale)[0]
+        return self.out(attended.transpose(0, 1).flatten(1)), total
 
 
 class WhisperDecoderLayer(nn.Module):
@@ -163,6 +182,16 @@ class WhisperDecoderLayer(nn.Module):
         x = x + self.out(self.backend.run(self.spec, q, k, v, batch).flatten(1))
         x = x + self.cross(self.cross_norm(x), batch)
         return x + self.mlp(self.mlp_norm(x))
+
+    def align(self, x: torch.Tensor, encoded: torch.Tensor, text: AlignedText) -> tuple[torch.Tensor, torch.Tensor]:
+        """Like `forward`, of one whole sequence and without a cache; see `CrossAttention.align`."""
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.spec.num_heads, self.spec.head_dim))
+        q, k, v = qkv.permute(1, 2, 0, 3)[:, None]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.spec.scale)[0]
+        x = x + self.out(attended.transpose(0, 1).flatten(1))
+        crossed, weights = self.cross.align(self.cross_norm(x), encoded, text)
+        x = x + crossed
+        return x + self.mlp(self.mlp_norm(x)), weights
 
 
 class WhisperForConditionalGeneration(CausalLM, nn.Module):
@@ -211,16 +240,41 @@ class WhisperForConditionalGeneration(CausalLM, nn.Module):
         """Write the blocks of the sequences that start. One sequence at a time: its positions fill
         the device, and activations stay small."""
         crossing = [layer.cross for layer in self.layers if isinstance(layer, WhisperDecoderLayer)]
-        for features, kv_slots in zip(encoder_inputs.features, encoder_inputs.kv_slots, strict=True):
+        texts = encoder_inputs.aligned or (None,) * len(encoder_inputs.features)
+        for features, kv_slots, text in zip(encoder_inputs.features, encoder_inputs.kv_slots, texts, strict=True):
             encoded = self.encoder(features)
             for cross in crossing:
                 cross.store(encoded, kv_slots, kv)
+            if text is not None:
+                encoder_inputs.alignments[text.slot] = self._align(encoded, text)
+
+    def _align(self, encoded: torch.Tensor, text: AlignedText) -> torch.Tensor:
+        """How much each token of a text belongs to each position of the audio: the mean over the
+        alignment heads, float32 [tokens, positions]."""
+        pairs: list[list[int]] = self.model_config.config["alignment_heads"]
+        x = self.embed_tokens(text.token_ids) + self.positions.weight[: len(text.token_ids)]
+        total = torch.zeros(len(x) - text.prompt_len, text.positions, device=x.device)
+        for layer in self.layers[: max(layer for layer, _ in pairs) + 1]:
+            x, weights = layer.align(x, encoded, text)
+            total += weights
+        if self.context.tp.size > 1:
+            total = self.context.tp.all_reduce(total)
+        return total / len(pairs)
 
 
 def _make_spec(context: BuildContext, model_config: ModelConfig, layer: int) -> AttentionSpec:
     heads = HeadLayout(context, model_config.num_heads, model_config.num_heads, model_config.head_dim)
     dim = model_config.head_dim
     return AttentionSpec(layer, heads.num_heads, heads.num_kv_heads, dim, dim, scale=dim**-0.5)
+
+
+def _filter_median(values: torch.Tensor, width: int) -> torch.Tensor:
+    """The median of each value [n, positions] and its neighbours, `width` (odd) in all."""
+    pad = width // 2
+    if values.shape[-1] <= pad:
+        return values
+    padded = F.pad(values[None], (pad, pad), mode="reflect")[0]
+    return padded.unfold(-1, width, 1).sort()[0][..., pad]
 
 
 def _add_biases(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:

@@ -125,6 +125,7 @@ class Detokenizer:
             prompt_logprobs=tokens.prompt_logprobs,
             pooled=tokens.pooled,
             drafts=tokens.drafts,
+            pooled=tokens.pooled,
             stopped=stopped,
         )
 

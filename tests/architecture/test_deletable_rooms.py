@@ -103,9 +103,13 @@ ROOMS = {
     "responses": Room((f"{HTTP}/openai/response*.py",), paths=("/v1/responses", "/v1/conversations")),
     "batches": Room((f"{HTTP}/openai/batch*.py",), paths=("/v1/batches", "/v1/files")),
     "speech": Room(
-        ("entrypoints/speech.py", "entrypoints/audio.py", "entrypoints/audio_process.py", f"{HTTP}/openai/transcriptions.py"),
+        (
+            *(f"entrypoints/{name}.py" for name in ("speech", "word_times", "audio", "audio_process", "offline/transcribing")),
+            *(f"{HTTP}/{name}/transcription{end}.py" for name, end in (("openai", "s"), ("realtime", ""))),
+        ),
         paths=("/v1/audio/transcriptions", "/v1/audio/translations"),
     ),
+    "realtime": Room((f"{HTTP}/realtime",), paths=("/v1/realtime",)),
     **{name: _dialect(name) for name in ROUTES},
 }
 PROBED = [name for name in ROOMS if name != "testing"]  # whose fake runner the probe uses; the server below starts without it

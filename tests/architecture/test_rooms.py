@@ -25,7 +25,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "frame.entrypoints": (
         "version", "keys", "logs", "tls", "origin", "moderation", "relevance", "audio_process", "engine_client", "tracing", "hub",
-        "configuration", "processes", "audio", "media", "speech", "offline", "handoff", "http", "grpc", "router", "tools", "cli",
+        "configuration", "processes", "audio", "word_times", "media", "speech", "offline", "handoff", "http", "grpc", "router", "tools",
+        "cli",
     ),
 }  # fmt: skip
 

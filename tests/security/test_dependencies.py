@@ -41,7 +41,7 @@ NONE_KNOWN = {
     "matplotlib", "msgspec", "nixl-cu13", "openai", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "packaging", "pluggy",
     "prometheus-client",
     "pydantic-core", "pyzmq", "rich", "safetensors", "sgl-deep-gemm", "sgl-flash-mla", "soundfile", "tokenizers", "torch-memory-saver",
-    "triton", "typing-extensions", "uvloop", "xxhash",
+    "triton", "typing-extensions", "uvloop", "websockets", "xxhash",
 }  # fmt: skip
 NOT_SERVING = ("test", "test-kit", "load", "docs", "dev")  # extras that servers do not use
 

@@ -6,7 +6,7 @@ Used by the model runners. Must not know how the output was computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.runner import DeviceLost, UnsampledStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from frame.core.interfaces.platform import SupportsStreams
     from frame.core.interfaces.runner import PendingStep
@@ -62,17 +62,21 @@ class StepOutput:
     counts: torch.Tensor | None = None  # int64 [sampling rows]; see `StepResult.counts`
     drafts: torch.Tensor | None = None  # int64 [sampling rows, k]; see `StepResult.drafts`
     order: torch.Tensor | None = None  # int64 [samples]; see `Verified.order`
+    alignments: Mapping[int, torch.Tensor] = field(default_factory=dict)  # see `EncoderInputs.alignments`
 
     def tensors(self) -> list[torch.Tensor]:
         sampled = self.sampled
         first = (sampled.token_ids, sampled.best)
         scores = (sampled.logprobs, sampled.top_ids, sampled.top_logprobs, sampled.listed_logprobs)
         tensors = (*first, self.counts, self.drafts, self.order, *scores)
-        return [tensor for tensor in tensors if tensor is not None] + (self.prompts.tensors() if self.prompts else [])
+        others = [*(self.prompts.tensors() if self.prompts else ()), *self.alignments.values()]
+        return [*(tensor for tensor in tensors if tensor is not None), *others]
 
     def result(self, arrays: list[np.ndarray]) -> StepResult:
         """Build the StepResult from host copies of `tensors()`, which are not written to
         afterwards."""
+        end = len(arrays) - len(self.alignments)
+        arrays, aligned = arrays[:end], arrays[end:]
         token_ids, best = arrays[:2]
         counts, drafts = (arrays.pop(2).astype(np.int32) if each is not None else None for each in (self.counts, self.drafts))
         order = None if self.order is None else arrays.pop(2)
@@ -97,6 +101,7 @@ class StepOutput:
             prompt_logprobs=None if prompts is None else prompts.logprobs,
             hidden_states=None if prompts is None else prompts.states,
             faults=self.faults,
+            alignments=dict(zip(self.alignments, aligned, strict=True)),
             **values,
         )
 

@@ -23,6 +23,7 @@ from frame.core.execution.decode_graphs import PADDED_ROWS, DecodeGraphs, Decode
 from frame.core.execution.input_batch import ForwardInputs, InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
+from frame.core.interfaces.batch import EncoderInputs
 from frame.core.interfaces.platform import SupportsStreams
 from frame.core.interfaces.rank_context import track_silently
 from frame.core.interfaces.runner import DeviceLost, ModelRunner
@@ -394,7 +395,9 @@ class TorchModelRunner(ModelRunner):
             if drafts is not None:
                 self.inputs.table.store_drafts(drafting.slots, drafts)
         faults = self.processors.find_faults(plans.sampling.slots)
-        output = StepOutput(step, sampled, plans.sampling, prompts, faults, counts, drafts, order)
+        encoded = inputs.batch.get(EncoderInputs) if isinstance(inputs, ForwardInputs) else None
+        alignments = {} if encoded is None else encoded.alignments
+        output = StepOutput(step, sampled, plans.sampling, prompts, faults, counts, drafts, order, alignments)
         return fetch(output, self.streams)
 
     def _move_accepted(self, inputs: StepInputs, order: torch.Tensor, first: torch.Tensor, counts: torch.Tensor) -> None:

@@ -134,6 +134,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     banned: np.ndarray | None = None  # bool [samples]; of the invalid ones: whether every logit was -inf; None: none is known to be
     faults: dict[int, str] | None = None  # by sample: why a logits processor failed on its request, which ends
     pooled: np.ndarray | None = None  # float32 [sampling rows, width]; of pooling tasks, whose `token_ids` are empty
+    alignments: dict[int, np.ndarray] = {}  # float32 [tokens, positions], by request slot; see `AlignedText`
     groups: list[StepResult] = []  # of each attention group, for a batch with groups, whose `token_ids` are empty
 
 
@@ -198,6 +199,19 @@ class EncoderInputs:
 
     features: torch.Tensor  # float32 [n, *ModelConfig.encoder_input]
     kv_slots: torch.Tensor  # int64 [n, positions]; where the positions are stored
+    aligned: tuple[AlignedText | None, ...] = ()  # one a sequence, or none at all
+    # float32 [tokens, positions], by request slot; the model adds those of the aligned texts
+    alignments: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedText:
+    """A text that a speech model aligns with the audio in the step that encodes it."""
+
+    slot: int  # of the request
+    token_ids: torch.Tensor  # int64 [n]; the prompt, then the text
+    prompt_len: int
+    positions: int  # of the encoder, from the first on, that have sound
 
 
 @dataclass(frozen=True, slots=True)

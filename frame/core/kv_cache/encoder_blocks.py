@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from frame.core.interfaces.batch import EncoderInputs, ForwardBatch, HostView, ScheduledBatch
+from frame.core.interfaces.batch import AlignedText, EncoderInputs, ForwardBatch, HostView, ScheduledBatch
 from frame.core.interfaces.media import MediaItem
 from frame.core.kv_cache.geometry import CacheGroup, KVGeometry
 from frame.core.kv_cache.kv_pool import PageTable
@@ -33,6 +33,7 @@ class EncoderBlocks:
         self.read_features: Callable[[MediaItem], Mapping[str, np.ndarray]] | None = None  # the builder sets it
         self._group = group.pool
         self._rows = self._make_rows(num_rows)
+        self._aligned: list[tuple[int, int, int] | None] = []  # of the step: (slot, prompt tokens, positions)
 
     def expand_writes(self, writes: np.ndarray) -> np.ndarray:
         """Writes of (slot, 0, block), int32 [n, 3], as writes of pages, int32 [n * span, 3]."""
@@ -49,21 +50,31 @@ class EncoderBlocks:
             positions = np.arange(self.length)
             pages = self.table.host_pages[slots][:, positions // size].astype(np.int64)
             arrays["group_encoded"] = pages * size + positions % size
-            arrays["group_features"] = np.stack([self._read(order.item) for order in orders])
+            items = [self._read(order.item) for order in orders]
+            arrays["group_features"] = np.stack([item["input_features"] for item in items])
+            self._aligned = [None] * len(orders)
+            for index, (order, item) in enumerate(zip(orders, items, strict=True)):
+                if "aligned_ids" in item:
+                    self._aligned[index] = order.slot, *item["aligned_sizes"].tolist()
+                    arrays[f"group_aligned_{index}"] = item["aligned_ids"].copy()
         return arrays
 
-    def _read(self, item: MediaItem) -> np.ndarray:
-        """The encoder's input, the one array of the item's file."""
+    def _read(self, item: MediaItem) -> Mapping[str, np.ndarray]:
+        """The encoder's input, `input_features`, and of a text that is aligned with it
+        `aligned_ids` and `aligned_sizes`: the tokens of the prompt, and positions with sound."""
         if self.read_features is None:
             raise RuntimeError("an encoder-decoder model got an item, and nothing reads files of features")
-        (features,) = self.read_features(item).values()
-        return features
+        return self.read_features(item)
 
     def make_view(self, batch: ForwardBatch, places: Mapping[str, torch.Tensor]) -> ForwardBatch:
         """The batch as the group's layers read it, without a plan. Adds `EncoderInputs` to the
         batch where sequences start."""
         if "group_features" in places:
-            batch.extensions[EncoderInputs] = EncoderInputs(places["group_features"], places["group_encoded"])
+            aligned = tuple(
+                None if sizes is None else AlignedText(sizes[0], places[f"group_aligned_{index}"], *sizes[1:])
+                for index, sizes in enumerate(self._aligned)
+            )
+            batch.extensions[EncoderInputs] = EncoderInputs(places["group_features"], places["group_encoded"], aligned)
         queries, count = places["group_queries"], batch.num_tokens
         if count > len(self._rows["query_lens"]):
             self._rows = self._make_rows(2 * count)

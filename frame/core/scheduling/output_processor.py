@@ -98,6 +98,9 @@ class OutputProcessor:
         for i in sampled.discarded:
             message.token_ids[i].pop()
         self._add_details(sampled, result, message)
+        for slot, matrix in result.alignments.items():  # of prompts of one token, which sample in the step that encodes
+            if slot in slots:
+                message.pooled[slots.index(slot)] = matrix.tobytes()
         self._cache_prefills(sampled, record)
         for i, finish in sampled.finishes.items():
             self._end(self._table.get_request(slots[i]), finish, i not in sampled.discarded)

@@ -84,9 +84,10 @@ class App(FastAPI):
             self.middleware_stack = self.build_middleware_stack()
         try:
             await self.middleware_stack(scope, receive, send)
-        finally:  # both refer to the scope: with them, the request would stay until a garbage collection
+        finally:  # all refer to the scope: with them, the request would stay until a garbage collection
             scope.pop("asgi_channel", None)
             scope.pop("context", None)
+            scope.pop("hand_over", None)
 
     def build_middleware_stack(self) -> Any:
         """The extensions' middlewares, around the dispatcher. FastAPI's own are left out: routes

@@ -150,11 +150,16 @@ class RequestContext:
     def hold(self, size: int) -> None:
         """Count `size` bytes as held until the request ends. Raises ApiError 503 where all requests
         together would hold more than they may, and 429 beyond the share of the key or address."""
-        self._bodies.take(size, self._owner)
+        self._bodies.take(size, self.owner)
         self._held += size
 
+    def release(self, size: int) -> None:
+        """Give back `size` bytes of those that are held."""
+        self._bodies.give_back(size, self.owner)
+        self._held -= size
+
     @property
-    def _owner(self) -> str:
+    def owner(self) -> str:
         """Whose share of all bodies it takes: its key's, else its address's."""
         return self.tenant or str((self.scope.get("client") or ("",))[0])
 
@@ -180,8 +185,11 @@ class RequestContext:
             if not is_required:
                 return None
             raise ApiError(400, "the body is empty; send a JSON object")
-        maximum = self._bodies.max_values
-        problem = await run_unless_small(data, problem_of, maximum)
+        return await self.decode(data)
+
+    async def decode(self, data: bytes) -> Any:
+        """The JSON of a body or a message. Raises ApiError 400."""
+        problem = await run_unless_small(data, problem_of, self._bodies.max_values)
         if problem is not None:
             raise ApiError(400, problem)
         try:
@@ -208,7 +216,7 @@ class RequestContext:
 
     async def close(self) -> None:
         """End the request: release its held bytes, and stop watching the connection."""
-        self._bodies.give_back(self._held, self._owner)
+        self._bodies.give_back(self._held, self.owner)
         self._held = 0
         if self._watcher is not None:
             self._watcher.cancel()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # rooms that a server imports with their routes, and that can
     from frame.entrypoints.http.openai.response_store import ResponseStore
     from frame.entrypoints.http.operations.live_feed import LiveFeed
     from frame.entrypoints.http.protocol.continuation import Fleet
+    from frame.entrypoints.http.realtime.open_sessions import OpenSessions
     from frame.entrypoints.media.media_service import MediaService
     from frame.entrypoints.speech import Speech
 
@@ -94,6 +95,7 @@ class Services:
     formatting: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(1))
     speech: Speech | None = field(init=False, default=None)  # of a speech model, after its first request
     features: FeatureStore = field(init=False, default_factory=FeatureStore)  # of its audio
+    realtime: OpenSessions | None = field(init=False, default=None)  # after its first session
     sessions: SessionStore = field(init=False, default_factory=SessionStore)  # that clients have opened
     _responses: ResponseStore | None = field(init=False, default=None)
     # OpenAI's system_fingerprint, of the version and the settings that outputs may depend on

@@ -231,31 +231,18 @@ class Engine(OfflineWeights):
         prompt: str = "",
         temperature: float = 0.0,
         seed: int | None = None,
+        word_timestamps: bool = False,
     ) -> Transcription:
         """The text of speech: a file's path or bytes, or float32 samples [n] of 16 kHz. `language`:
         its code; None: the model finds it. `prompt`: text that came before. With `translate` the
-        text is English. Audio longer than the model's window is cut where it is quiet."""
-        from frame.entrypoints.audio import open_audio
-        from frame.entrypoints.speech import Speech, join_segments
+        text is English. Audio longer than the model's window is cut where it is quiet. With
+        `word_timestamps` the model reads each text once more, and the result has `words`."""
+        from frame.entrypoints.offline.transcribing import SpeechOptions, transcribe_audio
+        from frame.entrypoints.speech import Speech
 
         need_task(self._resolved, "generate")
-        speech = Speech(self._resolved, self.tokenizer)
-        language = speech.choose_language(language, task)
-        data = Path(audio).read_bytes() if isinstance(audio, str | Path) else audio
-        audio_file = closing(open_audio(data)) if isinstance(data, bytes) else nullcontext(data)
-        with audio_file as opened, closing(self._features.open_lease()) as lease:
-            windows = list(speech.read_windows(opened, lease))
-            items = [window.item for window in windows]
-            if language is None and speech.detects_language:
-                (detection,) = self._run_speech([speech.plan_detection()], items[:1])
-                language = speech.find_language(detection.token_ids[0])
-            plan = speech.plan_window(language, task, prompt, has_stamps=True, temperature=temperature, seed=seed)
-            outputs = self._run_speech([plan] * len(windows), items)
-        segments = []
-        for window, output in zip(windows, outputs, strict=True):
-            logprobs = output.logprobs.logprobs if output.logprobs is not None else ()
-            segments += speech.read_segments(output.token_ids, window.start, window.seconds, logprobs)
-        return join_segments(segments, language, sum(window.seconds for window in windows))
+        options = SpeechOptions(language, task, prompt, temperature, seed, word_timestamps)
+        return transcribe_audio(Speech(self._resolved, self.tokenizer), self._features, self._run_speech, audio, options)
 
     def _run_speech(self, plans: Sequence[tuple[list[int], SamplingParams]], items: Sequence[MediaItem]) -> list[Output]:
         """Run one sequence for each item."""

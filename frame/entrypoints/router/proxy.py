@@ -83,6 +83,7 @@ class Proxy:
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        is_websocket = scope.pop("hand_over", None) is not None
         name = scope["request_id"] = request_id_of(scope["headers"])
         REQUEST_ID.set(name)  # in the context of this request's task alone
         query = scope["query_string"]
@@ -92,6 +93,8 @@ class Proxy:
             headers.append((b"x-forwarded-for", scope["client"][0].encode()))
         context = RequestContext(scope, receive, send, self._max_body, bodies=self._bodies)
         try:
+            if is_websocket:
+                raise ApiError(400, "the router passes no WebSockets on; connect to a server itself")
             if any(name == HEADER for name, _ in headers):
                 raise ApiError(400, f"{HEADER.decode()} is a header between router and servers; leave it out")
             if not target.startswith(b"/"):

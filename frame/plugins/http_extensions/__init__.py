@@ -13,6 +13,7 @@ _HTTP = "frame.entrypoints.http"
 # name -> (target, summary)
 _APIS = {
     "openai": (f"{_HTTP}.openai.completions:OpenAIRoutes", "The OpenAI API: chat, responses, embeddings, audio, batches."),
+    "realtime": (f"{_HTTP}.realtime.routes:RealtimeRoutes", "/v1/realtime of the OpenAI API, over WebSocket."),
     "anthropic": (f"{_HTTP}.dialects.anthropic:AnthropicRoutes", "The Anthropic Messages API."),
     "native": (f"{_HTTP}.native.generate:NativeRoutes", "/generate, /tokenize, reranking, scoring and classification."),
     "vllm": (f"{_HTTP}.dialects.vllm:VllmRoutes", "Further routes of vLLM: batched chat, render, pooling, version, load."),

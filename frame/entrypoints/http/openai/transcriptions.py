@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, ClassVar, Literal, NotRequired
+from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, Protocol
 
 import msgspec
 from pydantic import Field, model_validator
@@ -23,14 +24,16 @@ from frame.entrypoints.http.failures import aborted, as_api_error, raise_failed,
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import FormReader, RequestOptions, parse_body
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_starter import RequestPlan, check_sequence_count, start_request, stream_response, wait_complete
+from frame.entrypoints.http.request_starter import Caller, RequestPlan, check_sequence_count, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.speech import Segment, Speech, Transcription, Window, format_subtitles, join_segments
+from frame.entrypoints.speech import Alignment, Segment, Speech, Transcription, Window, format_subtitles, join_segments
+from frame.entrypoints.word_times import Word
 from frame.media.feature_store import FeatureLease
 
 router = ApiRouter(access=Access.USER)
 
+ALIGNED_AT_ONCE = 4  # windows whose words are timed in one request
 LARGEST_FIELD = 64 * 1024  # bytes of a field that is no file
 FIELDS = "file, model, language, prompt, response_format, temperature, seed, timestamp_granularities[], chunking_strategy and stream"
 NESTED = re.compile(r"chunking_strategy\[(\w{1,50})\]")  # a form's name of a field of the object
@@ -57,6 +60,7 @@ TranscriptionSegment = declare(
     tokens=list[int],
     avg_logprob=float | None,
 )
+TranscriptionWord = declare("TranscriptionWord", "word end", "A word with its punctuation, and its seconds in the audio.", start=float)
 TranscriptionObject = declare(
     "TranscriptionObject",
     "text language? duration?",
@@ -64,6 +68,7 @@ TranscriptionObject = declare(
     usage=TranscriptionUsage,
     task=NotRequired[Literal["transcribe", "translate"]],
     segments=NotRequired[array(TranscriptionSegment)],
+    words=NotRequired[array(TranscriptionWord)],
 )
 
 
@@ -78,7 +83,7 @@ class SpeechFields(RequestOptions):
     temperature: float = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     chunking_strategy: str | dict[str, Any] | None = None
-    timestamp_granularities: tuple[Literal["segment"], ...] = ()
+    timestamp_granularities: tuple[Literal["segment", "word"], ...] = ()
     stream: bool = False
 
     @model_validator(mode="after")
@@ -93,6 +98,14 @@ class SpeechFields(RequestOptions):
     @property
     def has_stamps(self) -> bool:
         return self.response_format in ("verbose_json", "srt", "vtt")
+
+    @property
+    def has_words(self) -> bool:
+        return "word" in self.timestamp_granularities
+
+    @property
+    def has_segments(self) -> bool:
+        return not self.timestamp_granularities or "segment" in self.timestamp_granularities
 
 
 def _check_chunking(strategy: str | dict[str, Any] | None) -> None:
@@ -136,38 +149,50 @@ async def _transcribe(context: RequestContext, services: Services, task: str, le
     form, file = await read_form(context)
     services.check_model(form.model, context.tenant)
     try:
+        if form.has_words:
+            speech.check_alignment("timestamp_granularities")
         language = speech.choose_language(form.language.lower() if form.language else None, task)
         windows = await _decode_while_connected(context, services, file, lease)
     except QuotaExceededError as error:
         raise too_many(error) from None
     except ValueError as error:
         raise as_api_error(error) from None
-    items = [window.item for window in windows]
-    if language is None and speech.detects_language:
-        detection = await start_request(
-            context, services, RequestPlan(*_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_items=items[:1])
-        )
-        language = speech.find_language((await _finish(detection))[0].take_output()[1][0])
-    sampled: dict[str, Any] = {"has_stamps": form.has_stamps, "temperature": form.temperature, "seed": form.seed}
-    window_plan = speech.plan_window(language, task, form.prompt, **sampled)
-    plan = RequestPlan(*_each(window_plan, len(items)), form, prefix="transcr-", encoder_items=items)
-    state = await start_request(context, services, plan)
+    state, language, prompt = await start_windows(context, services, form, windows, language, task)
     if form.stream:
         await _stream(context, services, state)
         return None
-    segments: list[Segment] = []
+    segments, texts = list[Segment](), list[list[int]]()
     sequences = await _finish(state)
     for window, sequence in zip(windows, sequences, strict=True):
         _, ids, pieces = sequence.take_output()
         logprobs = [each for piece in pieces for each in piece.logprobs]
         segments += speech.read_segments(ids, window.start, window.seconds, logprobs, has_stamps=form.has_stamps)
-    transcription = join_segments(segments, language, sum(window.seconds for window in windows))
+        texts.append([*prompt, *ids])
+    words = await _align(context, services, form, _Texts(windows, texts, len(prompt), language), lease) if form.has_words else []
+    transcription = join_segments(segments, language, sum(window.seconds for window in windows), words)
     if form.response_format in ("json", "verbose_json"):
         return _write_object(transcription, task, form, state)
     body = transcription.text + "\n" if form.response_format == "text" else format_subtitles(transcription.segments, form.response_format)
     kind = b"text/vtt; charset=utf-8" if form.response_format == "vtt" else b"text/plain; charset=utf-8"
     await context.respond(body.encode(), headers=((b"content-type", kind),))
     return None
+
+
+async def start_windows(
+    caller: Caller, services: Services, form: SpeechFields, windows: Sequence[Window], language: str | None, task: str = "transcribe"
+) -> tuple[RequestState, str | None, list[int]]:
+    """Start the request that writes the text of windows. language: None: detect it first. -> its
+    state, the language, and the prompt of each window. Raises ApiError, DisconnectedError."""
+    speech, items = need_speech(services), [window.item for window in windows]
+    if language is None and speech.detects_language:
+        detection = await start_request(
+            caller, services, RequestPlan(*_each(speech.plan_detection(), 1), form, prefix="lang-", encoder_items=items[:1])
+        )
+        language = speech.find_language((await _finish(detection))[0].take_output()[1][0])
+    sampled: dict[str, Any] = {"has_stamps": form.has_stamps, "temperature": form.temperature, "seed": form.seed}
+    window_plan = speech.plan_window(language, task, form.prompt, **sampled)
+    plan = RequestPlan(*_each(window_plan, len(items)), form, prefix="transcr-", encoder_items=items)
+    return await start_request(caller, services, plan), language, window_plan[0]
 
 
 def need_speech(services: Services) -> Speech:
@@ -219,8 +244,8 @@ async def read_form(context: RequestContext) -> tuple[SpeechFields, bytes]:
 
 
 async def _decode_while_connected(context: RequestContext, services: Services, file: bytes, lease: FeatureLease) -> list[Window]:
-    """`_decode`, which ends when the client disconnects. Raises DisconnectedError."""
-    decoding = asyncio.create_task(_decode(context, services, file, lease))
+    """`decode_windows`, which ends when the client disconnects. Raises DisconnectedError."""
+    decoding = asyncio.create_task(decode_windows(context, services, file, lease))
 
     def stop() -> None:
         decoding.cancel()
@@ -235,7 +260,13 @@ async def _decode_while_connected(context: RequestContext, services: Services, f
     return decoding.result()
 
 
-async def _decode(context: RequestContext, services: Services, file: bytes, lease: FeatureLease) -> list[Window]:
+class Holder(Caller, Protocol):
+    """A caller whose memory counts, until it ends."""
+
+    def hold(self, size: int) -> None: ...
+
+
+async def decode_windows(context: Holder, services: Services, file: bytes, lease: FeatureLease) -> list[Window]:
     """The windows of a file, each decoded in a turn of its key. Raises InvalidRequestError,
     QuotaExceededError, ApiError."""
     speech, windows = need_speech(services), list[Window]()
@@ -258,6 +289,40 @@ async def _decode(context: RequestContext, services: Services, file: bytes, leas
                 check_sequence_count(services, len(windows), "file")
 
 
+class _Texts(NamedTuple):
+    """The windows of a file, and for each the tokens of its prompt and text."""
+
+    windows: list[Window]
+    token_ids: list[list[int]]
+    prompt_len: int
+    language: str | None
+
+
+async def _align(context: RequestContext, services: Services, form: SpeechFields, texts: _Texts, lease: FeatureLease) -> list[Word]:
+    """The words of all windows. A few windows at a time are read again by the model, so that few
+    matrices (2.7 MB each) are held. Raises ApiError, DisconnectedError."""
+    speech, words = need_speech(services), list[Word]()
+    pairs = list(zip(texts.windows, texts.token_ids, strict=True))
+    prompt_len, language = texts.prompt_len, texts.language
+
+    def plan(window: Window, ids: list[int]) -> Alignment | None:
+        return speech.plan_alignment(window, ids[:prompt_len], ids[prompt_len:], lease)
+
+    for first in range(0, len(pairs), ALIGNED_AT_ONCE):
+        found = [await asyncio.to_thread(plan, *pair) for pair in pairs[first : first + ALIGNED_AT_ONCE]]
+        alignments = [each for each in found if each is not None]
+        if not alignments:
+            continue
+        items = [each.item for each in alignments]
+        plans = _each(speech.plan_alignment_step(), len(items))
+        state = await start_request(context, services, RequestPlan(*plans, form, prefix="align-", encoder_items=items))
+        await _finish(state)
+        for index, alignment in enumerate(alignments):
+            async with services.audio_turns.hold_slot(context.tenant):
+                words += await asyncio.to_thread(speech.read_words, alignment, state.vectors.pop(index), language)
+    return words
+
+
 def _each(plan: tuple[list[int], Any], count: int) -> tuple[list[Any], list[Any]]:
     return [plan[0]] * count, [plan[1]] * count
 
@@ -270,31 +335,48 @@ async def _finish(state: RequestState) -> list[SequenceState]:
 
 
 async def _stream(context: RequestContext, services: Services, state: RequestState) -> None:
-    """Events of the text in the order of the windows; what comes early of a later one waits."""
-    waiting, whole, first = [""] * len(state.sequences), list[str](), 0
-    ended = set[int]()  # whose last text is in `waiting`
+    """Events of the text in the order of the windows."""
+    texts = OrderedTexts(len(state.sequences))
 
     def write(sequence: SequenceState) -> bytes:
-        nonlocal first
-        raise_failed([sequence])
-        waiting[sequence.index] += sequence.take_output()[0]
-        if sequence.finish is not None:
-            ended.add(sequence.index)
-        events = []
-        while first < len(waiting):
-            if waiting[first]:
-                whole.append(waiting[first])
-                events.append(_event({"type": "transcript.text.delta", "delta": waiting[first]}))
-                waiting[first] = ""
-            if first not in ended:
-                break
-            first += 1
-        return b"".join(events)
+        return b"".join(_event({"type": "transcript.text.delta", "delta": text}) for text in texts.feed(sequence))
 
     def close() -> bytes:
-        return _event({"type": "transcript.text.done", "text": "".join(whole), "usage": _usage(state)})
+        return _event({"type": "transcript.text.done", "text": texts.whole, "usage": _usage(state)})
 
     await stream_response(context, services, state, write, close)
+
+
+class OrderedTexts:
+    """The texts of windows in their order; what comes early of a later one waits."""
+
+    def __init__(self, num_windows: int) -> None:
+        self._waiting = [""] * num_windows
+        self._ended = set[int]()  # whose last text is in `_waiting`
+        self._first = 0  # that has not ended
+        self._given: list[str] = []
+
+    def feed(self, sequence: SequenceState) -> list[str]:
+        """-> the texts that the new output of a sequence adds. Raises ApiError for one that
+        failed."""
+        raise_failed([sequence])
+        self._waiting[sequence.index] += sequence.take_output()[0]
+        if sequence.finish is not None:
+            self._ended.add(sequence.index)
+        texts = []
+        while self._first < len(self._waiting):
+            if text := self._waiting[self._first]:
+                texts.append(text)
+                self._waiting[self._first] = ""
+            if self._first not in self._ended:
+                break
+            self._first += 1
+        self._given += texts
+        return texts
+
+    @property
+    def whole(self) -> str:
+        return "".join(self._given)
 
 
 def _event(value: dict[str, Any]) -> bytes:
@@ -322,11 +404,13 @@ def _write_object(transcription: Transcription, task: str, form: SpeechFields, s
         }
         for number, each in enumerate(transcription.segments)
     ]
+    words = [{"word": each.text.strip(), "start": each.start, "end": each.end} for each in transcription.words]
     return {
         "task": task,
         "language": transcription.language,
         "duration": round(transcription.duration, 2),
         "text": transcription.text,
-        "segments": segments,
+        **({"segments": segments} if form.has_segments else {}),
+        **({"words": words} if form.has_words else {}),
         "usage": {"type": "duration", "seconds": round(transcription.duration, 2)},
     }

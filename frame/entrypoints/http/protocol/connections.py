@@ -18,7 +18,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, ResponseCutError
+from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError, ResponseCutError
 from frame.entrypoints.http.protocol.paced_parsing import PacedProtocol, ParsingQueue
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ TCP_CLOSED = 7  # the first byte of TCP_INFO
 MIN_IDLE = 1.0  # seconds after which an idle connection is closed where a new one finds no place
 LINGER = 1.0  # seconds that a refused client has to read the error
 MAX_LINGERING = 128  # refused connections that are given this time
+SUBPROTOCOL_KEY = b"openai-insecure-api-key."  # what a subprotocol with a key begins with, as in the OpenAI API
 SPARE_FILES = 256 + MAX_LINGERING  # descriptors for everything but connections
 
 
@@ -241,7 +242,28 @@ class GuardedProtocol(PacedProtocol):
             cycle.keep_alive = False
             cycle.send = CloseDelimited(cycle)
         self._running = cycle
+        if cycle.scope.pop("asks_websocket", False):
+            cycle.scope["hand_over"] = partial(self.hand_over, cycle)
+            _add_key(cycle.scope["headers"])
         super()._start_asgi_task(cycle, partial(_run_or_cut, cycle, app))
+
+    def hand_over(self, cycle: Any, successor: Successor) -> asyncio.Transport:
+        """Let another protocol have the connection, whose request has had no response: it writes
+        that too. The request goes on until its route returns, and the connection counts until it
+        ends. Raises ApiError 400 where the client has sent more than the request."""
+        if self.cycle is not cycle or cycle.more_body or not self._is_head or self._has_begun or self._has_waiting:
+            raise ApiError(400, "a WebSocket begins after the response to its handshake; send nothing before it")
+        if self.transport.is_closing():
+            raise DisconnectedError
+        self._stop_reading_timer()
+        self.resume_writing()
+        if self._probe is not None:
+            self._probe.close()
+        cycle.disconnected = True  # uvicorn writes no response
+        successor.predecessor = self
+        self.transport.set_protocol(successor)
+        self.transport.resume_reading()
+        return self.transport
 
     # limits ---------------------------------------------------------------------------------------
 
@@ -309,6 +331,23 @@ class GuardedProtocol(PacedProtocol):
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
+
+
+class Successor(asyncio.Protocol):
+    """A protocol that takes a connection over."""
+
+    predecessor: GuardedProtocol
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.predecessor.connection_lost(exc)
+
+
+def _add_key(headers: list[tuple[bytes, bytes]]) -> None:
+    """Add the key that a page's WebSocket brings as a subprotocol, since it can set no headers."""
+    offered = b",".join(value for name, value in headers if name == b"sec-websocket-protocol").split(b",")
+    key = next((each.strip().removeprefix(SUBPROTOCOL_KEY) for each in offered if each.strip().startswith(SUBPROTOCOL_KEY)), None)
+    if key is not None and not any(name == b"authorization" for name, _ in headers):
+        headers.append((b"authorization", b"Bearer " + key))
 
 
 class CloseDelimited:

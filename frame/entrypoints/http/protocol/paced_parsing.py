@@ -106,12 +106,14 @@ class UpgradeRefusingProtocol(HttpToolsProtocol):
 
     Java's HttpClient and `curl --http2` send `Upgrade: h2c` with a first request that has a body.
     The parser stops after the head of such a request, so the head is parsed again without the
-    header.
+    header. `asks_websocket` in the scope says that it asked for WebSocket: a route may then take
+    the connection over, see `GuardedProtocol.hand_over`.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._has_upgrade = False  # the current head asks for another protocol; uvicorn does not see it
+        self._asks_websocket = False  # the head that is parsed again does
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -135,6 +137,8 @@ class UpgradeRefusingProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._has_upgrade = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
         if not self._has_upgrade:
+            if self._asks_websocket:
+                self._asks_websocket, self.scope["asks_websocket"] = False, True  # type: ignore[typeddict-unknown-key]
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -146,6 +150,8 @@ class UpgradeRefusingProtocol(HttpToolsProtocol):
         old, self.parser = self.parser, httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         version = old.get_http_version().encode("ascii")
+        upgrades = [value.strip().lower() for name, value in self.headers if name == b"upgrade"]
+        self._asks_websocket = upgrades == [b"websocket"] and old.get_method() == b"GET" and version == b"1.1"
         fields = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join([old.get_method() + b" " + self.url + b" HTTP/" + version, *fields, b"\r\n"])
 

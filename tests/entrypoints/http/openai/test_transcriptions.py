@@ -90,7 +90,25 @@ def test_a_long_file_has_segments_and_subtitles(audio: Any) -> None:
     assert subtitles.startswith("1\n00:00:")
 
 
-@pytest.mark.parametrize("fields", [{"response_format": "verbose_json"}, {"stream": "true"}, {}])
+def test_words_have_times(audio: Any) -> None:
+    file = as_wave(noise(2.3), 16_000)
+    fields: dict[str, Any] = {"model": MODEL, "file": file, "language": "en", "response_format": "verbose_json"}
+    both = audio.transcriptions.create(**fields, timestamp_granularities=["word", "segment"])
+    words = audio.transcriptions.create(**fields, timestamp_granularities=["word"])
+    assert both.words == words.words
+    assert (both.text, words.segments) == (words.text, None)
+    assert "".join(word.word for word in words.words) == "".join(words.text.split())
+    starts = [word.start for word in words.words]
+    assert starts == sorted(starts)
+    assert all(0 <= word.start <= word.end <= 2.3 for word in words.words)
+    assert starts[-1] > 1.0  # those of the last window count from the beginning of the file
+    assert audio.transcriptions.create(**fields, timestamp_granularities=["segment"]).words is None
+
+
+WORDS = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+
+
+@pytest.mark.parametrize("fields", [{"response_format": "verbose_json"}, WORDS, {"stream": "true"}, {}])
 def test_responses_match_the_published_schemas(server: RunningServer, fields: dict[str, str]) -> None:
     path = "/v1/audio/transcriptions"
     form = {"language": "en", **fields}
@@ -143,7 +161,7 @@ def test_a_translation_is_another_text(audio: Any) -> None:
         ({"language": "xx"}, {}, 400, "it must be one of de, en"),
         ({"language": "german"}, {}, 400, "language is 'german'; it must be one of de, en"),
         ({"response_format": "xml"}, {}, 400, "response_format"),
-        ({"response_format": "verbose_json", "timestamp_granularities[]": "word"}, {}, 400, "timestamp_granularities"),
+        ({"response_format": "verbose_json", "timestamp_granularities[]": "phrase"}, {}, 400, "timestamp_granularities"),
         ({"response_format": "srt", "stream": "true"}, {}, 400, "stream needs response_format json or text"),
         ({"temperature": "7"}, {}, 400, "temperature"),
         ({"hotwords": "a"}, {}, 400, "the field 'hotwords' is unknown"),

@@ -1,0 +1,1 @@
+"""OpenAI's Realtime API: conversations in text and transcriptions over WebSocket."""
