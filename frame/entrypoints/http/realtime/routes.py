@@ -11,7 +11,7 @@ import base64
 import binascii
 from typing import Literal
 
-from frame.core.interfaces.http import HttpExtension
+from frame.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.realtime.open_sessions import OpenSessions
