@@ -154,9 +154,12 @@ class Backends:
     async def watch(self) -> None:
         """Check every replica, until cancelled."""
         while True:
-            await asyncio.gather(*(self.check(backend) for backend in self.all))
-            self._drop_left()
-            self.judge_slowness()
+            try:
+                await asyncio.gather(*(self.check(backend) for backend in self.all))
+                self._drop_left()
+                self.judge_slowness()
+            except Exception:
+                log.exception("the health checks failed; they go on")
             await asyncio.sleep(self._interval)
 
     def judge_slowness(self) -> None:
@@ -176,7 +179,7 @@ class Backends:
                 reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"  # its body may not end
                 announced = reply.headers.get("x-frame-state", "")
                 backend.instance, _, backend.identity = reply.headers.get(FLEET.decode(), "").partition(" ")
-        except (httpx.HTTPError, OSError) as error:  # TimeoutError is an OSError
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:  # TimeoutError is an OSError, UnicodeError a ValueError
             reason = f"{type(error).__name__} {error}".strip()
         state = "serving" if not reason else ANNOUNCED.get(announced)
         if state is not None:
