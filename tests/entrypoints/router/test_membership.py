@@ -134,7 +134,7 @@ async def test_health_checks_outlive_what_fails(tmp_path: Path, caplog: pytest.L
 def test_a_router_stops_without_an_error() -> None:
     router = RunningRouter("http://127.0.0.1:9", flags=("--admin-port", "0", "--admin-key", "the admin key"))
     assert router.stop() == 0
-    router._reader.join(10)  # noqa: SLF001 - the whole log
+    router._reader.join(10)  # the whole log
     assert not [line for line in router.lines if "ERROR" in line or "Traceback" in line]
 
 
