@@ -36,11 +36,11 @@ class FramedReplica(FakeReplica):
         self.handoffs: list[Handoff] = []
         self.bodies: list[bytes] = []
         self.is_draining = False
-        self.padding = 0
+        self.padding, self.version = 0, handoff.VERSION
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":
-            headers = [(b"content-length", b"2"), (handoff.FLEET, f"{self.url} same".encode())]
+            headers = [(b"content-length", b"2"), (handoff.FLEET, f"{self.url} same {self.version}".encode())]
             headers += [(b"x-frame-state", b"draining")] if self.is_draining else []
             await send({"type": "http.response.start", "status": 503 if self.is_draining else 200, "headers": headers})
             await send({"type": "http.response.body", "body": b"{}"})
@@ -275,6 +275,11 @@ def test_the_header_is_the_routers_alone(caplog: pytest.LogCaptureFixture) -> No
         async with routed(plain, key=KEY) as (client, backends, _):
             await backends.check(backends.all[0])
             assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        newer = FramedReplica()
+        newer.version += 1  # it would refuse the header's version
+        async with routed(newer, key=KEY) as (client, backends, _):
+            await backends.check(backends.all[0])
+            assert (backends.all[0].instance, backends.all[0].identity) == ("", "same")
 
     caplog.set_level(logging.ERROR)
     run(main)

@@ -59,7 +59,7 @@ class Fleet:
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         """Those of /health."""
-        return ((fleet.FLEET, f"{self.instance} {self.identity}".encode()),)
+        return ((fleet.FLEET, f"{self.instance} {self.identity} {fleet.VERSION}".encode()),)
 
     async def ask_for_moves(self) -> None:
         """Ask the router to move all streams, and those that begin later. It goes on reading those

@@ -212,7 +212,7 @@ async def test_a_response_that_is_no_stream_has_no_frames() -> None:
         assert (refused.status, HEADER.decode() in refused.headers) == (400, False)
         health = await server.request("GET", "/health")
         assert server.services.fleet is not None
-        assert health.headers["x-frame-fleet"] == f"{server.services.fleet.instance} {server.services.fleet.identity}"
+        assert health.headers["x-frame-fleet"] == f"{server.services.fleet.instance} {server.services.fleet.identity} {handoff.VERSION}"
         server.services.draining = True
         health = await server.request("GET", "/health")
         assert (health.status, health.headers["x-frame-state"]) == (503, "draining")
