@@ -495,7 +495,7 @@ def test_wrong_addresses_are_refused() -> None:
 
 
 def test_what_is_pinned_outlives_the_first_replica() -> None:
-    """Files, batches and sessions are made on the first replica that serves: after a rolling upgrade
+    """Files, batches and sessions are made on the first replica that serves: after an upgrade
     nothing runs at the first address. What another one has is found there."""
 
     class Keeper(FakeReplica):
