@@ -194,8 +194,6 @@ class EngineClient:
         """Stop a request whose output is no longer needed; a second call does nothing."""
         started = [s for s in request.sequences if s.finish is None and s.recovery.generate is not None]
         running = [s for s in started if self._sequences.pop(s.recovery.engine_rid, None) is not None]
-        if not running:
-            return
         for sequence in running:
             self.stats.record_finish(sequence, Finish("abort"), time.perf_counter(), is_abandoned=True)
         self._abort_admitted(running)
@@ -208,11 +206,8 @@ class EngineClient:
         finish with reason "abort". A request's name stands for all its sequences. Returns the
         number of sequences that end."""
         named, is_all = set(names), not names
-        sequences = [
-            s
-            for s in self._sequences.values()
-            if (owner is None or s.request.owner == owner) and (is_all or s.name in named or s.request.rid in named)
-        ]
+        owned = [s for s in self._sequences.values() if owner is None or s.request.owner == owner]
+        sequences = owned if is_all else [s for s in owned if s.name in named or s.request.rid in named]
         for sequence in sequences:
             sequence.recovery.is_aborted = True
         if is_all and owner is None:
@@ -221,6 +216,10 @@ class EngineClient:
             self._abort_admitted(sequences)
         self._end_here([s for s in sequences if self._recovery.is_held(s)], Finish("abort"))
         return len(sequences)
+
+    def end_unanswered(self, finish: Finish) -> None:
+        """End the sequences of requests of whose response nothing was sent."""
+        self._end_lost([s for s in self._sequences.values() if not s.request.is_answered], finish)
 
     @property
     def unavailable_reason(self) -> str | None:

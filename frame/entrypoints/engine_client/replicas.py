@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.messages import ControlReply, Heartbeat
+from frame.core.messages import ControlReply, Finish, Heartbeat
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.commands import EngineCommands
 from frame.entrypoints.engine_client.limits import EngineDeadError
@@ -209,6 +209,10 @@ class ReplicaClient:
 
     def abort_requests(self, names: list[str], owner: str | None = None) -> int:
         return sum(client.abort_requests(names, owner) for client in self.clients)
+
+    def end_unanswered(self, finish: Finish) -> None:
+        for client in self.clients:
+            client.end_unanswered(finish)
 
     # state ----------------------------------------------------------------------------------------
 

@@ -297,7 +297,16 @@ class DumpFiles:
         if self._file is None:
             self._remove_old()
             self._file, self._size, self._opened = self._open("requests"), len(self._head), time.time()
-        _write_whole(self._file, line)
+        try:
+            _write_whole(self._file, line)
+        except OSError:  # a part of the line may be there, as on a full disk
+            file, size = self._file, self._size
+            self._file = None
+            try:
+                os.ftruncate(file, size)
+            finally:
+                os.close(file)
+            raise
         self._size += len(line)
 
     def write_crash(self, lines: Sequence[bytes]) -> None:
@@ -309,11 +318,7 @@ class DumpFiles:
                 break
             kept.append(line)
         self._remove_old()
-        file = self._open("crash")
-        try:
-            _write_whole(file, b"".join(reversed(kept)))
-        finally:
-            os.close(file)
+        os.close(self._open("crash", b"".join(reversed(kept))))
         log.warning("log.request_dump: %s sequences from before the engine's crash are in %s", len(kept), self.folder)
 
     def check_age(self) -> None:
@@ -327,11 +332,17 @@ class DumpFiles:
             os.close(self._file)
             self._file = None
 
-    def _open(self, kind: str) -> int:
+    def _open(self, kind: str, lines: bytes = b"") -> int:
+        """A new file with these lines, or none. Raises OSError."""
         self._number += 1
         name = f"{kind}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{self._number:05d}.jsonl"
         file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        _write_whole(file, self._head)
+        try:
+            _write_whole(file, self._head + lines)
+        except OSError:
+            os.close(file)
+            (self.folder / name).unlink(missing_ok=True)
+            raise
         return file
 
     def _remove_old(self) -> None:

@@ -161,6 +161,7 @@ class RequestState:
     created_at: float = field(default_factory=time.time)  # Unix seconds, as responses show it; of the server that began it
     created: float = field(init=False)  # arrival of the request, where it was parsed and tokenized before the submission
     is_disconnected: bool = False
+    is_answered: bool = False  # a part of the response was sent
     on_update: Callable[[], None] | None = None  # called instead of waking `wait`
     namespace: str = ""  # of the prefix cache, of a request whose blocks go to another server
     second_text_starts: Sequence[int] = ()  # one a prompt, for pairs of texts: where the second text begins

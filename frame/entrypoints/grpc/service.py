@@ -154,7 +154,7 @@ class Service:
             for sequence in await state.wait():
                 if len(state.sequences) == 1:
                     raise_failed([sequence])  # several sequences have one last reply each
-                count = sequence.num_logprobs
+                count, state.is_answered = sequence.num_logprobs, True
                 reply, steps = self._reply(name, sequence)
                 if count > INLINE_VALUES:
                     await run_turns(self._services.formatting, caller.tenant, steps)

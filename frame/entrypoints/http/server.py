@@ -21,6 +21,7 @@ from frame.config.resolved import Resolved
 from frame.config.schema import FrameConfig
 from frame.config.server_sections import LogSection, ServerSection
 from frame.core.errors import ConfigurationError
+from frame.core.messages import Finish
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.adapter_spool import AdapterSpool
@@ -70,6 +71,7 @@ log = logging.getLogger(__name__)
 FLUSH_TIME = 0.5  # seconds to send error events after a child's end
 POLL = 0.02  # seconds
 WATCHDOG_RESET = 1.0  # seconds between two resets of the event loop's watchdog
+UNANSWERED = Finish("error", None, "the server is shutting down; send the request to another one", "queue_full")
 STUCK = 10.0  # seconds without a reset, after which the stacks of all threads are written
 
 
@@ -412,7 +414,8 @@ class Server:
             replica.deployment.kill_children([name for name in replica.deployment.names if not name.startswith("tokenizer-")])
 
     async def _drain(self) -> None:
-        """Refuse new requests, wait for those that run, abort the rest."""
+        """Refuse new requests, wait for those that run, and end the rest: with an error that a
+        router repeats elsewhere where nothing was sent, else as aborted."""
         self._services.draining = True
         client, timeout = self._services.client, self._services.resolved.user.server.drain_timeout
         if self._services.fleet is not None:
@@ -423,6 +426,7 @@ class Server:
         while client.num_outstanding and time.monotonic() < deadline and not self._now.is_set() and client.dead_reason is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL)
         if client.num_outstanding:
+            client.end_unanswered(UNANSWERED)
             client.abort_requests([])
             deadline = time.monotonic() + FLUSH_TIME
             while client.num_outstanding and time.monotonic() < deadline:  # noqa: ASYNC110 - as above

@@ -40,7 +40,7 @@ class EventPump:
 
     async def run(self, changed: Sequence[SequenceState]) -> None:
         """Write `changed` and all later output until the end. Raises what writing raises."""
-        self._state.on_update = self._push
+        self._state.on_update, self._state.is_answered = self._push, True
         try:
             if not self._done.done():
                 self._send(changed)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
 from frame.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -22,19 +24,19 @@ log = logging.getLogger(__name__)
 MAX_REPLICAS = 1024
 MAX_FILE = 1 << 20  # bytes
 LOOKUP_TIME = 10.0  # seconds
-_HOST = re.compile(r"[\w.:-]+")
+_HOST = re.compile(r"[A-Za-z0-9_.:-]+")
 
 
 def check_url(url: str, flag: str = "--replica") -> str:
     """The address of a server. Raises ConfigError unless it is http(s)://host[:port]."""
-    address = urlsplit(url)
     try:
-        is_valid = address.scheme in ("http", "https") and address.path in ("", "/") and not address.query
-        is_valid = is_valid and bool(_HOST.fullmatch(address.hostname or ""))
-        _ = address.port
-    except ValueError:
-        is_valid = False
-    if address.username is not None:
+        address = urlsplit(url)
+        is_valid = address.scheme in ("http", "https") and address.path in ("", "/") and not set(url) & set("?#")
+        is_valid = is_valid and bool(_HOST.fullmatch(address.hostname or "")) and not url[:1].isspace()
+        _ = address.port, httpx.URL(url).host  # which refuses more
+    except (ValueError, httpx.InvalidURL):
+        address, is_valid = None, False
+    if address is not None and address.username is not None:
         raise ConfigError(f"{flag} has a user name, which the router does not send; write http://HOST:PORT or https://HOST:PORT")
     if not is_valid:
         raise ConfigError(f"{flag} is {url!r}; write http://HOST:PORT or https://HOST:PORT")
@@ -93,6 +95,9 @@ async def watch_sources(sources: list[Source], interval: float, update: Callable
     """Give `update` the addresses of each source, again and again, until cancelled."""
     while True:
         for source in sources:
-            if (urls := await source.read()) is not None:
-                update(source.value, urls)
+            try:
+                if (urls := await source.read()) is not None:
+                    update(source.value, urls)
+            except Exception:
+                log.exception("--discover %s failed; it is read again", source.value)
         await asyncio.sleep(interval)

@@ -235,12 +235,18 @@ class _Frames:
     """The frames of one answer."""
 
     def __init__(self, reply: httpx.Response) -> None:
-        self._chunks, self._reader = reply.aiter_raw().__aiter__(), FrameReader()
+        self._chunks, self._reader, self._has_start = reply.aiter_raw().__aiter__(), FrameReader(), False
 
     async def read(self) -> Sequence[tuple[int, bytes, bytes]] | None:
-        """The next frames; None at the end. Raises ValueError for what is no frame."""
+        """The next frames; None at the end. Raises ValueError for what is no frame, and before a
+        frame START for others."""
         chunk = await next_chunk(self._chunks)
-        return None if chunk is None else list(self._reader.feed(chunk))
+        frames = [] if chunk is None else list(self._reader.feed(chunk))
+        for kind, record, _ in frames:
+            self._has_start |= kind == START and bool(record)
+            if not self._has_start and kind != DRAINING:
+                raise ValueError("the response has a frame before its start")
+        return None if chunk is None else frames
 
 
 def _sentence(body: bytes) -> str:

@@ -190,8 +190,7 @@ class Proxy:
 
     def _choose(self, request: RoutedRequest, routing: RoutingRequest) -> Backend | None:
         if is_pinned(request.path):
-            first = next(iter(self.backends.all), None)
-            return first if first is not None and first.is_healthy and not request.tried else None
+            return next((backend for backend in self.backends.healthy if backend.number not in request.tried), None)
         return self.backends.choose(routing, request.tried)
 
     async def _pass_on(self, request: RoutedRequest, backend: Backend, reply: httpx.Response) -> None:

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from frame.entrypoints.handoff import FLEET
+from frame.entrypoints.handoff import FLEET, VERSION
 from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
 from frame.interfaces.routing import RoutingRequest
 from frame.parallel.replica_choice import ReplicaChooser
@@ -37,7 +37,8 @@ PATIENCE = 2  # failed checks after which a replica is unhealthy
 class Backend:
     """One server. `lost` is set while it is lost: requests that wait for it give up. One that is
     asleep or drains gets no new requests, and keeps those that it has. `instance`: its process,
-    `identity`: of what its tokens depend on, where it has a fleet key; else empty. `source`: what
+    `identity`: of what its tokens depend on, where it has a fleet key and the router's version of
+    handoffs; else empty. `source`: what
     named it. `is_leaving`: it drains until it has no requests. `is_removed`: by an operator, so its
     source does not bring it back."""
 
@@ -154,9 +155,12 @@ class Backends:
     async def watch(self) -> None:
         """Check every replica, until cancelled."""
         while True:
-            await asyncio.gather(*(self.check(backend) for backend in self.all))
-            self._drop_left()
-            self.judge_slowness()
+            try:
+                await asyncio.gather(*(self.check(backend) for backend in self.all))
+                self._drop_left()
+                self.judge_slowness()
+            except Exception:
+                log.exception("the health checks failed; they go on")
             await asyncio.sleep(self._interval)
 
     def judge_slowness(self) -> None:
@@ -175,8 +179,10 @@ class Backends:
             async with asyncio.timeout(max(1.0, self._interval)), self._client.stream("GET", f"{backend.url}/health") as reply:
                 reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"  # its body may not end
                 announced = reply.headers.get("x-frame-state", "")
-                backend.instance, _, backend.identity = reply.headers.get(FLEET.decode(), "").partition(" ")
-        except (httpx.HTTPError, OSError) as error:  # TimeoutError is an OSError
+                instance, _, rest = reply.headers.get(FLEET.decode(), "").partition(" ")
+                backend.identity, _, version = rest.partition(" ")
+                backend.instance = instance if version == str(VERSION) else ""  # one of another version serves, without moves
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:  # TimeoutError is an OSError, UnicodeError a ValueError
             reason = f"{type(error).__name__} {error}".strip()
         state = "serving" if not reason else ANNOUNCED.get(announced)
         if state is not None:

@@ -29,10 +29,11 @@ _STATELESS = frozenset(
         "v1/embed", "v1/chat", "v2/chat", "api/embeddings", "predict", "similarity", "embed_all", "",
     )
 )  # fmt: skip
-# Objects that one replica stores. A replica that lacks one answers 404.
-_STORED = ("/v1/responses", "/v1/conversations")
-# On the first replica: a batch reads a file, and a session is closed where it was opened.
+# On the first replica that is there: a batch reads a file, and a session is closed where it was
+# opened.
 _PINNED = ("/v1/files", "/v1/batches", "/open_session", "/close_session")
+# Objects that one replica stores. A replica that lacks one answers 404.
+_STORED = ("/v1/responses", "/v1/conversations", *_PINNED)
 # Those that change the engine's state or weights, which may take minutes
 STATES = frozenset(
     ("/pause_generation", "/continue_generation", "/release_memory_occupation", "/resume_memory_occupation", "/pause", "/resume",
@@ -58,7 +59,7 @@ def is_stored(path: str) -> bool:
 
 
 def is_pinned(path: str) -> bool:
-    """Whether the request goes to the first replica."""
+    """Whether the request goes to the first replica that is there."""
     return path.startswith(_PINNED)
 
 

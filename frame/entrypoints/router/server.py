@@ -122,6 +122,7 @@ async def route(
                 while any(backend.outstanding for backend in (*backends.all, *prefill.all)) and not now.is_set():  # noqa: ASYNC110 - two conditions
                     await asyncio.sleep(0.05)
         watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         if admin is not None:
             operators.should_exit = operators.force_exit = True
             await asyncio.wait([managing], timeout=2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from frame.plugins.kv_tiers import DiskTierOptions
 from frame.plugins.kv_tiers.block_files import HEADER_BYTES, BlockFiles
 from frame.plugins.kv_tiers.block_index import BlockIndex, IndexedBlock
 from frame.plugins.kv_tiers.buffers import GIB, BufferPool, count_blocks
-from frame.plugins.kv_tiers.threaded_tier import CLOSE_SECONDS, MAX_JOBS, ThreadedTier, TierJob, Workers
+from frame.plugins.kv_tiers.threaded_tier import CLOSE_SECONDS, MAX_JOBS, BlockError, ThreadedTier, TierJob, Workers
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _NUM_READERS = 4
 _NUM_WRITERS = 2
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SCAN_SECONDS = 60.0  # between two looks for the blocks of other servers
 _SCAN_PIECE = 256  # blocks that one `poll` adds to the index
 
@@ -49,6 +51,7 @@ class DiskTier(ThreadedTier[_DiskJob]):
         self._pool = BufferPool(context, num_buffers)
         self._start_jobs(Workers("kv-tier-read", _NUM_READERS), Workers("kv-tier-write", _NUM_WRITERS))
         self._scanned: SimpleQueue[list[bytes]] = SimpleQueue()
+        self._unwritten: SimpleQueue[bytes] = SimpleQueue()  # keys of blocks for which the disk had no space
         self._is_closed = threading.Event()
         threading.Thread(target=self._scan, name="kv-tier-scan", daemon=True).start()
 
@@ -94,6 +97,8 @@ class DiskTier(ThreadedTier[_DiskJob]):
 
     def poll(self) -> list[KVTierResult]:
         results = super().poll()
+        if num_unwritten := self._unwritten.qsize():
+            self._shrink(num_unwritten)
         if not self._scanned.empty():
             for key in self._scanned.get():
                 if key in self._index or key in self._storing or key in self._removing:
@@ -122,6 +127,14 @@ class DiskTier(ThreadedTier[_DiskJob]):
             self._remove_file(key)
         return True
 
+    def _shrink(self, count: int) -> None:
+        """The disk is full before the quota is: make room for as many blocks as were not written,
+        so that the next ones take the place of the oldest; at once at most a half."""
+        for _ in range(count):
+            self._unwritten.get()
+        for key, _ in self._index.evict(min(count, self._index.num_unused // 2)) or []:
+            self._remove_file(key)
+
     def _remove_file(self, key: bytes) -> None:
         self._removing.add(key)
         self._workers[-1].submit(partial(self._remove, key))
@@ -145,7 +158,12 @@ class DiskTier(ThreadedTier[_DiskJob]):
         assert buffer is not None, "only blocks that have a buffer are moved"
         block = buffer.numpy().data
         if job.is_store:
-            self._files.write_block(job.keys[index], block)
+            try:
+                self._files.write_block(job.keys[index], block)
+            except BlockError as error:
+                if getattr(error.__cause__, "errno", 0) in _FULL:
+                    self._unwritten.put(job.keys[index])
+                raise
         else:
             self._files.read_block(job.keys[index], block)
 

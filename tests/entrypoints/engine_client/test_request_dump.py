@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,39 @@ def test_a_backlog_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.Mo
     assert dump.dropped == 1
     dump.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_half_line_file_or_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes parts of a line and of a head; what is there afterwards can be read."""
+    client, _ = make()
+    client.stats.dump = open_dump(tmp_path)
+    finish(client, "before", 5)
+    dump, write, room = client.stats.dump, os.write, [1 << 20]
+
+    def write_some(file: int, data: Any) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = write(file, data[: room[0]])
+        room[0] -= done
+        return done
+
+    def reach(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    reach(lambda: any(path.stat().st_size > 200 for path in tmp_path.glob("requests-*")))
+    monkeypatch.setattr(request_dump.os, "write", write_some)
+    room[0], num_files = 40, sum(1 for _ in Path("/proc/self/fd").iterdir())
+    for number in range(20):
+        finish(client, f"lost{number}", 5)
+        reach(lambda number=number: dump.dropped > number)  # type: ignore[misc]
+        room[0] = 10
+    dump.record_crash([])
+    reach(lambda: dump.dropped == 21)
+    room[0] = 1 << 20
+    finish(client, "after", 5)
+    dump.close()
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) <= num_files
+    assert [recorded.line.id for recorded in read_dump(tmp_path)] == ["before", "after"]

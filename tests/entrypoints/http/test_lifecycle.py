@@ -195,6 +195,32 @@ def test_drain_ends(checkpoint: Path, how: str) -> None:
     assert json.loads(found[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
 
 
+def test_requests_without_a_response_get_503_at_the_end_of_the_drain(checkpoint: Path) -> None:
+    """A router then repeats them, streams and whole responses."""
+    flags = ("--max-running-requests", "2", "--drain-timeout", "0.5")
+    server = RunningServer(checkpoint, "--max-model-len", "512", *flags, env={"FRAME_FAKE_STEP": "0.05"})
+    replies: dict[str, httpx.Response] = {}
+    bodies = {"begun": {"stream": True}, "whole": {}, "waiting": {"stream": True}, "waiting, whole": {}}
+    threads = []
+    for count, (name, fields) in enumerate(bodies.items(), 1):
+
+        def post(name: str, fields: dict[str, Any]) -> None:
+            replies[name] = httpx.post(server.url + "/v1/completions", json=LONG | fields, timeout=30)
+
+        threads.append(threading.Thread(target=post, args=(name, fields)))
+        threads[-1].start()
+        wait_until(lambda count=count: server.get("/server_info")["outstanding"] == count)  # type: ignore[misc]
+    wait_until(lambda: server.metric("frame_requests_running") == 2)
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join(20)
+    assert server.wait() == 0
+    assert '"finish_reason":"abort"' in replies.pop("begun").text
+    for name, reply in replies.items():
+        assert reply.status_code == 503, (name, reply.text)
+        assert "shutting down" in reply.json()["error"]["message"]
+
+
 def test_a_failing_step_is_an_error_of_its_requests(checkpoint: Path) -> None:
     with RunningServer(checkpoint, env={"FRAME_FAKE_FAIL": "3"}) as server:
         reply = server.post("/v1/completions", {"prompt": "x", "max_tokens": 10, "ignore_eos": True})

@@ -24,12 +24,13 @@ from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.keys import AdminKey
 from frame.entrypoints.router import first_bytes
 from frame.entrypoints.router.admin import MAX_BODY, AdminApp
-from frame.entrypoints.router.discovery import MAX_REPLICAS, Source, watch_sources
+from frame.entrypoints.router.discovery import MAX_REPLICAS, Source, check_url, watch_sources
 from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
 from frame.entrypoints.router.replicas import Backends
 from frame.interfaces.routing import RoutingRequest
 from tests.entrypoints.router.fake_replica import FakeReplica, routed
 from tests.entrypoints.router.test_moving import CHAT, KEY, FramedReplica, run, tokens, whole
+from tests.entrypoints.serving import RunningRouter
 
 
 def states(backends: Backends) -> dict[str, str]:
@@ -108,6 +109,42 @@ async def test_a_name_has_a_replica_an_address(monkeypatch: pytest.MonkeyPatch) 
     found = socket.gaierror(-2, "Name or service not known")
     assert await source.read() is None
 
+
+
+async def test_health_checks_outlive_what_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A name that no client can look up, and an error of a source: the other replicas are checked
+    on."""
+    replica = FakeReplica()
+    async with routed(replica) as (_, backends, _):
+        bad = backends.add("http://xn--a:1", "a file")
+        source = Source(str(tmp_path))
+        source.read = lambda: 1 / 0  # type: ignore[assignment]
+        watching = asyncio.gather(backends.watch(), watch_sources([source], 0.05, backends.update))
+        replica.status = 503
+        await reach(lambda: states(backends)[replica.url] == "lost")
+        replica.status = 200
+        await reach(lambda: states(backends)[replica.url] == "serving")
+        assert bad.state == "joining"
+        assert not watching.done()
+        assert any("is read again" in record.message for record in caplog.records)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def test_a_router_stops_without_an_error() -> None:
+    router = RunningRouter("http://127.0.0.1:9", flags=("--admin-port", "0", "--admin-key", "the admin key"))
+    assert router.stop() == 0
+    router._reader.join(10)  # the whole log
+    assert not [line for line in router.lines if "ERROR" in line or "Traceback" in line]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["http://name:1?", "http://name:1#f", "http://[zz]:1", "http://xn--a:1", "http://\u2488:1", "http://h\u00f6st:1", " http://name:1"],
+)
+def test_addresses_that_are_none(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="write http://HOST:PORT"):
+        check_url(wrong)
 
 
 @pytest.mark.parametrize("wrong", ["https://name:1", "http://name/path", "ftp://name", "http://u:p@name:1", "http://a b"])

@@ -36,11 +36,11 @@ class FramedReplica(FakeReplica):
         self.handoffs: list[Handoff] = []
         self.bodies: list[bytes] = []
         self.is_draining = False
-        self.padding = 0
+        self.padding, self.version = 0, handoff.VERSION
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":
-            headers = [(b"content-length", b"2"), (handoff.FLEET, f"{self.url} same".encode())]
+            headers = [(b"content-length", b"2"), (handoff.FLEET, f"{self.url} same {self.version}".encode())]
             headers += [(b"x-frame-state", b"draining")] if self.is_draining else []
             await send({"type": "http.response.start", "status": 503 if self.is_draining else 200, "headers": headers})
             await send({"type": "http.response.body", "body": b"{}"})
@@ -61,6 +61,8 @@ class FramedReplica(FakeReplica):
                 return
         head = [(b"content-type", b"text/event-stream"), (HEADER, b"1"), (b"x-from", self.url.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": head})
+        if self.script.get(-1) == "early":
+            await self._write(send, handoff.frame(EVENTS, b"x", b"data: early\n\n"))
         start = msgspec.msgpack.encode(StreamStart(self.url, 1.0, [7], b"", "default"))
         await self._write(send, handoff.frame(START, start))
         for token in range(first, self.total):
@@ -123,6 +125,21 @@ def test_a_stream_moves_and_the_client_sees_one() -> None:
 
     for act in ("die", "cut", "nonsense", "drain"):
         run(lambda act=act: main(act))  # type: ignore[misc]
+
+
+def test_frames_before_the_start_are_none() -> None:
+    """Nothing was sent to the client, so another replica gets the request."""
+
+    async def main() -> None:
+        first, second = FramedReplica(), FramedReplica()
+        first.script[-1] = "early"
+        async with routed(first, second, key=KEY) as (client, backends, _):
+            backends.choose = lambda request, tried=(): next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
+            await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+            reply = await client.post("/v1/chat/completions", json=CHAT)
+            assert (tokens(reply.text), reply.headers["x-from"]) == (whole(), second.url)
+
+    run(main)
 
 
 def test_what_two_replicas_died_of_is_not_sent_to_a_third() -> None:
@@ -258,6 +275,11 @@ def test_the_header_is_the_routers_alone(caplog: pytest.LogCaptureFixture) -> No
         async with routed(plain, key=KEY) as (client, backends, _):
             await backends.check(backends.all[0])
             assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        newer = FramedReplica()
+        newer.version += 1  # it would refuse the header's version
+        async with routed(newer, key=KEY) as (client, backends, _):
+            await backends.check(backends.all[0])
+            assert (backends.all[0].instance, backends.all[0].identity) == ("", "same")
 
     caplog.set_level(logging.ERROR)
     run(main)

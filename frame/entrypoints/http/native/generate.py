@@ -169,8 +169,9 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     check_sequence_count(services, len(prompts), "input_ids" if request.text is None else "text")
     params, prompts_only = to_sampling_params(request, len(prompts))
     special, sessions, tenant = True, services.sessions, context.tenant
-    if (continued := request.session_params) is not None:
-        request, history = _continue(request, services, tenant, prompts, params)
+    continued: Continuation | None = None
+    if request.session_params is not None:
+        request, continued, history = _continue(request, services, tenant, prompts, params)
         prompts, special = [await _join_prompt(services, history, prompts[0])] if history else prompts, not history
     refine: Refine = partial(_check_start, request)
     if request.return_hidden_states:
@@ -186,7 +187,7 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     else:
         await wait_complete(state)
     if continued is not None and sequence.finish is not None and sequence.finish.reason in ("stop", "length"):
-        sessions.add_request(tenant, continued.id, sequence.name, sequence.prompt, sequence.recovery.output_ids)
+        sessions.add_request(tenant, continued, sequence.name, sequence.prompt, sequence.recovery.output_ids)
     if request.stream:
         return None
     if request.return_hidden_states:
@@ -200,8 +201,9 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
 
 def _continue(
     request: GenerateRequest, services: Services, tenant: str, prompts: Sequence[Any], params: Sequence[SamplingParams]
-) -> tuple[GenerateRequest, list[int]]:
-    """The request in its session, and the tokens before it. Raises ApiError 400."""
+) -> tuple[GenerateRequest, Continuation, list[int]]:
+    """The request in its session, where it continues, and the tokens before it. Raises ApiError
+    400."""
     where = request.session_params
     assert where is not None
     if len(prompts) > 1 or params[0].n > 1 or isinstance(prompts[0], TextWithMedia):
@@ -209,7 +211,7 @@ def _continue(
     offset = max(0, where.offset or 0)
     continuation = Continuation(where.id, where.rid, offset, where.replace is True, where.drop_previous_output is True)
     history = services.sessions.read_history(tenant, continuation)
-    return request.model_copy(update={"session_id": where.id}), history
+    return request.model_copy(update={"session_id": where.id}), continuation, history
 
 
 async def _join_prompt(services: Services, history: list[int], prompt: Any) -> list[int]:

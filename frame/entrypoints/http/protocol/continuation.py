@@ -53,15 +53,18 @@ class Fleet:
         self.instance = secrets.token_hex(8)
         self.identity = identify(resolved)
         self.recorders: set[StreamRecorder] = set()  # of the streams that can move
+        self.is_draining = False
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         """Those of /health."""
-        return ((fleet.FLEET, f"{self.instance} {self.identity}".encode()),)
+        return ((fleet.FLEET, f"{self.instance} {self.identity} {fleet.VERSION}".encode()),)
 
     async def ask_for_moves(self) -> None:
-        """Ask the router to move all streams. It goes on reading those that it cannot move."""
+        """Ask the router to move all streams, and those that begin later. It goes on reading those
+        that it cannot move."""
+        self.is_draining = True
         await asyncio.gather(*(recorder.ask_for_move() for recorder in [*self.recorders]), return_exceptions=True)
 
 
@@ -267,7 +270,7 @@ class StreamRecorder:
         for sequence in state.sequences:
             self._versions[sequence.index] = sequence.weight_version
         start = StreamStart(state.rid, state.created_at, seeds, digest_prompts(state), state.sequences[0].weight_version)
-        self._start = fleet.frame(fleet.START, _encode(start))
+        self._start = fleet.frame(fleet.START, _encode(start)) + (fleet.frame(fleet.DRAINING) if self._fleet.is_draining else b"")
         self._fleet.recorders.add(self)
         return {**message, "headers": [*message["headers"], (fleet.HEADER, b"%d" % fleet.VERSION)]}
 

@@ -45,7 +45,7 @@ class Continuation:
     session: str
     rid: str | None = None
     offset: int = 0
-    replaces: bool = False  # the requests after `rid` are forgotten
+    replaces: bool = False  # the requests after `rid` are forgotten once this one has finished
     drops_output: bool = False  # the output of `rid` is left out
 
 
@@ -94,16 +94,10 @@ class SessionStore:
             raise ApiError(400, f"session {quoted(where.session)} is not open; open it with /open_session", f"{PARAM}.id")
         requests = self._sessions[tenant][where.session].requests
         if where.rid is None:
-            if where.replaces:
-                requests.clear()
             return []
         if where.rid not in requests:
             sentence = f"session {quoted(where.session)} has no finished request {quoted(where.rid)}; send the id of an earlier response"
             raise ApiError(400, sentence, f"{PARAM}.rid")
-        if where.replaces:
-            later = list(requests)[list(requests).index(where.rid) + 1 :]
-            for rid in later:
-                del requests[rid]
         tokens, prompt_len = requests[where.rid]
         history = tokens[:prompt_len] if where.drops_output else tokens
         if where.offset > len(history):
@@ -111,12 +105,17 @@ class SessionStore:
             raise ApiError(400, sentence, f"{PARAM}.offset")
         return history[: where.offset or None].tolist()
 
-    def add_request(self, tenant: str, session: str, rid: str, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """A request of a session has finished. It is not kept where the session was closed, or
-        would hold too many tokens."""
+    def add_request(self, tenant: str, where: Continuation, rid: str, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """A request of a session has finished, and takes the place of those that it replaces. It is
+        not kept where the session was closed, or would hold too many tokens."""
         mine = self._list_open(tenant)
-        opened = mine.get(session)
-        if opened is None or len(prompt) + len(output) > min(opened.max_tokens, MAX_TOKENS):
+        opened = mine.get(where.session)
+        if opened is None:
+            return
+        if where.replaces and (where.rid is None or where.rid in opened.requests):
+            while opened.requests and next(reversed(opened.requests)) != where.rid:
+                opened.requests.popitem()
+        if len(prompt) + len(output) > min(opened.max_tokens, MAX_TOKENS):
             return
         opened.requests[rid] = array("i", [*prompt, *output]), len(prompt)
         opened.requests.move_to_end(rid)
@@ -126,7 +125,7 @@ class SessionStore:
         for name in list(islice(mine, len(mine) - 1)):
             if total <= MAX_TOKENS:
                 break
-            if name != session:
+            if name != where.session:
                 total -= mine.pop(name).num_tokens
 
     def _list_open(self, tenant: str) -> OrderedDict[str, OpenSession]:

@@ -23,6 +23,7 @@ MAX_LINE = 64 << 20
 MAX_SEQUENCES = 1_000_000
 MAX_SPAN = 7 * 86400.0  # seconds from the first arrival to the last
 MAX_TOKENS = 1 << 22  # of a sequence
+MAX_ALL_TOKENS = 1 << 27  # of all prompts, which are built before the first request: some 5 GB
 MAX_TEMPERATURE = 2.0  # of /v1/completions
 FIRST_ID = 10  # the lowest ids are often special tokens
 
@@ -70,7 +71,7 @@ def read_dump(path: Path) -> list[Recorded]:
     """The sequences of a file, or of all files of a folder, in the order of their arrival. Raises
     ConfigError with the line that is at fault."""
     sequences: list[Recorded] = []
-    size = 0
+    size = tokens = 0
     for file in _list_files(path):
         try:
             status = file.stat()
@@ -78,11 +79,15 @@ def read_dump(path: Path) -> list[Recorded]:
                 raise ConfigError(f"{file} is no file; name a file or the folder of log.request_dump.")
             if (size := size + status.st_size) > MAX_BYTES:
                 raise ConfigError(f"{path} has more than {MAX_BYTES >> 30} GiB; name fewer files.")
-            sequences += _read_file(file)
+            for recorded in _read_file(file):
+                sequences.append(recorded)
+                tokens += recorded.line.num_prompt
+                if len(sequences) > MAX_SEQUENCES:
+                    raise ConfigError(f"{path} has more than {MAX_SEQUENCES} sequences; name fewer files.")
+                if tokens > MAX_ALL_TOKENS:
+                    raise ConfigError(f"{path} has prompts of more than {MAX_ALL_TOKENS:,} tokens together; name fewer files.")
         except OSError as error:
             raise ConfigError(f"{file} cannot be read ({error.strerror}); name a file or the folder of log.request_dump.") from None
-        if len(sequences) > MAX_SEQUENCES:
-            raise ConfigError(f"{path} has more than {MAX_SEQUENCES} sequences; name fewer files.")
     if not sequences:
         raise ConfigError(f"{path} has no recorded sequences; record some with --request-dump.")
     sequences.sort(key=lambda recorded: recorded.line.at)

@@ -212,7 +212,7 @@ async def test_a_response_that_is_no_stream_has_no_frames() -> None:
         assert (refused.status, HEADER.decode() in refused.headers) == (400, False)
         health = await server.request("GET", "/health")
         assert server.services.fleet is not None
-        assert health.headers["x-frame-fleet"] == f"{server.services.fleet.instance} {server.services.fleet.identity}"
+        assert health.headers["x-frame-fleet"] == f"{server.services.fleet.instance} {server.services.fleet.identity} {handoff.VERSION}"
         server.services.draining = True
         health = await server.request("GET", "/health")
         assert (health.status, health.headers["x-frame-state"]) == (503, "draining")
@@ -270,13 +270,18 @@ async def test_a_server_that_drains_asks_for_moves() -> None:
         task = asyncio.create_task(read_frames(server, stream))
         while not server.services.client.num_outstanding:  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0)
-        await server.services.fleet.ask_for_moves()  # the stream has not begun
+        await server.services.fleet.ask_for_moves()  # the stream has not begun, and asks when it does
         await server.services.client.send_command("resume")
+        frames = await task
+        assert [kind for kind, _, _ in frames[:3]] == [START, handoff.DRAINING, EVENTS]
+        assert [kind for kind, _, _ in frames].count(handoff.DRAINING) == 1
+    async with member() as server:
+        assert server.services.fleet is not None
+        task = asyncio.create_task(read_frames(server, stream))
         while not server.services.fleet.recorders and not task.done():  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0)
         await server.services.fleet.ask_for_moves()
-        frames = await task
-        assert [kind for kind, _, _ in frames].count(handoff.DRAINING) == 1
+        assert [kind for kind, _, _ in await task].count(handoff.DRAINING) == 1
         assert not server.services.fleet.recorders
 
 

@@ -132,6 +132,13 @@ async def test_a_session_continues_from_an_earlier_request() -> None:
         assert server.sent[-1].token_ids == [*start, 3]
         await ask([4], rid=rid, offset=5)
         assert server.sent[-1].token_ids == [*start[:5], 4]
+        refused = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4, "temperature": -1}}
+        for fields in ({"rid": rid, "replace": True}, {"replace": True}):  # forgets nothing
+            assert (await server.post("/generate", refused | {"session_params": {"id": name, **fields}})).status == 400
+        server.services.draining = True
+        assert (await server.post("/generate", {"input_ids": [5], "session_params": {"id": name, "replace": True}})).status == 503
+        server.services.draining = False
+        await ask([2], rid=second["meta_info"]["id"])
         await ask([5], rid=rid, replace=True)
         response = await server.post("/generate", {"input_ids": [1], "session_params": {"id": name, "rid": second["meta_info"]["id"]}})
         assert response.status == 400
@@ -156,8 +163,8 @@ def test_the_store_is_bounded() -> None:
     assert refused.value.status == 429
     store.open_session("b", "s0", 100, 60.0)
     for number in range(2 * MAX_REQUESTS):
-        store.add_request("a", "s0", f"r{number}", [1, 2], [3])
-    store.add_request("a", "s0", "long", [1] * 101, [])
+        store.add_request("a", Continuation("s0"), f"r{number}", [1, 2], [3])
+    store.add_request("a", Continuation("s0"), "long", [1] * 101, [])
     assert len(store._sessions["a"]["s0"].requests) == MAX_REQUESTS
     with pytest.raises(ApiError, match="no finished request 'r1'"):
         store.read_history("b", Continuation("s0", "r1"))
@@ -174,6 +181,6 @@ def test_a_tenants_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     store = SessionStore()
     for number in range(5):
         store.open_session("a", f"s{number}", 1000, 60.0)
-        store.add_request("a", f"s{number}", "r", [0] * 40, [])
+        store.add_request("a", Continuation(f"s{number}"), "r", [0] * 40, [])
     assert sum(each.num_tokens for each in store._sessions["a"].values()) <= 100
     assert "s4" in store._sessions["a"]

@@ -105,8 +105,13 @@ def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="long:2 has more than 0 MiB"):
         read_dump(path)
     monkeypatch.setattr(module, "MAX_SEQUENCES", 1)
+    many = write(tmp_path / "many", LINE | {"id": ""}, LINE | {"id": ""}, {"a line that is": "not read any more"})
     with pytest.raises(ConfigError, match="has more than 1 sequences"):
-        read_dump(write(tmp_path / "many", LINE | {"id": ""}, LINE | {"id": ""}))
+        read_dump(many)
+    monkeypatch.setattr(module, "MAX_SEQUENCES", 9)
+    monkeypatch.setattr(module, "MAX_ALL_TOKENS", LINE["num_prompt"])  # a short line of shapes names millions
+    with pytest.raises(ConfigError, match="tokens together"):
+        read_dump(many)
 
 
 def test_shapes_share_what_the_prompts_shared(tmp_path: Path) -> None:
