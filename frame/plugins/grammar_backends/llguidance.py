@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from frame.core.interfaces.sampling import MAX_ROLLBACK, GrammarBackend, GrammarContext
 from frame.plugins.grammar_backends import ebnf, structural_tags
 from frame.plugins.grammar_backends.closed_schema import close_schema
-from frame.plugins.grammar_backends.library_errors import explain_rejection
+from frame.plugins.grammar_backends.library_errors import WorkLimitError, explain_rejection, is_work_limit
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
 from frame.plugins.grammar_backends.states.regular import Node
@@ -171,6 +171,7 @@ class LLGrammar:
         if self._ahead:
             tokens, self._ahead = self._ahead, []
             if self.matcher.try_consume_tokens(tokens) != len(tokens):
+                self._check_limits()
                 raise RuntimeError("llguidance rejects tokens of a mask of the same grammar")
         return self.matcher
 
@@ -337,6 +338,8 @@ class LLGuidanceBackend(GrammarBackend):
             compiled = LLCompiled(lambda: self._make_matcher(translated, has_ebnf), source, self._stops, self._batch)
             compiled.read_states = partial(self._read_states, kind, source, compiled.add_bytes)
         except Exception as error:  # the library's translation from EBNF raises many types
+            if is_work_limit(str(error)):
+                raise WorkLimitError(f"{kind} takes more work than its backend allows; shorten it") from error
             raise ValueError(one_sentence(kind, explain_rejection(str(error)))) from error
         matcher = compiled.matcher
         if matcher.is_stopped() and not matcher.is_accepting():  # root ::= root

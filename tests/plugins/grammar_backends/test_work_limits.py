@@ -1,0 +1,92 @@
+"""Sources that take a library long are refused at once, by one sentence, and by no other library
+after the first one."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frame.checkpoint.model_config import EMBEDDED, find_model
+from frame.core.interfaces.sampling import GrammarContext
+from frame.plugins.grammar_backends.combined import CombinedBackend
+from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
+from frame.plugins.grammar_backends.sources import check_source
+from frame.text.tokenizer import Tokenizer
+
+SECONDS = 2.0  # of a refusal; xgrammar would take more than 10
+NESTED = "(?:a|" * 300 + "b)*" * 300
+LONG = "(a|b)?" * 1500
+
+
+@pytest.fixture(scope="module")
+def context() -> GrammarContext:
+    return GrammarContext(Tokenizer.load(find_model(EMBEDDED), trust_remote_code=False), 2048)
+
+
+def in_schema(pattern: str) -> str:
+    return json.dumps({"type": "string", "pattern": pattern})
+
+
+def in_tag(form: dict[str, Any]) -> str:
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", NESTED),
+        ("regex", "(" * 65 + "a" + ")" * 65),
+        ("ebnf", "root ::= " + '("a" | ' * 100 + '"b")*' * 100),
+        ("json_schema", in_schema(NESTED)),
+        ("json_schema", json.dumps({"type": "object", "patternProperties": {NESTED: {"type": "null"}}})),
+        ("structural_tag", in_tag({"type": "regex", "pattern": NESTED})),
+        ("structural_tag", in_tag({"type": "grammar", "grammar": "root ::= " + '("a" | ' * 100 + '"b")*' * 100})),
+    ],
+)
+def test_deep_groups_are_refused_at_once(context: GrammarContext, kind: str, source: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ValueError, match="groups nested deeper than 64 levels") as refusal:
+        CombinedBackend(context).compile(kind, source)
+    assert time.process_time() - began < SECONDS
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "(" * 64 + "a" + ")" * 64),
+        ("regex", r"\(" * 100 + "[((]" * 100 + "a" + "(b)" * 100),
+        ("ebnf", 'root ::= "' + "(" * 100 + '" [((]\n# ' + "(" * 100 + '"\n'),
+        ("json_schema", json.dumps({"enum": ["(" * 100]})),
+    ],
+)
+def test_parentheses_that_are_no_groups_do_not_count(kind: str, source: str) -> None:
+    check_source(kind, source, 1 << 16, 64)
+
+
+def test_work_limits_are_final(context: GrammarContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CombinedBackend(context)
+
+    def refuse() -> None:
+        raise AssertionError("xgrammar takes long for what exceeds the limits of llguidance")
+
+    monkeypatch.setattr(backend, "_load_xgrammar", refuse)
+    with pytest.raises(ValueError, match="more work than its backend allows; shorten it"):
+        backend.compile("regex", LONG)
+
+
+def test_a_limit_at_the_first_token_is_the_clients_error(context: GrammarContext) -> None:
+    """The limit is reached where the matcher catches up with tokens of a known mask."""
+    compiled = LLGuidanceBackend(context).compile("regex", "(((a{100}){100}){100}){100}")
+    compiled.start()
+    grammar, mask = compiled.start(), np.zeros(64, np.int32)
+    grammar.fill_mask(mask)
+    (token,) = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    with pytest.raises(ValueError, match="simplify it"):
+        for _ in range(4):
+            grammar.accept_token(token)
+            grammar.fill_mask(mask)
