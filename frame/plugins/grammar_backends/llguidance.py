@@ -87,7 +87,8 @@ class LLMaskBatch:
         for grammar, row in others:
             assert grammar.key is not None
             first, first_row = firsts[grammar.key]
-            if first.needs_own_mask(grammar, masks[first_row]):
+            # A matcher that stops at a limit leaves a mask with an end token alone.
+            if first.matcher.is_stopped() or first.needs_own_mask(grammar, masks[first_row]):
                 rest.append((grammar, row))
             else:
                 masks[row] = masks[first_row]
@@ -171,7 +172,7 @@ class LLGrammar:
         if self._ahead:
             tokens, self._ahead = self._ahead, []
             if self.matcher.try_consume_tokens(tokens) != len(tokens):
-                self._check_limits()
+                self._check_rejection()
                 raise RuntimeError("llguidance rejects tokens of a mask of the same grammar")
         return self.matcher
 
@@ -204,7 +205,7 @@ class LLGrammar:
         if self._mask is not None and len(self._ahead) < MAX_AHEAD and self._mask.allows(token_id):
             self._ahead.append(token_id)
         elif self.catch_up().try_consume_tokens([token_id]) != 1:
-            self._check_limits()
+            self._check_rejection()
             return False
         if self._shared is not None:
             self._earlier.append((self._state, self._last))
@@ -238,6 +239,13 @@ class LLGrammar:
             for _ in range(count):
                 self._earlier.pop()
             self._set_state(state, last)
+
+    def _check_rejection(self) -> None:
+        """Raise ValueError if the library has rejected tokens at its limits. Where another request
+        has reached them, it says so for the next mask alone."""
+        if not self.matcher.is_stopped():
+            self.matcher.compute_bitmask()
+        self._check_limits()
 
     def _check_limits(self) -> None:
         if self.matcher.is_stopped() and self.matcher.stop_reason() in _LIMITS:

@@ -4,6 +4,7 @@ after the first one."""
 from __future__ import annotations
 
 import json
+import random
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.interfaces.sampling import GrammarContext
+from frame.plugins.grammar_backends import llguidance
 from frame.plugins.grammar_backends.combined import CombinedBackend
 from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
 from frame.plugins.grammar_backends.sources import check_source
@@ -90,3 +92,33 @@ def test_a_limit_at_the_first_token_is_the_clients_error(context: GrammarContext
         for _ in range(4):
             grammar.accept_token(token)
             grammar.fill_mask(mask)
+
+
+def test_the_mask_of_a_request_that_reaches_a_limit_is_not_shared(context: GrammarContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask would end the outputs of all requests in the same state."""
+    monkeypatch.setattr(llguidance, "MAX_LEXER_STATES", 2000)
+    vocabulary = Tokenizer.load(find_model(EMBEDDED), trust_remote_code=False).backend.get_vocab()
+    compiled, masks = LLGuidanceBackend(context).compile("regex", "((a|b)*a(a|b){30}c){2}"), np.zeros((3, 64), np.int32)
+    compiled.start()
+    draw, num_refused = random.Random(2), 0
+    for _ in range(100):
+        grammars = [compiled.start() for _ in masks]
+        for _ in range(40):
+            rows = [i for i, grammar in enumerate(grammars) if grammar.start_mask(masks[i]) is not None]
+            try:
+                compiled.batch.fill_masks([grammars[i] for i in rows], rows, masks)
+            except ValueError:  # for each alone then
+                return
+            for i in rows:
+                try:
+                    grammars[i].finish_mask(masks[i], 0.0)
+                except ValueError:
+                    num_refused += 1
+                else:
+                    allowed = np.unpackbits(masks[i].view(np.uint8), bitorder="little")
+                    assert allowed[vocabulary["a"]] and allowed[vocabulary["b"]]
+            if num_refused:
+                return
+            token = vocabulary[draw.choice("ab")]
+            assert all(grammar.accept_token(token) for grammar in grammars)
+    raise AssertionError("no request reaches the limit")
