@@ -70,6 +70,35 @@ def test_parentheses_that_are_no_groups_do_not_count(kind: str, source: str) -> 
     check_source(kind, source, 1 << 16, 64)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(((a{1000}){1000}){1000}){1000}", "a{ 60000 }", "a{2}{3}{1000}{1000}", "(a{30}|b){30000,}", "(abc{30}){30000}?",
+        "(?x)#[\na{60000}#]", "[]](a{300}){300}", "((a|b{1000}){100})+", "a{30000}" * 2, "(a{99}){9999999999999999999}",
+    ],
+)  # fmt: skip
+def test_what_demands_a_long_text_is_refused_at_once(context: GrammarContext, pattern: str) -> None:
+    backend = CombinedBackend(context)
+    began = time.process_time()
+    for kind, source in (("regex", pattern), ("json_schema", in_schema(pattern))):
+        with pytest.raises(ValueError, match="demands more than 50000 characters; use smaller counts"):
+            backend.compile(kind, source)
+    assert time.process_time() - began < SECONDS
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a{40000}", "(a{0,9999}){0,9999}", "(a{9999})*", "(a{9999})?", r"(a{3}\{9999}){99}", "a" * 60_000, r"\x{99999}", r"[{99999}]",
+        "(a{300}|b{200}){100}", "[a" * 20_000, "[[]" * 10_000, "((((((((a{1,}){1,}){1,}){1,}){1,}){1,}){1,}){1,})", r"(a{9}\)){999}",
+    ],
+)  # fmt: skip
+def test_what_demands_little_is_not_refused(pattern: str) -> None:
+    began = time.process_time()
+    check_source("regex", pattern, 1 << 16, 64)
+    assert time.process_time() - began < SECONDS
+
+
 def test_work_limits_are_final(context: GrammarContext, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CombinedBackend(context)
 
@@ -83,7 +112,7 @@ def test_work_limits_are_final(context: GrammarContext, monkeypatch: pytest.Monk
 
 def test_a_limit_at_the_first_token_is_the_clients_error(context: GrammarContext) -> None:
     """The limit is reached where the matcher catches up with tokens of a known mask."""
-    compiled = LLGuidanceBackend(context).compile("regex", "(((a{100}){100}){100}){100}")
+    compiled = LLGuidanceBackend(context).compile("regex", "(a?){300}a{300}")
     compiled.start()
     grammar, mask = compiled.start(), np.zeros(64, np.int32)
     grammar.fill_mask(mask)
