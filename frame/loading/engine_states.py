@@ -94,7 +94,8 @@ class EngineStates:
     def _resume(self, control: Control) -> ControlReply:
         has_stopped = self._stop_waiting("generation was continued before the running requests had ended")
         if self._paused is None and not has_stopped:
-            return _refuse(control, "the engine is asleep: wake it" if self._released else "the engine is not paused: pause it first")
+            state = "the engine is asleep: wake it" if self._released else DROPPED if self._lacks_weights else ""
+            return _refuse(control, state or "the engine is not paused: pause it first")
         self._paused = None
         return ControlReply(id=control.id, ok=True)
 
@@ -107,14 +108,20 @@ class EngineStates:
             return _refuse(control, f"tags has {unknown[0]!r}; it may have {', '.join(MEMORY_TAGS)}", "invalid")
         if control.action in UPDATES:
             return self._find_update_problem(control)
-        if control.action == "sleep":
-            return self._find_sleep_problem(control, tags)
+        if control.action == "sleep" and (refusal := self._find_sleep_problem(control, tags)) is not None:
+            return refusal
         if control.action == "wake" and not (self._released and set(tags) & set(self._released)):
             state = f"only the memory of {' and '.join(self._released)} is released" if self._released else "the engine is not asleep"
             return _refuse(control, f"{state}: nothing to wake")
-        if control.action == "pause" and mode == "wait" and self.is_stopped and self._context.scheduler.count_started():
-            return _refuse(control, "running requests cannot end while no step runs: pause with another mode, or continue first")
+        if self._waits_for_requests(control) and self.is_stopped and self._context.scheduler.count_started():
+            return _refuse(control, f"running requests cannot end while no step runs: use another mode, or {self._find_remedy()}")
         return None
+
+    def _find_remedy(self) -> str:
+        """The command after which steps run, or the first one of several."""
+        if self._released:
+            return f"wake the engine first (tags: {', '.join(self._released)})"
+        return "update the weights first" if self._lacks_weights else "continue first"
 
     def _find_update_problem(self, control: Control) -> ControlReply | None:
         if self._weights is None:

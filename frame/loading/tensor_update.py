@@ -202,9 +202,13 @@ class TensorUpdates:
     def _receive(self, order: TransferOrder, beat: Callable[[], object]) -> None:
         part, transfer = self._require_part(order), self._channels[order.channel]
         self._tensors = self._await(lambda: receive_part(transfer, part), beat)
+        if (copy := self._copy) is not None:  # before a tensor is written, so that a full disk costs no weights
+            self._await(lambda: copy.add(self._tensors), beat)
 
     def _drop(self, order: TransferOrder, beat: Callable[[], object]) -> None:
         self._tensors = []
+        if self._copy is not None:
+            self._copy.drop()
 
     def _load(self, order: TransferOrder, beat: Callable[[], object]) -> None:
         tensors, self._tensors = self._tensors, []
@@ -212,7 +216,7 @@ class TensorUpdates:
         for each in self._require_models():
             each.load(beat_for_each(tensors, beat))
         if self._copy is not None:
-            self._copy.add(tensors)
+            self._copy.keep()
         self._synchronize()
 
     def _check_names(self, order: TransferOrder, beat: Callable[[], object]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from frame.core.interfaces.media import FeatureArray, MediaItem
 
 _ALIGNMENT = 64  # bytes
+_UNFINISHED = ".unfinished"
 
 
 def write_features(folder: Path, arrays: Mapping[str, np.ndarray]) -> tuple[str, list[FeatureArray]]:
@@ -25,17 +26,25 @@ def write_features(folder: Path, arrays: Mapping[str, np.ndarray]) -> tuple[str,
     for name, array in arrays.items():
         described.append(FeatureArray(name, array.dtype.str, array.shape, offset))
         offset += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    handle, path = tempfile.mkstemp(dir=folder, suffix=".features")
+    handle, path = tempfile.mkstemp(dir=folder, prefix=f"{os.getpid()}-", suffix=_UNFINISHED)
     try:
         with os.fdopen(handle, "wb") as file:
             file.truncate(max(offset, 1))
             for each, array in zip(described, arrays.values(), strict=True):
                 file.seek(each.offset)
                 file.write(np.ascontiguousarray(array).data)
+        finished = path.removesuffix(_UNFINISHED) + ".features"
+        Path(path).rename(finished)
     except BaseException:
         Path(path).unlink()
         raise
-    return path, described
+    return finished, described
+
+
+def remove_unfinished(folder: Path, pid: int) -> None:
+    """Remove what a process that has ended was writing."""
+    for path in folder.glob(f"{pid}-*{_UNFINISHED}"):
+        path.unlink(missing_ok=True)
 
 
 def map_features(item: MediaItem) -> dict[str, np.ndarray]:

@@ -239,6 +239,26 @@ def test_running_requests_of_a_pause_cannot_be_waited_for(states: States) -> Non
     assert states.command("resume").ok
 
 
+def test_running_requests_of_a_stopped_engine_cannot_be_waited_for(states: States) -> None:
+    """The reply says which command comes first."""
+    states.start(generate("a", params=LONG))
+    assert states.interrupt("pause", mode="keep").ok
+    assert "or continue first" in (states.command("sleep", mode="wait").error or "")
+    assert states.command("sleep", mode="keep", tags=["kv_cache"]).ok
+    for action in ("pause", "sleep"):
+        reply = states.command(action, mode="wait", tags=["weights"])
+        assert (reply.ok, reply.code) == (False, "conflict")
+        assert "or wake the engine first (tags: kv_cache)" in (reply.error or "")
+    assert states.command("wake").ok and states.command("resume").ok
+    assert len(states.finish("a")["a"][0]) == 40
+
+
+def test_a_resume_without_weights_names_the_update(states: States) -> None:
+    assert states.command("sleep", level=2).ok and states.command("wake").ok
+    assert "update them" in (states.command("resume").error or "")
+    assert states.command("update_weights", path="x", version="new").ok
+
+
 def test_no_request_reads_what_older_weights_have_cached(states: States) -> None:
     """Over 20 versions, also while requests of older ones run."""
     prompt = 21

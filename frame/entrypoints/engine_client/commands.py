@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from frame.config.resolved import LOST_WEIGHTS
+from frame.core.interfaces.runner import MEMORY_TAGS
 from frame.core.messages import Control, ControlReply, Message
 from frame.entrypoints.engine_client.limits import EngineDeadError
 
 CONTROL_TIMEOUT = 30.0  # seconds
 # Seconds, for commands that read large files, or may wait for running requests
 TIMEOUTS = {"load_adapter": 300.0} | dict.fromkeys(("update_weights", "transfer_weights", "pause", "sleep", "wake"), 900.0)
+STATES = ("pause", "resume", "sleep", "wake")
 LACKS_WEIGHTS = "the engine dropped its weights while it slept: update them"
 
 
@@ -24,6 +26,7 @@ class EngineCommands:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._waiting: dict[str, asyncio.Future[ControlReply]] = {}  # by id of the command
+        self._changes: dict[str, Control] = {}  # by id: commands that change the state, until the reply, which may come late
         self.is_paused = False
         self.released: list[str] = []  # tags of the memory that is released while the engine sleeps
         self.lacks_weights = False  # they were dropped, and no update has come
@@ -36,23 +39,24 @@ class EngineCommands:
         """Send one command and return its reply. Raises EngineDeadError, TimeoutError."""
         control = Control(id=uuid.uuid4().hex, action=action, arguments=arguments)
         future = self._waiting[control.id] = asyncio.get_running_loop().create_future()
+        if action in STATES:
+            self._changes[control.id] = control
         self._send(control)
         try:
-            reply = await asyncio.wait_for(future, seconds := TIMEOUTS.get(action, CONTROL_TIMEOUT))
+            return await asyncio.wait_for(future, seconds := TIMEOUTS.get(action, CONTROL_TIMEOUT))
         except TimeoutError:
             raise TimeoutError(f"the engine did not answer {action} within {seconds:g} s; it may still do it") from None
         finally:
             self._waiting.pop(control.id, None)
-        if reply.ok:
-            self._note_state(action, arguments, reply)
-        return reply
 
-    def _note_state(self, action: str, arguments: dict[str, Any], reply: ControlReply) -> None:
+    def _note_state(self, control: Control, reply: ControlReply) -> None:
+        action, arguments = control.action, control.arguments
         if action in ("pause", "resume"):
             self.is_paused = action == "pause"
-        elif action in ("sleep", "wake"):
+        else:
             self.released = reply.data.get("released", [])
-            is_dropped = action == "sleep" and arguments.get("level", 1) > 1 and "weights" in self.released
+            is_named = "weights" in (arguments.get("tags") or MEMORY_TAGS)
+            is_dropped = action == "sleep" and arguments.get("level", 1) > 1 and is_named
             self.lacks_weights = self.lacks_weights or is_dropped
 
     @property
@@ -66,6 +70,9 @@ class EngineCommands:
         if reply.ok and "weights_path" in reply.data:  # also after the time of the wait
             self.lacks_weights, self.lost_weights = False, None
             self.set_weights(reply.data["weights_path"], reply.data["weight_version"])
+        control = self._changes.pop(reply.id, None)
+        if control is not None and reply.ok:
+            self._note_state(control, reply)
         future = self._waiting.get(reply.id)
         if future is not None and not future.done():
             future.set_result(reply)
@@ -79,6 +86,7 @@ class EngineCommands:
 
     def fail_pending(self, error: str) -> None:
         """End all commands that await a reply with EngineDeadError."""
+        self._changes.clear()
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineDeadError(error))

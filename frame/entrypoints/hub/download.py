@@ -13,6 +13,7 @@ import hashlib
 import queue
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ class Download:
     def __init__(self, name: HubName, commit: str, advance: Advance) -> None:
         self.stop = threading.Event()
         self._name, self._commit, self._advance = name, commit, advance
+        self._blobs: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by ETag: equal files have one
 
     def fetch(self, file: str) -> None:
         """Download a file and link it into the snapshot."""
@@ -48,9 +50,10 @@ class Download:
         if metadata.etag is None or not _ETAG.fullmatch(metadata.etag):
             raise DownloadError(f"{get_endpoint()} sent no usable ETag of {file}; check HF_ENDPOINT.")
         blob = self._name.folder / "blobs" / metadata.etag
-        by_http = not blob.exists() and (metadata.size or 0) <= MAX_HTTP_BYTES
-        if by_http:
-            self._download(url, blob, file, metadata.size)
+        with self._blobs[metadata.etag]:
+            by_http = not blob.exists() and (metadata.size or 0) <= MAX_HTTP_BYTES
+            if by_http:
+                self._download(url, blob, file, metadata.size)
         hf_hub_download(self._name.repository, file, revision=self._commit, cache_dir=find_cache())
         if not by_http:
             self._advance(blob.stat().st_size)

@@ -8,6 +8,7 @@ else downloads. Must not know engines or commands.
 from __future__ import annotations
 
 import fnmatch
+import json
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from frame.checkpoint.hub_cache import HubName, find_name, is_commit, read_commit
 from frame.config.schema import FrameConfig
@@ -69,9 +71,30 @@ def fetch_models(config: FrameConfig) -> None:
         name = None if path is None else find_name(path)
         if name is None:
             continue
-        if (commit := read_commit(name)) is None:
+        commit = read_commit(name)
+        if commit is None or not _has_files(name.folder / "snapshots" / commit, selection):
             commit = pull(name, selection).commit
         _log.info("%s is commit %s", name, commit)
+
+
+def _has_files(snapshot: Path, selection: FileSelection) -> bool:
+    """Whether a snapshot has what is needed: other programs, and starts with other settings, may
+    have fetched less."""
+    if selection.weights and not any(snapshot.glob(_WEIGHTS)) and not any(snapshot.glob(_GGUF)):
+        return False
+    try:
+        index, config = (_read_object(snapshot / name) for name in ("model.safetensors.index.json", "config.json"))
+        files = set(index.get("weight_map", {}).values()) if selection.weights else set()
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+    has_code = not (selection.code and "auto_map" in config) or any(snapshot.glob(_CODE[0]))
+    return has_code and all((snapshot / str(file)).exists() for file in files)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file. Raises OSError, ValueError."""
+    value = json.loads(file.read_bytes()) if file.exists() else {}
+    return value if isinstance(value, dict) else {}
 
 
 def pull(name: HubName, selection: FileSelection = FileSelection()) -> Pulled:

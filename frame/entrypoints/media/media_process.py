@@ -30,7 +30,7 @@ from frame.core.interfaces.media import FeatureArray
 from frame.entrypoints.processes.grammar_process import MemoryLimit, read_message, write_message
 from frame.host.child_process import PARENTS_SIGNALS, die_with_parent
 from frame.interfaces.modality import MediaError, MediaLayout, MediaLimits, Modality, ModalityCapabilities, ModalityContext
-from frame.media.files import write_features
+from frame.media.files import remove_unfinished, write_features
 from frame.plugins.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -175,8 +175,8 @@ class _Child:
     """A copy of this process, made in milliseconds, that has the limits and decodes. This process
     itself reads no file of a client."""
 
-    def __init__(self, pid: int, messages: int, responses: int) -> None:
-        self._pid, self._messages, self._responses = pid, messages, responses
+    def __init__(self, pid: int, messages: int, responses: int, folder: Path) -> None:
+        self._pid, self._messages, self._responses, self._folder = pid, messages, responses, folder
         self.has_ended = False
 
     @classmethod
@@ -188,7 +188,7 @@ class _Child:
         if pid:
             os.close(messages)
             os.close(responses)
-            return cls(pid, to_child, from_child)
+            return cls(pid, to_child, from_child, folder)
         code = 1
         try:
             die_with_parent(parent)
@@ -223,6 +223,7 @@ class _Child:
             os.kill(self._pid, signal.SIGKILL)
             ended = os.waitpid(self._pid, 0)
         os.close(self._responses)
+        remove_unfinished(self._folder, self._pid)
         return -signal.SIGPROF if has_hung else os.waitstatus_to_exitcode(ended[1])
 
 

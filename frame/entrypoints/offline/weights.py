@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from frame.checkpoint.model_config import find_model
-from frame.core.interfaces.runner import PauseMode
+from frame.core.interfaces.runner import MEMORY_TAGS, PauseMode
 from frame.core.messages import Control
 from frame.entrypoints.offline.prompts import EngineError
 
@@ -29,7 +29,7 @@ class StateMethods(ABC):
 
     _is_paused = False
     _released: Sequence[str] = ()
-    _level = 1
+    _level = 1  # of the release of the weights
 
     @abstractmethod
     def control(self, action: Any, **arguments: Any) -> dict[str, Any]:
@@ -58,7 +58,9 @@ class StateMethods(ABC):
         if action in ("pause", "resume"):
             self._is_paused = action == "pause"
         elif action in ("sleep", "wake"):
-            self._released, self._level = data["released"], arguments.get("level", self._level)
+            self._released = data["released"]
+            if action == "sleep" and "weights" in (arguments.get("tags") or MEMORY_TAGS):
+                self._level = arguments.get("level", 1)
         return data
 
     def _restore_state(self, session: Session) -> Session:

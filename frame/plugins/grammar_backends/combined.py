@@ -1,4 +1,5 @@
-"""The grammar backend `combined`: llguidance, and xgrammar for grammars that llguidance rejects.
+"""The grammar backend `combined`: llguidance, and xgrammar for grammars that llguidance does not
+support.
 
 Knows one tokenizer and one vocabulary. xgrammar takes seconds to load and is loaded on first use.
 """
@@ -10,8 +11,10 @@ import threading
 from pydantic import BaseModel
 
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
+from frame.plugins.grammar_backends.library_errors import WorkLimitError
 from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
 from frame.plugins.grammar_backends.options import XGrammarOptions
+from frame.plugins.grammar_backends.sources import SourceError
 
 
 class CombinedBackend(GrammarBackend):
@@ -25,9 +28,12 @@ class CombinedBackend(GrammarBackend):
         self._lock = threading.Lock()  # guards `_xgrammar`
 
     def compile(self, kind: str, source: str) -> CompiledGrammar:
-        """See `GrammarBackend.compile`. The error of a grammar that both reject is llguidance's."""
+        """See `GrammarBackend.compile`. The error of a grammar that both reject is llguidance's.
+        xgrammar would take until the time limit for one that exceeds llguidance's work limits."""
         try:
             return self._llguidance.compile(kind, source)
+        except (SourceError, WorkLimitError):
+            raise
         except ValueError as refusal:
             try:
                 return self._load_xgrammar().compile(kind, source)

@@ -7,6 +7,13 @@ import json
 import re
 from collections.abc import Callable
 
+
+class WorkLimitError(ValueError):
+    """A grammar takes llguidance more work than its limits allow. Another library would take
+    long."""
+
+
+_WORK_LIMITS = re.compile(r"lexer precomputation failed|initial lexer configuration|too many expressions")
 _LEAVE_OUT = "leave it out of the schema, and check the output"
 _WITH_XGRAMMAR = "use the grammar backend combined, which needs the extra xgrammar"
 # Keywords that xgrammar enforces; `combined` passes such schemas on to it.
@@ -43,6 +50,11 @@ _EXPLAINED: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] =
         lambda match: "minimum or maximum is too large; keep it within 64 bits (9223372036854775807), or leave it out",
     ),
 )
+
+
+def is_work_limit(message: str) -> bool:
+    """Whether the library rejects a grammar for the work that it takes."""
+    return _WORK_LIMITS.search(message) is not None
 
 
 def explain_rejection(message: str) -> str:

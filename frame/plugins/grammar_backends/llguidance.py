@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from frame.core.interfaces.sampling import MAX_ROLLBACK, GrammarBackend, GrammarContext
 from frame.plugins.grammar_backends import ebnf, structural_tags
 from frame.plugins.grammar_backends.closed_schema import close_schema
-from frame.plugins.grammar_backends.library_errors import explain_rejection
+from frame.plugins.grammar_backends.library_errors import WorkLimitError, explain_rejection, is_work_limit
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
 from frame.plugins.grammar_backends.states.regular import Node
@@ -87,7 +87,8 @@ class LLMaskBatch:
         for grammar, row in others:
             assert grammar.key is not None
             first, first_row = firsts[grammar.key]
-            if first.needs_own_mask(grammar, masks[first_row]):
+            # A matcher that stops at a limit leaves a mask with an end token alone.
+            if first.matcher.is_stopped() or first.needs_own_mask(grammar, masks[first_row]):
                 rest.append((grammar, row))
             else:
                 masks[row] = masks[first_row]
@@ -171,6 +172,7 @@ class LLGrammar:
         if self._ahead:
             tokens, self._ahead = self._ahead, []
             if self.matcher.try_consume_tokens(tokens) != len(tokens):
+                self._check_rejection()
                 raise RuntimeError("llguidance rejects tokens of a mask of the same grammar")
         return self.matcher
 
@@ -203,7 +205,7 @@ class LLGrammar:
         if self._mask is not None and len(self._ahead) < MAX_AHEAD and self._mask.allows(token_id):
             self._ahead.append(token_id)
         elif self.catch_up().try_consume_tokens([token_id]) != 1:
-            self._check_limits()
+            self._check_rejection()
             return False
         if self._shared is not None:
             self._earlier.append((self._state, self._last))
@@ -237,6 +239,13 @@ class LLGrammar:
             for _ in range(count):
                 self._earlier.pop()
             self._set_state(state, last)
+
+    def _check_rejection(self) -> None:
+        """Raise ValueError if the library has rejected tokens at its limits. Where another request
+        has reached them, it says so for the next mask alone."""
+        if not self.matcher.is_stopped():
+            self.matcher.compute_bitmask()
+        self._check_limits()
 
     def _check_limits(self) -> None:
         if self.matcher.is_stopped() and self.matcher.stop_reason() in _LIMITS:
@@ -337,6 +346,8 @@ class LLGuidanceBackend(GrammarBackend):
             compiled = LLCompiled(lambda: self._make_matcher(translated, has_ebnf), source, self._stops, self._batch)
             compiled.read_states = partial(self._read_states, kind, source, compiled.add_bytes)
         except Exception as error:  # the library's translation from EBNF raises many types
+            if is_work_limit(str(error)):
+                raise WorkLimitError(f"{kind} takes more work than its backend allows; shorten it") from error
             raise ValueError(one_sentence(kind, explain_rejection(str(error)))) from error
         matcher = compiled.matcher
         if matcher.is_stopped() and not matcher.is_accepting():  # root ::= root

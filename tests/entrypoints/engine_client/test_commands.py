@@ -50,3 +50,29 @@ async def test_a_pause_survives_a_restart() -> None:
     await send(commands, sent, "pause", ok=False, error="no")
     commands.restore_state()
     assert [message.action for message in sent if isinstance(message, Control)][-2:] == ["resume", "pause"]  # sent above, not repeated
+
+
+async def test_a_level_is_that_of_the_tags_that_it_came_with() -> None:
+    """Weights that level 1 has kept are not dropped by a release of the KV cache."""
+    sent: list[Any] = []
+    commands = EngineCommands(sent.append)
+    for tag, level, released in (("weights", 1, ["weights"]), ("kv_cache", 2, ["weights", "kv_cache"])):
+        waiting = asyncio.ensure_future(commands.send_command("sleep", {"tags": [tag], "level": level}))
+        await asyncio.sleep(0)
+        commands.receive_reply(ControlReply(id=sent[-1].id, ok=True, data={"released": released}))
+        await waiting
+    assert not commands.lacks_weights
+    commands.restore_state()
+    assert sent[-1].arguments == {"tags": ["weights", "kv_cache"], "level": 1}
+
+
+async def test_a_reply_counts_although_its_client_has_left() -> None:
+    sent: list[Any] = []
+    commands = EngineCommands(sent.append)
+    for action, data in (("pause", {}), ("sleep", {"released": ["kv_cache"]})):
+        waiting = asyncio.ensure_future(commands.send_command(action, {}))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        commands.receive_reply(ControlReply(id=sent[-1].id, ok=True, data=data))
+    assert commands.is_paused and commands.sleep_problem is not None

@@ -13,7 +13,7 @@ from tests.entrypoints.serving import RunningServer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT, TEXT, RESPONSES, MESSAGE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-OLLAMA, NATIVE = "/api/chat", "/generate"
+OLLAMA, NATIVE, COHERE = "/api/chat", "/generate", "/v2/chat"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": 2},
     TEXT: {"prompt": "hi", "max_tokens": 2},
@@ -21,6 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
     MESSAGE: {"messages": MESSAGES, "max_tokens": 2},
     OLLAMA: {"messages": MESSAGES, "stream": False, "options": {"num_predict": 2}},
     NATIVE: {"text": "hi", "sampling_params": {"max_new_tokens": 2}},
+    COHERE: {"messages": MESSAGES, "max_tokens": 2},
 }
 # The name of the field, as each dialect sends and reports it: (temperature, number of tokens)
 NAMES = {
@@ -30,8 +31,9 @@ NAMES = {
     MESSAGE: ("temperature", "max_tokens"),
     OLLAMA: ("options.temperature", "options.num_predict"),
     NATIVE: ("sampling_params.temperature", "sampling_params.max_new_tokens"),
+    COHERE: ("temperature", "max_tokens"),
 }
-MAXIMA = {CHAT: 2, TEXT: 2, RESPONSES: 2, MESSAGE: 1, OLLAMA: 100, NATIVE: 100}
+MAXIMA = {CHAT: 2, TEXT: 2, RESPONSES: 2, MESSAGE: 1, OLLAMA: 100, NATIVE: 100, COHERE: 2}
 
 
 def send(server: RunningServer, path: str, name: str, literal: str) -> tuple[int, str]:
@@ -44,7 +46,8 @@ def send(server: RunningServer, path: str, name: str, literal: str) -> tuple[int
     place[last] = "\x00"
     text = json.dumps(body).replace('"\\u0000"', literal)
     response = httpx.post(server.url + path, content=text, headers={"content-type": "application/json"}, timeout=60)
-    error = response.json().get("error", "") if response.status_code != 200 else ""
+    body = response.json() if response.status_code != 200 else {}
+    error = body.get("error") or body.get("message", "")  # Cohere's is a message alone
     return response.status_code, error if isinstance(error, str) else error["message"]
 
 

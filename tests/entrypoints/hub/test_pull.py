@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from frame.checkpoint.hub_cache import HubName, find_snapshot
+from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigError, ConfigurationError
 from frame.entrypoints.hub import download
 from frame.entrypoints.hub import pull as pulling
 from frame.entrypoints.hub.errors import DownloadError
-from frame.entrypoints.hub.pull import FileSelection, pull, select_files
+from frame.entrypoints.hub.pull import FileSelection, fetch_models, pull, select_files
 from tests.entrypoints.hub.hub_server import Hub, Repository
 from tests.entrypoints.serving import RunningServer, wait_until
 
@@ -70,6 +71,28 @@ def test_a_second_pull_fetches_nothing(hub: Hub) -> None:
     hub.requests.clear()
     assert pull(NAME) == first
     assert [path.split("?")[0] for _, path, _ in hub.requests] == ["/api/models/org/tiny/revision/main"]
+
+
+def test_what_a_snapshot_lacks_is_fetched_at_a_start(hub: Hub, files: dict[str, bytes]) -> None:
+    """The first start needs the tokenizer alone, a later one the code too."""
+
+    def fetch(**model: object) -> set[str]:
+        fetch_models(FrameConfig.model_validate({"model": {"download": True, **model}}))
+        folder = find_snapshot(NAME)
+        assert folder is not None
+        return {file.name for file in folder.iterdir()}
+
+    files["config.json"] = json.dumps({**json.loads(files["config.json"]), "auto_map": {"AutoModel": "modeling.Model"}}).encode()
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}).encode()
+    files["model-2.safetensors"] = files["model.safetensors"]
+    assert "model.safetensors" not in fetch(path="frame-tiny", tokenizer="org/tiny")
+    assert {"model.safetensors", "model-2.safetensors"} <= fetch(path="org/tiny")
+    (NAME.folder / "snapshots" / COMMIT / "model-2.safetensors").unlink()
+    assert "model-2.safetensors" in fetch(path="org/tiny")
+    assert "modeling.py" in fetch(path="org/tiny", trust_remote_code=True)
+    hub.requests.clear()
+    fetch(path="org/tiny", tokenizer="org/tiny", trust_remote_code=True)
+    assert not hub.requests
 
 
 def test_an_interrupted_download_is_continued(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:

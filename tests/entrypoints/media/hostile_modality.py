@@ -16,6 +16,16 @@ from frame.interfaces.modality import MediaError, MediaLayout, MediaSize, Modali
 from frame.registration import KindRegistry
 
 
+class Killer:
+    """An array that ends the process when it is written."""
+
+    dtype, shape, nbytes = np.dtype(np.uint8), (1,), 1
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("the process goes on after its end")
+
+
 class HostileModality(Modality):
     @property
     def placeholder(self) -> str:
@@ -35,6 +45,8 @@ class HostileModality(Modality):
         action, _, argument = data.partition(b":")
         if action == b"crash" or (action == b"once" and not self._was_seen(argument)):
             os.kill(os.getpid(), signal.SIGSEGV)
+        if action == b"write":
+            return {"rows": np.ones(1 << 20, np.uint8), "last": Killer()}  # type: ignore[dict-item]
         if action == b"memory":
             return {"rows": np.ones(1 << 40, np.uint8)}
         if action == b"spin":

@@ -93,6 +93,13 @@ async def test_a_file_that_ends_two_processes_is_refused(service: MediaService) 
     service.release(await service.prepare([part(b"well")], "me"))
 
 
+async def test_a_process_that_ends_while_it_writes_leaves_no_file(service: MediaService) -> None:
+    """The fixture looks for files at the end, too."""
+    await drain(service)
+    assert "damaged" in (await refusal(service, part(b"write"))).sentence
+    assert not list(Path(service.pool._setup.folder).iterdir())  # noqa: ASYNC240 - of a test
+
+
 async def test_a_file_that_ends_one_process_is_tried_again(service: MediaService, tmp_path: Path) -> None:
     before = service.pool.num_deaths
     service.release(await service.prepare([part(b"once:" + os.fsencode(tmp_path / "seen"))], "me"))

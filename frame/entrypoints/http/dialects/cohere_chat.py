@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NotRequired
 
 import msgspec
+from pydantic import Field
 
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
@@ -49,7 +50,7 @@ class CohereChatRequest(ExtensionFields):
     response_format: dict[str, Any] | None = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
     k: int | None = None
     p: float | None = None
     logprobs: bool | None = None

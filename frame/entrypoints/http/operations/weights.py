@@ -340,6 +340,8 @@ async def _send(services: Services, **arguments: Any) -> dict[str, Any]:
     """Have the engine carry out a step."""
     try:
         reply = await services.client.send_command("transfer_weights", **arguments)
+    except OverflowError:
+        raise ApiError(400, "a number of this step is out of range; all must fit in 64 bits") from None
     except (EngineDeadError, TimeoutError) as error:
         raise ApiError(503, str(error), retry_after=RETRY_AFTER) from None
     if not reply.ok:

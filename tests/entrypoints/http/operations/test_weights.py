@@ -135,6 +135,20 @@ def test_sglangs_calls(server: RunningServer, folders: list[Path]) -> None:
     assert server.get("/get_weight_version") == {"weight_version": "step 2"}
 
 
+def test_numbers_beyond_64_bits_are_refused(server: RunningServer) -> None:
+    huge = 1 << 70
+    tensor = {"name": "a", "dtype": "float32", "shape": [huge]}
+    for path, body in (
+        ("/transfer_weights", {"step": "part", "kind": "ipc", "tensors": [tensor]}),
+        ("/transfer_weights", {"step": "open", "kind": "group", "info": {"world_size": huge}}),
+        ("/update_weights_from_tensor", {"tensors": [tensor]}),
+        ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [[huge]]}),
+        ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": ["float32"], "shapes": [[huge]]}}),
+    ):
+        reply = server.post(path, body)
+        assert reply.status_code == 400 and "64 bits" in reply.text, (path, reply.text)
+
+
 def test_vllms_calls_and_sessions(server: RunningServer, folders: list[Path]) -> None:
     client = WeightClient(server.url)
     client.update(tensors_of(folders[0]), "start")
