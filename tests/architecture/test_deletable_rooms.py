@@ -94,6 +94,7 @@ ROOMS = {
     "profile": Room(("entrypoints/cli/profile.py",), commands=("profile",)),
     "eval": Room(("entrypoints/tools/eval", "entrypoints/cli/eval.py"), commands=("eval",)),
     "plan": Room(("entrypoints/tools/plan", "entrypoints/cli/plan.py"), commands=("plan",)),
+    "simulate": Room(("entrypoints/tools/simulate", "entrypoints/cli/simulate.py"), commands=("simulate",)),
     "chat": Room(("entrypoints/cli/chat.py",), commands=("chat",)),
     "dashboard": Room(("entrypoints/tools/dashboard.py",), commands=("dashboard",)),
     "hub": Room(("entrypoints/hub",), commands=("pull",)),

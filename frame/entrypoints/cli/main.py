@@ -33,6 +33,7 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "dashboard": ("frame.entrypoints.tools.dashboard:command", "Print a Grafana dashboard of the metrics."),
     "router": (f"{_HERE}.router:command", "Route requests to several servers."),
     "plan": (f"{_HERE}.plan:command", "Plan memory and devices of a configuration."),
+    "simulate": (f"{_HERE}.simulate:command", "Simulate a fleet on a virtual clock."),
     "config": (f"{_HERE}.config:command", "Check, explain and show the configuration."),
     "plugins": (f"{_HERE}.plugins:command", "List, inspect, check and create plugins."),
 }
