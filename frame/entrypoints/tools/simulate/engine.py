@@ -194,6 +194,7 @@ class VirtualEngine:
             table.get_request(slot).output.frombytes(row.tobytes())
         for counter in (a.num_computed_tokens, a.num_tokens, a.num_committed_tokens):
             counter[slots] += count
+        self.scheduler._step += count  # noqa: SLF001 - the reserve for growth shrinks with steps
 
     # one step -------------------------------------------------------------------------------------
 
