@@ -88,7 +88,7 @@ ROOMS = {
     "grpc": Room(("entrypoints/grpc",)),
     "lang": Room(("lang",)),
     "bench": Room(
-        ("entrypoints/tools/bench", "entrypoints/cli/bench*.py", "entrypoints/cli/profile.py", "entrypoints/cli/replay.py"),
+        ("entrypoints/tools/bench", "entrypoints/cli/bench*.py", "entrypoints/cli/profile.py"),
         commands=("bench", "profile", "replay"),
     ),
     "profile": Room(("entrypoints/cli/profile.py",), commands=("profile",)),

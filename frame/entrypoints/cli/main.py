@@ -28,7 +28,7 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "chat": (f"{_HERE}.chat:command", "Chat in the terminal, with a server or in process."),
     "eval": (f"{_HERE}.eval:command", "Score a server or an engine on the embedded tasks."),
     "bench": (f"{_HERE}.bench:command", "Measure throughput and latency."),
-    "replay": (f"{_HERE}.replay:command", "Send recorded requests again, and compare tokens and latencies."),
+    "replay": (f"{_HERE}.bench:replay_command", "Send recorded requests again, and compare tokens and latencies."),
     "profile": (f"{_HERE}.profile:command", "Profile steps: kernels, gaps between them, host time."),
     "dashboard": ("frame.entrypoints.tools.dashboard:command", "Print a Grafana dashboard of the metrics."),
     "router": (f"{_HERE}.router:command", "Route requests to several servers."),

@@ -74,17 +74,17 @@ def _rank(loaded: LoadedConfig, cluster: Any, arrivals: float, context: int, *, 
     from frame.entrypoints.tools.simulate.workload import Distribution
 
     output = max(1, context // 4)
-    found = dict(rank_plans(loaded.config, cluster, Distribution(arrivals, RANKED_SECONDS, (context - output,) * 2, (output,) * 2)))
-    figures = {name: row for name, row in found.items() if isinstance(row, dict)}
+    ranked = dict(rank_plans(loaded.config, cluster, Distribution(arrivals, RANKED_SECONDS, (context - output,) * 2, (output,) * 2)))
+    figures = {name: row for name, row in ranked.items() if isinstance(row, dict)}
     order = sorted(figures, key=lambda name: figures[name]["end_to_end_ms"]["p50"])
     if is_json:
-        click.echo(json.dumps({"order": order, "plans": found}, indent=2))
+        click.echo(json.dumps({"order": order, "plans": ranked}, indent=2))
         return
     for name in order:
         row = figures[name]
         ttft, itl, whole = (row[key]["p50"] for key in ("first_token_ms", "between_tokens_ms", "end_to_end_ms"))
         click.echo(f"{name:16} {row['replicas']:4} replicas: TTFT {ttft:,.0f} ms, ITL {itl:,.1f} ms, end to end {whole:,.0f} ms (p50)")
-    for name, row in found.items():
+    for name, row in ranked.items():
         if name not in figures:
             click.echo(f"{name:16} {row}")
 

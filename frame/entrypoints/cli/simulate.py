@@ -1,5 +1,5 @@
-"""`frame simulate`: a fleet of servers on a virtual clock. Needs `config.json` alone, and none of the
-devices."""
+"""`frame simulate`: a fleet of servers on a virtual clock. Needs `config.json` alone, and none of
+the devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DRAWN = ("duration", "input_len", "output_len", "shared", "groups", "burstiness
 @config_command(help="Serve requests on a virtual clock: latencies, throughput, hit rate and bounds of a fleet, without its devices.")
 @click.option("--machine", metavar="[HOSTSx]NxCARD", required=True, help="The hosts and their devices, such as 4x8xh200.")
 @click.option("--replicas", type=click.IntRange(1, 4096), help="Replicas behind the router. Default: as many as the machine has room for.")
-@click.option("--policy", default="prefix_load", help="Routing policy, by plugin name.")
+@click.option("--policy", help="Routing policy, by plugin name. Default: the best-ranked one.")
 @click.option("--dump", type=click.Path(path_type=Path), help="Serve the requests of this file or folder of --request-dump.")
 @click.option("--rate", type=click.FloatRange(min=0.001, max=1e6), help="Requests/s. Default: 1, or the times of the dump.")
 @click.option("--duration", type=click.FloatRange(min=0.001, max=7 * 86400), default=60.0, help="Seconds in which requests arrive.")
@@ -46,7 +46,7 @@ def command(
     loaded: LoadedConfig,
     machine: str,
     replicas: int | None,
-    policy: str,
+    policy: str | None,
     dump: Path | None,
     rate: float | None,
     duration: float,

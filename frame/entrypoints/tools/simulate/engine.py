@@ -63,6 +63,17 @@ class _Steps:
         return is_earlier
 
 
+class _Slots:
+    """What the scheduler's arrays do not have. `seeds`, `last`: by slot; when its last token came,
+    0.0: it had none. By seed: `paused`: the same of preempted requests; `recorded`: outputs of
+    requests that wait or run."""
+
+    def __init__(self, size: int) -> None:
+        self.seeds, self.last = np.zeros(size, np.int64), np.zeros(size)
+        self.paused: dict[int, float] = {}
+        self.recorded: dict[int, np.ndarray] = {}
+
+
 class VirtualEngine:
     """One replica. The owner calls `end_steps` at `until`.
 
@@ -78,10 +89,7 @@ class VirtualEngine:
         self._overlap, self._stages = int(resolved.overlap), resolved.plan.pp
         self._num_ids = resolved.model.vocab_size - FIRST_ID
         self._arrived: deque[tuple[float, Generate]] = deque()
-        self._recorded: dict[int, np.ndarray] = {}  # outputs of waiting and running requests, by seed
-        self._paused: dict[int, float] = {}  # by seed, of preempted requests: when they had their last token
-        size = resolved.max_running_requests
-        self._seeds, self._last = np.zeros(size, np.int64), np.zeros(size)  # by slot; when its last token came, 0.0: it had none
+        self._slots = _Slots(resolved.max_running_requests)
         self._shared = (0, 0)  # decodes, and their cached tokens that need not be read again; (0, 0): not counted
         self._steps: _Steps | None = None
         self._num_decoding = 0  # requests that had a token in the last step and go on
@@ -99,7 +107,7 @@ class VirtualEngine:
         params = SamplingParams(max_tokens=arrival.output, temperature=0.0, ignore_eos=True, seed=number)
         self._arrived.append((arrival.at, Generate(rid=str(number), token_ids=arrival.prompt, params=params)))
         if arrival.recorded is not None:
-            self._recorded[number] = arrival.recorded
+            self._slots.recorded[number] = arrival.recorded
         self.num_requests += 1
         if self._steps is not None:
             return self._steps.cut(arrival.at, self._overlap)
@@ -151,10 +159,10 @@ class VirtualEngine:
     def _enter(self, batch: ScheduledBatch) -> None:
         """Note the requests that leave and enter slots with a step."""
         for slot in batch.released:
-            self._paused[int(self._seeds[slot])] = float(self._last[slot])
+            self._slots.paused[int(self._slots.seeds[slot])] = float(self._slots.last[slot])
         for setup in batch.setups:
-            self._seeds[setup.slot] = setup.seed
-            self._last[setup.slot] = self._paused.pop(setup.seed, 0.0)
+            self._slots.seeds[setup.slot] = setup.seed
+            self._slots.last[setup.slot] = self._slots.paused.pop(setup.seed, 0.0)
         if batch.setups or batch.released:
             self._shared = (0, 0)
 
@@ -234,10 +242,10 @@ class VirtualEngine:
         slots = batch.slots[batch.samples]
         self._measures.add_steps(steps.causes, steps.ends, steps.start, self._times.cached_token * steps.rows)
         if len(slots):
-            last = self._last[slots]
+            last = self._slots.last[slots]
             self._measures.gaps.add(steps.ends[0] - last[last > 0.0])
             self._measures.gaps.add(np.diff(steps.ends), len(slots))
-            self._last[slots] = steps.until
+            self._slots.last[slots] = steps.until
         places = batch.num_computed[batch.samples] + batch.num_scheduled[batch.samples]
         result = StepResult(step=batch.step, token_ids=self._draw(slots, places, 1)[:, 0])
         self._num_decoding = len(slots) - len(self.scheduler.commit(batch, result).finishes)
@@ -245,10 +253,10 @@ class VirtualEngine:
     def _draw(self, slots: np.ndarray, places: np.ndarray, count: int) -> np.ndarray:
         """The next `count` tokens of slots that have `places` tokens, int32 [n, count]: the
         recorded ones, or some that differ between requests."""
-        seeds = self._seeds[slots]
+        seeds = self._slots.seeds[slots]
         ids = ((7919 * seeds + 31 * places)[:, None] + 31 * np.arange(count)) % self._num_ids + FIRST_ID
-        for row, seed in enumerate(seeds.tolist()) if self._recorded else ():
-            if (recorded := self._recorded.get(seed)) is not None:
+        for row, seed in enumerate(seeds.tolist()) if self._slots.recorded else ():
+            if (recorded := self._slots.recorded.get(seed)) is not None:
                 start = int(places[row]) - self._running.table.get_request(int(slots[row])).prompt_len
                 part = recorded[start : start + count]
                 ids[row, : len(part)] = part
@@ -257,9 +265,9 @@ class VirtualEngine:
     def _finish(self, request: Request, finish: Finish) -> None:
         self._measures.finish(request, finish, self._now)
         self._leave(request.seed)
-        self._paused.pop(request.seed, None)
+        self._slots.paused.pop(request.seed, None)
 
     def _leave(self, seed: int | None) -> None:
-        self._recorded.pop(seed or 0, None)
+        self._slots.recorded.pop(seed or 0, None)
         self.num_requests -= 1
         self.on_finish()

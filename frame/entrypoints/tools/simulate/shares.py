@@ -17,7 +17,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class PeakShares:
     """`weights`, `products`, `cache`, `attention`, `links`: shares of the peak rates at which each
     is read, computed or sent; `ep_weights` and `ep_products` are further factors where experts are
     divided among ranks, whose fullest one is waited for. In seconds: `layer`: of launches and small
@@ -36,8 +36,8 @@ class Shares:
     ep_products: float = 1.0
 
 
-DENSE = Shares(weights=0.99, products=0.87, cache=0.70, attention=0.80, links=0.68, layer=15e-6, one_sum=4e-6, entry=12e-3)
-EXPERTS = Shares(
+DENSE = PeakShares(weights=0.99, products=0.87, cache=0.70, attention=0.80, links=0.68, layer=15e-6, one_sum=4e-6, entry=12e-3)
+EXPERTS = PeakShares(
     weights=0.87,
     products=0.67,
     cache=0.70,

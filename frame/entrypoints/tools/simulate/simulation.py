@@ -20,7 +20,7 @@ from frame.entrypoints.tools.plan.planner import DeploymentPlan, plan_deployment
 from frame.entrypoints.tools.simulate.engine import VirtualEngine
 from frame.entrypoints.tools.simulate.fleet import Fleet
 from frame.entrypoints.tools.simulate.measures import Measures
-from frame.entrypoints.tools.simulate.shares import DENSE, EXPERTS, SOURCES, Shares
+from frame.entrypoints.tools.simulate.shares import DENSE, EXPERTS, SOURCES, PeakShares
 from frame.entrypoints.tools.simulate.step_times import StepTimes
 from frame.entrypoints.tools.simulate.workload import Arrival, Distribution
 from frame.plugins.loader import load_configured
@@ -65,7 +65,7 @@ class Simulation:
 
     @classmethod
     def build(
-        cls, config: FrameConfig, cluster: Cluster, replicas: int | None = None, policy: str = "prefix_load", seed: int = 0
+        cls, config: FrameConfig, cluster: Cluster, replicas: int | None = None, policy: str | None = None, seed: int = 0
     ) -> Simulation:
         """`replicas`: None: as many as the devices are enough for. Raises ConfigurationError for
         what is not modelled or does not fit."""
@@ -77,15 +77,17 @@ class Simulation:
         count = replicas or (parallel.num_replicas if parallel.num_replicas > 1 else room)
         if count > room:
             raise ConfigError(f"{count} replicas of {parallel.num_ranks} device(s) do not fit; --machine has room for {room}")
-        return cls(plan, load_configured(config.plugins), cluster, count, policy, seed)
+        registry = load_configured(config.plugins)
+        if policy is None:
+            policy = max((each for each in registry.records("routing_policy") if not each.problems), key=lambda each: each.rank).name
+        return cls(plan, registry, cluster, count, policy, seed)
 
     def make_fleet(self, measures: Measures, replicas: int | None = None) -> Fleet:
         """The replicas, which fill `measures`."""
         resolved = self.plan.resolved
         times = StepTimes(self.plan, self.shares)
         pages = self.plan.memory.tokens // resolved.page_size + RESERVED_PAGES
-        found = self.registry.load(self.registry.get("routing_policy", self.policy))
-        policy = found(RoutingContext(self.seed))
+        policy = self.registry.load(self.registry.get("routing_policy", self.policy))(RoutingContext(self.seed))
         return Fleet(lambda: VirtualEngine(resolved, self.registry, pages, times, measures), replicas or self.replicas, policy)
 
     def run(self, arrivals: Iterable[Arrival]) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class Simulation:
         }
 
     @property
-    def shares(self) -> Shares:
+    def shares(self) -> PeakShares:
         """Those of the model's kind."""
         return EXPERTS if self.plan.resolved.model.num_experts else DENSE
 

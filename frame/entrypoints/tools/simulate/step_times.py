@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from frame.entrypoints.tools.plan.planner import SUMS_A_LAYER, DeploymentPlan
-from frame.entrypoints.tools.simulate.shares import Shares
+from frame.entrypoints.tools.simulate.shares import PeakShares
 
 CAUSES = ("reading weights", "matrix products", "reading the KV cache", "attention", "sums over ranks", "launches")
 
@@ -28,7 +28,7 @@ class StepTimes:
     """The steps of one replica. Stages work on `plan.pp` micro-batches at the same time, so a step
     takes what its largest micro-batch takes in all stages."""
 
-    def __init__(self, plan: DeploymentPlan, shares: Shares) -> None:
+    def __init__(self, plan: DeploymentPlan, shares: PeakShares) -> None:
         cost, card = plan.cost, plan.card
         if cost is None or card is None:
             raise ValueError("the plan has no lower bounds")

@@ -66,8 +66,8 @@ def read_arrivals(sequences: Sequence[Recorded], vocab_size: int, arrivals: Arri
     for recorded in used:
         line = recorded.line
         extra = {"media": line.media, "an adapter": line.adapter, "blocks of another server": line.is_transferred}
-        if found := next((name for name, value in extra.items() if value), None):
-            raise ConfigError(f"the dump has requests with {found}, which frame simulate does not model; remove them from it")
+        if missing := next((name for name, value in extra.items() if value), None):
+            raise ConfigError(f"the dump has requests with {missing}, which frame simulate does not model; remove them from it")
     if not used:
         raise ConfigError("the dump has no sequence with an output; record some with --request-dump")
     times = [recorded.line.at - used[0].line.at for recorded in used]
