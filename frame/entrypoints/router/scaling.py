@@ -1,8 +1,8 @@
 """`DesiredReplicas`: how many replicas a fleet needs for its latency targets, as a function of what
 the router sees. It learns how many requests a replica serves within the targets.
 
-Used by the router's metrics (`frame_desired_replicas`). Starts and stops nothing, reads no clock and
-must not know a replica.
+Used by the router's metrics (`frame_desired_replicas`). Starts and stops nothing, reads no clock
+and must not know a replica.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FleetSignals:
 
 
 def read_inter_token(header: str) -> float:
-    """The seconds between tokens in a replica's `LOAD` header; 0.0: it has none that can be read."""
+    """The seconds between tokens in a replica's `LOAD` header; 0.0: they are unknown."""
     try:
         seconds = float(header.split(" ")[3])
     except (IndexError, ValueError):
@@ -64,8 +64,8 @@ def find_percentile(seconds: Sequence[float]) -> float:
 
 class DesiredReplicas:
     """Replicas are added at once, for the load that the present trend reaches when they serve, and
-    removed one by one when none of the last `hold` seconds needed them. `limit`: requests of a replica within
-    the targets, as far as it is known."""
+    removed one by one when none of the last `hold` seconds needed them. `limit`: requests of a
+    replica within the targets, as far as it is known."""
 
     def __init__(self, targets: ScalingTargets) -> None:
         self.targets = targets
