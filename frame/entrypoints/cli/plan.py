@@ -84,9 +84,9 @@ def _rank(loaded: LoadedConfig, cluster: Any, arrivals: float, context: int, *, 
         row = figures[name]
         ttft, itl, whole = (row[key]["p50"] for key in ("first_token_ms", "between_tokens_ms", "end_to_end_ms"))
         click.echo(f"{name:16} {row['replicas']:4} replicas: TTFT {ttft:,.0f} ms, ITL {itl:,.1f} ms, end to end {whole:,.0f} ms (p50)")
-    for name, row in ranked.items():
+    for name, reason in ranked.items():
         if name not in figures:
-            click.echo(f"{name:16} {row}")
+            click.echo(f"{name:16} {reason}")
 
 
 def _format(plan: dict, device: str, machine: str | None) -> str:  # type: ignore[type-arg]

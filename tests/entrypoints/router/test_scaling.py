@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ def test_replicas_are_removed_after_the_hold_and_one_by_one() -> None:
     removed = [number * 2 for number in range(1, len(desired)) if desired[number] < desired[number - 1]]
     assert desired[-1] == 1
     assert 1200 + TARGETS.hold <= removed[0] <= 1200 + 1.5 * TARGETS.hold
-    assert min(b - a for a, b in zip(removed, removed[1:], strict=False)) > TARGETS.lead
+    assert min(b - a for a, b in pairwise(removed)) > TARGETS.lead
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_a_day_on_simulated_replicas(tmp_path: Path) -> None:
         fleet.scale(count, now, 4.0)
 
     fleet.run(Distribution(16, 120, (2048, 4096), (16, 32), day=120).draw(32_000, 5), control, 1.0)
-    changes = [(at, after - before) for (_, before), (at, after) in zip(sizes, sizes[1:], strict=False)]
+    changes = [(at, after - before) for (_, before), (at, after) in pairwise(sizes)]
     assert max(count for _, count in sizes) >= 3
     assert sizes[-1][1] <= 2
     assert sum((change < 0) == (at < 60) for at, change in changes) <= 2

@@ -1,5 +1,5 @@
-"""`StepTimes`: how long a step of a plan takes: the lower bounds of `frame plan` divided by measured
-shares.
+"""`StepTimes`: how long a step of a plan takes: the lower bounds of `frame plan` divided by
+measured shares.
 
 Used by `VirtualEngine`. Must not know a request or a clock.
 """

@@ -1,4 +1,5 @@
-"""`frame simulate`: against stored measurements, against itself step by step, and what it refuses."""
+"""`frame simulate`: against stored measurements, against itself step by step, and what it
+refuses."""
 
 from __future__ import annotations
 
