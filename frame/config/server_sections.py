@@ -183,6 +183,11 @@ class ServerSection(Section):
     metrics_aliases: tuple[Literal["vllm", "sglang"], ...] = setting(
         ("vllm", "sglang"), "Servers whose metric names /metrics repeats next to frame's names: vllm, sglang.", flag="metrics-aliases"
     )
+    state_dir: str | None = setting(
+        None,
+        "Folder in which stored responses and conversations outlive the server; several servers may share it. Default: memory.",
+        flag="state-dir",
+    )
     response_store_size: int = setting(
         1000, "Maximum number of responses and conversations stored in memory; 0: none are stored.", flag="response-store-size", ge=0
     )

@@ -27,6 +27,7 @@ MIN_KEY_LENGTH = 16  # characters
 VERSION = 1  # of the header, the frames and the handoff
 HEADER = b"x-frame-handoff"  # of a request: the router's signature; of a response: its body is frames
 FLEET = b"x-frame-fleet"  # of /health: the server's instance, identity and version of the handoff
+LOAD = b"x-frame-load"  # of /health: seconds of queued work, rate ratio, KV pressure, seconds between tokens
 MAX_HANDOFF = 8 << 20  # bytes of a handoff
 MAX_BODY = 64 << 20  # bytes of a frame's body
 VALIDITY = 60.0  # seconds in which a signature is accepted; the clocks of the hosts may differ by as much

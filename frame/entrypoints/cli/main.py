@@ -28,11 +28,12 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "chat": (f"{_HERE}.chat:command", "Chat in the terminal, with a server or in process."),
     "eval": (f"{_HERE}.eval:command", "Score a server or an engine on the embedded tasks."),
     "bench": (f"{_HERE}.bench:command", "Measure throughput and latency."),
-    "replay": (f"{_HERE}.replay:command", "Send recorded requests again, and compare tokens and latencies."),
+    "replay": (f"{_HERE}.bench:replay_command", "Send recorded requests again, and compare tokens and latencies."),
     "profile": (f"{_HERE}.profile:command", "Profile steps: kernels, gaps between them, host time."),
     "dashboard": ("frame.entrypoints.tools.dashboard:command", "Print a Grafana dashboard of the metrics."),
     "router": (f"{_HERE}.router:command", "Route requests to several servers."),
     "plan": (f"{_HERE}.plan:command", "Plan memory and devices of a configuration."),
+    "simulate": (f"{_HERE}.simulate:command", "Simulate a fleet on a virtual clock."),
     "config": (f"{_HERE}.config:command", "Check, explain and show the configuration."),
     "plugins": (f"{_HERE}.plugins:command", "List, inspect, check and create plugins."),
 }

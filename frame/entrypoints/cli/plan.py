@@ -4,6 +4,7 @@ target. Needs `config.json` alone, and none of the devices."""
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -13,6 +14,7 @@ from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
 
 GIB = 1024**3
+RANKED_SECONDS = 60.0  # in which requests arrive
 
 
 @config_command(help="Print the memory and the lower bounds of time of a configuration, without its devices.")
@@ -21,9 +23,19 @@ GIB = 1024**3
 @click.option("--context", type=click.IntRange(min=2), default=1024, help="Target: tokens of a request.")
 @click.option("--rate", type=click.FloatRange(min=0), default=0.0, help="Target: output tokens/s of each request.")
 @click.option("--share", type=click.FloatRange(min=0.01, max=1), default=0.6, help="Share of the bound's speed that counts.")
+@click.option("--hosts", type=click.IntRange(1, 1024), help="Rank the plans of so many machines by simulation; with --arrivals.")
+@click.option("--arrivals", type=click.FloatRange(min=0.001, max=1e5), help="Requests/s of --hosts: prompts of 3/4 of --context.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def command(
-    loaded: LoadedConfig, machine: str | None, requests: int | None, context: int, rate: float, share: float, is_json: bool
+    loaded: LoadedConfig,
+    machine: str | None,
+    requests: int | None,
+    context: int,
+    rate: float,
+    share: float,
+    hosts: int | None,
+    arrivals: float | None,
+    is_json: bool,
 ) -> None:
     from frame.entrypoints.tools.plan.machines import parse_machine
     from frame.entrypoints.tools.plan.planner import Target, plan_deployment, try_plans
@@ -31,6 +43,13 @@ def command(
     target_machine = parse_machine(machine) if machine is not None else None
     ctx = click.get_current_context()
     explicit = [name for name in ("context", "rate", "share") if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if hosts is not None or arrivals is not None:
+        if hosts is None or arrivals is None or target_machine is None or requests is not None:
+            raise ConfigError("--hosts ranks plans for arriving requests; write --hosts, --arrivals and --machine, and no --requests")
+        from frame.entrypoints.tools.simulate.simulation import Cluster
+
+        _rank(loaded, Cluster(hosts, target_machine), arrivals, context, is_json=is_json)
+        return
     if requests is None and explicit:
         raise ConfigError(f"--{explicit[0]} is part of a target; add --requests and --machine, or leave it out")
     if requests is not None:
@@ -47,6 +66,27 @@ def command(
         return
     plan = plan_deployment(loaded.config, target_machine)
     click.echo(json.dumps(plan.describe(), indent=2) if is_json else _format(plan.describe(), plan.resolved.device, machine))
+
+
+def _rank(loaded: LoadedConfig, cluster: Any, arrivals: float, context: int, *, is_json: bool) -> None:
+    """Print the plans in the order of their median end-to-end latency."""
+    from frame.entrypoints.tools.simulate.simulation import rank_plans
+    from frame.entrypoints.tools.simulate.workload import Distribution
+
+    output = max(1, context // 4)
+    ranked = dict(rank_plans(loaded.config, cluster, Distribution(arrivals, RANKED_SECONDS, (context - output,) * 2, (output,) * 2)))
+    figures = {name: row for name, row in ranked.items() if isinstance(row, dict)}
+    order = sorted(figures, key=lambda name: figures[name]["end_to_end_ms"]["p50"])
+    if is_json:
+        click.echo(json.dumps({"order": order, "plans": ranked}, indent=2))
+        return
+    for name in order:
+        row = figures[name]
+        ttft, itl, whole = (row[key]["p50"] for key in ("first_token_ms", "between_tokens_ms", "end_to_end_ms"))
+        click.echo(f"{name:16} {row['replicas']:4} replicas: TTFT {ttft:,.0f} ms, ITL {itl:,.1f} ms, end to end {whole:,.0f} ms (p50)")
+    for name, reason in ranked.items():
+        if name not in figures:
+            click.echo(f"{name:16} {reason}")
 
 
 def _format(plan: dict, device: str, machine: str | None) -> str:  # type: ignore[type-arg]

@@ -26,6 +26,12 @@ import click
 @click.option("--ssl-certfile", metavar="PATH", help="PEM file of the router's certificate chain; enables TLS.")
 @click.option("--ssl-keyfile", metavar="PATH", help="PEM file of its private key. Default: --ssl-certfile.")
 @click.option("--ssl-ca-certs", metavar="PATH", help="PEM file of authorities; clients must have a certificate of one of them.")
+@click.option("--target-ttft", type=click.FloatRange(min=0.001), help="Seconds to the first token that frame_desired_replicas aims at.")
+@click.option("--target-itl", type=click.FloatRange(min=0.0001), help="Seconds between tokens, likewise; needs FRAME_FLEET_KEY.")
+@click.option("--min-replicas", type=click.IntRange(min=1), default=1, help="Least frame_desired_replicas.")
+@click.option("--max-replicas", type=click.IntRange(min=1), default=64, help="Most frame_desired_replicas.")
+@click.option("--replica-start", type=click.FloatRange(min=1), default=60.0, help="Seconds that a replica takes until it serves.")
+@click.option("--scale-in-delay", type=click.FloatRange(min=1), default=300.0, help="Seconds in which a replica was not needed.")
 @click.option("--health-interval", type=click.FloatRange(min=0.05), default=2.0, help="Seconds between health checks.")
 @click.option("--max-body-bytes", type=click.IntRange(min=1024), default=64 << 20, help="Largest body of a request.")
 @click.option("--max-connections", type=click.IntRange(min=1), default=4096, help="Most connections of clients.")
@@ -46,6 +52,12 @@ def command(
     ssl_certfile: str | None,
     ssl_keyfile: str | None,
     ssl_ca_certs: str | None,
+    target_ttft: float | None,
+    target_itl: float | None,
+    min_replicas: int,
+    max_replicas: int,
+    replica_start: float,
+    scale_in_delay: float,
     health_interval: float,
     max_body_bytes: int,
     max_connections: int,
@@ -63,6 +75,7 @@ def command(
     from frame.entrypoints.http.protocol.listening import bound_port
     from frame.entrypoints.keys import AdminKey, is_local
     from frame.entrypoints.router.discovery import Source, check_url
+    from frame.entrypoints.router.scaling import ScalingTargets
     from frame.entrypoints.router.server import RouterSettings, load_policy, route
     from frame.entrypoints.tls import load_pair
 
@@ -80,6 +93,13 @@ def command(
     urls, prefill_urls = tuple(check_url(url, flag) for url in servers), tuple(check_url(url, "--prefill") for url in prefills)
     if len({*urls, *prefill_urls}) < len(urls) + len(prefill_urls):
         raise ConfigError(f"{flag if len({*urls}) < len(urls) else '--prefill'} names a server twice")
+    targets, key = None, read_fleet_key()
+    if target_ttft is not None or target_itl is not None:
+        if min_replicas > max_replicas:
+            raise ConfigError(f"--min-replicas is {min_replicas}, above --max-replicas {max_replicas}; lower it")
+        if target_itl is not None and key is None:
+            raise ConfigError("--target-itl needs what replicas tell their fleet; set FRAME_FLEET_KEY for the router and its replicas")
+        targets = ScalingTargets(target_ttft, target_itl, min_replicas, max_replicas, scale_in_delay, replica_start)
     make_policy = load_policy(policy, options)
     certificate = load_pair(ssl_certfile, ssl_keyfile, ("--ssl-certfile", "--ssl-keyfile"), ssl_ca_certs)
     logs.configure("router", LogSection.model_validate({"level": log_level, "format": log_format}), logs.LogWriter())
@@ -90,7 +110,7 @@ def command(
         )
     signals.hold()
     listener = bound_port(host, port, "--host and --port")
-    settings = RouterSettings(urls, health_interval, max_body_bytes, max_connections, prefill_urls, read_fleet_key(), sources, certificate)
+    settings = RouterSettings(urls, health_interval, max_body_bytes, max_connections, prefill_urls, key, sources, certificate, targets)
     admin = None
     if admin_port is not None and admin_key is not None:
         admin = bound_port(admin_host, admin_port, "--admin-host and --admin-port"), AdminKey(admin_key)

@@ -70,6 +70,8 @@ class TokenRouter:
             else:
                 sequence.request.add_unread(sequence, len(ids))
         self.stats.generated_tokens += count
+        self.stats.num_gaps += len(inter_token)
+        self.stats.gap_seconds += sum(inter_token)
         if self.stats.loggers is not None:
             self.stats.loggers.record_step(message, sequences, StepTimes(now, count, first_token, inter_token))
         self._route_rest(message, now)

@@ -363,6 +363,7 @@ class Server:
             loggers.close()
         if (dump := self._services.client.stats.dump) is not None:
             await asyncio.to_thread(dump.close)
+        await asyncio.to_thread(self._services.close_responses)
         for replica in self._replicas:
             loop.remove_reader(replica.deployment.transport.fd)
         if adapters is not None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frame.config.resolved import Resolved
@@ -120,12 +121,19 @@ class Services:
     def responses(self) -> ResponseStore:
         """The stored responses and conversations."""
         if self._responses is None:
+            from frame.entrypoints.http.openai.response_files import ResponseFiles
             from frame.entrypoints.http.openai.response_store import ResponseStore
 
             server = self.resolved.user.server
             store = (server.response_store_size, server.response_store_bytes, server.response_store_ttl, server.response_store_share)
-            self._responses = ResponseStore(*store, prompt_limit(self.resolved.max_context))
+            files = None if server.state_dir is None else ResponseFiles(Path(server.state_dir))
+            self._responses = ResponseStore(*store, prompt_limit(self.resolved.max_context), files)
         return self._responses
+
+    def close_responses(self) -> None:
+        """Write the stored responses that are not written yet."""
+        if self._responses is not None:
+            self._responses.close()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run background work, which no client awaits. It has reserved its sequences before, so

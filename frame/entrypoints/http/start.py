@@ -94,6 +94,10 @@ def open_listeners(resolved: Resolved) -> tuple[socket.socket, AdminListener]:
         from frame.entrypoints.http.openai.batch_files import make_folder
 
         make_folder(Path(folder))
+    if server.state_dir is not None:
+        from frame.entrypoints.http.openai.response_files import make_state_folder
+
+        make_state_folder(Path(server.state_dir))
     if (dump := resolved.user.log.request_dump) is not None:
         from frame.entrypoints.engine_client.request_dump import make_folder as make_dump_folder
 

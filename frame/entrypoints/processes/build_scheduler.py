@@ -73,6 +73,7 @@ def build_scheduler(
     on_finish: Callable[[Request, Finish], None] | None = None,
     make_adapters: Callable[[], RequestAdapters] = NoAdapters,
     make_tiers: MakeTiers = no_tiers,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """The scheduler over the KV pages of these pools, that of the tokens first. A number is that of
     the pages of a model with one cache group, the reserved page included."""
@@ -125,7 +126,7 @@ def build_scheduler(
     )
     allocator = PagedAllocator(num_pages) if len(pools) == 1 else GroupedAllocator(pools)
     features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved), "make_tiers": make_tiers}
-    scheduler = assemble_scheduler(config, cache, allocator, policy, on_finish=on_finish, **features)
+    scheduler = assemble_scheduler(config, cache, allocator, policy, clock, on_finish, **features)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
         scheduler.speculation.enable(drafter, resolved.max_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)

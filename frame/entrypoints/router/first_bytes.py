@@ -40,11 +40,16 @@ class FirstBytes:
         self._waiting[number] = now
         return number
 
-    def finish(self, number: int, now: float, *, has_answer: bool) -> None:
-        """Its first byte came, or it ended without one."""
+    def finish(self, number: int, now: float, *, has_answer: bool) -> float:
+        """Its first byte came, or it ended without one. -> seconds that it took."""
         started = self._waiting.pop(number)
         if has_answer:
             self._times.append(now - started)
+        return now - started
+
+    def list_ages(self, now: float) -> list[float]:
+        """Seconds that requests without a first byte wait so far."""
+        return [now - started for started in self._waiting.values()]
 
     def typical(self, now: float) -> float | None:
         """The median of the times; None: too few. A request that waits longer than half of those

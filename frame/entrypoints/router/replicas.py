@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,8 +22,9 @@ from typing import Literal, get_args
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from frame.entrypoints.handoff import FLEET, VERSION
+from frame.entrypoints.handoff import FLEET, LOAD, VERSION
 from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
+from frame.entrypoints.router.scaling import DesiredReplicas, FleetSignals, find_percentile, read_inter_token
 from frame.interfaces.routing import RoutingRequest
 from frame.parallel.replica_choice import ReplicaChooser
 
@@ -30,6 +33,8 @@ log = logging.getLogger(__name__)
 State = Literal["joining", "serving", "asleep", "draining", "lost"]
 ANNOUNCED: dict[str, State] = {"asleep": "asleep", "draining": "draining"}  # by a health check that fails
 STATES: tuple[State, ...] = get_args(State)
+RECENT = 30.0  # seconds in which a stream's first byte counts for the latency targets
+FIRST_TOKENS = 4096  # that are kept
 PATIENCE = 2  # failed checks after which a replica is unhealthy
 
 
@@ -55,6 +60,7 @@ class Backend:
     is_leaving: bool = False
     is_removed: bool = False
     first_bytes: FirstBytes = field(default_factory=FirstBytes)
+    inter_token: float = 0.0  # seconds, lately, as its last health check tells; 0.0: unknown
 
     @property
     def is_suspended(self) -> bool:
@@ -78,6 +84,8 @@ class Backends:
         self._members = {number: Backend(url.rstrip("/"), number, self) for number, url in enumerate(urls)}
         self._client, self._interval = client, interval
         self._chooser = chooser or ReplicaChooser(None)
+        self.desired: DesiredReplicas | None = None  # set where the fleet has latency targets
+        self.first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)  # (when, seconds) of streams
 
     @property
     def all(self) -> list[Backend]:
@@ -159,6 +167,7 @@ class Backends:
                 await asyncio.gather(*(self.check(backend) for backend in self.all))
                 self._drop_left()
                 self.judge_slowness()
+                self.update_desired()
             except Exception:
                 log.exception("the health checks failed; they go on")
             await asyncio.sleep(self._interval)
@@ -171,6 +180,19 @@ class Backends:
             if backend.first_bytes in suspended:
                 log.warning("replica %s gets no requests for a while: it is slow against the others", backend.url)
 
+    def update_desired(self) -> None:
+        """Tell the controller what the replicas do."""
+        if self.desired is None:
+            return
+        now, serving = time.monotonic(), self.healthy
+        late = [age for backend in serving for age in backend.first_bytes.list_ages(now)]
+        recent = [seconds for at, seconds in self.first_tokens if at > now - RECENT]
+        gaps = [backend.inter_token for backend in serving if backend.inter_token]
+        joining = sum(backend.state == "joining" for backend in self.all)
+        load = sum(backend.outstanding for backend in self.all)
+        latencies = (find_percentile(recent + [age for age in late if age > find_percentile(recent)]), max(gaps, default=0.0))
+        self.desired.update(FleetSignals(now, len(serving), joining, load, *latencies))
+
     async def check(self, backend: Backend, *, is_suspect: bool = False) -> None:
         """Ask a replica for its health once. `is_suspect`: a connection broke, or none was
         tried yet, so one failed check is enough."""
@@ -182,6 +204,7 @@ class Backends:
                 instance, _, rest = reply.headers.get(FLEET.decode(), "").partition(" ")
                 backend.identity, _, version = rest.partition(" ")
                 backend.instance = instance if version == str(VERSION) else ""  # one of another version serves, without moves
+                backend.inter_token = read_inter_token(reply.headers.get(LOAD.decode(), ""))
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:  # TimeoutError is an OSError, UnicodeError a ValueError
             reason = f"{type(error).__name__} {error}".strip()
         state = "serving" if not reason else ANNOUNCED.get(announced)
@@ -236,7 +259,10 @@ def timed(backend: Backend, is_stream: bool) -> Iterator[None]:
         yield
         has_answer = True
     finally:
-        backend.first_bytes.finish(number, time.monotonic(), has_answer=has_answer)
+        now = time.monotonic()
+        seconds = backend.first_bytes.finish(number, now, has_answer=has_answer)
+        if has_answer:
+            backend.group.first_tokens.append((now, seconds))
 
 
 class RouterMetrics:
@@ -263,6 +289,14 @@ class RouterMetrics:
             "frame_router_replica_outstanding", "Requests of a replica that are not finished.", ["replica"], registry=self._registry
         )
 
+        self._desired = Gauge("frame_desired_replicas", "Replicas that the latency targets need.", registry=None)
+        self._limit = Gauge(
+            "frame_router_replica_limit", "Requests of a replica within the targets; 0: not known.", registry=None
+        )
+        if backends.desired is not None:
+            self._registry.register(self._desired)
+            self._registry.register(self._limit)
+
     def count(self, outcome: str) -> None:
         """A request ended, or is sent again, for `retried`."""
         self._requests.labels(outcome).inc()
@@ -280,6 +314,9 @@ class RouterMetrics:
         for gauge in (self._healthy, self._suspended, self._outstanding):  # of those that have left
             gauge.clear()
         replicas = [backend for group in self._groups for backend in group.all]
+        if (desired := self._groups[0].desired) is not None:
+            self._desired.set(desired.value)
+            self._limit.set(0.0 if math.isinf(desired.limit) else desired.limit)
         for state in STATES:
             self._states.labels(state).set(sum(backend.state == state for backend in replicas))
         for backend in replicas:

@@ -25,6 +25,7 @@ from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.discovery import Source, watch_sources
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
+from frame.entrypoints.router.scaling import DesiredReplicas, ScalingTargets
 from frame.entrypoints.tls import Certificate
 from frame.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.parallel.replica_choice import ReplicaChooser
@@ -40,7 +41,8 @@ class RouterSettings:
     """`urls`: of the replicas, or of decode servers. `health_interval`: seconds. `max_body`: bytes
     of a request. `prefill_urls`: of the servers that begin what decode servers continue. `key`: of
     the fleet; None: streams do not move. `sources`: of replicas that come and go. `certificate`:
-    of the router's own address; None: without TLS."""
+    of the router's own address; None: without TLS. `targets`: that the number of replicas is
+    computed for; None: it is not."""
 
     urls: tuple[str, ...]
     health_interval: float
@@ -50,6 +52,7 @@ class RouterSettings:
     key: FleetKey | None = None
     sources: tuple[str, ...] = ()
     certificate: Certificate | None = None
+    targets: ScalingTargets | None = None
 
 
 def load_policy(name: str | None, options: Sequence[str]) -> Callable[[], RoutingPolicy]:
@@ -90,6 +93,7 @@ async def route(
     async with open_client() as client:
         backends = Backends(settings.urls, client, settings.health_interval, ReplicaChooser(make_policy()))
         prefill = Backends(settings.prefill_urls, client, settings.health_interval, ReplicaChooser(make_policy()))
+        backends.desired = None if settings.targets is None else DesiredReplicas(settings.targets)
         sources = [Source(value) for value in settings.sources]
         for source in sources:
             backends.update(source.value, await source.read() or [])

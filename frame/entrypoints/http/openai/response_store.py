@@ -1,5 +1,5 @@
-"""Stores responses and conversations in memory, bounded in number, bytes and age, in total and per
-tenant. Used by the routes of the Responses API. Must not depend on HTTP or the engine."""
+"""Stores responses and conversations in memory, and in files if there is a folder for them, bounded
+in number, bytes and age, in total and per tenant. Used by the routes of the Responses API. Must not depend on HTTP or the engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from frame.entrypoints.http.openai.response_files import ResponseFile, ResponseFiles
 from frame.entrypoints.http.protocol.bodies import MIN_BODY, problem_of
 
 OVERHEAD = 512  # bytes of an entry besides its body and items
@@ -96,11 +97,17 @@ class ResponseStore:
     oldest ones of its own tenant. When all tenants together exceed the bounds, the tenant that
     holds the most loses its oldest entry, so a large user never evicts a small one. The items of
     one entry are bounded as a request body is, by `max_items_bytes` and by their number of JSON
-    values, because requests decode them.
+    values, because requests decode them. `files`: what outlives the server.
     """
 
     def __init__(
-        self, max_entries: int = 0, max_bytes: int = 0, ttl: float = 0.0, share: float = 1.0, max_items_bytes: int = MIN_BODY
+        self,
+        max_entries: int = 0,
+        max_bytes: int = 0,
+        ttl: float = 0.0,
+        share: float = 1.0,
+        max_items_bytes: int = MIN_BODY,
+        files: ResponseFiles | None = None,
     ) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
@@ -111,6 +118,9 @@ class ResponseStore:
         self._cancelled: set[str] = set()  # names of responses that are cancelled and still run
         self._count = 0
         self.num_bytes = 0
+        self._files = files
+        for file in () if files is None else files.load_all():
+            self._take_file(file)
 
     def __len__(self) -> int:
         return self._count
@@ -134,8 +144,39 @@ class ResponseStore:
         entries[name] = stored
         self._count += 1
         self._add_bytes(entries, stored.size)
+        if self._files is not None:
+            self._files.save(name, tenant, body, items, num_input)
         self._evict(tenant, entries)
         return True
+
+    def _take_file(self, file: ResponseFile) -> None:
+        """Store an entry that this server or another one has written."""
+        assert self._files is not None
+        age = max(0.0, time.time() - file.created)
+        stored = StoredEntry(file.tenant, bytes(file.body), bytes(file.items), file.num_input, time.monotonic() - age)
+        if age >= self._ttl or not self.is_on or not self.fits(file.tenant, stored.body, stored.items):
+            self._files.remove(file.name, file.tenant)
+            return
+        entries = self._tenants.setdefault(file.tenant, TenantEntries())
+        entries[file.name] = stored
+        self._count += 1
+        self._add_bytes(entries, stored.size)
+        self._evict(file.tenant, entries)
+
+    def _refresh(self, name: str, tenant: str) -> None:
+        """Take over what another server has done to an entry since."""
+        if self._files is None:
+            return
+        entries = self._tenants.get(tenant)
+        stored = None if entries is None else entries.get(name)
+        if stored is not None and stored.log is not None and not stored.log.is_over:
+            return  # it runs here
+        file = self._files.check(name, tenant)
+        if file is True:
+            return
+        self._drop(name, tenant, keeps_file=True)
+        if not isinstance(file, bool):
+            self._take_file(file)
 
     def fits(self, tenant: str, body: bytes, items: bytes) -> bool:
         """Whether an entry fits the tenant's bytes, and its items a request body."""
@@ -184,11 +225,17 @@ class ResponseStore:
 
     def get(self, name: str, tenant: str) -> StoredEntry | None:
         """The entry of this tenant and name; None if there is none or it has expired."""
+        self._refresh(name, tenant)
         entries = self._tenants.get(tenant)
         if entries is None:
             return None
         self._drop_expired(tenant, entries)
         return entries.get(name)
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        if self._files is not None:
+            self._files.close()
 
     def delete(self, name: str, tenant: str) -> bool:
         """Delete an entry. Returns whether it existed."""
@@ -224,13 +271,15 @@ class ResponseStore:
         while entries and next(iter(entries.values())).created <= limit:
             self._drop(next(iter(entries)), tenant)
 
-    def _drop(self, name: str, tenant: str, log_to_keep: EventLog | None = None) -> None:
+    def _drop(self, name: str, tenant: str, log_to_keep: EventLog | None = None, *, keeps_file: bool = False) -> None:
         """Remove an entry and its unfinished log, unless the log is `log_to_keep`."""
         entries = self._tenants.get(tenant)
         stored = entries.pop(name, None) if entries is not None else None
         if entries is None or stored is None:
             return
         self._add_bytes(entries, -stored.size)
+        if self._files is not None:
+            (self._files.forget if keeps_file else self._files.remove)(name, tenant)
         if stored.log is not None and stored.log is not log_to_keep and not stored.log.is_over:
             stored.log.drop()
         self._count -= 1

@@ -201,7 +201,10 @@ async def ready(context: ContextDep, services: ServicesDep) -> Any:
     """Readiness: 200 when the server accepts requests."""
     is_asleep = not services.draining and services.client.unavailable_reason is None and services.client.commands.sleep_problem is not None
     headers = DRAINING if services.draining else ASLEEP if is_asleep else ()
-    await _health(context, services.ready_problem(), headers if services.fleet is None else (*headers, *services.fleet.headers))
+    if services.fleet is not None:
+        pressure = () if services.metrics is None else services.metrics.pressure.describe()  # what its routers scale by
+        headers = (*headers, *services.fleet.headers, *pressure)
+    await _health(context, services.ready_problem(), headers)
 
 
 async def _health(context: RequestContext, problem: str | None, headers: Headers = ()) -> None:

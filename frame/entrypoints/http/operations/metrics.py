@@ -11,6 +11,7 @@ from frame.config.resolved import Resolved
 from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
+from frame.entrypoints.http.operations.pressure import Pressure
 from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.media.media_service import MediaService
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
@@ -83,6 +84,7 @@ class ServerMetrics:
         self._services = services
         self._rate = 0.0  # tokens per second between the last two measurements
         self._measured = (time.monotonic(), 0)  # the last one: when, and the tokens until then
+        self.pressure = Pressure(services.client, services.resolved.page_size)
         self._responses: dict[tuple[str, int], int] = {}  # bounded by routes times statuses
 
     def update_rate(self) -> None:
@@ -91,6 +93,7 @@ class ServerMetrics:
         since, before = self._measured
         if now - since >= RATE_WINDOW:
             self._rate, self._measured = (count - before) / (now - since), (now, count)
+            self.pressure.measure()
 
     def count_response(self, route: str, status: int) -> None:
         """A response went out; `route` is a path of the table of routes."""
@@ -121,6 +124,10 @@ class ServerMetrics:
             counts = {str(number): each.num_sequences for number, each in enumerate(client.clients)}
             yield _labelled("replica_requests_outstanding", "Requests of a replica that are not finished.", "replica", counts)
         yield _gauge("generation_tokens_per_second", "Tokens sent per second, lately.", self._rate)
+        yield _gauge("queued_work_seconds", "Seconds of queued prompts at the highest token rate.", self.pressure.count_queued_seconds())
+        yield _gauge("token_rate_ceiling", "Highest measured tokens per second, computed and generated ones.", self.pressure.ceiling)
+        yield _gauge("token_rate_ratio", "Tokens per second, lately, over the ceiling.", self.pressure.rate_ratio)
+        yield _gauge("kv_pressure_ratio", "Pages that running and waiting requests need, over all.", self.pressure.find_kv_pressure())
         writer = configured_writer()
         yield _counter(
             "log_lines_dropped", "Log lines that were dropped because standard error was not read or not writable.",

@@ -36,6 +36,10 @@ FIGURES: Mapping[str, str] = {
     "between_tokens_ms.p99": "ITL p99, ms",
     "end_to_end_ms.p99": "E2E p99, ms",
     "goodput_per_s": "goodput, requests/s",
+    "hit_rate": "prompt tokens from the cache, share",
+    "preempted": "preemptions",
+    "memory_share": "memory of a device, share",
+    "replicas": "replicas",
     "floor_seconds": "floor, seconds",
     "share_of_floor": "share of the floor",
 }
@@ -83,7 +87,7 @@ def table(results: Mapping[str, Any]) -> Table:
         for name, row in rows.items():
             drawn.add_row(name, _shown(row["seconds"]))
         return drawn
-    drawn = _empty(f"frame bench {results['kind']}", rows)
+    drawn = _empty("frame simulate" if results["kind"] == "simulate" else f"frame bench {results['kind']}", rows)
     for path, title in FIGURES.items():
         figures = [figure(row, path) for row in rows.values()]
         if any(value is not None for value in figures):

@@ -34,7 +34,7 @@ CONTEXT_BYTES = 640 << 20  # of a process on a CUDA device, before its first ten
 SUM_SECONDS = 5e-6  # of the smallest all-reduce
 DECODE_ROWS = (1, 8, 64, 256)
 DECODE_CONTEXT = 1024  # tokens of a sequence in the table of phases
-_SUMS_A_LAYER = 2
+SUMS_A_LAYER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class DeploymentPlan:
         weights = cost.weight_bytes * (sum(layer.read(rows) for layer in cost.layers) + cost.head) / tp
         operations = (2 * (rows * met + head_rows * cost.head) + rows * cost.recurrence + mixing) / tp
         rate = card.ceilings.operations * (2 if card.has_fp8 and cost.weight_bytes < 1.5 else 1)
-        num_sums = _SUMS_A_LAYER * self.resolved.model.num_layers if tp > 1 else 0
+        num_sums = SUMS_A_LAYER * self.resolved.model.num_layers if tp > 1 else 0
         sent = rows * self.resolved.model.hidden_size * 2 * 2 * (tp - 1) / tp  # bytes of one sum, by rank
         seconds_of = {
             "reading weights": weights / card.ceilings.read,

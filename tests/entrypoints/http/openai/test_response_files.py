@@ -1,0 +1,178 @@
+"""Stored responses in a folder: another server finds them, and nothing else is believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from frame.core.errors import ConfigurationError
+from frame.entrypoints.http.openai import response_files
+from frame.entrypoints.http.openai.response_files import ResponseFiles, make_state_folder
+from frame.entrypoints.http.openai.response_store import OVERHEAD, ResponseStore
+
+DONE = b'{"id":"resp_1","status":"completed"}'
+RUNNING = b'{"id":"resp_1","status":"in_progress"}'
+
+Open = Callable[..., ResponseStore]
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Open]:
+    """Stores of several servers over one folder."""
+    opened: list[ResponseStore] = []
+
+    def make(entries: int = 10, size: int = 100_000, ttl: float = 60.0, share: float = 1.0) -> ResponseStore:
+        opened.append(ResponseStore(entries, size, ttl, share, files=ResponseFiles(tmp_path / "state")))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.close()
+
+
+def settle(store: ResponseStore) -> None:
+    """Wait until everything is written."""
+    files = store._files
+    assert files is not None
+    end = time.monotonic() + 20
+    while (files._pending or files._writing) and time.monotonic() < end:
+        time.sleep(0.005)
+    assert not files._pending
+
+
+def list_files(folder: Path) -> list[Path]:
+    return sorted((folder / "state/responses").iterdir())
+
+
+def test_entries_outlive_the_server(open_store: Open, tmp_path: Path) -> None:
+    first = open_store()
+    assert first.put("resp_1", "tenant", DONE, b'[{"a":1}]', 1)
+    assert first.put("conv_1", "", b'{"id":"conv_1"}', b"[]")
+    first.close()
+    second = open_store()
+    stored = second.get("resp_1", "tenant")
+    assert stored is not None
+    assert (stored.body, stored.items, stored.num_input, stored.tenant) == (DONE, b'[{"a":1}]', 1, "tenant")
+    assert second.get("resp_1", "") is None
+    assert second.get("conv_1", "") is not None
+    assert {path.stat().st_mode & 0o777 for path in list_files(tmp_path)} == {0o600}
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+    assert "tenant" not in " ".join(path.name for path in list_files(tmp_path))
+
+
+def test_two_servers_see_each_others_changes(open_store: Open) -> None:
+    one, two = open_store(), open_store()
+    one.put("conv_1", "t", b'{"id":"conv_1"}', b"[]")
+    settle(one)
+    assert two.append_items("conv_1", "t", [{"n": 1}])
+    settle(two)
+    assert one.append_items("conv_1", "t", [{"n": 2}])
+    settle(one)
+    stored = two.get("conv_1", "t")
+    assert stored is not None
+    assert stored.decode_items() == [{"n": 1}, {"n": 2}]
+    assert one.delete("conv_1", "t")
+    settle(one)
+    assert two.get("conv_1", "t") is None
+    assert (len(one), one.num_bytes, len(two), two.num_bytes) == (0, 0, 0, 0)
+
+
+def test_a_running_response_is_its_servers_until_that_dies(open_store: Open, tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from frame.entrypoints.http.openai.response_files import ResponseFiles\n"
+        "files = ResponseFiles(Path(sys.argv[1]))\n"
+        f"files.save('resp_1', 't', {RUNNING!r}, b'[]', 0)\n"
+        "while files._pending or files._writing: time.sleep(0.01)\n"
+        "print('written', flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "state")], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"written\n"
+        store = open_store()
+        assert store.get("resp_1", "t") is None  # so a router asks the other server
+        server.kill()
+    stored = store.get("resp_1", "t")
+    assert stored is not None
+    body: dict[str, Any] = msgspec.json.decode(stored.body)
+    assert (body["status"], body["error"]["code"]) == ("failed", "server_error")
+    assert len(list((tmp_path / "state/servers").glob("*.lock"))) == 1  # that of this server
+
+
+def test_quotas_and_age_hold_for_files(open_store: Open, tmp_path: Path) -> None:
+    store = open_store(entries=3)
+    for number in range(6):
+        store.put(f"resp_{number}", "t", DONE, b"[]")
+    settle(store)
+    assert len(list_files(tmp_path)) == 3
+    smaller = open_store(entries=10, size=2 * (OVERHEAD + 100), share=1.0)
+    settle(smaller)
+    assert (len(smaller), len(list_files(tmp_path))) == (2, 2)
+    old = open_store(ttl=1e-6)
+    settle(old)
+    assert (len(old), list_files(tmp_path)) == (0, [])
+
+
+def test_damaged_and_foreign_files_are_left_out(open_store: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store()
+    for number in range(7):
+        store.put(f"resp_{number}", "t", DONE, b"[]")
+    settle(store)
+    cut, newer, older, moved, pipe, link, whole = list_files(tmp_path)
+    cut.write_bytes(cut.read_bytes()[:-20])
+    for path, version in ((newer, response_files.VERSION + 1), (older, response_files.VERSION - 1)):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"version": version}))
+    moved.rename(moved.with_name("0" * 64 + ".json"))
+    pipe.unlink()
+    os.mkfifo(pipe)
+    link.unlink()
+    link.symlink_to(whole)
+    (whole.parent / "notes.txt").write_text("mine")
+    other = open_store()
+    assert len(other) == 2  # the older one, and the whole one
+    assert caplog.text.count("is left out") == 5
+    assert "its version is 2, and this server reads 1" in caplog.text
+    assert (whole.parent / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "resp_\x00", "é" * 500, ""])
+def test_names_of_clients_reach_no_other_file(open_store: Open, tmp_path: Path, name: str) -> None:
+    store = open_store()
+    assert store.get(name, "t") is None
+    assert store.put(name, "t", DONE, b"[]")
+    settle(store)
+    assert [len(path.name) for path in list_files(tmp_path)] == [69]
+    assert store.delete(name, "t")
+
+
+def test_a_full_disk_loses_files_and_no_request(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store()
+
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ResponseFiles, "_write", fail)
+    assert store.put("resp_1", "t", DONE, b"[]")
+    settle(store)
+    monkeypatch.undo()
+    assert "No space left on device" in caplog.text
+    assert store.get("resp_1", "t") is not None
+
+
+def test_a_folder_for_all_users_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigurationError, match="open to other users; run chmod 700"):
+        make_state_folder(tmp_path)
+    with pytest.raises(ConfigurationError, match="cannot be made or written"):
+        make_state_folder(Path("/proc/none"))
