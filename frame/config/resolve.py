@@ -418,6 +418,7 @@ class _Solver:
     def _policies(self, task: Task) -> None:
         config, requirements = self.config, self._plain
         self._collect(self._select, "scheduling_policy", requirements, config.scheduler.policy, "")
+        self._collect(self._select, "kv_allocator", requirements, config.cache.allocator, "No KV allocator is installed")
         named, key = config.parallel.routing_policy, KEYS["routing_policy"]
         if config.parallel.dp > 1:
             self._collect(self._select, "routing_policy", requirements, named, "No routing policy chooses replicas")

@@ -143,6 +143,7 @@ class CacheSection(Section):
         None, "Prefix cache, by plugin name. none: no reuse. auto: the best that the model can use.", flag="prefix-cache"
     )
     eviction: str = setting("lru", "Eviction policy of the prefix cache, by plugin name.", flag="eviction-policy")
+    allocator: Annotated[str | None, Auto] = setting(None, "Allocator of the KV cache's pages, by plugin name.", flag="kv-allocator")
     page_size: Annotated[int | None, Auto] = setting(
         None, "Tokens per page of the KV cache. auto: from the attention backend.", flag="page-size", ge=1, le=1024
     )

@@ -42,6 +42,7 @@ SMALL_FAMILIES = (
     "frame.plugins.grammar_backends",
     "frame.plugins.http_extensions",
     "frame.plugins.key_stores",
+    "frame.plugins.kv_allocators",
     "frame.plugins.kv_tiers",
     "frame.plugins.launchers",
     "frame.plugins.logits_processors",

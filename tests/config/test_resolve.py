@@ -106,6 +106,7 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
             record("prefix_cache", "large", PrefixCacheCapabilities(page_sizes=(64, 128), eviction_policy=False), rank=1),
         ],
         "eviction_policy": [record("eviction_policy", "lru")],
+        "kv_allocator": [record("kv_allocator", "pages")],
         "routing_policy": [record("routing_policy", "prefix_load", RoutingCapabilities())],
         "logits_processor": [record("logits_processor", "penalties"), record("logits_processor", "theirs", distribution="other")],
         "grammar_backend": [],

@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "moe": {"runner": "fake", "dispatcher": "fake"},
     "parallel": {"collective": "fake", "launcher": "fake"},
     "scheduler": {"policy": "fake", "max_running_requests": 4, "chunked_prefill_size": 64},
-    "cache": {"prefix": "fake", "eviction": "fake", "max_total_tokens": 256},
+    "cache": {"prefix": "fake", "eviction": "fake", "allocator": "fake", "max_total_tokens": 256},
     "sampling": {"processors": ["fake"], "grammar": "fake"},
     "text": {"reasoning_parser": "fake", "tool_call_parser": "fake"},
     "execution": {"device": "fake", "threads": 1},

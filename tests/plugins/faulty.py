@@ -40,6 +40,7 @@ OUR_PLUGINS = {
     "scheduling_policy": "fcfs",
     "prefix_cache": "radix",
     "eviction_policy": "lru",
+    "kv_allocator": "stack",
     "logits_processor": "logit-bias",
     "grammar_backend": "llguidance",
     "reasoning_parser": "think-tags",

@@ -1,5 +1,5 @@
-"""Every in-tree pooler passes the conformance checks of its kind, and so does the key store of the
-settings. tests/plugins/key_stores/test_http.py runs those of `http`, which needs an endpoint."""
+"""Every in-tree pooler and KV allocator passes the conformance checks of its kind, and so does the
+key store of the settings. tests/plugins/key_stores/test_http.py runs those of `http`, which needs an endpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frame.plugins.loader import load_registry
 from frame.testing import conformance
 
 REGISTRY = load_registry(installed=False)
-KINDS = ("pooler",)
+KINDS = ("pooler", "kv_allocator")
 SELECTORS = ["key_store:file", *(f"{kind}:{record.name}" for kind in KINDS for record in REGISTRY.records(kind))]
 
 

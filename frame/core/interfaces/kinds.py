@@ -214,6 +214,15 @@ _ALL = (
         suite="testing.scheduling.eviction_policy:suite",
     ),
     Kind(
+        name="kv_allocator",
+        version=1,
+        summary="KV allocators: choices of the free pages of the KV cache that requests get",
+        interface="kv_allocator:KVAllocator",
+        context="kv_allocator:KVAllocatorContext",
+        key="cache.allocator",
+        suite="testing.scheduling.kv_allocator:suite",
+    ),
+    Kind(
         name="kv_tier",
         version=1,
         summary="KV cache tiers: places outside of the device that hold blocks of the KV cache",

@@ -64,6 +64,7 @@ SERVED = (
     "moe_dispatcher",
     "scheduling_policy",
     "eviction_policy",
+    "kv_allocator",
     "prefix_cache",
     "weight_source",
     "drafter",
