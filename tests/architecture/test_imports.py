@@ -53,6 +53,7 @@ SMALL_FAMILIES = (
     "frame.plugins.poolers",
     "frame.plugins.prefix_caches",
     "frame.plugins.reasoning_parsers",
+    "frame.plugins.samplers",
     "frame.plugins.scheduling_policies",
     "frame.plugins.drafters",
     "frame.plugins.stat_loggers",

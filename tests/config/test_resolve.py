@@ -24,6 +24,7 @@ from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.platform import PlatformCapabilities
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.core.interfaces.routing import RoutingCapabilities
+from frame.core.interfaces.sampler import SamplerCapabilities
 from frame.core.interfaces.weight_format import FormatCapabilities
 from frame.core.interfaces.weights import WeightSourceCapabilities
 from tests.model_configs import LLAMA
@@ -107,6 +108,7 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
         ],
         "eviction_policy": [record("eviction_policy", "lru")],
         "kv_allocator": [record("kv_allocator", "pages")],
+        "sampler": [record("sampler", "race", SamplerCapabilities(batch_invariant=True))],
         "routing_policy": [record("routing_policy", "prefix_load", RoutingCapabilities())],
         "logits_processor": [record("logits_processor", "penalties"), record("logits_processor", "theirs", distribution="other")],
         "grammar_backend": [],

@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
     "parallel": {"collective": "fake", "launcher": "fake"},
     "scheduler": {"policy": "fake", "max_running_requests": 4, "chunked_prefill_size": 64},
     "cache": {"prefix": "fake", "eviction": "fake", "allocator": "fake", "max_total_tokens": 256},
-    "sampling": {"processors": ["fake"], "grammar": "fake"},
+    "sampling": {"processors": ["fake"], "sampler": "fake", "grammar": "fake"},
     "text": {"reasoning_parser": "fake", "tool_call_parser": "fake"},
     "execution": {"device": "fake", "threads": 1},
     "speculative": {"algorithm": "fake"},

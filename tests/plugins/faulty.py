@@ -42,6 +42,7 @@ OUR_PLUGINS = {
     "eviction_policy": "lru",
     "kv_allocator": "stack",
     "logits_processor": "logit-bias",
+    "sampler": "torch",
     "grammar_backend": "llguidance",
     "reasoning_parser": "think-tags",
     "tool_call_parser": "hermes",

@@ -243,6 +243,15 @@ _ALL = (
         is_list=True,
     ),
     Kind(
+        name="sampler",
+        version=1,
+        summary="samplers: draws of the next tokens from logits",
+        interface="sampler:TokenSampler",
+        context="sampler:SamplerContext",
+        key="sampling.sampler",
+        suite="testing.sampling.sampler:suite",
+    ),
+    Kind(
         name="grammar_backend",
         version=3,
         summary="grammar backends",

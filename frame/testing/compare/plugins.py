@@ -83,6 +83,7 @@ NOT_COMPARED: Mapping[str, str] = MappingProxyType(
         "logits_processor": "each changes the tokens of requests by parameters of its own",
         "http_extension": "each serves routes of its own and computes no tokens",
         "cli_command": "each is a command of its own and computes no tokens",
+        "sampler": "each draws tokens in its own way",
         "pooler": "each pools in its own way, so the vectors differ",
         "key_store": "each knows keys of its own and computes no tokens",
         "routing_policy": "each chooses replicas, and computes no tokens",
