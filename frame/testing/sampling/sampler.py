@@ -317,12 +317,23 @@ def check_seed_and_repeated_draws(bench: Bench) -> None:
 
 def check_instances_stand_alone(bench: Bench) -> None:
     """Two samplers of one process, of other vocabularies and numbers of slots."""
-    first, second = bench.make(VOCAB, 4), bench.make(640, 9)
-    for bed, vocab, count in ((first, VOCAB, 4), (second, 640, 9), (first, VOCAB, 4)):
-        bed.enter(*(bench.setup(slot, slot, temperature=0.0) for slot in range(count)))
-        logits = make_logits(count, vocab, seed=vocab)
-        found = bed.step(logits, range(count), [PROMPT] * count)
-        assert torch.equal(found, logits.argmax(-1)), "of two samplers one changed the tokens of the other"
+
+    def make(vocab: int, count: int) -> Bed:
+        return bench.make(vocab, count).enter(*(bench.setup(slot, slot + count) for slot in range(count)))
+
+    def draw(bed: Bed, vocab: int, count: int, step: int) -> list[int]:
+        torch.manual_seed(step)
+        return bed.step(make_logits(count, vocab, step), range(count), [PROMPT + step] * count).tolist()
+
+    sizes = ((VOCAB, 4), (640, 9))
+    alone = []
+    for size in sizes:
+        bed = make(*size)
+        alone.append([draw(bed, *size, step) for step in range(8)])
+    beds = [make(*size) for size in sizes]
+    for step in range(8):
+        found = [draw(bed, *size, step) for bed, size in zip(beds, sizes, strict=True)]
+        assert found == [each[step] for each in alone], "of two samplers one changed the tokens of the other"
 
 
 def check_tokens_stay(bench: Bench) -> None:
@@ -359,15 +370,16 @@ def check_draws_of_graphs(bench: Bench) -> None:
 
 
 def check_draft_rows(bench: Bench) -> None:
-    """Verification: several positions of one request in one draw have the tokens of draws one
+    """Verification: several positions of one request in one draw have the tokens of steps one
     after the other."""
-    bed = bench.make().enter(*(bench.setup(slot, slot) for slot in range(4)))
-    slots, positions = [slot for slot in range(4) for _ in range(5)], [PROMPT + step for _ in range(4) for step in range(5)]
-    logits = make_logits(20, seed=33)
-    together = bed.draw(logits, slots, positions)
-    for row in range(20):
-        alone = bench.make().enter(bench.setup(slots[row], slots[row])).draw(logits[row : row + 1], slots[row : row + 1], [positions[row]])
-        assert int(alone) == int(together[row]), f"the token of a drafted position {positions[row] - PROMPT} places on is another alone"
+    setups, width = [bench.setup(slot, slot) for slot in range(4)], 16
+    slots, positions = [slot for slot in range(4) for _ in range(width)], [PROMPT + step for _ in range(4) for step in range(width)]
+    logits = make_logits(4 * width, seed=33, spread=1.0)
+    together = bench.make().enter(*setups).draw(logits, slots, positions).view(4, width)
+    bed = bench.make().enter(*setups)
+    for step in range(width):
+        alone = bed.step(logits.view(4, width, -1)[:, step], range(4), [PROMPT + step] * 4)
+        assert torch.equal(alone, together[:, step]), f"the token of a drafted position {step} places on is another one in a step"
 
 
 def check_row_work_is_done_in_batches(bench: Bench) -> None:
@@ -399,13 +411,13 @@ def check_row_inputs_are_left_alone(bench: Bench) -> None:
     for step in range(5):
         params = {"temperature": torch.ones(SLOTS), "key": torch.arange(SLOTS) + 77 * step}
         given = {"logits": make_logits(SLOTS, seed=40 + step), **params, "slots": torch.arange(SLOTS)}
-        kept = {name: value.clone() for name, value in given.items()}
+        kept, before = ({name: value.clone() for name, value in given.items()} for _ in range(2))
         names = ("temperature", "key")
         torch.manual_seed(step)
         expected = clean.rows.draw_tokens(given["logits"], {name: given[name] for name in names}, given["slots"])
         torch.manual_seed(step)
         found = reused.rows.draw_tokens(kept["logits"], {name: kept[name] for name in names}, kept["slots"])
-        changed = [name for name, value in given.items() if not torch.equal(kept[name], value)]
+        changed = [name for name, value in before.items() if not torch.equal(kept[name], value)]
         assert not changed, f"draw_tokens() changed {' and '.join(changed)}"
         assert torch.equal(expected, found), "the sampler keeps a tensor of an earlier step, which the engine has overwritten"
         clean.observe(range(SLOTS), expected)
@@ -435,18 +447,31 @@ def check_slot_of_a_new_request(bench: Bench) -> None:
 
 
 def check_slot_of_a_neighbour(bench: Bench) -> None:
-    """A request has the tokens that it has alone, whoever comes, goes and pads graphs beside it."""
-    alone, crowd = (bench.make().enter(bench.setup(SLOTS - 1, 1)) for _ in range(2))
-    for step in range(12):
-        others = [bench.setup(slot, step + slot) for slot in range(step % 4, SLOTS - 1, 3)]
-        crowd.enter(*others, released=[slot for slot in range(SLOTS - 1) if (slot + step) % 5 == 0])
+    """Requests have the tokens that they have alone, whoever comes, goes and pads graphs beside
+    them."""
+    mine = (4, 5, 8)
+    alone, crowd = (bench.make().enter(*(bench.setup(slot, slot) for slot in mine)) for _ in range(2))
+    for step in range(30):
+        others = [bench.setup(slot, step + slot) for slot in range(SLOTS) if slot not in mine and (slot + step) % 4]
+        crowd.enter(*others, released=[slot for slot in range(SLOTS) if slot not in mine and (slot + step) % 5 == 0])
         if others:
             slots = [setup.slot for setup in others]
             crowd.step(make_logits(len(slots), seed=step, spread=9.0), slots, [PROMPT] * len(slots))
         padding = torch.tensor([SLOTS, SLOTS], device=crowd.device)
         table, zeros = torch.zeros(SLOTS + 1, dtype=torch.int64, device=crowd.device), torch.zeros(2, device=crowd.device)
         crowd.operations.draw_plain(make_logits(2, seed=step).to(crowd.device), zeros, zeros.long(), (table, padding))
-        _require_equal_steps(crowd, alone, step, [SLOTS - 1], "a request has other tokens beside others")
+        _require_equal_steps(crowd, alone, step, mine, "a request has other tokens beside others")
+
+
+def check_slot_may_be_any(bench: Bench) -> None:
+    """A request has the same tokens in any slot."""
+    beds = [bench.make().enter(*(bench.setup((slot + shift) % SLOTS, slot, seed=slot) for slot in range(3))) for shift in (0, 7, 14)]
+    for step in range(30):
+        logits, found = make_logits(3, seed=500 + step, spread=1.0), []
+        for bed, shift in zip(beds, (0, 7, 14), strict=True):
+            torch.manual_seed(step)
+            found.append(bed.step(logits, [(slot + shift) % SLOTS for slot in range(3)], [PROMPT + step] * 3).tolist())
+        assert found[0] == found[1] == found[2], f"after {step} tokens requests in other slots draw others: {found}"
 
 
 def check_slot_is_told_once(bench: Bench) -> None:
@@ -472,7 +497,7 @@ def check_slot_without_tokens(bench: Bench) -> None:
 
 def _require_equal_steps(one: Bed, other: Bed, step: int, slots: Sequence[int], sentence: str) -> None:
     """Both draw the same tokens of the same logits, from the same generator if they use one."""
-    logits, found = make_logits(len(slots), seed=200 + step), []
+    logits, found = make_logits(len(slots), seed=200 + step, spread=1.0), []
     for bed in (one, other):
         torch.manual_seed(step)
         found.append(bed.step(logits, slots, [PROMPT + step] * len(slots)))

@@ -131,7 +131,7 @@ class IgnoresTheTemperature(Sigma):
     """Draws at temperature 1 whatever a request asks for, except for 0."""
 
     def race(self, logits: torch.Tensor, params: Params) -> torch.Tensor:
-        return super().race(logits, {**params, "temperature": params["temperature"].clamp(max=0.0) + math.log(2) * (params["temperature"] > 0)})
+        return super().race(logits, {**params, "temperature": math.log(2) * (params["temperature"] > 0)})
 
 
 @mutant
@@ -404,9 +404,12 @@ class ForgetsTheTable(Sigma):
 
     def make_operations(self) -> DeviceOperations:
         made = super().make_operations()
+
+        def draw_plain(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, last: Any = None) -> Any:
+            return made.draw_plain(logits, temperature, keys, last and (last[0].clone(), last[1]))
+
         return DeviceOperations(
-            draw_plain=lambda logits, temperature, keys, last=None: made.draw_plain(logits, temperature, keys, last and (last[0].clone(), last[1])),
-            mask_logits=made.mask_logits, draw_filtered=made.draw_filtered, compute_logprobs=made.compute_logprobs,
+            draw_plain=draw_plain, mask_logits=made.mask_logits, draw_filtered=made.draw_filtered, compute_logprobs=made.compute_logprobs,
         )  # fmt: skip
 
 
