@@ -66,6 +66,7 @@ from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelReq
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.sampler import SamplerRequirements
 from frame.core.interfaces.step_media import MediaPlan
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.interfaces.kinds import KINDS
@@ -418,6 +419,7 @@ class _Solver:
     def _policies(self, task: Task) -> None:
         config, requirements = self.config, self._plain
         self._collect(self._select, "scheduling_policy", requirements, config.scheduler.policy, "")
+        self._collect(self._select, "kv_allocator", requirements, config.cache.allocator, "No KV allocator is installed")
         named, key = config.parallel.routing_policy, KEYS["routing_policy"]
         if config.parallel.dp > 1:
             self._collect(self._select, "routing_policy", requirements, named, "No routing policy chooses replicas")
@@ -436,6 +438,10 @@ class _Solver:
         if task != "generate":  # nothing is sampled
             return
         self._collect(choose_list, self.chosen, self.records, "logits_processor", config.sampling.processors, requirements)
+        draws = SamplerRequirements(
+            self.device, self._capability(), self._compatible, config.execution.deterministic, config.speculative.algorithm is not None
+        )
+        self._collect(self._select, "sampler", draws, config.sampling.sampler, f"No sampler runs on {self.device}")
         if not config.model.skip_tokenizer_init:
             self._collect(choose_optional, self.chosen, self.records, "grammar_backend", config.sampling.grammar, requirements)
         for kind, name in (("reasoning_parser", config.text.reasoning_parser), ("tool_call_parser", config.text.tool_call_parser)):

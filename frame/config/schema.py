@@ -143,6 +143,7 @@ class CacheSection(Section):
         None, "Prefix cache, by plugin name. none: no reuse. auto: the best that the model can use.", flag="prefix-cache"
     )
     eviction: str = setting("lru", "Eviction policy of the prefix cache, by plugin name.", flag="eviction-policy")
+    allocator: Annotated[str | None, Auto] = setting(None, "Allocator of the KV cache's pages, by plugin name.", flag="kv-allocator")
     page_size: Annotated[int | None, Auto] = setting(
         None, "Tokens per page of the KV cache. auto: from the attention backend.", flag="page-size", ge=1, le=1024
     )
@@ -292,10 +293,13 @@ class ExecutionSection(Section):
 
 
 class SamplingSection(Section):
-    """Logits processors and grammars."""
+    """Logits processors, the sampler and grammars."""
 
     processors: tuple[str, ...] = setting(
         ("builtin",), "Logits processors, by plugin name and in order; builtin: all in-tree ones.", flag="logits-processors"
+    )
+    sampler: Annotated[str | None, Auto] = setting(
+        None, "Sampler (draws the next tokens), by plugin name. auto: the best-ranked one that runs on the device.", flag="sampler"
     )
     grammar: Annotated[str | None, Auto] = setting(None, "Grammar backend, by plugin name.", flag="grammar-backend")
     grammar_workers: int = setting(
@@ -350,7 +354,7 @@ class FrameConfig(Section):
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection, description="Batching.")
     moe: MoESection = Field(default_factory=MoESection, description="Mixture of experts.")
     execution: ExecutionSection = Field(default_factory=ExecutionSection, description="Device and steps.")
-    sampling: SamplingSection = Field(default_factory=SamplingSection, description="Logits processors, grammars.")
+    sampling: SamplingSection = Field(default_factory=SamplingSection, description="Logits processors, sampler, grammars.")
     speculative: SpeculativeSection = Field(default_factory=SpeculativeSection, description="Speculative decoding.")
     adapters: AdaptersSection = Field(default_factory=AdaptersSection, description="LoRA adapters.")
     media: MediaSection = Field(default_factory=MediaSection, description="Images, videos and audio.")

@@ -219,6 +219,15 @@ _ALL = (
         suite="testing.scheduling.eviction_policy:suite",
     ),
     Kind(
+        name="kv_allocator",
+        version=1,
+        summary="KV allocators: choices of the free pages of the KV cache that requests get",
+        interface="kv_allocator:KVAllocator",
+        context="kv_allocator:KVAllocatorContext",
+        key="cache.allocator",
+        suite="testing.scheduling.kv_allocator:suite",
+    ),
+    Kind(
         name="kv_tier",
         version=1,
         summary="KV cache tiers: places outside of the device that hold blocks of the KV cache",
@@ -237,6 +246,15 @@ _ALL = (
         key="sampling.processors",
         suite="testing.sampling.logits_processor:suite",
         is_list=True,
+    ),
+    Kind(
+        name="sampler",
+        version=1,
+        summary="samplers: draws of the next tokens from logits",
+        interface="sampler:TokenSampler",
+        context="sampler:SamplerContext",
+        key="sampling.sampler",
+        suite="testing.sampling.sampler:suite",
     ),
     Kind(
         name="grammar_backend",

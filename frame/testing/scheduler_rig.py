@@ -30,7 +30,7 @@ from frame.core.interfaces.runner import PendingStep, UnsampledStep
 from frame.core.interfaces.sampling import Grammar
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingContext, SchedulingPolicy
-from frame.core.kv_cache.page_allocator import PageAllocator, PagedAllocator
+from frame.core.kv_cache.page_allocator import PageAllocator
 from frame.core.messages import Finish, Generate, SessionPin, StepTokens, TokenLogprobs
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW
@@ -41,6 +41,7 @@ from frame.plugins.loader import load_registry
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.drafters import Script, ScriptedDrafter
 from frame.testing.fake_runner import FakeRunner, continuation
+from frame.testing.page_allocators import make_allocator
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -136,7 +137,7 @@ class SchedulerRig:
         config = self.config
         pool = PagePool("tokens", config.num_pages, config.page_size)
         sizes = (config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
-        return (pool,), PagedAllocator(config.num_pages), FakeRunner(*sizes, is_invalid)
+        return (pool,), make_allocator(config.num_pages), FakeRunner(*sizes, is_invalid)
 
     def add(
         self,

@@ -23,6 +23,7 @@ from frame.core.interfaces.model import ModelCapabilities, ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.platform import PlatformCapabilities
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
+from frame.core.interfaces.sampler import SamplerCapabilities
 from frame.core.interfaces.weight_format import FormatCapabilities
 from frame.interfaces.routing import RoutingCapabilities
 from frame.interfaces.weights import WeightSourceCapabilities
@@ -106,6 +107,8 @@ def records(**replaced: list[PluginRecord]) -> dict[str, list[PluginRecord]]:
             record("prefix_cache", "large", PrefixCacheCapabilities(page_sizes=(64, 128), eviction_policy=False), rank=1),
         ],
         "eviction_policy": [record("eviction_policy", "lru")],
+        "kv_allocator": [record("kv_allocator", "pages")],
+        "sampler": [record("sampler", "race", SamplerCapabilities(batch_invariant=True))],
         "routing_policy": [record("routing_policy", "prefix_load", RoutingCapabilities())],
         "logits_processor": [record("logits_processor", "penalties"), record("logits_processor", "theirs", distribution="other")],
         "grammar_backend": [],

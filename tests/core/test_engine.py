@@ -18,7 +18,6 @@ from frame.core.interfaces.runner import DeviceLost, ModelRunner, UnsampledStep
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
-from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, StepTokens
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
@@ -28,6 +27,7 @@ from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.structured_output.grammar_compiler import GrammarCompiler
 from frame.testing.contexts import EVICTION, SCHEDULING
+from frame.testing.page_allocators import make_allocator
 
 VOCAB = 64
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -96,7 +96,7 @@ class Running:
             page_size=4, num_pages=65, max_running=8, token_budget=32, max_context=64, vocab_size=VOCAB, overlap=overlap
         )
         self.scheduler = assemble_scheduler(
-            config, RadixCache(PrefixCacheContext(4, 4096, Lru(EVICTION))), PagedAllocator(65), Fcfs(SCHEDULING)
+            config, RadixCache(PrefixCacheContext(4, 4096, Lru(EVICTION))), make_allocator(65), Fcfs(SCHEDULING)
         )
         self.near, far = InProcessTransport.pair()
         self.runner = runner

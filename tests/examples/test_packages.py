@@ -22,7 +22,7 @@ from tests.examples.conftest import PACKAGES, Environment
 MAX_LINES = 100
 SUITES = (
     *("prefix_cache:blocks", "weight_source:tar", "stat_logger:statsd", "routing_policy:weighted", "cli_command:hello"),
-    *("pooler:weightedmean", "key_store:team", "tracer:slow"),
+    *("pooler:weightedmean", "key_store:team", "tracer:slow", "kv_allocator:banks", "sampler:mirostat"),
 )
 
 SERVE = """
@@ -59,7 +59,8 @@ def test_a_file_alone_chooses_them_and_they_serve_equal_tokens(environment: Envi
     common = "execution: {threads: 1}\nlog: {level: warning}\n"
     plain.write_text(f"{common}cache: {{max_total_tokens: 1024}}\n")
     model = pack_model(tmp_path)
-    own.write_text(f"{common}cache: {{max_total_tokens: 1024, prefix: blocks}}\nmodel: {{path: {model}, load_format: tar}}\n")
+    cache = "cache: {max_total_tokens: 1024, prefix: blocks, allocator: banks}\n"
+    own.write_text(f"{common}{cache}model: {{path: {model}, load_format: tar}}\n")
     first, second = map(json.loads, environment.run("-c", SERVE, plain, own).stdout.splitlines())
     assert first == second
     assert [cached for _, cached in second] == [0, 48, 48]
@@ -111,6 +112,32 @@ with torch.no_grad():
 def test_a_pooler_that_a_checkpoint_asks_for_makes_its_vectors(environment: Environment, tmp_path: Path) -> None:
     errors = [float(line) for line in environment.run("-c", EMBED, tmp_path / "model").stdout.split()]
     assert len(errors) == 3 and max(errors) < 1e-5
+
+
+SAMPLE = """
+import json, math
+from frame import Engine, SamplingParams
+from frame.entrypoints.engine_client.limits import InvalidRequestError
+with Engine(threads=1, max_total_tokens=2048, sampler="mirostat", plugins_options={"sampler/mirostat": {"eta": 0.4}}) as engine:
+    for tau in ("0.2", "3", "12"):
+        params = SamplingParams(max_tokens=150, temperature=1.0, logprobs=0, ignore_eos=True, custom={"tau": tau})
+        outputs = engine.generate([[5, 6, 7], [9] * 40, [11]], params)
+        each = [-logprob / math.log(2) for output in outputs for logprob in output.logprobs.logprobs]
+        print(sum(each) / len(each))
+    for params in (SamplingParams(custom={"tau": "-1"}), SamplingParams(top_p=0.5)):
+        try:
+            print(engine.generate([5], params).error)
+        except InvalidRequestError as error:
+            print(error)
+"""
+
+
+def test_a_sampler_of_the_configuration_keeps_the_surprise_of_each_request(environment: Environment) -> None:
+    *found, wrong, unused = environment.run("-c", SAMPLE).stdout.splitlines()
+    low, middle, high = map(float, found)
+    assert low < 1.0 < middle and abs(middle - 3.0) < 0.5 and middle <= high
+    assert wrong.startswith("custom['tau'] is '-1'; it must be above 0")
+    assert unused.startswith("top_p has no effect with the sampler mirostat")
 
 
 def test_a_key_store_and_a_tracer_of_the_command_line_serve(environment: Environment, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Control, Generate, StepTokens
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
@@ -43,6 +42,7 @@ from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.attention import suite
 from frame.testing.contexts import EVICTION, SCHEDULING
+from frame.testing.page_allocators import make_allocator
 from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 CASES = dict(suite.cases("cpu", False, TORCH_NATIVE))
@@ -277,7 +277,7 @@ def test_an_engine_switches_between_two_steps(phase: str) -> None:
     config = SchedulerConfig(page_size=4, num_pages=300, max_running=8, token_budget=64, max_context=128, vocab_size=vocab, overlap=True)
     near, far = InProcessTransport.pair()
     cache = RadixCache(PrefixCacheContext(4, 300, Lru(EVICTION)))
-    engine = Engine(assemble_scheduler(config, cache, PagedAllocator(300), Fcfs(SCHEDULING)), runner, far, EngineOptions(overlap=True))
+    engine = Engine(assemble_scheduler(config, cache, make_allocator(300), Fcfs(SCHEDULING)), runner, far, EngineOptions(overlap=True))
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     prompts = {f"r{row}": [(7 * row + place) % vocab for place in range(3 + row * 5)] for row in range(6)}

@@ -19,7 +19,6 @@ from frame.core.engine import Engine, EngineOptions
 from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import ZmqTransport
-from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import (
     Abort,
     AbortAll,
@@ -48,6 +47,7 @@ from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_runner import FakeRunner
+from frame.testing.page_allocators import make_allocator
 from frame.testing.scheduler_rig import OldestFirst
 from frame.text.detokenizer import Detokenizer
 from frame.text.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ def attack_engine(folder: Path, seed: int, count: int) -> None:
     config = SchedulerConfig(page_size=4, num_pages=65, max_running=4, token_budget=32, max_context=100, vocab_size=VOCAB, max_queued=50)
     registry = load_registry(installed=False)
     policy = registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING)
-    scheduler = assemble_scheduler(config, RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), PagedAllocator(65), policy)
+    scheduler = assemble_scheduler(config, RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), make_allocator(65), policy)
     runner = FakeRunner(65, 4, 4, config.max_pages, VOCAB)
     engine = Engine(scheduler, runner, ZmqTransport(inbox, outbox), EngineOptions(check_integrity="fatal", make_states=EngineStates))
     thread = threading.Thread(target=engine.run)

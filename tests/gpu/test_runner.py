@@ -21,7 +21,6 @@ from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
@@ -35,6 +34,7 @@ from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.contexts import SCHEDULING
 from frame.testing.local_loop import LocalLoop
+from frame.testing.page_allocators import make_allocator
 from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -115,7 +115,7 @@ def test_no_launch_waits_for_the_device():
     model = FakeModel(model_config, context)
     runner = TorchModelRunner(model, model_config, context, pool, sampler, Capacity(600, 16, 12))
     config = SchedulerConfig(page_size=16, num_pages=600, max_running=ROWS, token_budget=64, max_context=256, vocab_size=97, overlap=True)
-    loop = LocalLoop(assemble_scheduler(config, NoCache(PrefixCacheContext(16, 4096)), PagedAllocator(600), Fcfs(SCHEDULING)), runner)
+    loop = LocalLoop(assemble_scheduler(config, NoCache(PrefixCacheContext(16, 4096)), make_allocator(600), Fcfs(SCHEDULING)), runner)
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
     params = [msgspec.structs.replace(each, bad_words_ids=((7,), (30, 4)) if each.bad_words_ids else ()) for each in EVERYTHING]
     loop.generate(prompts, params)

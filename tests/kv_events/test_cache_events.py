@@ -16,7 +16,6 @@ import zmq
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache import PrefixCacheContext
-from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.request_slots import RequestTable
 from frame.kv_events.cache_events import CacheEvents, hash_block, hash_root
@@ -24,6 +23,7 @@ from frame.kv_events.publisher import EventSettings, KVEventPublisher, as_array,
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
+from frame.testing.page_allocators import make_allocator
 
 PAGE, PAGES = 4, 200
 
@@ -108,7 +108,7 @@ class Rig:
         self.endpoints = [f"ipc://{folder}/{name}" for name in ("events", "replay")]
         policy = GuardedEvictionPolicy(Lru(None))
         self.cache = RadixCache(PrefixCacheContext(PAGE, PAGES, policy))
-        self.manager = KVCacheManager(RequestTable(4, 16), self.cache, PagedAllocator(PAGES), PAGE)
+        self.manager = KVCacheManager(RequestTable(4, 16), self.cache, make_allocator(PAGES), PAGE)
         max_waiting = settings.pop("max_waiting", 100_000)
         self.publisher = KVEventPublisher(EventSettings(*self.endpoints, topic="kv@pod@model", **settings))
         self.events = self.manager.events = CacheEvents(self.publisher, self.manager.num_token_pages, PAGE, max_waiting)

@@ -12,12 +12,13 @@ import torch
 
 from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.kv_tier import BlockMover, KVTier
-from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator
+from frame.core.kv_cache.page_allocator import PageAllocator
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.kv_tiers.block_layout import BlockLayout
 from frame.kv_tiers.controller import TierController
 from frame.testing.fake_runner import FakeRunner
+from frame.testing.page_allocators import make_grouped_allocator
 from frame.testing.scheduler_rig import IsInvalid
 from tests.core.scheduling.grouped_rig import GroupedFakeRunner
 from tests.kv_tiers.tier_rig import SPOILED, MemoryTier, RunnerMover, TierRig
@@ -78,7 +79,7 @@ class GroupedTierRig(TierRig):
     def make_memory(self, is_invalid: IsInvalid | None) -> tuple[tuple[PagePool, ...], PageAllocator, FakeRunner]:
         config = self.config
         sizes = (config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
-        return self._pools, GroupedAllocator(self._pools), GroupedFakeRunner(self._pools, *sizes, is_invalid)
+        return self._pools, make_grouped_allocator(self._pools), GroupedFakeRunner(self._pools, *sizes, is_invalid)
 
     def make_tiers(self, kv_manager: KVCacheManager) -> TierController:
         assert isinstance(self.runner, GroupedFakeRunner)

@@ -1,5 +1,6 @@
-"""Every in-tree pooler passes the conformance checks of its kind, and so does the key store of the
-settings. tests/plugins/key_stores/test_http.py runs those of `http`, which needs an endpoint."""
+"""Every in-tree pooler and KV allocator passes the conformance checks of its kind, and so do the
+key store of the settings and the sampler of CPUs. tests/plugins/key_stores/test_http.py runs those
+of `http`, which needs an endpoint; tests/gpu those of the sampler with kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from frame.plugins.loader import load_registry
 from frame.testing import conformance
 
 REGISTRY = load_registry(installed=False)
-KINDS = ("pooler",)
-SELECTORS = ["key_store:file", *(f"{kind}:{record.name}" for kind in KINDS for record in REGISTRY.records(kind))]
+KINDS = ("pooler", "kv_allocator")
+SELECTORS = ["key_store:file", "sampler:torch", *(f"{kind}:{record.name}" for kind in KINDS for record in REGISTRY.records(kind))]
 
 
 @pytest.mark.parametrize("selector", SELECTORS)

@@ -23,6 +23,7 @@ from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements
 from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
+from frame.core.interfaces.sampler import DRAW_PARAMS, SamplerCapabilities
 from frame.core.interfaces.sampling import PROCESSOR_PARAMS, ProcessorCapabilities
 from frame.core.interfaces.weight_format import FormatCapabilities, QuantType
 from frame.interfaces.keys import KeyStoreRequirements
@@ -129,7 +130,8 @@ def choose_key_store(chosen: Choices, records: Mapping[str, Sequence[PluginRecor
 
 
 def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]) -> dict[str, Any]:
-    """`refused_params` and `custom_params` of `Resolved`, from the chosen logits processors."""
+    """`refused_params` and `custom_params` of `Resolved`, from the chosen logits processors and
+    sampler."""
     kind = "logits_processor"
     if kind not in chosen.selected:  # nothing is sampled
         return {}
@@ -137,7 +139,17 @@ def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRe
     keys = [can.custom if isinstance(can := record.capabilities, ProcessorCapabilities) else None for record in used]
     custom = None if None in keys else tuple(key for each in keys for key in each or ())
     missing = [name for name in PROCESSOR_PARAMS if not any(_implements(record, name) for record in used)]
-    return {"refused_params": {name: _refuse_param(name, records.get(kind, ())) for name in missing}, "custom_params": custom}
+    refused = {name: _refuse_param(name, records.get(kind, ())) for name in missing}
+    for sampler in (selection.record for selection in chosen.selected.get("sampler", ())):
+        if isinstance(can := sampler.capabilities, SamplerCapabilities):
+            refused |= {name: _refuse_draw(name, sampler.name) for name in DRAW_PARAMS if name not in can.params}
+            custom = None if custom is None else (*custom, *can.custom)
+    return {"refused_params": refused, "custom_params": custom}
+
+
+def _refuse_draw(param: str, sampler: str) -> str:
+    """The sentence for a request with a parameter that the sampler does not honour."""
+    return f"{param} has no effect with the sampler {sampler} of this server; leave it out, or serve with another {KEYS['sampler']}"
 
 
 def _implements(record: PluginRecord, param: str) -> bool:

@@ -187,7 +187,7 @@ class InputBatch:
         if self.media is not None:
             layout = replace(layout, positions=self.media.find_positions(layout.token_slots, layout.positions, batch))
         is_replay = self._fits_decode_graph(batch, layout)
-        draws = is_replay and (self.draws_masked or not batch.has_deferred_grammar_mask)
+        draws = is_replay and self.sampler.in_graphs and (self.draws_masked or not batch.has_deferred_grammar_mask)
         plans = self.planner.plan(batch, layout, is_replay=is_replay, draws=draws)
         drafting = plans.arrays.drafting
         if self.media is not None and drafting is not None and drafting.places is not None:

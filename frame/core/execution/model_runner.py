@@ -224,7 +224,7 @@ class TorchModelRunner(ModelRunner):
     @property
     def _graph_redraw(self) -> Redraw | None:
         """What draws tokens with filters in a graph; None: nothing does."""
-        return self._redraw if self.sampler.by_row else None
+        return self._redraw if self.sampler.operations.draw_filtered is not None else None
 
     def capture_piecewise_graphs(self, max_tokens: int, *, is_dry: bool = False) -> None:
         """Capture CUDA graphs of the computations between the attention calls of steps of up to
@@ -379,6 +379,8 @@ class TorchModelRunner(ModelRunner):
         results to the host."""
         plans, counts, drafts, order = inputs.plans, None, None, None
         compared, drafting = inputs.tensors.verification, inputs.tensors.drafting
+        if self.processors.sampler is not None and compared is None:
+            self.processors.observe_draws(sampled.token_ids, self._find_slots(inputs, len(sampled.token_ids)), plans.sampling)
         if plans.verification is not None and compared is not None:
             verified = verify_drafts(sampled.token_ids, plans.verification, compared)
             self.inputs.table.last_token.index_copy_(0, compared.slots, verified.last)
@@ -399,6 +401,14 @@ class TorchModelRunner(ModelRunner):
         alignments = {} if encoded is None else encoded.alignments
         output = StepOutput(step, sampled, plans.sampling, prompts, faults, counts, drafts, order, alignments)
         return fetch(output, self.streams)
+
+    def _find_slots(self, inputs: StepInputs, num_rows: int) -> torch.Tensor:
+        """The slots of the sampling rows, int64 [rows]."""
+        sampling = inputs.tensors.sampling
+        if sampling is not None and sampling.slots is not None:
+            return sampling.slots
+        assert self.decode_graphs is not None, "a graph drew the tokens"
+        return self.decode_graphs.inputs["drawn_slots"][:num_rows]
 
     def _move_accepted(self, inputs: StepInputs, order: torch.Tensor, first: torch.Tensor, counts: torch.Tensor) -> None:
         """Move the accepted tokens of trees to the places of their positions. first: see

@@ -1,5 +1,5 @@
 """`Processors`: applies logits processors to whole batches, each to the slots whose requests use
-it.
+it, and tells a sampler with slots of them.
 
 Costs one integer comparison per step while no request uses a logits processor. Must not know a
 processor by name.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic
 import numpy as np
 
 from frame.core.blame import describe, remedy
+from frame.core.interfaces.sampling import LogitsProcessor
 from frame.core.messages import Finish
 from frame.core.sampling.batch_layout import A
 
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     import torch
 
     from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
-    from frame.core.interfaces.sampling import LogitsProcessor
+    from frame.core.interfaces.sampler import SupportsSlots
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.sampling.batch_layout import BatchLayout
+    from frame.core.sampling.sampling_metadata import SamplingPlan
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +59,11 @@ class ProcessorPlan:
 
 
 class Processors:
-    """The logits processors of one sampler, in the order in which they are applied."""
+    """The logits processors of one sampler, in the order in which they are applied. `sampler`: the
+    sampler plugin, if it keeps something by slot."""
 
-    def __init__(self, processors: Sequence[LogitsProcessor], num_slots: int) -> None:
+    def __init__(self, processors: Sequence[LogitsProcessor], num_slots: int, sampler: SupportsSlots | None = None) -> None:
+        self.sampler = sampler
         self._processors = tuple(processors)
         self._uses = np.zeros((len(self._processors), num_slots), np.bool_)
         self._num_uses = 0
@@ -68,15 +72,15 @@ class Processors:
     def check_params(self, params: SamplingParams) -> Finish | None:
         """How a request ends whose parameters a processor refuses or fails on; None: all take
         them."""
-        for processor in self._processors:
+        for plugin in (*self._processors, *([] if self.sampler is None else [self.sampler])):
             try:
-                if processor.applies_to(params):
-                    processor.validate_params(params)
+                if plugin is self.sampler or plugin.applies_to(params):
+                    plugin.validate_params(params)
             except ValueError as error:
                 sentence = str(error).strip().split("\n", 1)[0]
                 return Finish("error", error=sentence, code="invalid_request", param=_field(params, sentence))
             except Exception as error:  # noqa: BLE001 - the request is refused, the engine goes on
-                return Finish("error", error=_fault(processor, error))
+                return Finish("error", error=_fault(plugin, error))
         return None
 
     def describe_all(self) -> str:
@@ -106,6 +110,32 @@ class Processors:
                         self._num_uses += 1
                 except Exception as error:  # noqa: BLE001 - the fault of one request must not end the others of its batch
                     self._faults[setup.slot] = _fault(processor, error)
+
+        if self.sampler is not None:
+            self._update_sampler(self.sampler, setups, released)
+
+    def _update_sampler(self, sampler: SupportsSlots, setups: Sequence[SlotSetup], released: Sequence[int]) -> None:
+        for slot in released:
+            try:
+                sampler.remove_slot(slot)
+            except Exception as error:  # noqa: BLE001 - the request has ended
+                _fault(sampler, error)
+        for setup in setups:
+            try:
+                sampler.add_slot(setup)
+            except Exception as error:  # noqa: BLE001 - as of logits processors
+                self._faults[setup.slot] = _fault(sampler, error)
+
+    def observe_draws(self, token_ids: torch.Tensor, slots: torch.Tensor, plan: SamplingPlan) -> None:
+        """Pass the drawn tokens and their slots, int64 [rows], to the sampler."""
+        if self.sampler is None or not plan.num_rows:
+            return
+        try:
+            self.sampler.observe_tokens(slots, token_ids)
+        except Exception as error:
+            if type(error).__name__ == "AcceleratorError":
+                raise
+            self._faults.update(dict.fromkeys(plan.slots.tolist(), _fault(self.sampler, error)))
 
     def begin_step(self, batch: ScheduledBatch, layout: BatchLayout) -> ProcessorPlan | None:
         """`update`, and the plan of the step."""
@@ -179,11 +209,11 @@ class Processors:
                 _fault(self._processors[index], error)
 
 
-def _fault(processor: LogitsProcessor, error: Exception) -> str:
+def _fault(plugin: LogitsProcessor | SupportsSlots, error: Exception) -> str:
     """Log the fault; returns the sentence for the client."""
-    sentence = f"{describe(processor)} failed on this request: {type(error).__name__}: {error}"
-    _log.error("%s; %s", sentence, remedy(processor), exc_info=error)
-    return f"{sentence}; send it without the parameters of this logits processor"
+    sentence = f"{describe(plugin)} failed on this request: {type(error).__name__}: {error}"
+    _log.error("%s; %s", sentence, remedy(plugin), exc_info=error)
+    return f"{sentence}; send it without the parameters of this {'logits processor' if isinstance(plugin, LogitsProcessor) else 'sampler'}"
 
 
 def _field(params: SamplingParams, sentence: str) -> str:

@@ -23,6 +23,7 @@ from frame.core.sampling import gumbel_race
 from frame.core.sampling.sampling_metadata import PARAMETERS, SamplingArrays
 
 if TYPE_CHECKING:
+    from frame.core.interfaces.sampler import RowSampler
     from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
     from frame.core.sampling.sampling_metadata import DrawArrays, FilterArrays, SamplingPlan
 
@@ -51,10 +52,17 @@ class Sampled:
 class Sampler:
     """Samples the tokens of a step. Has no state except its logits processors."""
 
-    def __init__(self, processors: Processors, operations: DeviceOperations) -> None:
+    def __init__(
+        self, processors: Processors, operations: DeviceOperations, rows: RowSampler | None = None, *, in_graphs: bool = True
+    ) -> None:
+        """rows: draws the tokens in place of `operations`. in_graphs: whether CUDA graphs draw
+        tokens, by `operations`."""
         self.processors = processors
         self.operations = operations
-        self.by_row = operations.draw_filtered is not None  # plans must come from a `SamplingTable` with the same value
+        self.in_graphs = in_graphs
+        self._rows = rows
+        # plans must come from a `SamplingTable` with the same value
+        self.by_row = rows is not None or operations.draw_filtered is not None
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: SamplingTensors) -> Sampled:
         """logits: [rows, vocab] of any float dtype; may be changed in place. Computes in
@@ -106,11 +114,11 @@ class Sampler:
         params = {name: torch.full((rows,), value, device=logits.device) for name, value in each.items()}
         params["key"] = torch.arange(rows, device=logits.device)
         params["top_k"] = torch.full((rows,), 2, dtype=torch.int32, device=logits.device)
-        for scores in (logits, logits.float()):  # logits processors change a float32 copy
-            token_ids, _ = self._draw(scores, {name: params[name] for name in PARAMETERS[:2]})
+        for scores in (logits, logits.float()) if self._rows is None else ():  # logits processors change a float32 copy
+            self._draw(scores, {name: params[name] for name in PARAMETERS[:2]})
             self._draw(scores, params)
         for num_top in (0, 2):
-            self.operations.compute_logprobs(logits, token_ids, num_top)
+            self.operations.compute_logprobs(logits, torch.zeros_like(params["key"]), num_top)
         words = torch.full((rows, -(-logits.shape[1] // 32)), -1, dtype=torch.int32, device=logits.device)
         self.operations.mask_logits(logits, torch.arange(rows, device=logits.device), words)
 
@@ -138,20 +146,27 @@ class Sampler:
         with logits processors are sampled from a float32 copy."""
         if tensors.grammar is not None:
             self.operations.mask_logits(logits, tensors.grammar.rows, tensors.grammar.mask)
-        params = tensors.list_parameters()
+        params, slots = tensors.list_parameters(), tensors.slots
         if processing is None or tensors.processing is None:
-            return self._draw(logits, params)
+            return self._draw(logits, params, slots)
         rows = tensors.processing.rows
         scores = logits.index_select(0, rows).float()
         self.processors.apply(scores, processing, tensors.processing, changed_only=True)
-        token_ids, best = self._draw(scores, {name: each.index_select(0, rows) for name, each in params.items()})
-        if len(rows) == plan.num_rows:
+        # a row's last draw counts, so the rows of logits processors are drawn last
+        every = None if len(rows) == plan.num_rows else self._draw(logits, params, slots)
+        some = slots if slots is None or self._rows is None else slots.index_select(0, rows)
+        token_ids, best = self._draw(scores, {name: each.index_select(0, rows) for name, each in params.items()}, some)
+        if every is None:
             return token_ids, best
-        every_id, every_best = self._draw(logits, params)
-        return every_id.index_copy_(0, rows, token_ids), every_best.index_copy_(0, rows, best)
+        return every[0].index_copy_(0, rows, token_ids), every[1].index_copy_(0, rows, best)
 
-    def _draw(self, logits: torch.Tensor, params: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """params: those of every row."""
+    def _draw(
+        self, logits: torch.Tensor, params: Mapping[str, torch.Tensor], slots: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """params: those of every row. slots: of every row; only a `RowSampler` needs them."""
+        if self._rows is not None:
+            assert slots is not None, "the runner sets the slots of the rows"
+            return self._rows.draw_with_maxima(logits, params, slots)
         if "top_k" in params and self.operations.draw_filtered is not None:
             return self.operations.draw_filtered(logits, params, None, None)
         return self.operations.draw_plain(logits, params["temperature"], params["key"], None)

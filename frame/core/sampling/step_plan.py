@@ -234,6 +234,7 @@ class StepPlanner:
             sampling = self._sampling.plan_samples(slots[samples], positions, None if mask is None else mask[samples])
             processing = self._processors.plan(slots[samples], positions)
             sampling.arrays.logprob_rows = sampling.arrays.listed_ids = None  # those of all rounds are computed at the end
+            sampling.arrays.slots = slots[samples]
             sampling.arrays.processing = None if processing is None else processing.arrays
             rounds.append(SampleRound(sampling, processing, RoundArrays(sampling.arrays, samples, rows[samples])))
         return rounds

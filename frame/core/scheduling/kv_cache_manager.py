@@ -71,9 +71,9 @@ class KVCacheManager:
         fewer."""
         return self.num_available if self.groups is None else min(self.num_available, self.groups.num_growable)
 
-    def allocate_pages(self, num_pages: int) -> np.ndarray | None:
+    def allocate_pages(self, num_pages: int, after: np.ndarray | None = None) -> np.ndarray | None:
         """Allocate pages, int32 [num_pages], evicting cached prefixes if necessary; None, and no
-        eviction, when too few are available."""
+        eviction, when too few are available. after: see `KVAllocator.allocate_pages`."""
         short = num_pages - self.allocator.num_free
         if short > 0:
             if short > self.cache.num_evictable:
@@ -82,7 +82,7 @@ class KVCacheManager:
             if self.events is not None:
                 self.events.record_removed(evicted)
             self.allocator.free(evicted)
-        return self.allocator.alloc(num_pages)
+        return self.allocator.alloc(num_pages, after)
 
     def lock_prefix(self, request: Request) -> np.ndarray:
         """Match and lock the longest cached prefix of `request.tokens`, which may be all of them.
@@ -125,7 +125,7 @@ class KVCacheManager:
             return True
         if self.groups is not None and want - have > self.groups.num_growable:
             return False
-        pages = self.allocate_pages(want - have)
+        pages = self.allocate_pages(want - have, self._find_last(np.array([slot])))
         if pages is None:
             return False
         if self.groups is not None:
@@ -139,7 +139,7 @@ class KVCacheManager:
         for all."""
         if self.groups is not None and len(slots) > self.groups.num_growable:
             return False
-        pages = self.allocate_pages(len(slots))
+        pages = self.allocate_pages(len(slots), self._find_last(slots))
         if pages is None:
             return False
         a = self._table.arrays
@@ -276,6 +276,13 @@ class KVCacheManager:
         """The slot's pages that the prefix cache owns, int32."""
         a = self._table.arrays
         return a.page_table[slot, : a.num_shared[slot]]
+
+    def _find_last(self, slots: np.ndarray) -> np.ndarray | None:
+        """The last page of each row, 0: none; None if the allocator does not read them."""
+        if not self.allocator.wants_after:
+            return None
+        num_pages = self._table.arrays.num_pages[slots]
+        return np.where(num_pages > 0, self._table.arrays.page_table[slots, num_pages - 1], 0).astype(np.int32)
 
     def _write_row(self, slot: int, start: int, pages: np.ndarray) -> None:
         if not len(pages):

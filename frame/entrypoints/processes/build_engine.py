@@ -27,6 +27,7 @@ from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.platform import Platform, PlatformContext, SupportsSleep, SupportsStreams
 from frame.core.interfaces.runner import ModelRunner
+from frame.core.interfaces.sampler import SamplerCapabilities
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.interfaces.weight_transfer import WeightTransferContext
 from frame.core.ipc.transport import Transport
@@ -81,11 +82,19 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         moe_runner=only("moe_runner"),
         moe_dispatcher=only("moe_dispatcher"),
         processors=tuple(all_of("logits_processor")),
+        sampler=only("sampler"),
+        samples_in_graphs=_samples_in_graphs(resolved, registry),
         pooler=only("pooler"),
         drafter=load_device_drafter(resolved, registry),
         head_format=load_head_format(registry),
         draft=None if resolved.draft is None else load_parts(resolved.draft, registry),
     )
+
+
+def _samples_in_graphs(resolved: Resolved, registry: Registry) -> bool:
+    """Whether CUDA graphs can capture the draws of the sampler, where there is one."""
+    can = [registry.get("sampler", choice.name).capabilities for choice in resolved.plugins.get("sampler", ())]
+    return all(each.graphs for each in can if isinstance(each, SamplerCapabilities))
 
 
 def load_device_drafter(resolved: Resolved, registry: Registry) -> Loaded[Any] | None:

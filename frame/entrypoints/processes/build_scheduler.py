@@ -14,6 +14,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.cache import EvictionContext, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext
 from frame.core.interfaces.cache_groups import RESERVED_PAGES, PagePool
+from frame.core.interfaces.kv_allocator import KVAllocatorCapabilities, KVAllocatorContext
 from frame.core.interfaces.scheduling import SchedulingContext, SchedulingPolicy
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator, PagedAllocator
 from frame.core.messages import Finish
@@ -124,13 +125,24 @@ def build_scheduler(
         jump_tokens=resolved.cuda_graph_max_bs,
         max_pinned_pages=int(user.cache.session_share * (num_pages - RESERVED_PAGES)),
     )
-    allocator = PagedAllocator(num_pages) if len(pools) == 1 else GroupedAllocator(pools)
+    allocator = create_allocator(resolved, registry, pools)
     features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved), "make_tiers": make_tiers}
     scheduler = assemble_scheduler(config, cache, allocator, policy, clock, on_finish, **features)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
         scheduler.speculation.enable(drafter, resolved.max_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
     return scheduler
+
+
+def create_allocator(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> PageAllocator:
+    """The allocator of these pools, which chooses pages as the configuration says."""
+    choice = resolved.choice("kv_allocator")
+    capabilities = registry.get("kv_allocator", choice.name).capabilities
+    wants_after = isinstance(capabilities, KVAllocatorCapabilities) and capabilities.after
+    choosers = [registry.create(choice, KVAllocatorContext(pool.num_pages, pool.page_size, pool.kind)) for pool in pools]
+    if len(pools) == 1:
+        return PagedAllocator(pools[0].num_pages, choosers[0], wants_after=wants_after)
+    return GroupedAllocator(pools, choosers, wants_after=wants_after)
 
 
 def assemble_scheduler(

@@ -28,6 +28,7 @@ from frame.core.interfaces.cache_groups import RESERVED_PAGES, Capacity
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
+from frame.core.interfaces.sampler import RowSampler, SamplerContext, SupportsSlots
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import FormatContext
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.rank_context import Pipeline, RankContext
+    from frame.core.interfaces.sampler import TokenSampler
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
     from frame.interfaces.pooling import Pooler
@@ -113,6 +115,8 @@ class Parts:
     moe_runner: Loaded[MoERunner] | None = None
     moe_dispatcher: Loaded[MoEDispatcher] | None = None
     processors: tuple[Loaded[LogitsProcessor], ...] = ()
+    sampler: Loaded[TokenSampler] | None = None
+    samples_in_graphs: bool = True  # see `SamplerCapabilities.graphs`
     pooler: Loaded[Pooler] | None = None
     drafter: Loaded[DeviceDrafter] | None = None  # None: none runs on the device
     draft: Parts | None = None  # of `Resolved.draft`
@@ -194,10 +198,18 @@ def _build_attention(parts: Parts, base: BuildContext, model_config: ModelConfig
     return HybridAttention(build(parts.attention), build(parts.decode_attention))
 
 
-def build_processors(parts: Parts, model_config: ModelConfig, num_slots: int, device: torch.device) -> Processors:
-    """The logits processors, in the order of `parts`."""
-    context = ProcessorContext(model_config.vocab_size, num_slots, device, model_config.eos_token_ids)
-    return Processors([plugin.build(context) for plugin in parts.processors], num_slots)
+def build_sampler(parts: Parts, model_config: ModelConfig, num_slots: int, context: RankContext) -> Sampler:
+    """The sampler with its plugin, and the logits processors in the order of `parts`."""
+    vocab_size, device, operations = model_config.vocab_size, context.device, choose_operations(context)
+    if parts.sampler is None:
+        raise ValueError("the task generates text and has no sampler")
+    reference = TORCH_BY_ROW if context.deterministic else TORCH
+    plugin = parts.sampler.build(SamplerContext(vocab_size, num_slots + 1, device, operations, reference))
+    own = ProcessorContext(vocab_size, num_slots, device, model_config.eos_token_ids)
+    keeps_slots = plugin if isinstance(plugin, SupportsSlots) else None
+    processors = Processors([each.build(own) for each in parts.processors], num_slots, keeps_slots)
+    rows, in_graphs = plugin if isinstance(plugin, RowSampler) else None, parts.samples_in_graphs
+    return Sampler(processors, plugin.make_operations() if in_graphs or rows is None else operations, rows, in_graphs=in_graphs)
 
 
 def choose_operations(context: RankContext) -> DeviceOperations:
@@ -246,15 +258,14 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     pages = _min_of_ranks(plan_pages(geometry, context.limits, memory, resolved.mem_fraction, resolved.max_total_tokens), ranks, device)
     pools = plan_pools(geometry, context.limits, (pages - RESERVED_PAGES) * resolved.page_size)
     pools = tuple(replace(each, num_pages=_min_of_ranks(each.num_pages, ranks, device)) for each in pools)
-    operations = choose_operations(context)
     with tag_memory(user.execution.sleep != "off", platform, "kv_cache"):
-        pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device, operations.move_rows)
+        pool = KVPool(geometry, (pages, *(each.num_pages for each in pools)), device, choose_operations(context).move_rows)
     adapters = _allocate_adapters(context)
     phases["cache"] = time.perf_counter() - clock
     capacity = Capacity(pages, resolved.page_size, geometry.bytes_per_token, phases, pools)
     if resolved.pooling is None:
-        processors = build_processors(parts, model_config, context.limits.max_running_requests, device)
-        runner = _runner_class(pipeline)(model, model_config, context, pool, Sampler(processors, operations), capacity)
+        sampler = build_sampler(parts, model_config, context.limits.max_running_requests, context)
+        runner = _runner_class(pipeline)(model, model_config, context, pool, sampler, capacity)
         _set_media(runner)
         if drafter is not None:
             _set_drafter(runner, drafter, resolved)

@@ -25,7 +25,6 @@ from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
@@ -41,6 +40,7 @@ from frame.testing.checkpoints import make_checkpoint
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.gemm_kernels import load_own_plugins
 from frame.testing.local_loop import LocalLoop
+from frame.testing.page_allocators import make_allocator
 from frame.testing.scheduler_rig import OldestFirst
 from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_model_config
 from tests.core.greedy import Wire
@@ -93,7 +93,7 @@ def make_loop(captured, *, overlap=True, eos=(), cache=None, runner=None):
     config = SchedulerConfig(
         page_size=4, num_pages=PAGES, max_running=ROWS, token_budget=64, max_context=128, vocab_size=VOCAB, overlap=overlap
     )
-    scheduler = assemble_scheduler(config, cache or NoCache(PrefixCacheContext(4, 4096)), PagedAllocator(PAGES), Fcfs(SCHEDULING))
+    scheduler = assemble_scheduler(config, cache or NoCache(PrefixCacheContext(4, 4096)), make_allocator(PAGES), Fcfs(SCHEDULING))
     return LocalLoop(scheduler, runner or make_runner(captured, eos=eos))
 
 

@@ -15,13 +15,13 @@ from frame.core.interfaces.cache_groups import Capacity, PagePool
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
-from frame.core.kv_cache.page_allocator import GroupedAllocator
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.local_loop import LocalLoop
+from frame.testing.page_allocators import make_grouped_allocator
 from frame.testing.scheduler_rig import OldestFirst
 from tests.core.execution.test_model_runner import LocalGroup
 from tests.core.fake_model import FakeAttention, fake_model_config
@@ -56,7 +56,7 @@ def make_loop(page_size: int, chunk: int, overlap: bool, tokens: int, states: in
         growth_reserve=0,
     )
     cache = RadixCache(PrefixCacheContext(page_size, pages, OldestFirst(), pools))
-    return LocalLoop(assemble_scheduler(config, cache, GroupedAllocator(pools), policy()), runner)
+    return LocalLoop(assemble_scheduler(config, cache, make_grouped_allocator(pools), policy()), runner)
 
 
 def check(loop: LocalLoop, prompts: list[list[int]], count: int) -> int:

@@ -8,15 +8,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from frame.core.interfaces.kv_allocator import KVAllocatorContext
 from frame.core.kv_cache.page_allocator import RESERVED_PAGE, PagedAllocator
+from frame.plugins.kv_allocators import ContiguousOptions
+from frame.plugins.kv_allocators.contiguous import ContiguousAllocator
+from frame.plugins.kv_allocators.stack import StackAllocator
+from frame.testing.page_allocators import make_allocator
 
 NUM_PAGES = 12
 
 
 class AllocatorMachine(RuleBasedStateMachine):
+    def make(self) -> PagedAllocator:
+        return make_allocator(NUM_PAGES)
+
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = PagedAllocator(NUM_PAGES)
+        self.allocator = self.make()
         self.out: list[int] = []
 
     @rule(count=st.integers(0, NUM_PAGES + 1))
@@ -59,8 +67,53 @@ AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestAllocator = AllocatorMachine.TestCase
 
 
+class ContiguousMachine(AllocatorMachine):
+    """The same with hints: free pages, allocated ones, equal ones and none."""
+
+    def make(self) -> PagedAllocator:
+        chooser = ContiguousAllocator(KVAllocatorContext(NUM_PAGES, 4), ContiguousOptions(growth_pages=3))
+        return PagedAllocator(NUM_PAGES, chooser, wants_after=True)
+
+    @rule(after=st.lists(st.integers(0, NUM_PAGES - 1), min_size=1, max_size=4), each=st.integers(1, 3))
+    def alloc_after(self, after: list[int], each: int) -> None:
+        pages = self.allocator.alloc(len(after) * each, np.array(after, np.int32))
+        assert (pages is None) == (len(after) * each > NUM_PAGES - 1 - len(self.out))
+        self.out += [] if pages is None else pages.tolist()
+
+
+ContiguousMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestContiguous = ContiguousMachine.TestCase
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sentence"),
+    [
+        ([0, 3], r"chose pages 0 of 1 to 7"),
+        ([8, 3], r"chose pages 8 of 1 to 7"),
+        ([5, 5], r"chose pages 5 twice"),
+        ([1, 3], r"chose pages 1, which are allocated"),
+        ([3], r"chose int32 \(1,\) for 2 pages"),
+    ],
+)
+def test_a_wrong_choice_is_named(chosen: list[int], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests would write to one page."""
+    allocator = make_allocator(8)
+    allocator.alloc(1)
+    monkeypatch.setattr(StackAllocator, "allocate_pages", lambda *_: np.array(chosen, np.int32))
+    with pytest.raises(RuntimeError, match=f"StackAllocator {sentence}|kv_allocator .* {sentence}"):
+        allocator.alloc(2)
+
+
+def test_a_wrong_count_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = make_allocator(8)
+    monkeypatch.setattr(StackAllocator, "free_pages", lambda *_: None)
+    allocator.free(allocator.alloc(3))
+    with pytest.raises(RuntimeError, match="counts 4 free pages, and 0 of 7 are allocated"):
+        allocator.check_integrity()
+
+
 def test_integrity_names_the_fault() -> None:
-    allocator = PagedAllocator(8)
+    allocator = make_allocator(8)
     pages = allocator.alloc(4)
     assert pages is not None
     allocator.check_integrity([pages[:2], pages[2:]])
@@ -77,4 +130,4 @@ def test_integrity_names_the_fault() -> None:
 
 def test_a_pool_of_one_page_is_refused() -> None:
     with pytest.raises(ValueError, match="needs at least 2"):
-        PagedAllocator(1)
+        make_allocator(1)

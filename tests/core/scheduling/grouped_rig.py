@@ -16,8 +16,9 @@ import numpy as np
 
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.cache_groups import CHECKPOINT_TOKENS, PagePool
-from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator
+from frame.core.kv_cache.page_allocator import PageAllocator
 from frame.testing.fake_runner import DoneStep, FakeRunner, FakeRunnerError, LaterStep, hash_tokens
+from frame.testing.page_allocators import make_grouped_allocator
 from frame.testing.scheduler_rig import IsInvalid, SchedulerRig
 
 
@@ -108,4 +109,4 @@ class GroupedRig(SchedulerRig):
         config = self.config
         pools = (PagePool("tokens", config.num_pages, config.page_size), *self._further)
         sizes = (config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
-        return pools, GroupedAllocator(pools), GroupedFakeRunner(pools, *sizes, is_invalid)
+        return pools, make_grouped_allocator(pools), GroupedFakeRunner(pools, *sizes, is_invalid)

@@ -8,7 +8,6 @@ import pytest
 
 from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Generate
 from frame.core.scheduling.prefix_dedup import MIN_SHARED_TOKENS, InBatchPrefixSharing
 from frame.core.scheduling.request import Request
@@ -20,6 +19,7 @@ from frame.plugins.scheduling_policies.fcfs import Fcfs
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_runner import FakeRunner, continuation
 from frame.testing.local_loop import LocalLoop
+from frame.testing.page_allocators import make_allocator
 
 VOCAB, PAGE = 97, 4
 SHARED = [(3 * place) % VOCAB for place in range(2 * MIN_SHARED_TOKENS)]
@@ -65,7 +65,7 @@ def make_loop(overlap, budget=2048, page=PAGE):
         page_size=page, num_pages=4000, max_running=16, token_budget=budget, max_context=4096, vocab_size=VOCAB, overlap=overlap
     )
     scheduler = assemble_scheduler(
-        config, RadixCache(PrefixCacheContext(page, 4096, Lru(EVICTION))), PagedAllocator(4000), Fcfs(SCHEDULING)
+        config, RadixCache(PrefixCacheContext(page, 4096, Lru(EVICTION))), make_allocator(4000), Fcfs(SCHEDULING)
     )
     return LocalLoop(scheduler, FakeRunner(4000, page, 16, 4096 // page, VOCAB))
 

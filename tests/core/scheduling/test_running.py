@@ -9,7 +9,6 @@ import pytest
 from frame.core.interfaces.batch import StepResult
 from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.output_processor import OutputProcessor
 from frame.core.scheduling.request import Request, RequestStatus
@@ -19,13 +18,14 @@ from frame.plugins.prefix_caches.radix import RadixCache
 from frame.speculation.draft_scheduler import DraftScheduler
 from frame.structured_output.grammar_masks import GrammarCalls
 from frame.testing.contexts import EVICTION
+from frame.testing.page_allocators import make_allocator
 from frame.testing.scheduler_rig import OldestFirst
 
 
 def running(num_pages: int = 10, slots: int = 2) -> RunningSet:
     table = RequestTable(slots, max_pages=8)
     cache = RadixCache(PrefixCacheContext(2, num_pages, OldestFirst(EVICTION)))
-    return RunningSet(table, KVCacheManager(table, cache, PagedAllocator(num_pages), 2))
+    return RunningSet(table, KVCacheManager(table, cache, make_allocator(num_pages), 2))
 
 
 def request(index: int, tokens: list[int], stop_ids: tuple[int, ...] = (), params: SamplingParams | None = None) -> Request:

@@ -9,7 +9,6 @@ import pytest
 from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.scheduling import SchedulerView
-from frame.core.kv_cache.page_allocator import PagedAllocator
 from frame.core.messages import Finish, Generate
 from frame.core.scheduling.planner import POLICY_MATCH_WINDOW, POLICY_WINDOW
 from frame.core.scheduling.request import Request
@@ -17,6 +16,7 @@ from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.contexts import EVICTION
 from frame.testing.fake_runner import FakeRunner, continuation
+from frame.testing.page_allocators import make_allocator
 from frame.testing.scheduler_rig import OldestFirst, SchedulerRig
 from tests.core.scheduling.small_rig import GREEDY, VOCAB, Recorder, config, params, policy, prompt, rig
 
@@ -122,7 +122,7 @@ def test_without_max_tokens_a_request_ends_at_the_context_or_cache_limit() -> No
 def test_seeds_derive_from_the_configured_seed() -> None:
     def run(seed: int) -> list[list[int]]:
         scheduler = assemble_scheduler(
-            config(seed=seed), RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), PagedAllocator(65), policy()
+            config(seed=seed), RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), make_allocator(65), policy()
         )
         runner = FakeRunner(65, 4, 4, 25, VOCAB)
         for i in range(3):
