@@ -249,7 +249,8 @@ def _shaped(index: int, arrival: float, shape: Shape) -> Request:
     long_prompt, long_output, cached, priority = shape
     prompt = np.full(80 if long_prompt else 8, 5, np.int32)
     limit = len(prompt) + (90 if long_output else 9)
-    request = Request(f"r{index}", prompt, SamplingParams(), 0, index, arrival, arrival + 1e4, limit, priority=priority)
+    rid = f"{'r' * 64}-{index}"  # ids of one client, which begin alike
+    request = Request(rid, prompt, SamplingParams(), 0, index, arrival, arrival + 1e4, limit, priority=priority)
     request.match = Match(8, np.array([1, 2], np.int32), None) if cached else Match(0, np.empty(0, np.int32), None)
     return request
 

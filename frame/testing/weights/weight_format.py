@@ -218,12 +218,13 @@ def check_scales_of_zero(subject: Subject, layout: LayerFormat) -> None:
 
 
 def check_float32_is_kept(subject: Subject, layout: LayerFormat) -> None:
-    """What is stored in float32 counts to its eleventh bit at least."""
-    if layout.rounds or not any(stored.dtype == torch.float32 for stored in layout.list_tensors(INPUTS, OUTPUTS).values()):
-        raise SkipCheck("the checkpoint stores nothing in float32, or it is rounded")
+    """Scales that are stored in float32 count to their eleventh bit at least."""
+    stored = layout.list_tensors(INPUTS, OUTPUTS)
+    if layout.rounds or not any("scale" in name and each.dtype == torch.float32 for name, each in stored.items()):
+        raise SkipCheck("the checkpoint stores no scales in float32, or it is rounded")
     first, second = (_dense(Weight(subject, layout, factor=factor).load()).double() for factor in (1.0, 1 + 2.0**-9))
     moved = ((first - second).abs() > 2.0**-11 * first.abs()) & (first != 0)
-    assert float(moved.sum()) > 0.5 * float((first != 0).sum()), "float32 numbers that differ by 1 / 512 decode to the same weights"
+    assert float(moved.sum()) > 0.5 * float((first != 0).sum()), "float32 scales that differ by 1 / 512 decode to the same weights"
 
 
 def check_decoding_is_fast(subject: Subject, layout: LayerFormat) -> None:

@@ -170,6 +170,7 @@ def check_real_sizes(maker: Maker) -> None:
         opened, last = source.open_tensor("large"), len(large)
         for rows in (slice(0, 3), slice((1 << 22) // 5 - 3, (1 << 22) // 5 + 3), slice(last - 3, last)):
             _require_equal(opened[rows], large[rows], f"rows {rows.start} to {rows.stop} of a tensor of 16 MiB")
+        _require_equal(opened[...][-3:], large[-3:], "the end of a whole tensor of 16 MiB")
         _require_equal(source.open_tensor("numbers")[...], numbers, "integers above 2**53")
         for rows in (slice(None), slice(0, 0)):
             _require_equal(source.open_tensor("empty")[rows], tensors["empty"], "a tensor without elements")

@@ -192,13 +192,14 @@ mutant.each(
 
 @mutant
 class StartsTimers(PlainLogger):
-    """Starts a thread for each record, which ends in a minute."""
+    """Starts threads for its first records, which end in a minute."""
 
     def record_step(self, step: StepRecord) -> None:
-        timer = threading.Timer(60.0, print)
-        timer.daemon = True
-        if threading.active_count() < 50:
-            timer.start()
+        timers = self.__dict__.setdefault("timers", [])
+        if len(timers) < 4:
+            timers.append(threading.Timer(60.0, print))
+            timers[-1].daemon = True
+            timers[-1].start()
 
 
 @mutant
