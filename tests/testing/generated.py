@@ -35,9 +35,9 @@ from tests.testing.mutants import load_mutants
 
 RESULTS = Path(__file__).with_name("generated.json")
 MEMBERS = {  # the in-tree member that is changed; of other kinds, the reference of their mutants
-    "collective": "", "eviction_policy": "slru", "gemm_kernel": "torch", "key_store": "file", "launcher": "local", "moe_dispatcher": "all_to_all",
-    "moe_runner": "torch_native", "pooler": "mean", "prefix_cache": "radix", "reasoning_parser": "think-tags", "routing_policy": "cache_aware",
-    "scheduling_policy": "lpm", "stat_logger": "log", "tool_call_parser": "hermes", "tracer": "", "weight_format": "gptq", "weight_source": "safetensors",
+    "adapter": "lora", "collective": "gloo", "eviction_policy": "slru", "gemm_kernel": "torch", "key_store": "file", "launcher": "local", "moe_dispatcher": "all_to_all",
+    "moe_runner": "torch_native", "pooler": "", "prefix_cache": "radix", "reasoning_parser": "think-tags", "routing_policy": "prefix_load",
+    "scheduling_policy": "lpm", "stat_logger": "log", "tool_call_parser": "hermes", "tracer": "json_lines", "weight_format": "gptq", "weight_source": "safetensors",
 }  # fmt: skip
 LIMIT, FACTOR = 30.0, 6.0  # seconds of a mutant; and as a multiple of the time of the correct member
 UNKNOWN = "not classified"
@@ -50,12 +50,12 @@ DTYPES = {"float32": "float16", "float64": "float32", "int64": "int32", "int32":
 
 @dataclass(frozen=True)
 class Site:
-    """A place of a source and what is changed there. `apply` changes the node of a fresh tree."""
+    """A place of a source and what is changed there."""
 
     operator: str
     place: int  # of the node in `ast.walk` order
     text: str  # the expression or line, as it was
-    apply: Callable[[Any], Any]  # the node -> what stands in its place, or None where it changed itself
+    apply: Callable[[Any], Any]  # changes the node of a fresh tree, or returns the statement in its place
 
     def __str__(self) -> str:
         return f"{self.operator}: `{self.text}`"
@@ -125,19 +125,24 @@ class Replace(ast.NodeTransformer):
         return self.new if node is self.old else super().visit(node)
 
 
+def change(tree: ast.Module, site: Site) -> ast.Module:
+    """A copy of a source that is changed at a site."""
+    changed = copy.deepcopy(tree)
+    node = next(node for place, node in enumerate(ast.walk(changed)) if place == site.place)
+    result = site.apply(node)
+    if site.operator == "dropped statement":
+        changed = Replace(node, result).visit(changed)
+    return ast.fix_missing_locations(changed)
+
+
 def make_class(target: type, tree: ast.Module, site: Site | None) -> type:
     """The class of a module whose source is changed at a site."""
-    changed = copy.deepcopy(tree)
-    if site is not None:
-        node = next(node for place, node in enumerate(ast.walk(changed)) if place == site.place)
-        result = site.apply(node)
-        if isinstance(result, ast.AST) and site.operator == "dropped statement":
-            changed = Replace(node, result).visit(changed)
+    changed = tree if site is None else change(tree, site)
     original = sys.modules[target.__module__]
     module = types.ModuleType(f"{target.__module__}_changed")
     module.__dict__.update(__file__=original.__file__, __package__=original.__package__, keep_first_result=keep_first_result)
     sys.modules[module.__name__] = module
-    exec(compile(ast.fix_missing_locations(changed), str(original.__file__), "exec"), module.__dict__)  # noqa: S102 - our own source
+    exec(compile(changed, str(original.__file__), "exec"), module.__dict__)  # noqa: S102 - our own source
     made: type = getattr(module, target.__name__)
     return made
 

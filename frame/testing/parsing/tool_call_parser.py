@@ -59,14 +59,14 @@ def read_calls(make: MakeCalls, pieces: Iterable[str], functions: Sequence[Funct
     parser = make()
     parser.begin(functions or make_rule(ARGUMENTS[1]).functions)
     deltas = [*map(parser.feed, pieces), parser.finish_cut() if is_cut else parser.finish()]
-    calls: list[list[str]] = []
+    calls: list[tuple[str, list[str]]] = []
     for call in (call for delta in deltas for call in delta.calls):
         if call.name is not None:
             assert call.index == len(calls), f"call {call.index} begins after {len(calls)} calls"
-            calls.append([call.name, ""])
+            calls.append((call.name, []))
         assert call.index == len(calls) - 1, f"arguments of call {call.index} come when call {len(calls) - 1} is the last"
-        calls[-1][1] += call.arguments
-    return "".join(delta.content for delta in deltas), [(name, arguments) for name, arguments in calls]
+        calls[-1][1].append(call.arguments)
+    return "".join(delta.content for delta in deltas), [(name, "".join(pieces)) for name, pieces in calls]
 
 
 def check_plain_text_is_content(make: MakeCalls) -> None:
@@ -164,7 +164,7 @@ def check_time_is_linear(make: MakeCalls) -> None:
 
 def check_long_calls(make: MakeCalls) -> None:
     """Arguments of 120,000 characters are read whole, and in a time that grows with their length."""
-    rule = make_rule(ARGUMENTS[6])
+    rule = make_rule({"long": "abc end"})
     known = find_calls(make, rule)[:1]
     if not known:
         raise SkipCheck("the parser has no grammar, so no text is known to hold a call")
@@ -201,7 +201,9 @@ def check_many_calls(make: MakeCalls) -> None:
 def check_names_are_compared_whole(make: MakeCalls) -> None:
     """Functions whose names are equal in up to 60 characters."""
     for pair in make_alike((8, 16, 32, 60), fill="f"):
-        rule = CallRule(tuple(Function(name.replace("-", "_")) for name in pair), is_required=True, is_parallel=False)
+        schema = make_rule({"city": CITY}).functions[0].parameters
+        functions = tuple(Function(name.replace("-", "_"), schema, is_strict=True) for name in pair)
+        rule = CallRule(functions, is_required=True, is_parallel=False)
         for text in find_calls(make, rule):
             (name, _), *_ = read_calls(make, [text], rule.functions)[1] or [("", "")]
             expected = next(function.name for function in rule.functions if function.name in text)

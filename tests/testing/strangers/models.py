@@ -25,7 +25,7 @@ mutant = strangers("model")
 ON_RANKS = ModelCapabilities(("LlamaForCausalLM",))
 
 
-@mutant
+@mutant.using(capabilities=ON_RANKS)
 class WrongOnTwoRanks(LlamaForCausalLM):
     """Scales the hidden states by the number of ranks before the last norm's weights, right on one
     rank alone."""
