@@ -1,6 +1,6 @@
-"""What all conformance suites check with, in place of small constants of their own: names that begin
-alike, values at one address, results after the next call, growth of memory and of time with a size,
-and what a plugin leaves in the process.
+"""What all conformance suites check with, in place of small constants of their own: names that
+begin alike, values at one address, results after the next call, growth of memory and of time with
+a size, and what a plugin leaves in the process.
 
 Used by the suites of this package. Must not know a kind or a plugin, and imports no torch.
 """
@@ -63,8 +63,8 @@ def _equals(one: Any, other: Any) -> bool:
 
 
 def require_bounded(plugin: object, work: Callable[[int], object], steps: int, what: str, slack: int | None = None) -> None:
-    """What a plugin holds does not grow with the steps: `work(number)` does one. It may fill a cache
-    of bounded size in the first half."""
+    """What a plugin holds does not grow with the steps: `work(number)` does one. It may fill a
+    cache of bounded size in the first half."""
     sizes = []
     for part in range(2):
         for number in range(part * steps // 2, (part + 1) * steps // 2):
@@ -101,7 +101,9 @@ def require_near_reference(call: Callable[[], object], reference: Callable[[], o
     assert best < allowed, f"{what} takes {best * 1e3:.2f} ms; the reference allows {allowed * 1e3:.2f} ms on this machine"
 
 
-def require_growth(make: Callable[[int], Callable[[], object]], small: int, large: int, what: str, factor: float, least: float = 2e-3) -> None:
+def require_growth(
+    make: Callable[[int], Callable[[], object]], small: int, large: int, what: str, factor: float, least: float = 2e-3
+) -> None:
     """CPU time grows by at most `factor` from one size to another. `make(size)` prepares a call,
     whose time counts; below `least` seconds, any growth is allowed."""
 
@@ -131,8 +133,8 @@ def require_growth(make: Callable[[int], Callable[[], object]], small: int, larg
 
 @contextmanager
 def leaves_nothing(what: str, threads: bool = True) -> Iterator[None]:
-    """Raises AssertionError if the body leaves a thread (with `threads`), an open file, a process, or
-    a file in the working folder or the folder of temporary files."""
+    """Raises AssertionError if the body leaves a thread (with `threads`), an open file, a process,
+    or a file in the working folder or the folder of temporary files."""
     with tempfile.TemporaryDirectory(prefix="frame-left-") as folder:
         before, kept = Path.cwd(), tempfile.tempdir
         work, temporary = Path(folder) / "work", Path(folder) / "tmp"

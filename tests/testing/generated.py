@@ -1,12 +1,12 @@
-"""Mutants that a generator makes: small changes of the source of correct members, of which the suite
-of their kind must find each one that changes what a user gets.
+"""Mutants that a generator makes: small changes of the source of correct members, of which the
+suite of their kind must find each one that changes what a user gets.
 
     python -m tests.testing.generated eviction_policy gemm_kernel --sample 20 --seed 1
 
 prints the kill rate and the survivors by kind, and writes them to `generated.json`, which the
 documents show. A survivor keeps the sentence about its harm that stands in the file; a new one is
-"not classified". CI runs it once a week with another seed. Each mutant runs in a forked process with a
-time limit, which counts as killed.
+"not classified". CI runs it once a week with another seed. Each mutant runs in a forked process
+with a time limit, which counts as killed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from frame.testing import conformance
 from tests.testing.mutants import load_mutants
 
 RESULTS = Path(__file__).with_name("generated.json")
-MEMBERS = {  # the in-tree member that is changed; of other kinds, the reference of their mutants
-    "adapter": "lora", "collective": "gloo", "eviction_policy": "slru", "gemm_kernel": "torch", "key_store": "file", "launcher": "local", "moe_dispatcher": "all_to_all",
-    "moe_runner": "torch_native", "pooler": "", "prefix_cache": "radix", "reasoning_parser": "think-tags", "routing_policy": "prefix_load",
-    "scheduling_policy": "lpm", "stat_logger": "log", "tool_call_parser": "hermes", "tracer": "json_lines", "weight_format": "gptq", "weight_source": "safetensors",
+MEMBERS = {  # the in-tree member that is changed; "": the reference of the kind's mutants
+    "adapter": "lora", "collective": "gloo", "eviction_policy": "slru", "gemm_kernel": "torch", "key_store": "file", "launcher": "local",
+    "moe_dispatcher": "all_to_all", "moe_runner": "torch_native", "pooler": "", "prefix_cache": "radix", "reasoning_parser": "think-tags",
+    "routing_policy": "prefix_load", "scheduling_policy": "lpm", "stat_logger": "log", "tool_call_parser": "hermes", "tracer": "json_lines",
+    "weight_format": "gptq", "weight_source": "safetensors",
 }  # fmt: skip
 LIMIT, FACTOR = 30.0, 6.0  # seconds of a mutant; and as a multiple of the time of the correct member
 UNKNOWN = "not classified"
 FLIPS: dict[type, type] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
 }  # fmt: skip
 DTYPES = {"float32": "float16", "float64": "float32", "int64": "int32", "int32": "int16", "float": "half", "double": "float", "long": "int"}
 
@@ -84,7 +85,12 @@ def list_changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         yield "off by one", lambda found: setattr(found, "value", found.value + 1)
     if isinstance(node, ast.Call) and node.keywords:
         yield "dropped argument", lambda found: found.keywords.pop()
-    if isinstance(node, ast.Call) and len(node.args) > 1 and not isinstance(node.args[0], ast.Starred) and ast.dump(node.args[0]) != ast.dump(node.args[1]):
+    if (
+        isinstance(node, ast.Call)
+        and len(node.args) > 1
+        and not isinstance(node.args[0], ast.Starred)
+        and ast.dump(node.args[0]) != ast.dump(node.args[1])
+    ):
         yield "swapped arguments", lambda found: found.args.__setitem__(slice(0, 2), found.args[1::-1])
     if isinstance(node, ast.Attribute) and node.attr in DTYPES:
         yield "wrong dtype", lambda found: setattr(found, "attr", DTYPES[found.attr])
@@ -107,7 +113,10 @@ def keep_first_result(function: Any) -> Any:
 
     @functools.wraps(function)
     def cached(*arguments: Any, **named: Any) -> Any:
-        key = id(arguments[0]), *(getattr(each, "shape", None) or (type(each), len(each) if hasattr(each, "__len__") else 0) for each in arguments[1:])
+        key = (
+            id(arguments[0]),
+            *(getattr(each, "shape", None) or (type(each), len(each) if hasattr(each, "__len__") else 0) for each in arguments[1:]),
+        )
         if key not in results:
             results[key] = arguments[0], function(*arguments, **named)  # the object too: its id must not be used again
         return results[key][1]
@@ -142,7 +151,7 @@ def make_class(target: type, tree: ast.Module, site: Site | None) -> type:
     module = types.ModuleType(f"{target.__module__}_changed")
     module.__dict__.update(__file__=original.__file__, __package__=original.__package__, keep_first_result=keep_first_result)
     sys.modules[module.__name__] = module
-    exec(compile(changed, str(original.__file__), "exec"), module.__dict__)  # noqa: S102 - our own source
+    exec(compile(changed, str(original.__file__), "exec"), module.__dict__)
     made: type = getattr(module, target.__name__)
     return made
 
@@ -162,10 +171,10 @@ def find_failure(subject: conformance.Subject, make: Callable[[], type], limit: 
     receive, send = context.Pipe(duplex=False)
 
     def work() -> None:
-        sys.stdout = sys.stderr = open("/dev/null", "w")  # noqa: SIM115 - of a process that ends
+        sys.stdout = sys.stderr = Path("/dev/null").open("w")  # noqa: SIM115 - of a process that ends
         try:
             changed = replace(subject, target=make())
-        except BaseException:  # noqa: BLE001 - any failure is one that a user sees at once
+        except BaseException:
             send.send("import")
             return
         outcomes = conformance.run_suite(changed, first_failure=True)

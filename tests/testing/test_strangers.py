@@ -1,8 +1,8 @@
 """The suites fail plugins that were written without knowledge of them; the recorded results, which
 the documents show, are current.
 
-`python -m tests.testing.test_strangers [KIND ...]` records the results again. `make soak` runs all of
-them; the others run bugs of other projects that users have met.
+`python -m tests.testing.test_strangers [KIND ...]` records the results again. `make soak` runs all
+of them; the others run bugs of other projects that users have met.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.testing.strangers import find_stranger, load_strangers
 
 RESULTS = Path(__file__).with_name("strangers") / "results.json"
 KNOWN = (  # repeats of real bugs
-    ("adapter", "CachesByConfiguration"), ("prefix_cache", "CutsNamespaces"), ("gemm_kernel", "CachesResults"), ("moe_runner", "TakesEightChoices"),
-    ("collective", "SumsFourMillion"), ("model", "WrongOnTwoRanks"), ("logits_processor", "ClearsItsNeighbour"), ("eviction_policy", "LosesHits"),
-    ("tool_call_parser", "ParsesTheCallAgain"),
+    ("adapter", "CachesByConfiguration"), ("collective", "SumsFourMillion"), ("eviction_policy", "LosesHits"),
+    ("gemm_kernel", "CachesResults"), ("logits_processor", "ClearsItsNeighbour"), ("model", "WrongOnTwoRanks"),
+    ("moe_runner", "TakesEightChoices"), ("prefix_cache", "CutsNamespaces"), ("tool_call_parser", "ParsesTheCallAgain"),
 )  # fmt: skip
 
 
@@ -60,7 +60,9 @@ def test_results_are_those_of_the_mutants() -> None:
         assert [result["sentence"] for result in results.values()] == [mutant.sentence for mutant in mutants]
         assert all(len(mutant.sentence) > 20 for mutant in mutants)
         left = [mutant.name for mutant in mutants if not results[mutant.name]["killed_by"]]
-        assert left == [mutant.name for mutant in mutants if mutant.survives], f"{kind}: say what harm is done by those that survive: {left}"
+        assert left == [mutant.name for mutant in mutants if mutant.survives], (
+            f"{kind}: say what harm is done by those that survive: {left}"
+        )
 
 
 if __name__ == "__main__":
@@ -72,4 +74,6 @@ if __name__ == "__main__":
         RESULTS.write_text(json.dumps(dict(sorted({**known, name: table}.items())), indent=2) + "\n")
         survivors = [mutant for mutant, result in table.items() if not result["killed_by"]]
         seconds = time.perf_counter() - started
-        print(f"{name}: {len(table) - len(survivors)} of {len(table)} killed, in {seconds:.0f} s; survive: {', '.join(survivors)}", flush=True)
+        print(
+            f"{name}: {len(table) - len(survivors)} of {len(table)} killed, in {seconds:.0f} s; survive: {', '.join(survivors)}", flush=True
+        )

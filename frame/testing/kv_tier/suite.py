@@ -102,7 +102,8 @@ def check_real_sizes(make: Make) -> None:
 
 
 def check_match_is_fast(make: Make) -> None:
-    """The scheduler matches each waiting prompt: its time does not grow with what the tier holds."""
+    """The scheduler matches each waiting prompt: its time does not grow with what the tier
+    holds."""
     seconds = []
     for count in (16, 600):
         rig, keys = make(num_blocks=700), make_keys(count)

@@ -108,8 +108,8 @@ def make_plugin(kind: str, name: str, context: Any) -> Any:
 
 
 def build_model_context(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype, group: Collective | None = None) -> ModelContext:
-    """The context of a model with PyTorch's attention and unquantized weights, on one rank or on that
-    of `group`."""
+    """The context of a model with PyTorch's attention and unquantized weights, on one rank or on
+    that of `group`."""
     config = checkpoint.model_config
     bare: BuildContext = build_context(subject.setting.device, dtype, 16)
     if group is not None:

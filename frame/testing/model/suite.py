@@ -228,8 +228,8 @@ def check_long_prompts(tools: Tools) -> None:
 
 
 def check_two_ranks(tools: Tools) -> None:
-    """Two ranks, which share the tensors of each layer, compute what one does: two prompts in chunks
-    and decodes."""
+    """Two ranks, which share the tensors of each layer, compute what one does: two prompts in
+    chunks and decodes."""
     subject, checkpoint = tools.subject, tools.checkpoint
     if not getattr(subject.record.capabilities, "tensor_parallel", True):
         raise SkipCheck("the record says that the model has no tensor parallelism")
@@ -237,7 +237,11 @@ def check_two_ranks(tools: Tools) -> None:
 
     def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
         session = Session(subject, checkpoint, load(subject, checkpoint, group=group), ranks=group.size)
-        steps = [session.step((0, tokens[:17])), session.step((1, other[:20]), (0, tokens[17:29])), session.step((0, tokens[29:]), (1, other[20:]))]
+        steps = [
+            session.step((0, tokens[:17])),
+            session.step((1, other[:20]), (0, tokens[17:29])),
+            session.step((0, tokens[29:]), (1, other[20:])),
+        ]
         return torch.cat([steps[0][0], steps[1][1], steps[2][0]]), torch.cat([steps[1][0], steps[2][1]])
 
     expected = tools.expected(tokens), tools.expected(other)
@@ -253,11 +257,10 @@ def check_weights_replaced_in_place(tools: Tools) -> None:
     tokens, session = tools.prompt(20, seed=3), tools.open()
     session.step((0, tokens))
     model: Any = session.model
-    head = [parameter for name, parameter in model.named_parameters() if "lm_head" in name and parameter.is_floating_point()]
-    if not head:
-        raise SkipCheck("the model has no weights of its own for the head")
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    heads = [parameter for name, parameter in named.items() if "lm_head" in name]
     before = session.step((1, tokens))[0]
-    for parameter in head:
+    for parameter in heads or named.values():  # others where the head's are packed, or those of the embedding
         parameter.mul_(2.0)
     after = session.step((2, tokens))[0]
     assert not torch.equal(before, after), "logits are those of the weights before an update in place"

@@ -138,8 +138,8 @@ def _agrees(place: Place, ranks: int) -> None:
 
 
 def check_real_sizes(place: Place) -> None:
-    """No tokens, and 70,000, of which a few are compared. The experts' results stand for themselves:
-    each token times its weights."""
+    """No tokens, and 70,000, of which a few are compared. The experts' results stand for
+    themselves: each token times its weights."""
     x, ids, weights, gate_up, down = place.draw((70_000, 6, 2, 16, 4))
 
     for tokens in (slice(0, 0), slice(0, 70_000)):

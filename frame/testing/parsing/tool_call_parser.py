@@ -163,7 +163,8 @@ def check_time_is_linear(make: MakeCalls) -> None:
 
 
 def check_long_calls(make: MakeCalls) -> None:
-    """Arguments of 120,000 characters are read whole, and in a time that grows with their length."""
+    """Arguments of 120,000 characters are read whole, and in a time that grows with their
+    length."""
     rule = make_rule({"long": "abc end"})
     known = find_calls(make, rule)[:1]
     if not known:

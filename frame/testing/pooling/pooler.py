@@ -176,8 +176,9 @@ def check_long_prompts(make: Make, device: str) -> None:
 
 
 def check_reach_of_prompts(make: Make, device: str) -> None:
-    """The first, the second, the middle and the last token count in a prompt of 8,192 tokens if they
-    do in one of 16; a prompt of 131,072 tokens has a finite vector, and so has its neighbour."""
+    """The first, the second, the middle and the last token count in a prompt of 8,192 tokens if
+    they do in one of 16; a prompt of 131,072 tokens has a finite vector, and so has its
+    neighbour."""
 
     def find_reach(length: int) -> list[str]:
         drawn = Prompts.draw((length,), 8)

@@ -40,9 +40,7 @@ def suite(subject: Subject) -> Iterable[Check]:
     yield from collect(__name__, subject)
 
 
-def run_ranks(
-    subject: Subject, act: Act, size: int | None = None, address: str | None = None, *, deterministic: bool = False
-) -> list[Any]:
+def run_ranks(subject: Subject, act: Act, size: int | None = None, address: str | None = None, *, deterministic: bool = False) -> list[Any]:
     """Make a group of `size` ranks and call `act` on each. -> the results by rank. Raises the first
     rank's error, or AssertionError if a rank hangs."""
     size = _size(subject) if size is None else size

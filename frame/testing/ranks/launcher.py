@@ -122,7 +122,7 @@ def check_ranks_have_their_own_environment(launcher: Launcher) -> None:
         finally:
             _end(process)
         assert found == expected, f"a rank that is given {given} has the values {found}: a start must not keep those of another rank"
-        assert folder == os.getcwd(), f"a rank has the working folder {folder}, and not that of its parent"
+        assert folder == str(Path.cwd()), f"a rank has the working folder {folder}, and not that of its parent"
         assert received[: len(arguments)] == arguments, f"a command with the arguments {arguments} gets {received}"
     left = [name for name in os.environ if name.startswith(("FRAME_FIRST", "FRAME_SECOND", "FRAME_EMPTY"))]
     assert not left, f"the variables of a rank must not change this process, which has {left}"

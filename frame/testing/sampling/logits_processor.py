@@ -267,8 +267,8 @@ def check_slots_are_reused(make: Make, examples: Sequence[SamplingParams]) -> No
 
 
 def check_neighbours_stay(make: Make, examples: Sequence[SamplingParams]) -> None:
-    """The requests of all slots keep their state when the one beside them ends, and when another one
-    takes its place."""
+    """The requests of all slots keep their state when the one beside them ends, and when another
+    one takes its place."""
     setups = _setups(examples, SLOTS, same_slots=False)
     processor, logits = _filled(make, setups), _logits(SLOTS)
     before = _apply(processor, logits, range(SLOTS), setups)
@@ -339,7 +339,9 @@ def check_real_sizes(make: Make, examples: Sequence[SamplingParams]) -> None:
         prompt = np.resize(setup.token_ids[:PROMPT], 11_112 * PROMPT)
         long = replace(setup, prompt_len=len(prompt), token_ids=np.concatenate((prompt, setup.token_ids[PROMPT:])))
         results = [not torch.equal(_apply(_filled(make, [each]), _logits(1), [0], [each]), _logits(1)) for each in (setup, long)]
-        assert results[0] <= results[1], f"apply() changes the logits after {PROMPT} tokens of prompt, and none after {len(prompt)} ({setup.params})"
+        assert results[0] <= results[1], (
+            f"apply() changes the logits after {PROMPT} tokens of prompt, and none after {len(prompt)} ({setup.params})"
+        )
 
 
 def check_apply_is_fast(make: Make, examples: Sequence[SamplingParams]) -> None:
@@ -348,7 +350,11 @@ def check_apply_is_fast(make: Make, examples: Sequence[SamplingParams]) -> None:
     slots = torch.tensor([setup.slot for setup in setups])
     positions, rows = torch.tensor([len(setup.token_ids) for setup in setups]), torch.arange(len(setups))
     require_near_reference(
-        lambda: processor.apply(logits, rows, slots, positions), lambda: logits.index_add_(0, rows, logits[rows] * 0), "apply of 8 rows", 20, 1.5e-3
+        lambda: processor.apply(logits, rows, slots, positions),
+        lambda: logits.index_add_(0, rows, logits[rows] * 0),
+        "apply of 8 rows",
+        20,
+        1.5e-3,
     )
 
 

@@ -208,7 +208,9 @@ def check_large_pages_and_long_sequences(maker: Maker) -> None:
     on.new_pages((1 << 16) - 100)
     long = list(range(4200))
     pages, _ = on.insert(long)
-    assert on.find(long) == pages.tolist(), f"match does not find the pages {pages[0]} to {pages[-1]} of a sequence of {len(long) * size} tokens"
+    assert on.find(long) == pages.tolist(), (
+        f"match does not find the pages {pages[0]} to {pages[-1]} of a sequence of {len(long) * size} tokens"
+    )
     assert sorted(_owned(on.cache)) == sorted(pages.tolist()), "audit yields other pages than were inserted, from page 65,436 on"
 
 
@@ -220,7 +222,9 @@ def check_locks_of_many_requests(maker: Maker) -> None:
         on.cache.lock(inserted.handle)
     for left in range(299, -1, -1):
         on.cache.unlock(inserted.handle)
-        assert on.cache.num_locked == (len(pages) if left else 0), f"a prefix that {left} of 300 requests use has {on.cache.num_locked} locked pages"
+        assert on.cache.num_locked == (len(pages) if left else 0), (
+            f"a prefix that {left} of 300 requests use has {on.cache.num_locked} locked pages"
+        )
 
 
 def check_matches_are_kept(maker: Maker) -> None:

@@ -108,7 +108,9 @@ def check_victims_after_preemptions(policy: Make) -> None:
         for place, request in enumerate(running):
             request.num_preemptions = cycle % 5 * bool(place)
         victim = one.select_victim(running, VIEW)
-        assert victim is not running[0], "select_victim returned the oldest running request, which was preempted least, so no request advances"
+        assert victim is not running[0], (
+            "select_victim returned the oldest running request, which was preempted least, so no request advances"
+        )
         assert victim is not None and any(victim is each for each in running), "select_victim returned a request that is not running"
 
 

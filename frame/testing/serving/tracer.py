@@ -169,7 +169,8 @@ def check_many_spans_differ(place: Callable[[], Any]) -> None:
 
 
 def check_flags_are_read_by_bit(place: Callable[[], Any]) -> None:
-    """The first bit says that a trace is sampled; the standard gives others a meaning of their own."""
+    """The first bit says that a trace is sampled; the standard gives others a meaning of their
+    own."""
     tracer = place().make()
     for flags, is_sampled in ((b"01", True), (b"03", True), (b"ff", True), (b"02", False), (b"00", False)):
         own = start(tracer, [(b"traceparent", f"00-{TRACE}-{PARENT}-".encode() + flags)])[1]

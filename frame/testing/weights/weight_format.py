@@ -133,7 +133,9 @@ def _check_names(subject: Subject) -> None:
     """A format is asked for each layer of each model that is loaded."""
     config = getattr(subject.target, "conformance_config", None)
     made: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
-    require_bounded(made, lambda number: made.describe_layer(f"model.layers.{number}.mlp.up_proj", "linear"), 2000, "layers that were described")
+    require_bounded(
+        made, lambda number: made.describe_layer(f"model.layers.{number}.mlp.up_proj", "linear"), 2000, "layers that were described"
+    )
 
 
 def check_tensors_have_axes(subject: Subject, layout: LayerFormat) -> None:
@@ -198,7 +200,8 @@ def check_experts_are_apart(subject: Subject, layout: LayerFormat) -> None:
 
 
 def check_real_sizes(subject: Subject, layout: LayerFormat) -> None:
-    """2,048 inputs and 9,216 outputs: each output has weights, and ranks get their parts of them."""
+    """2,048 inputs and 9,216 outputs: each output has weights, and ranks get their parts of
+    them."""
     whole = _dense(Weight(subject, layout, inputs=LARGE_INPUTS).load())
     for rank in range(2):
         shard = _dense(Weight(subject, layout, rank, "input", 2, inputs=LARGE_INPUTS).load())

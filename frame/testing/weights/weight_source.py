@@ -159,8 +159,8 @@ def check_takes_many_tensors(maker: Maker) -> None:
 
 
 def check_real_sizes(maker: Maker) -> None:
-    """A tensor above 16 MiB, by its ends and around the limit; integers above 2**53; a tensor without
-    elements; and names that are equal in their first 128 characters."""
+    """A tensor above 16 MiB, by its ends and around the limit; integers above 2**53; a tensor
+    without elements; and names that are equal in their first 128 characters."""
     large = torch.arange((1 << 22) + 3001, dtype=torch.float32).view(-1, 5)
     numbers = torch.tensor([[2**53 + 1, -(2**62) - 1], [2**63 - 1, 5]])
     tensors = {"large": large, "numbers": numbers, "empty": torch.zeros(0, 8)}
@@ -200,7 +200,9 @@ def check_folders_of_one_name(maker: Maker) -> None:
             folder.mkdir()
             maker.target.write_checkpoint(folder, {"a": torch.full((2, 2), float(number))})
             with maker.open(folder) as source:
-                _require_equal(source.open_tensor("a")[...], torch.full((2, 2), float(number)), "a tensor of the second of two folders 'model'")
+                _require_equal(
+                    source.open_tensor("a")[...], torch.full((2, 2), float(number)), "a tensor of the second of two folders 'model'"
+                )
 
 
 def check_leaves_nothing(maker: Maker) -> None:

@@ -68,7 +68,7 @@ def sleeps(mutant: MutantList, method: str, seconds: float = 0.002) -> None:
             return original(*arguments, **named)
 
         async def slow_coroutine(*arguments: Any, **named: Any) -> Any:
-            time.sleep(seconds)
+            time.sleep(seconds)  # noqa: ASYNC251 - the bug
             return await original(*arguments, **named)
 
         return slow_coroutine if inspect.iscoroutinefunction(original) else slow

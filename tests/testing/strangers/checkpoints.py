@@ -71,7 +71,7 @@ def need_values(tensor: torch.Tensor) -> torch.Tensor:
 mutant.each(
     ChangesSlices, "change",
     ("Reads16MB", "Reads the first 16 MiB of a tensor; the rest is 0.", staticmethod(cut)),
-    ("ReadsNumbersAsFloats", "Reads integers through float64, which loses the last digits of those above 2**53.", staticmethod(through_floats)),
+    ("ReadsNumbersAsFloats", "Reads integers through float64, which loses the last digits of large ones.", staticmethod(through_floats)),
     ("NeedsValues", "Checks the greatest value of each slice, which an empty one does not have.", staticmethod(need_values)),
 )  # fmt: skip
 
@@ -395,7 +395,8 @@ class ReusesPixels(Tiles):
 
 @mutant
 class ShrinksLargeImages(Tiles):
-    """Decodes images wider than 1,000 pixels at a quarter of their size, and enlarges them again."""
+    """Decodes images wider than 1,000 pixels at a quarter of their size, and enlarges them
+    again."""
 
     def read(self, data: bytes) -> Image.Image:
         image = super().read(data)

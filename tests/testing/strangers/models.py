@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.model import ModelCapabilities

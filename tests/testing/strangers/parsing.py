@@ -18,8 +18,8 @@ mutant = strangers("tool_call_parser")
 
 @mutant
 class ParsesTheCallAgain(Hermes):
-    """Parses the whole text of a call with each piece of it, in a time that grows with the square of
-    the call's length."""
+    """Parses the whole text of a call with each piece of it, in a time that grows with the square
+    of the call's length."""
 
     text = ""
 

@@ -14,7 +14,7 @@ from frame.core.interfaces.weight_format import PackedWeight
 from tests.testing.mutants.gemm_kernel import Dequantized
 from tests.testing.mutants.moe_dispatcher import ByExpert, PlainDispatcher
 from tests.testing.mutants.moe_runner import PlainRunner
-from tests.testing.strangers import reads_stale_results, reuses_result, sleeps, strangers
+from tests.testing.strangers import reuses_result, sleeps, strangers
 
 # ---- GEMM kernels --------------------------------------------------------------------------------
 
@@ -197,8 +197,8 @@ class AddsInTheDtype(PlainRunner):
 
 @mutant
 class PoisonsOthers(PlainRunner):
-    """Multiplies all experts' results by their weights, 0 for those that a token did not choose: NaN
-    of one token is then in others."""
+    """Multiplies all experts' results by their weights, 0 for those that a token did not choose:
+    NaN of one token is then in others."""
 
     def run(self, tokens: DispatchOutput, experts: Any) -> torch.Tensor:
         out = super().run(tokens, experts)

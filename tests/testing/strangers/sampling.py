@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from tests.testing.mutants.drafter import PlainDrafter
 from tests.testing.mutants.grammar_backend import Compiled, Constraint, Wrapped
 from tests.testing.mutants.logits_processor import CountPenalty
 from tests.testing.mutants.pooler import Weighted
-from tests.testing.strangers import keeps_calls, reads_stale_results, reuses_result, sleeps, strangers
+from tests.testing.strangers import reads_stale_results, reuses_result, sleeps, strangers
 
 # ---- logits processors ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from tests.testing.mutants.eviction_policy import LeastUsed
 from tests.testing.mutants.prefix_cache import PlainCache, Prefix
 from tests.testing.mutants.routing_policy import Sticky
 from tests.testing.mutants.scheduling_policy import ShortestFirst
-from tests.testing.strangers import keeps_calls, reuses_result, sleeps, strangers, wrap
+from tests.testing.strangers import keeps_calls, sleeps, strangers
 
 # ---- eviction policies ---------------------------------------------------------------------------
 
@@ -106,8 +106,8 @@ class Has16BitPages(PlainCache):
 
 @mutant
 class LocksUpTo200(PlainCache):
-    """Counts up to 200 locks of a page; of 256 requests with one system prompt the last ones are not
-    counted."""
+    """Counts up to 200 locks of a page; of 256 requests with one system prompt the last ones are
+    not counted."""
 
     def lock(self, handle: Prefix | None) -> None:
         super().lock(handle)
@@ -169,8 +169,8 @@ mutant = strangers("scheduling_policy")
 
 @mutant
 class TakesAlikeForOne(ShortestFirst):
-    """Sorts by a dictionary of the first 16 characters of the request's id, in which a second request
-    replaces the first."""
+    """Sorts by a dictionary of the first 16 characters of the request's id, in which a second
+    request replaces the first."""
 
     def sort_waiting(self, waiting: Sequence[Any], view: Any) -> Iterable[Any]:
         return list({request.rid[:16]: request for request in super().sort_waiting(waiting, view)}.values())
@@ -186,7 +186,8 @@ class Recurses(ShortestFirst):
                 return requests
             first = requests[0]
             fewer = [request for request in requests[1:] if request.prompt_len < first.prompt_len]
-            return sort(fewer) + [first] + sort([request for request in requests[1:] if request.prompt_len >= first.prompt_len])
+            others = [request for request in requests[1:] if request.prompt_len >= first.prompt_len]
+            return [*sort(fewer), first, *sort(others)]
 
         return sort(list(waiting))
 
@@ -286,7 +287,11 @@ class ReturnsAGoneReplica(Sticky):
         sessions = self.__dict__.setdefault("sessions", {})
         if len(sessions) > 1000:
             sessions.clear()
-        return sessions.setdefault(request.session, super().choose_replica(request, loads)) if request.session else super().choose_replica(request, loads)  # type: ignore[no-any-return]
+        return (
+            sessions.setdefault(request.session, super().choose_replica(request, loads))
+            if request.session
+            else super().choose_replica(request, loads)
+        )  # type: ignore[no-any-return]
 
 
 @mutant

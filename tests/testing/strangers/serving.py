@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import click
@@ -59,7 +60,10 @@ mutant.each(
     ("ReadsTheFirst72Bytes", "Digests the first 72 bytes of a key, as bcrypt does.", staticmethod(lambda key: key[:72])),
     ("ReadsTheFirst64Bytes", "Tells keys apart by their first 64 bytes.", staticmethod(lambda key: key[:64])),
     ("StripsKeys", "Removes white space around a key.", staticmethod(lambda key: key.strip())),
-    ("IgnoresBadBytes", "Drops the bytes of a key that are not valid UTF-8.", staticmethod(lambda key: key.decode("utf-8", "ignore").encode())),
+    (
+        "IgnoresBadBytes", "Drops the bytes of a key that are not valid UTF-8.",
+        staticmethod(lambda key: key.decode("utf-8", "ignore").encode()),
+    ),
     ("EndsAtZero", "Ends a key at a zero byte.", staticmethod(lambda key: key.partition(b"\0")[0])),
 )  # fmt: skip
 
@@ -101,7 +105,11 @@ class NumbersIn12Bits(Lines):
 
     def name_span(self, parent: TraceParent | None) -> TraceParent:
         self.numbers = self.numbers % 4096 + 1
-        return TraceParent((parent or TraceParent.make_root()).trace_id, f"{id(self):012x}"[-12:] + f"{self.numbers:04x}", parent is None or parent.is_sampled)
+        return TraceParent(
+            (parent or TraceParent.make_root()).trace_id,
+            f"{id(self):012x}"[-12:] + f"{self.numbers:04x}",
+            parent is None or parent.is_sampled,
+        )
 
 
 @mutant
@@ -109,7 +117,9 @@ class HasNoBooleans(Lines):
     """Writes booleans as numbers."""
 
     def keep(self, name: str, own: Any, parent: Any, times: Any, attributes: Any, error: Any) -> None:
-        super().keep(name, own, parent, times, {key: int(value) if isinstance(value, bool) else value for key, value in attributes.items()}, error)
+        super().keep(
+            name, own, parent, times, {key: int(value) if isinstance(value, bool) else value for key, value in attributes.items()}, error
+        )
 
 
 @mutant
@@ -145,7 +155,9 @@ class CutsLists(Lines):
     """Writes the first eight texts of a list."""
 
     def keep(self, name: str, own: Any, parent: Any, times: Any, attributes: Any, error: Any) -> None:
-        super().keep(name, own, parent, times, {key: value[:8] if isinstance(value, list) else value for key, value in attributes.items()}, error)
+        super().keep(
+            name, own, parent, times, {key: value[:8] if isinstance(value, list) else value for key, value in attributes.items()}, error
+        )
 
 
 sleeps(mutant, "start_span")
@@ -207,7 +219,7 @@ class WritesAFile(PlainLogger):
     """Appends each record to a file in the working folder."""
 
     def record_request(self, request: RequestRecord) -> None:
-        with open("requests.log", "a") as file:
+        with Path("requests.log").open("a") as file:
             file.write(request.rid.encode("ascii", "ignore").decode() + "\n")
 
 
@@ -344,7 +356,7 @@ class LeavesAFile(Greeting):
     """Leaves a file in the working folder."""
 
     def run(self, name: str, times: int) -> None:
-        with open(".greeting-cache", "w") as file:
+        with Path(".greeting-cache").open("w") as file:
             file.write(name)
         super().run(name, times)
 
@@ -385,7 +397,7 @@ class ReplacesOutput(Greeting):
 
     def run(self, name: str, times: int) -> None:
         super().run(name, times)
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 @mutant
