@@ -36,6 +36,8 @@ class TorchNative(MoERunner):
         self._proofs: dict[tuple[object, ...], int] = {}
 
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
+        if not len(tokens.x):  # a rank may get no tokens of a step
+            return torch.zeros_like(tokens.x)
         if self.context.deterministic:
             return run_tiled(tokens, experts, self._proofs)
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]

@@ -196,6 +196,8 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsPins
                 heapq.heappop(self._heaps[node.owner])
                 freed.append(node.pages)
                 self._remove(node)
+                if not self._heaps.get(node.owner, True):
+                    del self._heaps[node.owner]  # or those of all tenants that ever came would stay
         self._compact()
         return np.concatenate(freed) if freed else _NO_PAGES
 
@@ -218,6 +220,8 @@ class RadixCache(PrefixCache, SupportsCacheGroups, SupportsOutline, SupportsPins
         heap = self._heaps.get(heap_name, [])
         while heap and (heap[0][2] != heap[0][3].version or not _is_evictable(heap[0][3])):
             heapq.heappop(heap)
+        if not heap:
+            self._heaps.pop(heap_name, None)
         return heap[0][3] if heap else None
 
     # pins -----------------------------------------------------------------------------------------

@@ -21,10 +21,12 @@ import torch
 from frame.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterError, LowRankDelta
 from frame.testing.adapters.files import ATTENTION, LAYERS, MLP, Maker, StoredTensor, Written
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.generators import require_bounded, require_fast
 
 ONE = {"model.layers.0.self_attn.q_proj": (24, 24)}
 EXPERTS = {f"model.layers.3.mlp.experts.{expert}.{name}": sizes for expert in range(12) for name, sizes in MLP.items()}
 STACKED = {"model.layers.3.mlp.experts.gate_up_proj": (24, 80), "model.layers.3.mlp.experts.down_proj": (40, 24)}
+MAX_SECONDS = 0.015  # of an adapter of one layer
 HOSTILE: tuple[Any, ...] = ({"x": [1]}, {"": None}, [[]], ["a"], "text", "", None, -1, 0, 10**400, 0.5, float("nan"), True, False)
 
 
@@ -129,6 +131,28 @@ def check_stacked_experts(maker: Maker) -> None:
     for layers in (STACKED, dict(list(STACKED.items())[1:])):
         written = maker.make(layers, ranks=(3, 2), scales=(0.5, 2.0), experts=12)
         _compare(maker.read(written.stored, written.tensors), written)
+
+
+def check_many_experts(maker: Maker) -> None:
+    written = maker.make(STACKED, ranks=(2,), experts=130)
+    _compare(maker.read(written.stored, written.tensors), written, "130 experts: ")
+
+
+def check_reading_keeps_nothing(maker: Maker) -> None:
+    """A server reads adapters of many users, at once and one after the other."""
+    written, one = maker.make(ONE), maker.create()
+
+    def work(number: int) -> None:
+        one.read_config(maker.make(ONE, base_model=f"user-{number}").stored if number % 50 == 0 else written.stored)
+        list(one.read_deltas(written.stored, {name: StoredTensor(tensor) for name, tensor in written.tensors.items()}))
+
+    require_bounded(one, work, 600, "adapters that were read")
+
+
+def check_reading_is_fast(maker: Maker) -> None:
+    written, one = maker.make(ONE), maker.create()
+    tensors = {name: StoredTensor(tensor) for name, tensor in written.tensors.items()}
+    require_fast(lambda: list(one.read_deltas(written.stored, tensors)), MAX_SECONDS, "reading an adapter of one layer")
 
 
 def check_long_names_are_apart(maker: Maker) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,11 +15,14 @@ import numpy as np
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.testing.conformance import Check, Subject, collect
+from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
+from frame.testing.generators import require_bounded, require_fast
 
 VOCAB, SLOTS, CONTEXT, STEPS = 37, 6, 16_384, 5
 CONTEXT_OF = DrafterContext(vocab_size=VOCAB, max_slots=SLOTS, max_context=CONTEXT, num_steps=STEPS)
 SHORT, LONG = 256, 12_288  # tokens of texts whose calls are timed
+LARGE_VOCAB, MANY_SLOTS = 150_000, 256
+MAX_SECONDS = 1.8e-3  # of the drafts of a few slots
 MAX_RATIO = 3.0  # of their times
 MIN_SECONDS = 2e-4  # shorter times are not compared
 
@@ -33,7 +37,9 @@ def suite(subject: Subject) -> Iterator[Check]:
 
         yield from device_checks(subject)
         return
-    yield from collect(__name__, make)
+    of_subject = {"real_sizes", "ended_requests_are_forgotten"}
+    for name, function in find_checks(__name__):
+        yield Check(name, partial(function, subject if name in of_subject else make))
     keeps_texts = getattr(subject.record.capabilities, "keeps_texts", False)
     yield Check("slot_is_used_again", partial(_slot_is_used_again, make, keeps_texts))
 
@@ -103,6 +109,56 @@ def check_drafts_fit(make: Make) -> None:
         for place in range(1, 60):
             _propose(drafter, list(texts))
             _observe(drafter, {slot: text[3 * slot + place : 3 * slot + place + 1] for slot, text in texts.items()})
+
+
+def check_neighbours_stay(make: Make) -> None:
+    """The drafts of all slots are the same when a slot beside them ends and begins again."""
+    drafter, texts = make(), {slot: [3 + slot, 4 + slot, 5 + slot, 6 + slot] * 12 for slot in range(SLOTS)}
+    for slot, text in texts.items():
+        _add(drafter, slot, text)
+    before = _propose(drafter, list(texts))
+    for slot in (2, 0, SLOTS - 1):
+        others = [other for other in texts if other != slot]
+        drafter.remove_slot(slot)
+        assert _propose(drafter, others) == [before[other] for other in others], f"the drafts beside slot {slot} change when it ends"
+        _add(drafter, slot, texts[slot])
+
+
+def check_real_sizes(subject: Subject) -> None:
+    """A vocabulary of 150,000 tokens and 256 slots in one call, each as when it is alone."""
+    drafter: Drafter = subject.target(replace(CONTEXT_OF, vocab_size=LARGE_VOCAB, max_slots=MANY_SLOTS), subject.options)
+    texts = {slot: [LARGE_VOCAB - 1 - slot - number for number in (0, 9, 4, 7)] * 9 for slot in range(MANY_SLOTS)}
+    for slot, text in texts.items():
+        _add(drafter, slot, text)
+    slots = np.arange(MANY_SLOTS)
+    together = drafter.propose_tokens(slots, np.full(MANY_SLOTS, STEPS, np.int32))
+    ends = np.cumsum(together.counts)
+    for slot in (0, 63, 64, 127, 128, MANY_SLOTS - 1):
+        alone = drafter.propose_tokens(slots[slot : slot + 1], np.array([STEPS], np.int32))
+        draft = together.token_ids[ends[slot] - together.counts[slot] : ends[slot]].tolist()
+        assert draft == alone.token_ids.tolist(), f"slot {slot} of {MANY_SLOTS} has another draft than alone"
+        assert set(draft) <= set(texts[slot]) or max(draft) > 1 << 17, f"slot {slot} drafts {draft}, tokens that its text does not have"
+
+
+def check_ended_requests_are_forgotten(subject: Subject) -> None:
+    if getattr(subject.record.capabilities, "keeps_texts", False):
+        raise SkipCheck("it keeps texts of ended requests, in a bounded amount of memory")
+    drafter: Drafter = subject.target(CONTEXT_OF, subject.options)
+
+    def work(number: int) -> None:
+        _add(drafter, number % SLOTS, _text(number % 50, 20))
+        _observe(drafter, {number % SLOTS: [number % VOCAB]})
+        drafter.remove_slot(number % SLOTS)
+
+    require_bounded(drafter, work, 2000, "requests that have ended")
+
+
+def check_a_draft_is_fast(make: Make) -> None:
+    drafter = make()
+    for slot in range(4):
+        _add(drafter, slot, _text(slot, 100))
+    slots, limits = np.arange(4), np.full(4, STEPS, np.int32)
+    require_fast(lambda: drafter.propose_tokens(slots, limits), MAX_SECONDS, "drafts of four slots")
 
 
 def check_drafts_shorter_where_asked(make: Make) -> None:

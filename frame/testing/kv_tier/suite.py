@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from frame.testing.conformance import Check, SkipCheck, Subject, count_elements, find_checks, unchanged_process
+from frame.testing.generators import measure_fastest
 from frame.testing.kv_tier import place_checks
 from frame.testing.kv_tier.rig import NUM_BLOCKS, PATIENCE, Make, Rig, make_keys
 
 MAX_SECONDS = 0.02  # of a method, for the fastest of several calls
+MAX_MATCH = 1.8e-3  # of 16 keys
 CLOSE_SECONDS = 2.0
 
 
@@ -82,6 +84,34 @@ def check_buffers_are_blocks(make: Make) -> None:
     rig.tier.finish(other)
     rig.wait_for([other])
     rig.tier.finish(load)
+
+
+def check_real_sizes(make: Make) -> None:
+    """Blocks of 1 MiB, a prompt of 600 blocks, and keys that are equal but for their last bytes."""
+    rig, keys = make(block_bytes=1 << 20), make_keys(3)
+    rig.store(keys)
+    rig.load_all(keys)
+    many, long = make(num_blocks=700), make_keys(600, "long")
+    for first in range(0, 600, 100):
+        many.store(long[first : first + 100])
+    assert many.tier.match(long) == 600, f"of a prompt of 600 stored blocks {many.tier.match(long)} are matched"
+    many.load_all(long[590:])
+    near = [long[0][:size] + bytes([each]) * (32 - size) for size in (8, 16, 24, 31) for each in (1, 2)]
+    many.store(near)
+    many.load_all(near)
+
+
+def check_match_is_fast(make: Make) -> None:
+    """The scheduler matches each waiting prompt: its time does not grow with what the tier
+    holds."""
+    seconds = []
+    for count in (16, 600):
+        rig, keys = make(num_blocks=700), make_keys(count)
+        for first in range(0, count, 100):
+            rig.store(keys[first : first + 100])
+        seconds.append(measure_fastest(partial(rig.tier.match, keys[:16])))
+    assert seconds[0] < MAX_MATCH, f"match of 16 keys takes {seconds[0] * 1e3:.1f} ms"
+    assert seconds[1] < max(8 * seconds[0], MAX_MATCH / 5), f"match of 16 keys takes {seconds[1] * 1e3:.2f} ms among 600 blocks"
 
 
 def check_buffers_in_memory_hold_blocks_at_once(make: Make) -> None:

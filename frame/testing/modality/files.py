@@ -75,7 +75,7 @@ def make_pixels(width: int, height: int, seed: int = 0) -> np.ndarray:
     return blocks.repeat(8, 0).repeat(8, 1)[:height, :width]
 
 
-def save_image(pixels: np.ndarray, kind: str = "PNG", orientation: int = 1) -> bytes:
+def save_image(pixels: np.ndarray, kind: str = "PNG", orientation: int = 1, **settings: Any) -> bytes:
     """An image file of pixels [height, width, channels]."""
     try:
         from PIL import Image
@@ -84,7 +84,7 @@ def save_image(pixels: np.ndarray, kind: str = "PNG", orientation: int = 1) -> b
     exif = Image.Exif()
     exif[0x0112] = orientation
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind, **({"exif": exif} if orientation != 1 else {}))
+    Image.fromarray(pixels).save(file, kind, **({"exif": exif} if orientation != 1 else {}), **settings)
     return file.getvalue()
 
 

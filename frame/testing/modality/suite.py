@@ -10,6 +10,7 @@ are PNG files, videos MP4, sound WAV.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import tempfile
@@ -22,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from frame.interfaces.modality import MediaError, MediaSize
-from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
+from frame.testing.conformance import Check, SkipCheck, Subject, count_elements, find_checks, unchanged_process
+from frame.testing.generators import require_near_reference
 from frame.testing.modality.files import Maker, make_pixels, make_video, save_image
 
 SIZES = ((96, 64), (64, 96), (33, 47), (200, 40), (30, 180), (256, 256))
@@ -114,6 +116,55 @@ def check_grids_follow_the_shape(maker: Maker) -> None:
         raise SkipCheck("the layout has no grids")
     assert wide[0][2] > wide[0][1], f"a wide picture has the grid {wide[0]}; it is frames, height, width"
     assert tall[0][1] > tall[0][2], f"a tall picture has the grid {tall[0]}; it is frames, height, width"
+
+
+def check_files_that_begin_alike(maker: Maker) -> None:
+    """Files of one size and length, with equal beginnings."""
+    data = [_save_plain(maker, seed) for seed in (1, 2, 1)]
+    assert len({len(each) for each in data}) == 1
+    results = [maker.read(each) for each in data]
+    assert _equal(results[0], results[2]) and not _equal(results[0], results[1]), "a file has the features of one that begins as it does"
+
+
+def _save_plain(maker: Maker, seed: int) -> bytes:
+    """A file whose bytes follow the pixels or samples one by one."""
+    if maker.modality != "image":
+        raise SkipCheck("the length of the suite's files depends on their content")
+    pixels = make_pixels(96, 64)
+    pixels[32:] = make_pixels(96, 64, seed)[32:]
+    return save_image(pixels, compress_level=0)
+
+
+def check_features_are_kept(maker: Maker) -> None:
+    """The features of one file stay as they are while others are read."""
+    first = maker.read(maker.make(96, 64, 1))
+    kept = {name: array.copy() for name, array in first.items()}
+    maker.read(maker.make(96, 64, 2))
+    assert _equal(first, kept), "the features of a file change when another one is read"
+
+
+def check_reading_keeps_nothing(maker: Maker) -> None:
+    files = [maker.make(96, 64, seed) for seed in range(8)]
+    one, sizes = maker.one, []
+    for number in range(120):
+        one.compute_features(files[number % 8] if number < 8 else files[number % 3], one.read_size(files[0]), {})
+        if number in (59, 119):
+            sizes.append(count_elements(one))
+    assert sizes[1] <= 1.1 * sizes[0] + 20, f"it holds {sizes[0]} elements after 60 files, and {sizes[1]} after 120"
+
+
+def check_reading_is_fast(maker: Maker) -> None:
+    """Reading a picture takes a small multiple of what decoding and resizing it takes."""
+    if maker.modality != "image":
+        raise SkipCheck("decoders of videos and sound differ too much")
+    from PIL import Image
+
+    data = maker.make(512, 512)
+
+    def decode() -> np.ndarray:
+        return np.asarray(Image.open(io.BytesIO(data)).convert("RGB").resize((448, 448)), np.float32) / 127.5 - 1
+
+    require_near_reference(lambda: maker.read(data), decode, "a picture of 512 x 512", 6, 0.02)
 
 
 def check_methods_are_pure(maker: Maker) -> None:

@@ -25,7 +25,9 @@ from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.cache_groups import LayerCache
+from frame.core.interfaces.collective import Collective
 from frame.core.interfaces.model import Model, ModelConfig, ModelContext
+from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.rank_context import Task
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
@@ -105,10 +107,13 @@ def make_plugin(kind: str, name: str, context: Any) -> Any:
     return registry.load(registry.get(kind, name))(context)
 
 
-def build_model_context(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelContext:
-    """The context of a model with PyTorch's attention, unquantized weights and one rank."""
+def build_model_context(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype, group: Collective | None = None) -> ModelContext:
+    """The context of a model with PyTorch's attention and unquantized weights, on one rank or on
+    that of `group`."""
     config = checkpoint.model_config
     bare: BuildContext = build_context(subject.setting.device, dtype, 16)
+    if group is not None:
+        bare = replace(bare, tp=group, plan=ParallelPlan(tp=group.size))
     task: Task = "generate" if "generate" in getattr(subject.record.capabilities, "tasks", ("generate",)) else "embed"
     context = replace(
         bare,
@@ -122,10 +127,10 @@ def build_model_context(subject: Subject, checkpoint: Checkpoint, dtype: torch.d
     return ModelContext.from_build(context, config)
 
 
-def build(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Any:
+def build(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, group: Collective | None = None) -> Any:
     """The model with parameters of NaN, except those that a checkpoint need not have."""
     with torch.device("meta"):
-        model = subject.target(build_model_context(subject, checkpoint, dtype), subject.options)
+        model = subject.target(build_model_context(subject, checkpoint, dtype, group), subject.options)
     assert isinstance(model, nn.Module), f"{type(model).__name__} is no torch.nn.Module"
     allocate_parameters(model, torch.device(subject.setting.device))
     with torch.no_grad():
@@ -145,18 +150,18 @@ def read(model: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32)
 
 
 @torch.no_grad()
-def load(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Any:
+def load(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, group: Collective | None = None) -> Any:
     """The model with the checkpoint's weights, ready to run."""
-    model = build(subject, checkpoint, dtype)
+    model = build(subject, checkpoint, dtype, group)
     model.load_weights(iter(read(model, checkpoint, dtype)))
     finish_modules(model)
     return model.eval().requires_grad_(False)
 
 
-def list_caches(model: Model, config: ModelConfig, page_size: int) -> list[LayerCache]:
+def list_caches(model: Model, config: ModelConfig, page_size: int, ranks: int = 1) -> list[LayerCache]:
     """What each layer stores of every token. Raises SkipCheck for a model that stores other
     things."""
-    groups = model_geometry(model, kv_geometry(config, 1, page_size, "float32")).groups
+    groups = model_geometry(model, kv_geometry(config, ranks, page_size, "float32")).groups
     others = {group.kind for group in groups} - {"tokens", "window"}
     if others:
         raise SkipCheck(f"the suite has no cache of kind {' or '.join(sorted(others))}; compare served tokens with transformers instead")
@@ -166,7 +171,7 @@ def list_caches(model: Model, config: ModelConfig, page_size: int) -> list[Layer
 class Session:
     """A model and its requests. Unused pages are NaN."""
 
-    def __init__(self, subject: Subject, checkpoint: Checkpoint, model: Model, page_size: int = 16, slots: int = 5) -> None:
+    def __init__(self, subject: Subject, checkpoint: Checkpoint, model: Model, page_size: int = 16, slots: int = 5, ranks: int = 1) -> None:
         config, context = checkpoint.model_config, getattr(model, "context", None)
         self.subject, self.model, self.page_size = subject, model, page_size
         bare = build_context(subject.setting.device, torch.float32, page_size)
@@ -180,7 +185,7 @@ class Session:
         make = partial(torch.full, fill_value=torch.nan, dtype=dtype, device=subject.setting.device)
         layers = [
             PlainKVCache(page_size, [make((self.pages.num_pages, page_size, *tensor.shape)) for tensor in layer.tensors])
-            for layer in list_caches(model, config, page_size)
+            for layer in list_caches(model, config, page_size, ranks)
         ]
         self.kv = LayeredKVCache(page_size, layers)
         self.computed = [0] * slots

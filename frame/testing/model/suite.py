@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 from frame.core.errors import CheckpointError
 from frame.loading.loader import finish_modules
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
+from frame.testing.generators import require_bounded
 from frame.testing.model.session import Checkpoint, Session, build, find_checkpoints, load, read
+from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 
 TOLERANCE = 2e-4  # absolute and relative, in float32
 OF_ENCODERS = (
@@ -222,6 +225,81 @@ def check_long_prompts(tools: Tools) -> None:
     tokens, session = tools.prompt(length, seed=4), tools.open()
     result = torch.cat([session.step((0, tokens[: length - 1]))[0], session.step((0, tokens[length - 1 :]))[0]])
     tools.compare(result[-20:], tools.expected(tokens)[-20:], f"the end of a prompt of {length} tokens")
+
+
+def check_two_ranks(tools: Tools) -> None:
+    """Two ranks, which share the tensors of each layer, compute what one does: two prompts in
+    chunks and decodes."""
+    subject, checkpoint = tools.subject, tools.checkpoint
+    if not getattr(subject.record.capabilities, "tensor_parallel", True):
+        raise SkipCheck("the record says that the model has no tensor parallelism")
+    tokens, other = tools.prompt(30, seed=8), tools.prompt(21, seed=9)
+
+    def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        session = Session(subject, checkpoint, load(subject, checkpoint, group=group), ranks=group.size)
+        steps = [
+            session.step((0, tokens[:17])),
+            session.step((1, other[:20]), (0, tokens[17:29])),
+            session.step((0, tokens[29:]), (1, other[20:])),
+        ]
+        return torch.cat([steps[0][0], steps[1][1], steps[2][0]]), torch.cat([steps[1][0], steps[2][1]])
+
+    expected = tools.expected(tokens), tools.expected(other)
+    for rank, results in enumerate(run_ranks(2, work, patience=60.0)):
+        for result, one in zip(results, expected, strict=True):
+            tools.compare(result, one, f"rank {rank} of two")
+
+
+@torch.no_grad()
+def check_weights_replaced_in_place(tools: Tools) -> None:
+    """An update writes new values to the memory of the weights after the first steps: no result of
+    the old ones is kept."""
+    tokens, session = tools.prompt(20, seed=3), tools.open()
+    session.step((0, tokens))
+    model: Any = session.model
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    heads = [parameter for name, parameter in named.items() if "lm_head" in name]
+    before = session.step((1, tokens))[0]
+    for parameter in heads or named.values():  # others where the head's are packed, or those of the embedding
+        parameter.mul_(2.0)
+    after = session.step((2, tokens))[0]
+    assert not torch.equal(before, after), "logits are those of the weights before an update in place"
+
+
+def check_results_are_kept(tools: Tools) -> None:
+    """Token ids of another step at the same address, and logits that the next step does not
+    change."""
+    session, prompts = tools.open(), [tools.prompt(9, seed=seed) for seed in (1, 2)]
+    expected = [tools.open().step((0, tokens))[0] for tokens in prompts]
+    with torch.inference_mode():
+        batches = [session.batch([(slot, tokens)], 0) for slot, tokens in enumerate(prompts)]
+        ids, kept = batches[0].token_ids, []
+        for batch, tokens in zip(batches, prompts, strict=True):
+            ids.copy_(torch.tensor(tokens))
+            kept.append(session.model.compute_logits(session.model.forward(replace(batch, token_ids=ids))))
+    for result, one in zip(kept, expected, strict=True):
+        tools.compare(result.float().cpu(), one, "a step whose token ids are at the address of those before")
+
+
+def check_steps_leave_nothing(tools: Tools) -> None:
+    """100 steps leave no tensor behind."""
+    session, tokens = tools.open(), tools.prompt(3, seed=1)
+
+    def work(number: int) -> None:
+        session.step((0, tokens))
+        session.computed[0] = 0
+
+    counted = _Holder(session.model)
+    require_bounded(counted, work, 60, "steps of three tokens", slack=20)
+
+
+class _Holder:
+    """What a model and its class hold besides parameters, for `count_elements`, which follows no
+    class by itself."""
+
+    def __init__(self, model: Any) -> None:
+        self.held = [vars(kind) for kind in type(model).__mro__ if kind.__module__.split(".")[0] != "torch" and kind is not object]
+        self.own = [value for name, value in vars(model).items() if not name.startswith("_") and name not in ("context", "model_config")]
 
 
 def check_selected_tokens(tools: Tools) -> None:

@@ -17,11 +17,13 @@ from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, Mo
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.testing.conformance import Check, Subject, collect
+from frame.testing.generators import require_fast
 from frame.testing.moe.experts import TOLERANCE, draw, reference, split, supports
 from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 from frame.testing.tensors import require_form, require_near, unchanged
 
-SIZES = ((7, 8, 2, 32, 24), (1, 4, 1, 16, 12), (300, 6, 3, 16, 12))  # tokens, experts, k, hidden, inner
+SIZES = ((7, 8, 2, 32, 24), (1, 4, 1, 16, 12), (300, 6, 3, 16, 12), (9, 24, 12, 16, 12))  # tokens, experts, k, hidden, inner
+MAX_SECONDS = 1.8e-3  # of a step on one rank
 LayerInputs = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
 
 
@@ -133,6 +135,46 @@ def _agrees(place: Place, ranks: int) -> None:
             return _combine(dispatcher, _run(dispatcher, tokens, inputs, group), tokens, inputs)
 
         _compare(list(run_ranks(ranks, work)), inputs, f"{ranks} ranks")
+
+
+def check_real_sizes(place: Place) -> None:
+    """No tokens, and 70,000, of which a few are compared. The experts' results stand for
+    themselves: each token times its weights."""
+    x, ids, weights, gate_up, down = place.draw((70_000, 6, 2, 16, 4))
+
+    for tokens in (slice(0, 0), slice(0, 70_000)):
+        inputs = x[tokens], ids[tokens], weights[tokens], gate_up, down
+
+        def work(group: ThreadGroup, inputs: LayerInputs = inputs) -> torch.Tensor:
+            dispatcher = place.make(group)
+            dispatched = _dispatch(dispatcher, inputs)
+            return _combine(dispatcher, (dispatched.x * dispatched.weights.sum(1, keepdim=True)).to(x.dtype), dispatched, inputs)
+
+        results = run_ranks(2, work)
+        assert all(result.shape == inputs[0].shape for result in results), f"combine returns {results[0].shape} for {inputs[0].shape}"
+        if len(inputs[0]):
+            total = inputs[2].sum(1, keepdim=True) * (1 if place.is_whole else 2)
+            for row in (0, 4095, 4096, 65_535, 65_536, 69_999):
+                expected = (inputs[0][row].double() * total[row].double())[None]
+                for result in results:
+                    require_near(result[row : row + 1], expected, f"token {row} of 70,000", TOLERANCE[x.dtype] * 2)
+
+
+def check_exchange_is_fast(place: Place) -> None:
+    """On one rank, a step of seven tokens takes little more than a copy."""
+    inputs = place.draw(SIZES[0])
+
+    def work(group: ThreadGroup) -> None:
+        dispatcher = place.make(group)
+        placement = dispatcher.place_experts(len(inputs[3]))
+
+        def exchange() -> torch.Tensor:
+            tokens = dispatcher.dispatch(*inputs[:3], placement)
+            return dispatcher.combine(tokens.x, tokens)
+
+        require_fast(exchange, MAX_SECONDS, "dispatch and combine of seven tokens on one rank")
+
+    run_ranks(1, work)
 
 
 def check_two_batches_at_once(place: Place) -> None:

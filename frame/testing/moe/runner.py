@@ -16,6 +16,7 @@ from torch import nn
 from frame.core.interfaces.moe import DispatchOutput, MoERunner, SupportsPairMatmul
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.testing.conformance import Check, Subject, collect
+from frame.testing.generators import call_at_one_address, require_kept, require_near_reference
 from frame.testing.moe.experts import TOLERANCE, activate_by_halves, draw, reference, supports
 from frame.testing.tensors import require_form, require_near, unchanged
 
@@ -28,6 +29,9 @@ SIZES = (  # tokens, experts, k, hidden, inner
     (6, 3, 3, 40, 24),  # every token chooses all
     (40, 96, 6, 32, 16),  # more experts than tokens
     (1100, 5, 2, 32, 16),
+    (9, 24, 12, 32, 16),  # more than eight choices
+    (7, 260, 6, 16, 8),  # more than 256 experts
+    (5001, 4, 2, 16, 8),
 )
 LARGE = ((1, 64, 8, 512, 256), (300, 64, 8, 512, 256), (2048, 32, 4, 256, 128))
 LayerInputs = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
@@ -145,6 +149,42 @@ def check_parts_add_up(subject: Subject, sizes: Sizes) -> None:
     out = _make(subject, sizes).run_parts(DispatchOutput(x, ids, weights), PlainExperts(gate_up, down, hidden_first=False))
     assert out.dim() in (2, 3), f"`run_parts` returns {list(out.shape)}, neither [tokens, hidden] nor [tokens, parts, hidden]"
     _close((out.double().sum(1) if out.dim() == 3 else out.double()).cpu(), reference(*inputs), sizes)
+
+
+def check_weights_replaced_in_place(subject: Subject, sizes: Sizes) -> None:
+    """An update writes new weights to the memory of the old ones."""
+    runner, first, second = _make(subject, sizes), draw(sizes.numbers, sizes.dtype), draw(sizes.numbers, sizes.dtype, seed=3)
+    experts = PlainExperts(first[3].to(sizes.device), first[4].to(sizes.device), hidden_first=False)
+    _run(runner, sizes, first, experts)
+    experts.gate_up.copy_(second[3])
+    experts.down.copy_(second[4])
+    _close(_run(runner, sizes, first, experts), reference(*first[:3], *second[3:]), sizes)
+
+
+def check_results_are_kept(subject: Subject, sizes: Sizes) -> None:
+    """Tokens at one address have each their result, which the next step does not change."""
+    runner, (x, ids, weights, gate_up, down) = _make(subject, sizes), (part.to(sizes.device) for part in draw(sizes.numbers, sizes.dtype))
+    experts = PlainExperts(gate_up, down, hidden_first=False)
+
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        return runner.run(DispatchOutput(tokens, ids, weights), experts)
+
+    inputs = [x, x.flip(0), -x]
+    for one, result in zip(inputs, call_at_one_address(run, inputs), strict=True):
+        _close(result.double().cpu(), reference(one.cpu(), ids.cpu(), weights.cpu(), gate_up.cpu(), down.cpu()), sizes)
+    require_kept(run, x, x.flip(0), "run")
+
+
+def check_no_tokens(subject: Subject, sizes: Sizes) -> None:
+    x, ids, weights, gate_up, down = draw(sizes.numbers, sizes.dtype)
+    assert _run(_make(subject, sizes), sizes, (x[:0], ids[:0], weights[:0], gate_up, down)).shape == (0, x.shape[1])
+
+
+def check_a_step_is_fast(subject: Subject, sizes: Sizes) -> None:
+    """Seven tokens take at most a few times as long as the definition in float64."""
+    runner, inputs = _make(subject, sizes), tuple(part.to(sizes.device) for part in draw(sizes.numbers, sizes.dtype))
+    tokens, experts = DispatchOutput(*inputs[:3]), PlainExperts(*inputs[3:], hidden_first=False)
+    require_near_reference(lambda: runner.run(tokens, experts), lambda: reference(*inputs), f"{sizes.numbers[0]} tokens", 2.5, 1e-3)
 
 
 def check_products_of_pairs(subject: Subject, sizes: Sizes) -> None:

@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from frame.testing.generators import require_bounded, require_fast
+
 LONG, GROWTH, QUICK = 2_500, 9.0, 0.1  # characters, fed one by one; most growth of the time for four times as many; seconds
+MAX_PIECE = 1.5e-3  # seconds of a piece of text
 LIMIT = 5.0  # seconds of CPU time for 4 * LONG characters
 MAX_HELD = 512  # characters of plain text that a parser may hold back
 ODD = ("", "\0", "�" * 3, "\u2028\u0301", "{" * 3000, "[" * 3000, '"' * 9, "\\" * 99, "-", "1e999", "]" * 40, "</", "🙂" * 9)
@@ -42,7 +45,11 @@ def compare_interleaved(start: Callable[[], Any], read: Callable[[Iterable[str]]
     others = [start() for _ in texts]
     for other, text in zip(others, texts, strict=True):  # responses that do not end
         other.feed(text[: len(text) // 2 + 1])
-    again = [read([text]) for text in texts]
+    again = []
+    for number, text in enumerate(texts):  # each after a response whose client has left
+        left = start()
+        left.feed(texts[number - 1][: len(texts[number - 1]) // 2 + 1])
+        again.append(read([text]))
     assert again == alone, "a response is read otherwise while others are: parsers share state"
     fed: list[tuple[Any, str, list[Any]]] = [(start(), text, []) for text in texts]
     for turn in range(max(map(len, texts))):
@@ -64,6 +71,23 @@ def require_linear_time(read: Callable[[Iterable[str]], Any], heads: Sequence[st
         what = f"{4 * LONG} tokens of {filling!r} after {head!r} take {many:.2f} s"
         assert many < LIMIT, f"{what}: the parser reads what it holds again and again"
         assert many <= max(QUICK, GROWTH * few), f"{what}, and {LONG} take {few:.2f} s: the time is not linear in the text"
+
+
+def require_quick_pieces(start: Callable[[], Any]) -> None:
+    """A piece of plain text is read at once: the event loop reads those of all responses."""
+    parser = start()
+    require_fast(lambda: parser.feed("word "), MAX_PIECE, "a piece of five characters", calls=40)
+
+
+def require_bounded_responses(start: Callable[[], Any]) -> None:
+    """Nothing is kept of responses that have ended."""
+
+    def work(number: int) -> None:
+        parser = start()
+        parser.feed(f"text {number}")
+        parser.finish()
+
+    require_bounded(start(), work, 2000, "responses that have ended")
 
 
 def _measure(read: Callable[[Iterable[str]], Any], pieces: list[str]) -> float:

@@ -12,7 +12,16 @@ from functools import partial
 from frame.interfaces.parsing import Format, ReasoningParser
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import PARSER
-from frame.testing.parsing.reading import MAX_HELD, ODD, compare_interleaved, compare_splits, require_linear_time, require_no_error
+from frame.testing.parsing.reading import (
+    MAX_HELD,
+    ODD,
+    compare_interleaved,
+    compare_splits,
+    require_bounded_responses,
+    require_linear_time,
+    require_no_error,
+    require_quick_pieces,
+)
 from frame.testing.parsing.texts import THOUGHT, accepts, noise, write
 
 PROMPT_ENDS = ("", "<think>\n", "<think>\n\n</think>\n\n", "[THINK]", "<|start|>assistant<|channel|>analysis<|message|>")
@@ -67,6 +76,43 @@ def check_grammar_keeps_the_reply(make: MakeReasoning) -> None:
             assert REPLY in json.dumps(parser.grammar(reply, is_calls=is_calls)), "grammar() loses the format of the answer"
 
 
+def check_grammars_are_those_of_their_replies(make: MakeReasoning) -> None:
+    """Replies of one type with other schemas, none of which the parser changes."""
+    for number in (1, 2, 1):
+        for is_calls in (False, True):
+            schema = {"type": "object", "properties": {f"only_in_{number}": {"type": "integer"}}}
+            reply: Format = {"type": "json_schema", "json_schema": schema}
+            before, parser = json.dumps(reply), make()
+            parser.begin("")
+            form = parser.grammar(reply, is_calls=is_calls)
+            assert f"only_in_{number}" in json.dumps(form), "grammar() returns the format of another reply of the same type"
+            assert json.dumps(reply) == before, "grammar() changes the format of the reply, which the caller uses again"
+
+
+def check_long_reasoning_is_kept(make: MakeReasoning) -> None:
+    """100,000 characters of each part."""
+    for prompt_end in PROMPT_ENDS:
+        for length in (10, 100_000):
+            text = "so it is. " * (length // 10)
+            reasoning, content = read_reasoning(make, [text[place : place + 1000] for place in range(0, len(text), 1000)], prompt_end)
+            kept = len(reasoning) + len(content)
+            assert kept >= len(text) - MAX_HELD, f"of {len(text)} characters after the prompt {prompt_end!r}, {kept} are returned"
+
+
+def check_a_piece_of_reasoning_is_read_at_once(make: MakeReasoning) -> None:
+    require_quick_pieces(lambda: _started(make))
+
+
+def check_nothing_is_kept_of_replies(make: MakeReasoning) -> None:
+    require_bounded_responses(lambda: _started(make))
+
+
+def _started(make: MakeReasoning) -> ReasoningParser:
+    parser = make()
+    parser.begin("")
+    return parser
+
+
 def check_known_replies_are_read(make: MakeReasoning) -> None:
     for text, prompt_end, may_think in find_replies(make):
         reasoning, content = read_reasoning(make, [text], prompt_end, may_think)
@@ -99,13 +145,8 @@ def check_cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
 def check_replies_stand_alone(make: MakeReasoning) -> None:
     """Parsers of two responses, fed in turn, share nothing."""
 
-    def started() -> ReasoningParser:
-        parser = make()
-        parser.begin("")
-        return parser
-
     texts = [*noise()[:10], *(text for text, end, _ in find_replies(make) if not end)]
-    compare_interleaved(started, lambda pieces: read_reasoning(make, pieces), texts)
+    compare_interleaved(lambda: _started(make), lambda pieces: read_reasoning(make, pieces), texts)
 
 
 def check_odd_reasoning_does_not_raise(make: MakeReasoning) -> None:

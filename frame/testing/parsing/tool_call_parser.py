@@ -13,7 +13,18 @@ from typing import Any
 from frame.interfaces.parsing import CallRule, Function, ToolCallParser
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import PARSER
-from frame.testing.parsing.reading import MAX_HELD, ODD, compare_interleaved, compare_splits, require_linear_time, require_no_error
+from frame.testing.generators import make_alike, require_growth
+from frame.testing.parsing.reading import (
+    GROWTH,
+    MAX_HELD,
+    ODD,
+    compare_interleaved,
+    compare_splits,
+    require_bounded_responses,
+    require_linear_time,
+    require_no_error,
+    require_quick_pieces,
+)
 from frame.testing.parsing.texts import MARKS, STEPS, accepts, draw, noise
 
 PLAIN = (
@@ -31,6 +42,7 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 )
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 ODD_SCHEMAS: tuple[Any, ...] = ({"enum": 3}, {"type": [{}, "integer"]}, {"anyOf": 1}, {"anyOf": [2]}, {"type": {}}, [], None)
+LONG_CALL = 30_000  # characters of a call whose time is compared with that of four times as many
 CITY = "Zanzibar"  # stands in every drawn call once
 
 Calls = list[tuple[str, str]]
@@ -47,14 +59,14 @@ def read_calls(make: MakeCalls, pieces: Iterable[str], functions: Sequence[Funct
     parser = make()
     parser.begin(functions or make_rule(ARGUMENTS[1]).functions)
     deltas = [*map(parser.feed, pieces), parser.finish_cut() if is_cut else parser.finish()]
-    calls: list[list[str]] = []
+    calls: list[tuple[str, list[str]]] = []
     for call in (call for delta in deltas for call in delta.calls):
         if call.name is not None:
             assert call.index == len(calls), f"call {call.index} begins after {len(calls)} calls"
-            calls.append([call.name, ""])
+            calls.append((call.name, []))
         assert call.index == len(calls) - 1, f"arguments of call {call.index} come when call {len(calls) - 1} is the last"
-        calls[-1][1] += call.arguments
-    return "".join(delta.content for delta in deltas), [(name, arguments) for name, arguments in calls]
+        calls[-1][1].append(call.arguments)
+    return "".join(delta.content for delta in deltas), [(name, "".join(pieces)) for name, pieces in calls]
 
 
 def check_plain_text_is_content(make: MakeCalls) -> None:
@@ -148,6 +160,75 @@ def check_time_is_linear(make: MakeCalls) -> None:
     heads = ["", "<tool_call>", "[TOOL_CALLS]", '{"name": "f", "arguments": "']
     heads += [text[: text.index("abc") + 3] for text in find_calls(make, make_rule(ARGUMENTS[6]))[:1]]
     require_linear_time(lambda pieces: read_calls(make, pieces, make_rule(ARGUMENTS[6]).functions), heads)
+
+
+def check_long_calls(make: MakeCalls) -> None:
+    """Arguments of 120,000 characters are read whole, and in a time that grows with their
+    length."""
+    rule = make_rule({"long": "abc end"})
+    known = find_calls(make, rule)[:1]
+    if not known:
+        raise SkipCheck("the parser has no grammar, so no text is known to hold a call")
+    at = known[0].index("abc ")
+
+    def write(length: int) -> str:
+        return known[0][:at] + "abc " * (length // 4) + known[0][at:]
+
+    _, calls = read_calls(make, [write(120_000)], rule.functions)
+    received = len(calls[0][1]) if calls else 0
+    assert received >= 120_000, f"of arguments of more than 120,000 characters, {received} are read"
+
+    def feed(length: int) -> Callable[[], object]:
+        text = write(length)
+        return lambda: read_calls(make, [text[place : place + 4] for place in range(0, len(text), 4)], rule.functions)
+
+    require_growth(feed, LONG_CALL, 4 * LONG_CALL, "a call in pieces of four characters", GROWTH, least=0.05)
+
+
+def check_many_calls(make: MakeCalls) -> None:
+    """An answer with 40 calls, where the grammar allows them."""
+    rule = make_rule({"city": CITY}, is_parallel=True)
+    parser = make()
+    parser.begin(rule.functions)
+    form, one = parser.grammar(rule), find_calls(make, make_rule({"city": CITY}))[:1]
+    joined = (separator.join(one * 40) for separator in ("", "\n", "\n\n", ", ", ",", " ", "; "))
+    text = next((text for text in joined if form is not None and one and accepts(form, text)), None)
+    if text is None:
+        raise SkipCheck("the grammar does not allow calls that follow one another")
+    _, calls = read_calls(make, [text])
+    assert len(calls) == 40, f"of 40 calls {len(calls)} are read"
+
+
+def check_names_are_compared_whole(make: MakeCalls) -> None:
+    """Functions whose names are equal in up to 60 characters."""
+    for pair in make_alike((8, 16, 32, 60), fill="f"):
+        schema = make_rule({"city": CITY}).functions[0].parameters
+        functions = tuple(Function(name.replace("-", "_"), schema, is_strict=True) for name in pair)
+        rule = CallRule(functions, is_required=True, is_parallel=False)
+        for text in find_calls(make, rule):
+            (name, _), *_ = read_calls(make, [text], rule.functions)[1] or [("", "")]
+            expected = next(function.name for function in rule.functions if function.name in text)
+            assert name == expected, f"{text[:200]!r} calls {expected}, and is read as a call of {name!r}"
+
+
+def check_grammars_are_those_of_their_functions(make: MakeCalls) -> None:
+    """Requests have functions of equal names with other parameters."""
+    for number in (1, 2, 1):
+        rule = make_rule({f"only_in_{number}": "x"})
+        parser = make()
+        parser.begin(rule.functions)
+        form = parser.grammar(rule)
+        if form is None:
+            raise SkipCheck("the parser has no grammar")
+        assert f"only_in_{number}" in json.dumps(form), "the grammar is that of another request, whose functions have the same names"
+
+
+def check_a_piece_is_read_at_once(make: MakeCalls) -> None:
+    require_quick_pieces(lambda: _started(make()))
+
+
+def check_nothing_is_kept_of_responses(make: MakeCalls) -> None:
+    require_bounded_responses(lambda: _started(make()))
 
 
 def check_special_tokens_are_kept(make: MakeCalls) -> None:

@@ -16,12 +16,14 @@ import torch
 from frame.core.interfaces.batch import ForwardBatch, HostView
 from frame.interfaces.pooling import Pooler, PoolerCapabilities, PoolerContext
 from frame.testing.conformance import Check, Subject, collect, count_elements, unchanged_process
+from frame.testing.generators import require_near_reference
 from frame.testing.tensors import unchanged
 from frame.testing.torch_calls import TorchCalls
 
 HIDDEN = 48
 LENGTHS = (5, 1, 130, 2, 17, 1, 64, 33)
 LONG = (8192, 3, 5001)  # tokens of prompts whose sums leave the range of small floats
+LONGEST = 131_072
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of a vector's greatest value
 NUM_STEPS = 300  # after which a pooler holds no more than after half of them
 
@@ -171,6 +173,41 @@ def check_long_prompts(make: Make, device: str) -> None:
     near = replace(prompts, states=[each + 1e-6 for each in prompts.states])
     moved = float((pool(pooler, near, device) - together).abs().max())
     assert moved < 1e-3, f"hidden states that differ by 1e-6 have vectors that differ by {moved:.1e}"
+
+
+def check_reach_of_prompts(make: Make, device: str) -> None:
+    """The first, the second, the middle and the last token count in a prompt of 8,192 tokens if
+    they do in one of 16; a prompt of 131,072 tokens has a finite vector, and so has its
+    neighbour."""
+
+    def find_reach(length: int) -> list[str]:
+        drawn = Prompts.draw((length,), 8)
+        places = {"first": 0, "second": 1, "middle": length // 2, "last": length - 1}
+        whole, found = pool(make(8), drawn, device), []
+        for name, place in places.items():
+            state = drawn.states[0].clone()
+            state[place, 0] += 1e6
+            if not torch.equal(pool(make(8), replace(drawn, states=[state]), device), whole):
+                found.append(name)
+        return found
+
+    short, long = find_reach(16), find_reach(8192)
+    assert short == long, f"the {' and '.join(short)} tokens count in a prompt of 16 tokens, and the {' and '.join(long)} in one of 8,192"
+    pair = Prompts.draw((LONGEST, 5), 8)
+    together = pool(make(8), pair, device)
+    assert torch.isfinite(together).all(), f"a prompt of {LONGEST} tokens has a vector that is not finite"
+    require_equal(together[1:], pool(make(8), pair.choose([1]), device), f"a short prompt beside one of {LONGEST} tokens")
+
+
+def check_pool_is_fast(make: Make, device: str) -> None:
+    """A step of 64 short prompts takes about as long as their mean."""
+    pooler, (hidden, batch) = make(), Prompts.draw([3] * 64).make_step(device)
+
+    def take_mean() -> torch.Tensor:
+        rows = torch.arange(64, device=hidden.device).repeat_interleave(3)
+        return torch.zeros(64, HIDDEN, device=hidden.device).index_add_(0, rows, hidden.float()) / 3
+
+    require_near_reference(lambda: pooler.pool(hidden, batch), take_mean, "pool of 64 prompts", times=10, extra=1e-3)
 
 
 def check_steps_are_apart(make: Make, device: str) -> None:

@@ -24,8 +24,10 @@ from frame.entrypoints.configuration.hardware_probe import probe
 from frame.plugins.devices import capture_graph, open_platform
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.generators import require_bounded
 from frame.testing.tensors import require_form
 
+MAX_SECONDS = 0.015  # of the fastest sum
 _RANKS = 3
 _PATIENCE = 60.0  # seconds for all ranks of a check
 _TYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -38,9 +40,7 @@ def suite(subject: Subject) -> Iterable[Check]:
     yield from collect(__name__, subject)
 
 
-def run_ranks(
-    subject: Subject, act: Act, size: int | None = None, address: str | None = None, *, deterministic: bool = False
-) -> list[Any]:
+def run_ranks(subject: Subject, act: Act, size: int | None = None, address: str | None = None, *, deterministic: bool = False) -> list[Any]:
     """Make a group of `size` ranks and call `act` on each. -> the results by rank. Raises the first
     rank's error, or AssertionError if a rank hangs."""
     size = _size(subject) if size is None else size
@@ -267,6 +267,89 @@ def check_large_tensors(subject: Subject) -> None:
     size = _size(subject)
     results = run_ranks(subject, lambda group, device: group.all_reduce(torch.full((1 << 18,), group.rank + 1.0, device=device)).cpu())
     assert all(bool((each == size * (size + 1) / 2).all()) for each in results), "a large sum is wrong"
+
+
+def check_other_types_and_shapes(subject: Subject) -> None:
+    """Booleans, integers above 2**53, tensors without elements, and three dimensions, where no sum
+    rounds."""
+    size = _size(subject)
+
+    def flags(rank: int) -> torch.Tensor:
+        return torch.tensor([rank == 0, rank != 0, True, False])
+
+    def numbers(rank: int) -> torch.Tensor:
+        return torch.tensor([2**53 + 1 + rank, -(2**60) - rank, 16_777_217 + rank])
+
+    def cube(rank: int) -> torch.Tensor:
+        return torch.arange(24.0).view(2, 3, 4) + 100 * rank
+
+    def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
+        rank = group.rank
+        empty = torch.zeros(0, 4, device=device)
+        results = [group.broadcast(flags(rank).to(device), size - 1), group.all_gather(flags(rank).to(device), 0)]
+        results += [group.all_reduce(numbers(rank).to(device)), group.all_gather(numbers(rank).to(device), 0)]
+        results += [group.broadcast(numbers(rank).to(device), size - 1)]
+        results += [group.all_gather(cube(rank).to(device), dim) for dim in (0, 1, -2, 2)]
+        results += [group.all_reduce(empty.clone()), group.all_gather(empty, 0), group.broadcast(empty.clone())]
+        return [each.cpu() for each in results]
+
+    ranks = range(size)
+    expected = [flags(size - 1), torch.cat([flags(rank) for rank in ranks])]
+    expected += [torch.stack([numbers(rank) for rank in ranks]).sum(0), torch.cat([numbers(rank) for rank in ranks]), numbers(size - 1)]
+    expected += [torch.cat([cube(rank) for rank in ranks], dim) for dim in (0, 1, -2, 2)]
+    expected += [torch.zeros(0, 4)] * 3
+    names = ["broadcast booleans", "gathered booleans", "a sum of integers above 2**53", "gathered integers above 2**53"]
+    names += ["broadcast integers above 2**53", *(f"what is gathered along {dim} of three" for dim in (0, 1, -2, 2))]
+    names += [f"{what} of a tensor without elements" for what in ("the sum", "the gathering", "the broadcast")]
+    for results in run_ranks(subject, act):
+        for name, result, one in zip(names, results, expected, strict=True):
+            _same(result, one, name)
+
+
+def check_results_are_kept(subject: Subject) -> None:
+    """A result is the same after the next operation of its form."""
+
+    def act(group: Collective, device: torch.device) -> None:
+        for name, call in (("a sum", group.all_reduce), ("what is gathered", group.all_gather), ("a broadcast tensor", group.broadcast)):
+            first = call(_tensor_of(group.rank).to(device))
+            kept = first.clone()
+            call(_tensor_of(group.rank + 7).to(device))
+            assert torch.equal(first, kept), f"{name} changes with the next operation; return memory of its own"
+
+    run_ranks(subject, act)
+
+
+def check_very_large_tensors(subject: Subject) -> None:
+    """A sum of more than 2**22 elements, of which the last ones are compared."""
+    size = min(_size(subject), 2)
+
+    def act(group: Collective, device: torch.device) -> torch.Tensor:
+        mine = torch.ones((1 << 22) + 5, dtype=torch.bfloat16, device=device)
+        mine[-3:] = group.rank + 2
+        return group.all_reduce(mine)[[0, 1 << 21, (1 << 22) - 1, 1 << 22, -1]].cpu()
+
+    expected = torch.tensor([size, size, size, size, sum(rank + 2 for rank in range(size))], dtype=torch.bfloat16)
+    for result in run_ranks(subject, act, size):
+        _same(result, expected, "a sum of 2**22 + 5 elements")
+
+
+def check_many_operations(subject: Subject) -> None:
+    """300 sums leave no memory behind, and the fastest takes less than 15 ms."""
+    size = min(_size(subject), 2)
+
+    def act(group: Collective, device: torch.device) -> None:
+        x, best = torch.ones(64, device=device), 1.0
+
+        def add(_: int) -> None:
+            nonlocal best
+            began = time.perf_counter()
+            group.all_reduce(x.clone())
+            best = min(best, time.perf_counter() - began)
+
+        require_bounded(group, add, 300, "sums")
+        assert best < MAX_SECONDS, f"a sum of 64 elements takes {best * 1e3:.1f} ms"
+
+    run_ranks(subject, act, size)
 
 
 def check_operations_in_a_row(subject: Subject) -> None:

@@ -3,6 +3,7 @@ were started. Must not know a launcher by name."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -104,6 +105,66 @@ def check_commands_run_with_their_environment(launcher: Launcher) -> None:
     with _started(launcher, code, environment={"FRAME_CHECK": "a b"}) as process:
         assert _line(process) == "a b True", "the environment is the inherited one with the given variables"
     assert os.environ.pop("FRAME_CHECK", None) is None, "the variables of a rank must not change this process"
+
+
+def check_ranks_have_their_own_environment(launcher: Launcher) -> None:
+    """Variables of one rank are not those of the next one, nor of this process; an empty one is
+    there; the working folder and the arguments are those that were given."""
+    code = (
+        "import json, os, sys; names = 'FRAME_FIRST', 'FRAME_SECOND', 'FRAME_EMPTY'; "
+        "print(json.dumps([[os.environ.get(name) for name in names], os.getcwd(), sys.argv[1:]]), file=sys.stderr, flush=True)"
+    )
+    arguments, place = ["a b", "", "c=d\te", "ü"], launcher.place().ranks[0]
+    for given, expected in (({"FRAME_FIRST": "1"}, ["1", None, None]), ({"FRAME_SECOND": "2=\n", "FRAME_EMPTY": ""}, [None, "2=\n", ""])):
+        process = launcher.start(place, [*python_command("-c", code), *arguments], given, pipes_errors=True)
+        try:
+            found, folder, received = json.loads(_line(process))
+        finally:
+            _end(process)
+        assert found == expected, f"a rank that is given {given} has the values {found}: a start must not keep those of another rank"
+        assert folder == str(Path.cwd()), f"a rank has the working folder {folder}, and not that of its parent"
+        assert received[: len(arguments)] == arguments, f"a command with the arguments {arguments} gets {received}"
+    left = [name for name in os.environ if name.startswith(("FRAME_FIRST", "FRAME_SECOND", "FRAME_EMPTY"))]
+    assert not left, f"the variables of a rank must not change this process, which has {left}"
+
+
+def check_the_folder_is_left_alone(launcher: Launcher) -> None:
+    """The engine's sockets and files are in the folder, too."""
+    folder = launcher.context.folder
+    (folder / "of-the-engine").write_text("kept")
+    (folder / "of-the-engine.d").mkdir()
+    for _ in range(2):
+        with _started(launcher, "pass") as process:
+            _exit_code(process)
+    assert (folder / "of-the-engine").read_text() == "kept" and (folder / "of-the-engine.d").is_dir(), "a start removes files of the engine"
+
+
+def check_many_rendezvous_differ(launcher: Launcher) -> None:
+    found = []
+    for _ in range(8):
+        found.append(launcher.place().rendezvous)
+        address = urlsplit(found[-1])
+        if address.scheme == "file":
+            return  # `check_the_rendezvous_is_new` has looked at it
+    assert len(set(found)) >= 7, f"8 starts have {len(set(found))} different addresses: ranks of an earlier start may still listen there"
+
+
+def check_errors_that_are_not_piped(launcher: Launcher) -> None:
+    """A rank that writes 300 KB to standard error goes on, since no one reads a pipe."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)  # the rank inherits it
+    try:
+        code = "import sys; sys.stderr.write('x' * 300_000); sys.stderr.flush(); sys.exit(4)"
+        process = launcher.start(launcher.place().ranks[0], python_command("-c", code), {}, pipes_errors=False)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+    try:
+        assert process.stderr is None, "standard error must be no pipe if pipes_errors is false"
+        assert _exit_code(process) == 4, "a rank whose errors are not piped must not wait for a reader of them"
+    finally:
+        _end(process)
 
 
 def check_input_reaches_the_rank(launcher: Launcher) -> None:

@@ -2,7 +2,7 @@
 (`frame.core.interfaces.collective.Collective`). For suites that need several ranks.
 
 Every call but `send` waits for the same call of all ranks, and raises AssertionError where a rank
-makes another one, or none within `PATIENCE` seconds.
+makes another one, or none within some seconds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 class _Exchange:
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+    def __init__(self, size: int, patience: float) -> None:
+        self.barrier = threading.Barrier(size, timeout=patience)
         self.calls: list[tuple[str, torch.Tensor]] = [("", torch.empty(0))] * size
         pairs = ((source, target) for source in range(size) for target in range(size))
         self.messages: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {pair: queue.SimpleQueue() for pair in pairs}
@@ -72,9 +72,10 @@ class ThreadGroup(Collective):
         self._exchange.barrier.abort()
 
 
-def run_ranks(size: int, work: Callable[[ThreadGroup], T]) -> Sequence[T]:
-    """The results of `work` on all ranks; raises the error of the first rank that failed."""
-    exchange = _Exchange(size)
+def run_ranks(size: int, work: Callable[[ThreadGroup], T], patience: float = PATIENCE) -> Sequence[T]:
+    """The results of `work` on all ranks; raises the error of the first rank that failed.
+    `patience`: seconds for which a rank waits for the others."""
+    exchange = _Exchange(size, patience)
     groups = [ThreadGroup(rank, size, exchange) for rank in range(size)]
 
     def run(group: ThreadGroup) -> T:

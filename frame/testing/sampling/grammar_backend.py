@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from frame.core.interfaces.sampling import GRAMMAR_KINDS, CompiledGrammar, Grammar, GrammarBackend, GrammarContext
+from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, CompiledGrammar, Grammar, GrammarBackend, GrammarContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.generators import require_bounded, require_fast
 from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
 
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
+MAX_KNOWN = 1.8e-3  # seconds of a mask of the state that was asked for before
 WALKS, MAX_TOKENS = 4, 60  # random texts of a grammar, and their length
 MAX_SENTENCE = 400  # characters of an error, which a client reads
 THREADS = 4
@@ -196,6 +198,36 @@ def check_tokens_are_rolled_back(run: Run) -> None:
                         assert np.array_equal(run.allowed(grammar), allowed), f"{where} the mask is another than before them"
                         assert grammar.is_finished() == is_finished, f"{where} is_finished() is {not is_finished}"
                         del trail[-count:]
+
+
+def check_many_tokens_are_rolled_back(run: Run) -> None:
+    """`MAX_ROLLBACK` tokens at once: the masks are those before them."""
+    if "regex" not in run.kinds:
+        raise SkipCheck("the backend compiles no regular expressions")
+    grammar = run.backend.compile("regex", "(ab|b)*c").start()
+    token = next(token for token, text in run.vocabulary.tokens.items() if text == b"b")
+    first = run.allowed(grammar)
+    for count in (70, MAX_ROLLBACK):
+        for number in range(count):
+            assert grammar.accept_token(token), f"accept_token() refuses token {number} of a text that the grammar allows"
+        grammar.rollback_tokens(count)
+        assert np.array_equal(run.allowed(grammar), first), f"after rollback_tokens({count}) the mask is another than before {count} tokens"
+        other = next(token for token, text in run.vocabulary.tokens.items() if text == b"a")
+        assert grammar.accept_token(other), f"after rollback_tokens({count}) a token of the mask is refused"
+        assert not np.array_equal(run.allowed(grammar), first)
+        grammar.rollback_tokens(1)
+
+
+def check_constraints_are_not_kept(run: Run) -> None:
+    """A grammar that all requests use keeps none of their constraints."""
+    compiled = run.compile(run.of((*FINITE, *OPEN))[0])
+    require_bounded(compiled, lambda number: run.allowed(compiled.start()), 400, "constraints that have ended")
+
+
+def check_a_known_mask_is_fast(run: Run) -> None:
+    case = run.of(FINITE)[0]
+    grammar, mask = run.start(case), np.zeros(-(-run.vocabulary.size // 32), np.int32)
+    require_fast(lambda: grammar.fill_mask(mask), MAX_KNOWN, "a mask that was filled before", calls=30)
 
 
 def check_masks_are_written_whole(run: Run) -> None:

@@ -21,6 +21,7 @@ from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import LogitsProcessor, ProcessorCapabilities, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.generators import require_near_reference
 from frame.testing.torch_calls import TorchCalls
 
 Make = Callable[[int, int], LogitsProcessor]
@@ -263,6 +264,98 @@ def check_slots_are_reused(make: Make, examples: Sequence[SamplingParams]) -> No
         fresh = _filled(make, [setup])
         results = [_apply(processor, logits, [0], [setup]) for processor in (used, fresh)]
         assert torch.equal(*results), "the earlier request of a slot left something behind"
+
+
+def check_neighbours_stay(make: Make, examples: Sequence[SamplingParams]) -> None:
+    """The requests of all slots keep their state when the one beside them ends, and when another
+    one takes its place."""
+    setups = _setups(examples, SLOTS, same_slots=False)
+    processor, logits = _filled(make, setups), _logits(SLOTS)
+    before = _apply(processor, logits, range(SLOTS), setups)
+    for slot in (3, 0, SLOTS - 1, 8):
+        others = [row for row in range(SLOTS) if row != slot]
+        processor.remove_slot(slot)
+        for _ in range(2):
+            after = _apply(processor, logits, others, [setups[row] for row in others])
+            assert torch.equal(after[others], before[others]), f"the requests beside slot {slot} have other logits when it ends"
+            processor.add_slot(setups[slot])
+
+
+def check_values_at_one_address(make: Make, examples: Sequence[SamplingParams]) -> None:
+    """Steps have their slots and rows at one address, with other values each time."""
+    setups = _setups(examples, SLOTS, same_slots=False)
+    processor, logits = _filled(make, setups), _logits(SLOTS)
+    rows, slots, positions = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    for first in (0, 5, 9, 0):
+        chosen = setups[first : first + 4]
+        expected = _apply(processor, logits, range(first, first + 4), chosen)
+        rows.copy_(torch.arange(first, first + 4))
+        slots.copy_(rows)
+        positions.copy_(torch.tensor([len(setup.token_ids) for setup in chosen]))
+        changed = logits.clone()
+        processor.apply(changed, rows, slots, positions)
+        assert torch.equal(changed, expected), "the logits are those of the rows or slots that were at this address before"
+
+
+def check_long_outputs(make: Make, examples: Sequence[SamplingParams]) -> None:
+    """600 tokens, many of them equal: a request that stayed and one that comes back have the same
+    logits."""
+    setup = _setups(examples[:1], 1)[0]
+    for params in examples:
+        tokens = np.array([*setup.token_ids[:PROMPT], *([11] * 300), *(number % 7 for number in range(300))], np.int32)
+        whole = replace(setup, params=params, token_ids=tokens)
+        stayed = _filled(make, [_cut(whole, PROMPT)])
+        for token in tokens[PROMPT:].tolist():
+            stayed.observe_tokens(torch.tensor([whole.slot]), torch.tensor([token]))
+        results = [_apply(each, _logits(1), [0], [whole]) for each in (stayed, _filled(make, [whole]))]
+        assert torch.allclose(*results), f"after 600 tokens, a recovered request has other logits than one that stayed ({params})"
+
+
+def check_real_sizes(make: Make, examples: Sequence[SamplingParams]) -> None:
+    """256 requests in one step, each as when it is alone; tokens above 2**15 of a vocabulary of
+    50,000; and a prompt of 100,000 tokens, which gets a change where a short one does."""
+    setups = [replace(setup, slot=slot) for slot, setup in enumerate(_setups(examples, MANY_SLOTS))]
+    processor = make(VOCAB, MANY_SLOTS)
+    for setup in setups:
+        processor.add_slot(setup)
+    logits = _logits(MANY_SLOTS)
+    together = _apply(processor, logits, range(MANY_SLOTS), setups)
+    for row in (0, 127, 128, 200, MANY_SLOTS - 1):
+        alone = _apply(processor, logits, [row], [setups[row]])
+        assert torch.allclose(alone[row], together[row]), f"row {row} of {MANY_SLOTS} has other logits than when it is alone"
+    large = [_moved(setup, slot) for slot, setup in enumerate(_setups(examples, min(len(examples), 4), LARGE_VOCAB))]
+    stayed, back = make(LARGE_VOCAB, SLOTS), make(LARGE_VOCAB, SLOTS)
+    for setup in large:
+        setup.token_ids[-3:] = (40_000, LARGE_VOCAB - 1, 40_001)
+        stayed.add_slot(_cut(setup, PROMPT))
+        back.add_slot(setup)
+    for step in range(PROMPT, PROMPT + OUTPUT):
+        tokens = torch.tensor([int(setup.token_ids[step]) for setup in large])
+        stayed.observe_tokens(torch.tensor([setup.slot for setup in large]), tokens)
+    wide = _logits(len(large), LARGE_VOCAB)
+    here, there = (_apply(each, wide, range(len(large)), large) for each in (stayed, back))
+    assert torch.allclose(here, there), f"with tokens above 32,768, a recovered request has other logits in a vocabulary of {LARGE_VOCAB}"
+    for setup in _setups(examples, len(examples)):
+        prompt = np.resize(setup.token_ids[:PROMPT], 11_112 * PROMPT)
+        long = replace(setup, prompt_len=len(prompt), token_ids=np.concatenate((prompt, setup.token_ids[PROMPT:])))
+        results = [not torch.equal(_apply(_filled(make, [each]), _logits(1), [0], [each]), _logits(1)) for each in (setup, long)]
+        assert results[0] <= results[1], (
+            f"apply() changes the logits after {PROMPT} tokens of prompt, and none after {len(prompt)} ({setup.params})"
+        )
+
+
+def check_apply_is_fast(make: Make, examples: Sequence[SamplingParams]) -> None:
+    """A step of eight requests takes little more than a few operations on their logits."""
+    setups, logits, processor = _half(make, examples)
+    slots = torch.tensor([setup.slot for setup in setups])
+    positions, rows = torch.tensor([len(setup.token_ids) for setup in setups]), torch.arange(len(setups))
+    require_near_reference(
+        lambda: processor.apply(logits, rows, slots, positions),
+        lambda: logits.index_add_(0, rows, logits[rows] * 0),
+        "apply of 8 rows",
+        20,
+        1.5e-3,
+    )
 
 
 def check_all_slots_and_tokens_exist(make: Make, examples: Sequence[SamplingParams]) -> None:

@@ -17,12 +17,14 @@ import numpy as np
 from frame.core.interfaces.cache import EvictionPolicy, PrefixCacheContext, check_integrity, evict_all
 from frame.testing.conformance import Check, Subject, collect
 from frame.testing.contexts import EVICTION
+from frame.testing.generators import require_bounded
 from frame.testing.scheduler_rig import InOrder, SchedulerRig, add_requests, load_cache_class, make_tight_config
 
 MAX_SECONDS = 1e-4  # of one key; a cache computes thousands in one eviction
 LATE = 1 << 40  # accesses of a cache that has run for years
 # Accesses before the example nodes, so that their clocks pass a limit of some number format.
 OFFSETS = (LATE, *(power - 40 for power in (10**4, 10**5, 10**6, 1 << 16, 1 << 24, 1 << 31, 1 << 32)))
+LARGE = (99, 100, 101, 255, 256, 710, 1024, 65_536, 1 << 31)
 CLOCKS = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns")
 
 Make = Callable[[], EvictionPolicy]
@@ -103,6 +105,21 @@ def check_key_order_holds_for_a_late_clock(policy: Make) -> None:
         for i, j in product(range(len(nodes)), repeat=2):
             is_same = (early[i] < early[j]) == (late[i] < late[j])
             assert is_same, f"{nodes[i]} and {nodes[j]} change their order after {offset} accesses: the key rounds or wraps"
+
+
+def check_key_takes_large_fields(policy: Make) -> None:
+    """Fields of a cache that has run for years: nodes that were hit a thousand and a billion times,
+    and a clock above 2**53."""
+    one = policy()
+    fields = ((hits, priority, clock) for hits in LARGE for priority in (-LARGE[-1], 0, LARGE[-1]) for clock in (LARGE[-1], 1 << 54))
+    keys = [one.key(ExampleNode(clock, clock // 2, hits, priority)) for hits, priority, clock in fields]
+    assert all(bool(value == value) for key in keys for value in key), "key holds a value that is not a number, for a node with many hits"
+    assert len({len(key) for key in keys}) == 1, "key must return tuples of one length, or they cannot be compared"
+
+
+def check_keys_are_not_kept(policy: Make) -> None:
+    one = policy()
+    require_bounded(one, lambda number: one.key(ExampleNode(number + 1, number, number % 7, number % 3)), 20_000, "keys of as many nodes")
 
 
 def check_key_is_fast(policy: Make) -> None:

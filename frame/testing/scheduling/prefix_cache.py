@@ -23,9 +23,11 @@ from frame.core.interfaces.cache import (
 )
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import EVICTION
+from frame.testing.generators import make_alike, require_bounded, require_fast, require_growth, require_kept
 from frame.testing.scheduler_rig import InOrder, OldestFirst, SchedulerRig, add_requests, make_tight_config
 
 NUM_PAGES = 4096
+MAX_SECONDS = 1.5e-3  # of a match of a few pages
 PAGE_SIZES = (1, 2, 3)  # those that are checked, unless the record has others
 
 
@@ -50,13 +52,13 @@ class Maker:
         self.capabilities = capabilities if isinstance(capabilities, PrefixCacheCapabilities) else PrefixCacheCapabilities()
         self.page_sizes = self.capabilities.page_sizes or PAGE_SIZES
 
-    def make(self, page_size: int | None = None, policy: EvictionPolicy | None = None) -> PrefixCache:
+    def make(self, page_size: int | None = None, policy: EvictionPolicy | None = None, num_pages: int = NUM_PAGES) -> PrefixCache:
         """A new cache, with `policy` (least recently used) if it takes one."""
         size = page_size or self.page_sizes[0]
         taken = None
         if self.capabilities.eviction_policy:
             taken = policy or OldestFirst(EVICTION)
-        return self.target(PrefixCacheContext(size, NUM_PAGES, taken), self.subject.options)
+        return self.target(PrefixCacheContext(size, num_pages, taken), self.subject.options)
 
 
 def suite(subject: Subject) -> Iterator[Check]:
@@ -187,6 +189,82 @@ def check_keeps_namespaces_apart(maker: Maker) -> None:
         assert inserted.num_cached == 0, f"insert into namespace {space!r} finds the prefixes of another one"
     pages = [page for space in spaces for page in on.find(range(8), space)]
     assert pages == list(range(1, 41)), "a namespace has the pages of another one"
+
+
+def check_compares_namespaces_whole(maker: Maker) -> None:
+    """Tenants, salts and versions whose names are equal in up to 128 characters."""
+    on = _new(maker)
+    spaces = [name for pair in make_alike() for name in pair]
+    spaces += [f"{name}:salt" for name in spaces] + [f"one:{name}" for name in spaces] + [f"one:salt\0{number}" for number in (1, 10)]
+    expected = {space: on.insert([5, 6], space)[0].tolist() for space in spaces}
+    for space in spaces:
+        assert on.find([5, 6], space) == expected[space], f"namespace {space!r} finds the prefixes of another one"
+
+
+def check_large_pages_and_long_sequences(maker: Maker) -> None:
+    """Pages above 65,536, and a sequence of more than 4,096 tokens that a match finds whole."""
+    size = maker.page_sizes[0]
+    on = Sequences(maker.make(size, num_pages=1 << 18), size)
+    on.new_pages((1 << 16) - 100)
+    long = list(range(4200))
+    pages, _ = on.insert(long)
+    assert on.find(long) == pages.tolist(), (
+        f"match does not find the pages {pages[0]} to {pages[-1]} of a sequence of {len(long) * size} tokens"
+    )
+    assert sorted(_owned(on.cache)) == sorted(pages.tolist()), "audit yields other pages than were inserted, from page 65,436 on"
+
+
+def check_locks_of_many_requests(maker: Maker) -> None:
+    """300 requests share a system prompt: it is locked until the last one ends."""
+    on = _new(maker)
+    pages, inserted = on.insert(range(3))
+    for _ in range(300):
+        on.cache.lock(inserted.handle)
+    for left in range(299, -1, -1):
+        on.cache.unlock(inserted.handle)
+        assert on.cache.num_locked == (len(pages) if left else 0), (
+            f"a prefix that {left} of 300 requests use has {on.cache.num_locked} locked pages"
+        )
+
+
+def check_matches_are_kept(maker: Maker) -> None:
+    on = _new(maker)
+    for numbers in (range(4), range(50, 54)):
+        on.insert(numbers)
+    require_kept(lambda numbers: on.cache.match(on.tokens(numbers)).pages, range(4), range(50, 54), "the pages of a match")
+
+
+def check_memory_after_evictions(maker: Maker) -> None:
+    """What was evicted is forgotten."""
+    on = _new(maker)
+
+    def work(number: int) -> None:
+        on.insert([number % 1000, number], f"tenant-{number}:")
+        on.cache.evict(2)
+
+    require_bounded(on.cache, work, 3000, "sequences that are inserted and evicted")
+
+
+def check_time_does_not_grow_with_the_cache(maker: Maker) -> None:
+    """A match and an insertion take as long in a cache of 2,000 sequences as in one of 20."""
+
+    def make(count: int) -> Callable[[], object]:
+        on = Sequences(maker.make(num_pages=1 << 18), maker.page_sizes[0])
+        for number in range(count):
+            on.insert([number, 7])
+
+        def work() -> None:
+            for number in range(20):
+                on.find([number % 20, 7])
+                on.insert([-number - 1, 7])
+
+        return work
+
+    require_growth(make, 20, 2000, "20 matches and insertions in a cache of so many sequences", factor=6.0, least=0.01)
+    on = _new(maker)
+    on.insert(range(4))
+    tokens = on.tokens(range(4))
+    require_fast(lambda: on.cache.match(tokens), MAX_SECONDS, "a match of four pages")
 
 
 def check_keeps_whole_pages_only(maker: Maker) -> None:

@@ -12,6 +12,7 @@ from statistics import median
 from frame.interfaces.routing import RoutingCapabilities, RoutingPolicy, RoutingRequest
 from frame.testing.conformance import Check, Subject, collect, count_elements
 from frame.testing.contexts import ROUTING
+from frame.testing.generators import require_growth
 
 MAX_SECONDS = 1e-3  # of one choice among 64 replicas; the router's event loop waits for it
 NUM_BLOCKS = 32  # of a long prompt
@@ -152,6 +153,37 @@ def check_choice_is_fast(make: Make) -> None:
         if best < MAX_SECONDS:
             return
     raise AssertionError(f"choose_replica takes {best * 1e6:.0f} µs among 64 replicas, and an event loop waits for it")
+
+
+def check_long_prompts_take_linear_time(make: Make) -> None:
+    """A prompt of 128k tokens has 8,192 blocks of 16."""
+
+    def choose_for(num_blocks: int) -> Callable[[], object]:
+        policy, blocks = make(), Prompts().make(num_blocks)
+        return lambda: policy.choose_replica(RoutingRequest(blocks), {0: 0, 1: 0})
+
+    require_growth(choose_for, 1024, 8192, "a choice for a prompt of so many blocks", factor=16.0)
+
+
+def check_prefix_of_long_prompts(make: Make) -> None:
+    """Two conversations with 500 equal blocks go on where their own turns are."""
+    policy, prompts = make(), Prompts()
+    begin = prompts.make(500)
+    talks = [prompts.extend(begin, 6), prompts.extend(begin, 6)]
+    for replica, talk in enumerate(talks):
+        choose(policy, RoutingRequest(talk), {replica: 0})
+    got = [choose(policy, RoutingRequest(prompts.extend(talks[number])), {1 - number: 1, number: 1, 2: 1}) for number in (0, 1, 0, 1)]
+    assert got == [0, 1, 0, 1], f"conversations of replicas 0 and 1, which differ after 500 equal blocks, went to {got}"
+
+
+def check_load_counts_after_thousands_of_requests(make: Make) -> None:
+    """What ended counts no more: a replica that had 5,000 requests gets the next one if it is
+    free."""
+    policy, prompts = make(), Prompts()
+    for _ in range(5000):
+        choose(policy, RoutingRequest(prompts.make(2)), {0: 0})
+    got = Counter(choose(policy, RoutingRequest(prompts.make(2)), {0: 0, 1: 60}) for _ in range(50))
+    assert not got[1], f"a replica with 60 sequences got {got[1]} of 50 requests, beside a free one that had served many before"
 
 
 def check_forgetting_leaves_the_others(make: Make) -> None:

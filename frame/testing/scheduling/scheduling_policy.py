@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -24,6 +24,7 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements
 from frame.testing.contexts import SCHEDULING
+from frame.testing.generators import ALIKE, make_alike, require_fast
 from frame.testing.scheduler_rig import SchedulerRig, add_requests, make_tight_config
 
 VIEW = SchedulerView(now=8.0, num_running=3, token_budget=512, free_pages=7, evictable_pages=5, page_size=4)
@@ -31,6 +32,7 @@ EDGE_VIEWS = (SchedulerView(0.0, 0, 0, 0, 0, 1), SchedulerView(1e9, 10_000, 1 <<
 VOCAB = 97
 WINDOW = 128  # waiting requests that the scheduler shows a policy at most
 MAX_SECONDS = 0.02  # of one `sort_waiting` of a window; a step takes about as long
+MAX_FEW_SECONDS = 1.5e-3  # of a call with four requests
 MAX_WAIT = 200  # seconds that a request may wait while later ones are admitted
 BACKLOG, ADMITTED = 8, 2  # of the simulated queue: its length, and the requests admitted each second
 
@@ -88,6 +90,42 @@ def take_all(policy: SchedulingPolicy, waiting: list[Request], view: SchedulerVi
         assert left.keys() >= {id(each) for each in ordered}, "sort_waiting() returned other requests than it was given"
         for each in ordered:
             del left[id(each)]
+
+
+def check_names_are_compared_whole(policy: Make) -> None:
+    """Requests whose ids are equal in up to 128 characters are different requests."""
+    waiting = example_requests(2 * len(ALIKE))
+    for request, name in zip(waiting, (name for pair in make_alike(fill="r") for name in pair), strict=True):
+        request.rid = name
+    take_all(policy(), waiting, VIEW)
+
+
+def check_victims_after_preemptions(policy: Make) -> None:
+    """The oldest request is spared however often the others were preempted before it."""
+    one = policy()
+    for cycle in range(40):
+        running = example_requests(6, cycle)
+        for place, request in enumerate(running):
+            request.num_preemptions = cycle % 5 * bool(place)
+        victim = one.select_victim(running, VIEW)
+        assert victim is not running[0], (
+            "select_victim returned the oldest running request, which was preempted least, so no request advances"
+        )
+        assert victim is not None and any(victim is each for each in running), "select_victim returned a request that is not running"
+
+
+def check_late_requests_are_not_changed(policy: Make) -> None:
+    """Requests that have waited for an hour are ordered, and not changed."""
+    waiting = example_requests(50)
+    before = _snapshot(waiting)
+    list(policy().sort_waiting(waiting, replace(VIEW, now=VIEW.now + 3600)))
+    assert before == _snapshot(waiting), "sort_waiting() changed the requests that have waited for long"
+
+
+def check_order_of_a_few_is_fast(policy: Make) -> None:
+    one, waiting = policy(), example_requests(4)
+    require_fast(lambda: list(one.sort_waiting(waiting, VIEW)), MAX_FEW_SECONDS, "sort_waiting() of 4 requests")
+    require_fast(lambda: one.select_victim(waiting, VIEW), MAX_FEW_SECONDS, "select_victim() of 4 requests")
 
 
 def check_order_changes_nothing(policy: Make) -> None:
@@ -213,7 +251,8 @@ def _shaped(index: int, arrival: float, shape: Shape) -> Request:
     long_prompt, long_output, cached, priority = shape
     prompt = np.full(80 if long_prompt else 8, 5, np.int32)
     limit = len(prompt) + (90 if long_output else 9)
-    request = Request(f"r{index}", prompt, SamplingParams(), 0, index, arrival, arrival + 1e4, limit, priority=priority)
+    rid = f"{'r' * 64}-{index}"  # ids of one client, which begin alike
+    request = Request(rid, prompt, SamplingParams(), 0, index, arrival, arrival + 1e4, limit, priority=priority)
     request.match = Match(8, np.array([1, 2], np.int32), None) if cached else Match(0, np.empty(0, np.int32), None)
     return request
 

@@ -23,9 +23,11 @@ from fastapi.routing import APIRoute
 
 from frame.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.testing.conformance import Check, SkipCheck, Subject, count_elements
+from frame.testing.generators import make_alike
 
 CONTEXT = HttpContext("model", max_context=4096)
 MAX_SENTENCE = 4096  # characters of a refusal
+MAX_SECONDS = 1.8e-3  # for the fastest of some calls of a hook
 MAX_BLOCKING = 0.2  # seconds that the event loop may stand still
 FEW, MANY = 3000, 6000  # requests before memory is compared
 MAX_GROWTH = 200  # elements that an extension may hold more after MANY requests than after FEW
@@ -87,9 +89,9 @@ def suite(subject: Subject) -> Iterable[Check]:
 
     by_method: tuple[tuple[tuple[str, ...], tuple[Callable[..., Any], ...]], ...] = (
         (("make_routers",), (check_routes, check_routes_are_repeatable, check_own_routes_respond)),
-        (("on_request",), (check_decisions, check_requests_stand_alone, check_objects_are_independent)),
+        (("on_request",), (check_decisions, check_requests_stand_alone, check_objects_are_independent, check_tenants_are_apart)),
         (("on_response",), (check_responses,)),
-        (("on_request", "on_response"), (check_hooks_are_coroutines, check_event_loop, check_memory)),
+        (("on_request", "on_response"), (check_hooks_are_coroutines, check_event_loop, check_hooks_are_fast, check_memory)),
         (("make_middleware",), (check_middleware,)),
     )
     yield Check("constructor", lambda: make() and None)
@@ -213,13 +215,36 @@ async def check_objects_are_independent(make: Callable[[], HttpExtension], targe
     assert before == after, "a new object decides otherwise after another one served requests"
 
 
+async def check_tenants_are_apart(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """What one tenant sends changes no decision about another one, whose name begins alike."""
+    example = example_requests(target)[3]
+    for one, other in make_alike((8, 32, 60), fill="t"):
+        busy, quiet = replace(example, tenant=one), replace(example, tenant=other)
+        expected, extension = await decide(make(), quiet), make()
+        for _ in range(400):
+            await decide(extension, busy)
+        got = await decide(extension, quiet)
+        assert got == expected, f"after 400 requests of the tenant {one!r}, the decision about {other!r} is {got} and not {expected}"
+
+
+async def check_hooks_are_fast(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    extension, request = make(), example_requests(target)[3]
+    for name, hook in (
+        ("on_request", lambda: decide(extension, request)),
+        ("on_response", lambda: extension.on_response(request, HttpResponse(200, 0.1))),
+    ):
+        best = min([await _longest_pause(hook) for _ in range(20)])
+        assert best < MAX_SECONDS, f"{name} holds the event loop for {best * 1e3:.1f} ms each time"
+
+
 async def check_responses(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
     """`on_response` raises for no status, for requests that `on_request` did not see either."""
     extension = make()
     for request in example_requests(target):
         for status in STATUSES:
             try:
-                await extension.on_response(request, HttpResponse(status, 0.0, 0, 0))
+                for tokens in (0, 70_000, 1 << 33):
+                    await extension.on_response(request, HttpResponse(status, 0.0, tokens, tokens))
             except Exception as error:
                 raise AssertionError(f"on_response raises {type(error).__name__} ({error}) for status {status}") from error
 
@@ -262,6 +287,7 @@ async def check_memory(make: Callable[[], HttpExtension], target: type[HttpExten
         examples = example_requests(target)
         for number in numbers:
             request = replace(examples[number % len(examples)], request_id=f"request-{number}", tenant=f"tenant-{number}")
+            request = replace(request, path=f"/v1/files/{number}", client=f"10.{number >> 8}.{number & 255}.1")
             await decide(extension, request)
             await extension.on_response(request, HttpResponse(200, 0.1))
         return count_elements(extension)
@@ -284,10 +310,46 @@ def check_middleware(make: Callable[[], HttpExtension], target: type[HttpExtensi
         assert is_pair, "make_middleware returns no (class, arguments) pairs"
     for kind, arguments in middleware:
         asyncio.run(_check_stream(kind, dict(arguments)))
+        asyncio.run(_check_stream(kind, dict(arguments), (b"x" * 300_000, b"y", b"")))
+        asyncio.run(_check_two_responses(kind, dict(arguments)))
         asyncio.run(_check_failure(kind, dict(arguments)))
 
 
-async def _check_stream(kind: type, arguments: dict[str, Any]) -> None:
+async def _check_two_responses(kind: type, arguments: dict[str, Any]) -> None:
+    """Two responses at once through one object, each with its own status and headers."""
+    sent: dict[int, list[Any]] = {1: [], 2: []}
+    both_began = asyncio.Event()
+    began: list[int] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        number = int(scope["path"][-1])
+        await send({"type": "http.response.start", "status": 200 + number, "headers": [(b"x-number", b"%d" % number)]})
+        began.append(number)
+        if len(began) == 2:
+            both_began.set()
+        await asyncio.wait_for(both_began.wait(), 10)
+        await send({"type": "http.response.body", "body": b"%d" % number, "more_body": False})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def serve(app: Any, number: int) -> None:
+        async def send(message: Any) -> None:
+            sent[number].append(message)
+
+        await asyncio.wait_for(app(_scope(f"/v1/{number}"), receive, send), 10)
+
+    app = kind(inner, **arguments)
+    await asyncio.gather(serve(app, 1), serve(app, 2))
+    for number, messages in sent.items():
+        start = next((message for message in messages if message["type"] == "http.response.start"), None)
+        body = b"".join(message.get("body", b"") for message in messages)
+        assert start is not None and start["status"] == 200 + number, f"of two responses at once, one has the start {start}"
+        assert (b"x-number", b"%d" % number) in {tuple(pair) for pair in start["headers"]}, "a response has the headers of one beside it"
+        assert body == b"%d" % number, f"of two responses at once, one has the body {body!r}"
+
+
+async def _check_stream(kind: type, arguments: dict[str, Any], chunks: Sequence[bytes] = CHUNKS) -> None:
     sent: list[Any] = []
     seen: list[Any] = []
     scope = _scope("/v1/completions") | {"headers": [(b"authorization", b"Bearer key"), (b"x-one", b"1")]}
@@ -299,10 +361,10 @@ async def _check_stream(kind: type, arguments: dict[str, Any]) -> None:
         seen.append((scope["type"], scope["method"], scope["path"], dict(scope["headers"]).get(b"authorization")))
         seen.append([await receive() for _ in range(3)])
         await send({"type": "http.response.start", "status": 201, "headers": [(b"content-type", b"text/event-stream"), (b"x-a", b"b")]})
-        for place, chunk in enumerate(CHUNKS):
-            await send({"type": "http.response.body", "body": chunk, "more_body": place < len(CHUNKS) - 1})
+        for place, chunk in enumerate(chunks):
+            await send({"type": "http.response.body", "body": chunk, "more_body": place < len(chunks) - 1})
             bodies = b"".join(message.get("body", b"") for message in sent)
-            assert bodies == b"".join(CHUNKS[: place + 1]), "middleware holds back or changes a part of a stream"
+            assert bodies == b"".join(chunks[: place + 1]), "middleware holds back or changes a part of a stream"
 
     async def receive() -> Any:
         return inbox.pop()

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from frame.core.errors import ConfigurationError
 from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements, unchanged_process
 
@@ -36,9 +37,11 @@ NEARLY = (
     b"", b" ", b"frame", b"frame-conformance-alic", b"frame-conformance-alice ", b" frame-conformance-alice", b"frame-conformance-alice\n",
     b"Frame-conformance-alice", b"frame-conformance-alice\x00", b"frame-conformance-alice,frame-conformance-bob", b"frame-conformance-*",
     b"k" * 8, b"k" * 200 + b"-", b"k" * 8192, b"\xff\xfe", b"\x00", "frame-conformance-alíce".encode(), b"' OR '1'='1", b"../keys", b"%00",
+    b"frame-conformance-alice\xff", b"\xc3frame-conformance-bob", b"frame-conformance-alice\x00tail", b"k" * 72, b"k" * 64 + b"-12",
     b"None", b"null", b"0", b"true", b"*",
 )  # fmt: skip
 NUM_UNKNOWN = 600  # keys, after which a store holds no more than after half of them
+MAX_LOOKUP = 1.8e-3  # seconds; for the fastest of some lookups
 MAX_PAUSE = 0.05  # seconds for which a lookup may hold the event loop
 TIMEOUT = 60.0
 
@@ -265,6 +268,53 @@ def check_lookups_do_not_hold_the_event_loop(make: Make, has_operators: bool) ->
         if pauses[-1] < MAX_PAUSE:
             return
     raise AssertionError(f"a lookup holds the event loop for {min(pauses) * 1000:.0f} ms; await what takes time")
+
+
+def check_a_place_without_keys(make: Make, has_operators: bool) -> None:
+    """It refuses all keys, or cannot be used."""
+
+    async def work() -> None:
+        try:
+            store = make({})
+        except ConfigurationError:
+            return
+        for key in (b"", b"any", USERS[0].encode()):
+            assert await find(store, key) is None, f"a store without keys accepts {key!r:.40}"
+        await store.close()
+
+    run(work())
+
+
+def check_lookups_are_fast(make: Make, has_operators: bool) -> None:
+    """The event loop stands still for little more than a digest takes, among 10,000 keys as among
+    30."""
+
+    async def measure(store: KeyStore, keys: list[str]) -> float:
+        best = float("inf")
+        for number in range(20):
+            pauses, done = [0.0], False
+
+            async def tick(pauses: list[float] = pauses) -> None:
+                while not done:  # noqa: B023 - ends within the turn
+                    began = time.perf_counter()
+                    await asyncio.sleep(0)
+                    pauses.append(time.perf_counter() - began)
+
+            ticking = asyncio.create_task(tick())
+            await asyncio.sleep(0)
+            await find(store, keys[number % len(keys)])
+            done = True
+            await ticking
+            best = min(best, max(pauses))
+        await store.close()
+        return best
+
+    pauses = []
+    for count in (30, 10_000):
+        keys = {f"frame-conformance-{number}": False for number in range(count)}
+        pauses.append(run(measure(make(keys), [*keys])))
+    assert pauses[0] < MAX_LOOKUP, f"each lookup holds the event loop for {pauses[0] * 1e3:.1f} ms"
+    assert pauses[1] < max(MAX_LOOKUP, 10 * pauses[0]), f"among 10,000 keys, a lookup holds the event loop for {pauses[1] * 1e3:.1f} ms"
 
 
 def check_memory_is_bounded(make: Make, has_operators: bool) -> None:

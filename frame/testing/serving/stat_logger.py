@@ -14,6 +14,7 @@ from typing import Any
 
 from frame.interfaces.stats import Metric, RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
 from frame.testing.conformance import Check, Subject, collect, count_elements, unchanged_process
+from frame.testing.generators import leaves_nothing, require_fast
 
 MANY = 6000  # records
 MAX_SECONDS = 1e-3  # of one record
@@ -23,9 +24,11 @@ STEP = StepRecord(
     num_requests=3, prompt_tokens=20, generated_tokens=3, running=3, waiting=1, used_pages=9, total_pages=64,
     first_token_latencies=(0.1,), inter_token_latencies=(0.01, 0.02), queue_times=(0.01,), prefill_times=(0.09,),
 )  # fmt: skip
+LARGE = (1_234_567.0, 5_000_000_123.0, 2.0**53 - 1)  # values of counters
 METRICS = (
     Metric("requests_running", "Requests on the device.", [((), 3)]),
     Metric("requests_finished", "Requests that ended, by reason.", [(("stop",), 2), (('a"b\\c\nd',), 1)], ("reason",), is_counter=True),
+    Metric("tokens_generated", "Tokens by kind.", [((f"{value}",), value) for value in LARGE], ("kind",), is_counter=True),
     Metric("start_seconds", "Seconds by phase.", [], ("phase",)),
 )
 REQUEST = RequestRecord("r", "tiny", "alice", "stop", 20, 16, 5, 0.5, 0.01, 0.1, 0.1, inference_time=0.49, max_tokens=8)
@@ -38,6 +41,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     yield from collect(__name__, make)
     if renders:
         yield Check("renders_metrics", partial(_renders_metrics, make))
+        yield Check("renders_large_numbers", partial(_renders_large_numbers, make))
         yield Check("renders_without_effect", partial(_renders_without_effect, make))
 
 
@@ -83,6 +87,29 @@ def check_returns_at_once(make: Any) -> None:
     assert min(seconds) <= MAX_SECONDS, f"a record takes {min(seconds):.4f} s, which every request waits for"
 
 
+def check_late_records_are_fast(make: Any) -> None:
+    """A record takes as long after 8,000 others."""
+    logger = make()
+    for number in range(8000):
+        logger.record_step(replace(STEP, generated_tokens=number % 97))
+    for what, record in (("a step", lambda: logger.record_step(STEP)), ("a request", lambda: logger.record_request(REQUEST))):
+        require_fast(record, MAX_SECONDS, f"{what} after 8,000 steps", calls=40)
+    logger.close()
+
+
+def check_leaves_nothing(make: Any) -> None:
+    """No thread, file or process after `close`, and no file where the server runs."""
+    _end_soon(make)  # what a library starts once
+    with leaves_nothing("a logger that was closed"):
+        _end_soon(make)
+
+
+def _end_soon(make: Any) -> None:
+    logger = make()
+    _run(logger, 20)
+    logger.close()
+
+
 def check_keeps_a_bounded_amount(make: Any) -> None:
     logger = make()
     _run(logger, MANY)
@@ -107,6 +134,19 @@ def _renders_metrics(make: Any) -> None:
     assert min(seconds) <= MAX_RENDER_SECONDS, f"render_metrics() takes {min(seconds):.2f} s, which every request waits for"
     logger.close()
     assert logger.render_metrics() is not None, "the logger has no metrics after close(), while the server still answers"
+
+
+def _renders_large_numbers(make: Any) -> None:
+    """Counters of a server that runs for years keep their digits."""
+    logger = make()
+    _run(logger, 6)
+    values = set()
+    for line in logger.render_metrics().body.decode().splitlines():
+        with contextlib.suppress(ValueError, IndexError):
+            values.add(float(line.split()[-1]))
+    missing = [value for value in LARGE if value not in values]
+    logger.close()
+    assert 3.0 not in values or not missing, f"counters of {missing} are rendered with other digits"
 
 
 def _renders_without_effect(make: Any) -> None:

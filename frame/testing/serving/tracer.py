@@ -20,6 +20,7 @@ from typing import Any
 
 from frame.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements, unchanged_process
+from frame.testing.generators import make_alike
 
 MAX_SECONDS = 1e-3  # of one call; an event loop waits for it
 NOWHERE = "http://127.0.0.1:9"  # where no collector listens
@@ -157,6 +158,43 @@ def check_what_is_written(place: Callable[[], Any]) -> None:
         if each["name"].startswith("request"):
             assert each["span_id"] == spans[int(each["name"][-1])][1].span_id, f"{each['name']} has another name than its traceparent"
     assert len({each["span_id"] for each in written}) == len(written), "two spans have one name"
+
+
+def check_many_spans_differ(place: Callable[[], Any]) -> None:
+    """The spans of 20,000 requests of one trace have names of their own."""
+    tracer = place().make()
+    names = {start(tracer, name_parent())[1].span_id for _ in range(20_000)}
+    tracer.close()
+    assert len(names) == 20_000, f"20,000 spans of one trace have {len(names)} names"
+
+
+def check_flags_are_read_by_bit(place: Callable[[], Any]) -> None:
+    """The first bit says that a trace is sampled; the standard gives others a meaning of their
+    own."""
+    tracer = place().make()
+    for flags, is_sampled in ((b"01", True), (b"03", True), (b"ff", True), (b"02", False), (b"00", False)):
+        own = start(tracer, [(b"traceparent", f"00-{TRACE}-{PARENT}-".encode() + flags)])[1]
+        assert own.trace_id == TRACE and own.is_sampled == is_sampled, f"a trace with the flags {flags.decode()} has the traceparent {own}"
+    tracer.close()
+
+
+def check_values_are_written_as_they_were(place: Callable[[], Any]) -> None:
+    """The caller uses an object of attributes again; booleans are no numbers; long names and lists
+    are written whole."""
+    where = place()
+    tracer, names = where.make(), [name for pair in make_alike(fill="s") for name in pair]
+    attributes: dict[str, Any] = {}
+    for number, name in enumerate(names):
+        attributes.update(number=number, is_even=number % 2 == 0, list=[f"{each}" for each in range(100)])
+        start(tracer, name=name)[0].end(attributes)
+    attributes["number"] = -1
+    written = {each["name"]: each["attributes"] for each in where.read()}
+    assert written.keys() == set(names), f"of the names of spans {[name for name in names if name not in written][:1]} are not written"
+    for number, name in enumerate(names):
+        found = written[name]
+        assert found["number"] == number, f"the attributes of span {number} are those of another one, for which the caller used the object"
+        assert type(found["is_even"]) is bool, f"the boolean is_even is written as {found['is_even']!r}"
+        assert len(found["list"]) == 100, f"of a list of 100 texts, {len(found['list'])} are written"
 
 
 def check_traces_that_are_not_sampled(place: Callable[[], Any]) -> None:

@@ -18,14 +18,16 @@ from frame.core.interfaces.weight_format import PackedWeight, QuantType, WeightS
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.plugins.devices import open_platform
 from frame.testing.conformance import Check, SkipCheck, Subject
+from frame.testing.generators import call_at_one_address, require_kept, require_near_reference
 from frame.testing.tensors import require_form, require_near
 from frame.testing.weights.packed_weights import make_weight
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
 ROUNDED = 0.1  # where a kernel rounds activations too
 COUNTED = 0.02  # relative error of counted bytes
-ROWS = (1, 2, 7, 17, 70)
+ROWS = (1, 2, 7, 17, 70, 71, 513)
 OUTPUTS, INPUTS = 128, 256
+NUM_EXPERTS = 130
 SCHEMES: tuple[tuple[WeightScheme, bool], ...] = (  # with a second scale per output or without
     (WeightScheme("plain"), False),
     (WeightScheme("int4", (1, 0)), False),
@@ -63,11 +65,15 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"values_replaced_in_place-{name}", case.check_update)
             yield Check(f"arguments_are_not_changed-{name}", case.check_arguments)
             yield Check(f"gated_product-{name}", case.check_gated)
+            yield Check(f"results_are_kept-{name}", case.check_results)
+            yield Check(f"takes_no_longer_than_dequantizing-{name}", case.check_time)
             cases = [Case(subject, DTYPES[name], scheme, outer) for scheme, outer in SCHEMES if scheme.quant_type in quantized]
             yield Check(f"bytes_are_as_counted-{name}", partial(_check_bytes, cases))
             if getattr(subject.record.capabilities, "batch_invariant", False):
                 yield Check(f"batch_invariant-{name}", Case(subject, DTYPES[name], *first, deterministic=True).check_invariance)
     yield Check("other_sizes", partial(_check_sizes, subject))
+    yield Check("real_sizes", partial(_check_real_sizes, subject))
+    yield Check("scales_of_zero", partial(_check_zero_scales, subject))
 
 
 def _quantized(subject: Subject) -> set[QuantType]:
@@ -178,6 +184,7 @@ class Case:
     def check_update(self) -> None:
         """A captured graph reads the tensors of the product: new values written there count."""
         product, other = self.kernel.prepare(self.make()), self.kernel.prepare(self.make(seed=2))
+        product(self.input(3))  # what a kernel prepares with its first product
         before, after = list(product.tensors), list(other.tensors)
         assert before, "the product lists no tensors"
         if any(tensor.is_mkldnn for tensor in before):
@@ -187,6 +194,24 @@ class Case:
             old.copy_(new)
         x = self.input(3)
         self.compare(product(x), self.reference(x, self.make(seed=2)), "after an update in place")
+
+    def check_results(self) -> None:
+        """Inputs at one address have each their result, which the next one does not change, and
+        weights of one form are apart."""
+        weights = [self.make(seed=seed) for seed in (0, 2)]
+        products = [self.kernel.prepare(self.make(seed=seed)) for seed in (0, 2)]
+        x = self.input(7)
+        inputs = [x, x.flip(0) * 0.5, -x]
+        for product, weight in zip(products, weights, strict=True):
+            for one, result in zip(inputs, call_at_one_address(product, inputs), strict=True):
+                self.compare(result, self.reference(one, weight), "an input at the address of another one")
+            require_kept(product, inputs[0], inputs[1], "the product")
+        self.compare(products[0](x), self.reference(x, weights[0]), "a weight after another one of its form")
+
+    def check_time(self) -> None:
+        """A product takes at most as long as one that dequantizes its weight each time."""
+        weight, product, x = self.make(), self.kernel.prepare(self.make()), self.input(2)
+        require_near_reference(lambda: product(x), lambda: x @ weight.dequantize(self.dtype).t(), "a product of two rows", 4, 1.2e-3)
 
     def check_arguments(self) -> None:
         product, x = self.kernel.prepare(self.make()), self.input(5)
@@ -225,6 +250,59 @@ def _check_bytes(cases: Sequence[Case]) -> None:
             num_checked += 1
     if not num_checked:
         raise SkipCheck("the kernel takes no such sizes")
+
+
+def _list_cases(subject: Subject) -> Iterator[Case]:
+    """One scheme of each type, in the first dtype; with the thorough setting, all schemes."""
+    seen: set[str] = set()
+    for name in _dtypes(subject)[:1]:
+        for scheme, outer in SCHEMES:
+            if scheme.quant_type in _quantized(subject) and (subject.setting.thorough or scheme.quant_type not in seen):
+                seen.add(scheme.quant_type)
+                yield Case(subject, DTYPES[name], scheme, outer)
+
+
+def _check_real_sizes(subject: Subject) -> None:
+    """9,001 rows, 16,384 inputs, 16,384 outputs, 130 experts; of most results only parts are
+    compared."""
+    num_checked = 0
+    for case in _list_cases(subject):
+        for rows, outputs, inputs in ((9001, 64, 128), (3, 64, 16_384), (3, 16_384, 128)):
+            try:
+                weight, other = case.make(outputs, inputs), case.make(outputs, inputs)
+            except SkipCheck:
+                continue
+            num_checked += 1
+            x = case.input(rows, inputs)
+            result, some = case.kernel.prepare(weight)(x), sorted({0, min(4096, rows - 1), rows - 1})
+            case.compare(result[some], case.reference(x[some], other), f"{case.scheme}, {rows} x {inputs} by {outputs} outputs")
+        try:
+            weight, other = case.make(64, 128, experts=NUM_EXPERTS), case.make(64, 128, experts=NUM_EXPERTS)
+        except SkipCheck:
+            continue
+        x, ends = case.input(NUM_EXPERTS, 128), torch.arange(1, NUM_EXPERTS + 1, dtype=torch.int32, device=case.device)
+        result = case.kernel.prepare_experts(weight)(x, ends)
+        for expert in (0, 63, 64, 127, 128, NUM_EXPERTS - 1):
+            one = slice(expert, expert + 1)
+            case.compare(result[one], case.reference(x[one], other.expert(expert)), f"{case.scheme}, expert {expert} of {NUM_EXPERTS}")
+    if not num_checked:
+        raise SkipCheck("the kernel takes no such sizes")
+
+
+def _check_zero_scales(subject: Subject) -> None:
+    """Groups whose weights are all 0 have a scale of 0."""
+    num_checked = 0
+    for case in _list_cases(subject):
+        weight, other = case.make(), case.make()
+        if weight.scales is None:
+            continue
+        num_checked += 1
+        for each in (weight, other):
+            each.scales[: max(1, len(each.scales) // 2)] = 0  # type: ignore[index]
+        x = case.input(5)
+        case.compare(case.kernel.prepare(weight)(x), case.reference(x, other), f"{case.scheme}, scales of 0")
+    if not num_checked:
+        raise SkipCheck("its weights have no scales")
 
 
 def _check_sizes(subject: Subject) -> None:

@@ -18,10 +18,12 @@ from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat
 from frame.models.layers.parameter import Range
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.generators import require_bounded, require_near_reference
 from frame.testing.weights.packed_weights import check_form
 
 DTYPE = torch.float32
 INPUTS, OUTPUTS = 256, (256, 128, 128)  # sizes that block scales of 128 divide
+LARGE_INPUTS, LARGE_OUTPUTS = 2048, (8960, 128, 128)
 EXPERTS = 3
 NAME = "model.layers.0.mlp.up_proj"
 
@@ -30,6 +32,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     """`weight_format/2`."""
     yield Check("layers_are_described", partial(_check_described, subject))
     yield Check("ignored_weights_are_patterns", partial(_check_ignored, subject))
+    yield Check("names_are_not_kept", partial(_check_names, subject))
     for name in ("linear", "experts", "head"):
         layout = _describe(subject, name)
         yield from collect(__name__, subject, layout, suffix=f"-{name}")
@@ -51,11 +54,25 @@ def _describe(subject: Subject, kind: str) -> LayerFormat:
 class Weight:
     """A weight whose tensors come from a random checkpoint: `parts` layers of `outputs` outputs."""
 
-    def __init__(self, subject: Subject, layout: LayerFormat, rank: int = 0, split: str = "", ranks: int = 1, experts: int = 0) -> None:
-        self.inputs = Range.split(INPUTS, rank, ranks) if split == "input" else Range.whole(INPUTS)
-        self.outputs = [Range.split(size, rank, ranks) if split == "output" else Range.whole(size) for size in OUTPUTS]
+    def __init__(
+        self,
+        subject: Subject,
+        layout: LayerFormat,
+        rank: int = 0,
+        split: str = "",
+        ranks: int = 1,
+        experts: int = 0,
+        *,
+        inputs: int = INPUTS,
+        outputs: Sequence[int] = OUTPUTS,
+        has_zero_scales: bool = False,
+        factor: float = 1.0,
+    ) -> None:
+        self.inputs = Range.split(inputs, rank, ranks) if split == "input" else Range.whole(inputs)
+        self.outputs = [Range.split(size, rank, ranks) if split == "output" else Range.whole(size) for size in outputs]
+        self.has_zero_scales, self.factor = has_zero_scales, factor
         self.module = nn.Module()
-        sizes = WeightSizes(self.inputs.size, INPUTS, tuple(span.size for span in self.outputs), experts)
+        sizes = WeightSizes(self.inputs.size, inputs, tuple(span.size for span in self.outputs), experts)
         self.stored = StoredWeight(self.module, layout, sizes, DTYPE)
         self.make: MakeTensor | None = getattr(subject.target, "make_conformance_tensor", None)
         for expert in range(max(1, experts)):
@@ -83,7 +100,10 @@ class Weight:
             limits = torch.iinfo(dtype)
             return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=torch.int64).to(dtype)
         if "scale" in name:
-            return (torch.rand(shape, generator=generator) * 0.01 + 0.01).to(dtype)
+            scales = torch.rand(shape, generator=generator) * 0.01 + 0.01
+            if self.has_zero_scales and scales.dim():
+                scales[: len(scales) // 2] = 0
+            return (scales * (self.factor if dtype == torch.float32 else 1.0)).to(dtype)
         return (torch.randn(shape, generator=generator) * 0.05).to(dtype)
 
 
@@ -107,6 +127,15 @@ def _check_ignored(subject: Subject) -> None:
     config = getattr(subject.target, "conformance_config", None)
     for pattern in subject.target(FormatContext(DTYPE, config), subject.options).ignored_weights:
         assert not re.match(pattern, f"{NAME}.weight"), f"{pattern!r} ignores weights"
+
+
+def _check_names(subject: Subject) -> None:
+    """A format is asked for each layer of each model that is loaded."""
+    config = getattr(subject.target, "conformance_config", None)
+    made: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
+    require_bounded(
+        made, lambda number: made.describe_layer(f"model.layers.{number}.mlp.up_proj", "linear"), 2000, "layers that were described"
+    )
 
 
 def check_tensors_have_axes(subject: Subject, layout: LayerFormat) -> None:
@@ -168,6 +197,43 @@ def check_experts_are_apart(subject: Subject, layout: LayerFormat) -> None:
     assert tuple(experts.shape) == (EXPERTS, sum(OUTPUTS), INPUTS), f"experts have the shape {tuple(experts.shape)}"
     _compare(experts[0], first, "expert 0")
     assert not torch.equal(experts[0], experts[1]), "two experts are equal"
+
+
+def check_real_sizes(subject: Subject, layout: LayerFormat) -> None:
+    """2,048 inputs and 9,216 outputs: each output has weights, and ranks get their parts of
+    them."""
+    whole = _dense(Weight(subject, layout, inputs=LARGE_INPUTS).load())
+    for rank in range(2):
+        shard = _dense(Weight(subject, layout, rank, "input", 2, inputs=LARGE_INPUTS).load())
+        if not layout.rounds:
+            _compare(shard, whole.chunk(2, 1)[rank], f"inputs of rank {rank} of {LARGE_INPUTS}")
+    many = _dense(Weight(subject, layout, outputs=LARGE_OUTPUTS).load())
+    assert bool((many.abs().amax(1) > 0).all()), f"of {sum(LARGE_OUTPUTS)} outputs, some have no weights"
+
+
+def check_scales_of_zero(subject: Subject, layout: LayerFormat) -> None:
+    """Groups whose weights are all 0 have scales of 0, and the weights of all others are as they
+    were."""
+    if layout.rounds or getattr(subject.target, "make_conformance_tensor", None) is not None:
+        raise SkipCheck("the suite does not make its scales")
+    dense = _dense(Weight(subject, layout, has_zero_scales=True).load())
+    assert torch.isfinite(dense).all(), "weights with scales of 0 are not finite"
+
+
+def check_float32_is_kept(subject: Subject, layout: LayerFormat) -> None:
+    """Scales that are stored in float32 count to their eleventh bit at least."""
+    stored = layout.list_tensors(INPUTS, OUTPUTS)
+    if layout.rounds or not any("scale" in name and each.dtype == torch.float32 for name, each in stored.items()):
+        raise SkipCheck("the checkpoint stores no scales in float32, or it is rounded")
+    first, second = (_dense(Weight(subject, layout, factor=factor).load()).double() for factor in (1.0, 1 + 2.0**-9))
+    moved = ((first - second).abs() > 2.0**-11 * first.abs()) & (first != 0)
+    assert float(moved.sum()) > 0.5 * float((first != 0).sum()), "float32 scales that differ by 1 / 512 decode to the same weights"
+
+
+def check_decoding_is_fast(subject: Subject, layout: LayerFormat) -> None:
+    weight = Weight(subject, layout)
+    packed = weight.load()
+    require_near_reference(weight.stored.decode, lambda: [each.dequantize(DTYPE) for each in packed], "decoding a small layer", 8, 8e-3)
 
 
 def check_a_second_load_replaces_the_first(subject: Subject, layout: LayerFormat) -> None:

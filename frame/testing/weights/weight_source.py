@@ -4,6 +4,7 @@ ahead; then broken and hostile ones. Must not know a plugin by name."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,9 @@ from frame.core.interfaces.platform import HOST
 from frame.interfaces.weights import WeightSource, WeightSourceCapabilities, WeightSourceContext
 from frame.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.conformance import Check, Subject, collect
+from frame.testing.generators import leaves_nothing, make_alike, require_fast
 
+MAX_SECONDS = 1.5e-3  # of a small tensor
 CPU = torch.device("cpu")
 DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -153,6 +156,70 @@ def check_takes_many_tensors(maker: Maker) -> None:
         values = {name: float(tensor[...].sum()) / 4 for name, tensor in read_weights(source)}
     wrong = [name for name, tensor in tensors.items() if values.get(name) != float(tensor[0, 0])]
     assert not wrong, f"{len(wrong)} of {len(tensors)} tensors are missing or wrong, such as {wrong[:1]}"
+
+
+def check_real_sizes(maker: Maker) -> None:
+    """A tensor above 16 MiB, by its ends and around the limit; integers above 2**53; a tensor
+    without elements; and names that are equal in their first 128 characters."""
+    large = torch.arange((1 << 22) + 3001, dtype=torch.float32).view(-1, 5)
+    numbers = torch.tensor([[2**53 + 1, -(2**62) - 1], [2**63 - 1, 5]])
+    tensors = {"large": large, "numbers": numbers, "empty": torch.zeros(0, 8)}
+    for number, pair in enumerate(make_alike(fill="m")):
+        tensors |= {name: torch.full((3, 3), 2.0 * number + which) for which, name in enumerate(pair)}
+    with maker.folder(tensors) as folder, maker.open(folder) as source:
+        opened, last = source.open_tensor("large"), len(large)
+        for rows in (slice(0, 3), slice((1 << 22) // 5 - 3, (1 << 22) // 5 + 3), slice(last - 3, last)):
+            _require_equal(opened[rows], large[rows], f"rows {rows.start} to {rows.stop} of a tensor of 16 MiB")
+        _require_equal(opened[...][-3:], large[-3:], "the end of a whole tensor of 16 MiB")
+        _require_equal(source.open_tensor("numbers")[...], numbers, "integers above 2**53")
+        for rows in (slice(None), slice(0, 0)):
+            _require_equal(source.open_tensor("empty")[rows], tensors["empty"], "a tensor without elements")
+        for name in tensors.keys() - {"large", "empty"}:
+            _require_equal(source.open_tensor(name)[...], tensors[name], f"{name}, which begins as another name does,")
+        for name, tensor in read_weights(source, ahead=ReadAhead(HOST, {"large": None, "numbers": None})):
+            if name in ("large", "numbers"):
+                _require_equal(tensor[-3:], tensors[name][-3:], f"the end of {name}, read from find_range,")
+
+
+def check_values_are_kept(maker: Maker) -> None:
+    """What was read stays as it is when other tensors and slices of the same form are read."""
+    tensors = _tensors()
+    up, down = "model.layers.0.up.weight", "model.layers.0.down.weight"
+    with maker.folder(tensors) as folder, maker.open(folder) as source:
+        first = source.open_tensor(up)
+        kept = [first[2:6], first[8:12], source.open_tensor(down)[2:6]]
+        for result, expected in zip(kept, (tensors[up][2:6], tensors[up][8:12], tensors[down][2:6]), strict=True):
+            _require_equal(result, expected, "values that were read before others of the same form")
+
+
+def check_folders_of_one_name(maker: Maker) -> None:
+    """Two checkpoints whose folders have one name in different places."""
+    with maker.folder() as first, maker.folder() as second:
+        for number, parent in enumerate((first, second)):
+            folder = parent / "model"
+            folder.mkdir()
+            maker.target.write_checkpoint(folder, {"a": torch.full((2, 2), float(number))})
+            with maker.open(folder) as source:
+                _require_equal(
+                    source.open_tensor("a")[...], torch.full((2, 2), float(number)), "a tensor of the second of two folders 'model'"
+                )
+
+
+def check_leaves_nothing(maker: Maker) -> None:
+    with maker.folder(_tensors()) as folder:
+        with maker.open(folder) as source:  # what a source loads once
+            _read_all(source)
+        with leaves_nothing("a source that was closed"), maker.open(folder) as source:
+            _read_all(source)
+        del source
+        gc.collect()
+
+
+def check_opening_is_fast(maker: Maker) -> None:
+    """A checkpoint has thousands of tensors."""
+    with maker.folder({"a": torch.ones(2, 2)}) as folder, maker.open(folder) as source:
+        source.open_tensor("a")[...]
+        require_fast(lambda: source.open_tensor("a")[...], MAX_SECONDS, "a tensor of 2 x 2", calls=40)
 
 
 def check_refuses_an_empty_folder(maker: Maker) -> None:

@@ -113,7 +113,7 @@ class PlainLlama(CausalLM, nn.Module):
         return F.linear(hidden, self.weight("lm_head"))
 
 
-mutant = MUTANTS = MutantList("model", reference=PlainLlama, capabilities=ModelCapabilities(("LlamaForCausalLM",)))
+mutant = MUTANTS = MutantList("model", reference=PlainLlama, capabilities=ModelCapabilities(("LlamaForCausalLM",), tensor_parallel=False))
 
 # weights ------------------------------------------------------------------------------------------
 
