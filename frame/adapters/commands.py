@@ -81,11 +81,7 @@ class AdapterCommands:
     """Rank 0's side. A reply is sent when every rank has carried out the order."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        loaded: dict[str, HostAdapter],
-        versions: AdapterVersions,
-        places: Sequence[AdapterPlaces],
+        self, runner: ModelRunner, loaded: dict[str, HostAdapter], versions: AdapterVersions, places: Sequence[AdapterPlaces]
     ) -> None:
         self._runner = runner
         self._loaded = loaded

@@ -10,15 +10,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from frame.attention_backends.libraries import (
-    FA3,
-    FLASHINFER,
-    FLASHMLA,
-    TRTLLM_MHA,
-    TRTLLM_MLA,
-    FlashInferOptions,
-    WorkspaceOptions,
-)
+from frame.attention_backends.libraries import FA3, FLASHINFER, FLASHMLA, TRTLLM_MHA, TRTLLM_MLA, FlashInferOptions, WorkspaceOptions
 from frame.attention_backends.measured import MEASURED
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.core.interfaces.plugin import Reason

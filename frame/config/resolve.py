@@ -47,15 +47,7 @@ from frame.config.resolution.tiers import choose_tiers
 from frame.config.resolved import PluginChoice, Resolved
 from frame.config.schema import FrameConfig
 from frame.config.section import PHASES
-from frame.config.selection import (
-    PlainRequirements,
-    ResolveError,
-    Selection,
-    by_rank,
-    join_conflicts,
-    nearest_change,
-    select,
-)
+from frame.config.selection import PlainRequirements, ResolveError, Selection, by_rank, join_conflicts, nearest_change, select
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionRequirements
 from frame.core.interfaces.cache import PrefixCacheCapabilities, PrefixCacheRequirements

@@ -16,9 +16,7 @@ class AdaptersSection(Section):
     enabled: bool = setting(False, "Serve LoRA adapters.", flag="enable-lora")
     modules: tuple[Annotated[str, Module], ...] = setting((), "Adapters that are loaded at start, as NAME=FOLDER.", flag="lora-modules")
     folders: tuple[str, ...] = setting(
-        (),
-        "Folders below which the load routes may read adapters. Default: none; the load routes read no folder.",
-        flag="lora-folders",
+        (), "Folders below which the load routes may read adapters. Default: none; the load routes read no folder.", flag="lora-folders"
     )
     uploads: bool = setting(False, "Let the load routes take an adapter as a safetensors body.", flag="lora-uploads")
     format: Annotated[str | None, Auto] = setting(None, "Adapter format, by plugin name. auto: by adapter_config.json.", flag="lora-format")

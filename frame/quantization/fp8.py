@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from frame.core.interfaces.weight_format import (
-    Axis,
-    FormatContext,
-    LayerFormat,
-    LayerKind,
-    PackedWeight,
-    StoredTensor,
-    WeightScheme,
-)
+from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightScheme
 from frame.quantization import IgnoreOptions
 from frame.quantization.fp8_format import Fp8Format, read_format
 from frame.quantization.fp8_weights import BLOCK, FP8, coarsen, quantize_blocks, quantize_outputs

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import (
-    Axis,
-    FormatContext,
-    LayerFormat,
-    LayerKind,
-    PackedWeight,
-    StoredTensor,
-    WeightScheme,
-)
+from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightScheme
 from frame.quantization.fields import read_object
 from frame.quantization.fp8_weights import FP8
 from frame.quantization.integers import Integers
@@ -110,10 +102,7 @@ class TorchAoLayer(LayerFormat):
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         shared = Axis("input", self.group, splits=True) if self.group else 1
         axes: tuple[Axis | int, ...] = (1, 1) if self.is_single else (OUTPUTS, shared)
-        tensors = {
-            _QUANTIZED: StoredTensor(torch.int8 if self.bits else FP8, (OUTPUTS, INPUTS)),
-            _SCALE: StoredTensor(torch.float32, axes),
-        }
+        tensors = {_QUANTIZED: StoredTensor(torch.int8 if self.bits else FP8, (OUTPUTS, INPUTS)), _SCALE: StoredTensor(torch.float32, axes)}
         return tensors | ({_ZERO: StoredTensor(torch.int8, axes, optional=not self.has_zeros)} if self.bits else {})
 
     def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:

@@ -86,23 +86,11 @@ class GrammarMeter:
             )
 
 
-class MeteredGrammar:
-    """A `Grammar` whose calls are charged to a meter. Raises ValueError when the budget is
-    exceeded; `accept_token` only before it takes the token, so that a rollback counts right."""
+class WrappedGrammar:
+    """What a grammar that calls another one has of it unchanged."""
 
-    def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
-        self.meter = meter
+    def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-        self._is_finished: bool | None = None  # None: not known
-        # Of calls in the engine's thread the clock is enough, which needs no system call: some
-        # take 5 µs, as much as the call.
-        self._clock = time.thread_time if self.batch is None else time.perf_counter
-
-    def fill_mask(self, mask: np.ndarray) -> bool:
-        began = time.thread_time()
-        is_limited = self._grammar.fill_mask(mask)
-        self.meter.charge(time.thread_time() - began)
-        return is_limited
 
     @property
     def batch(self) -> MaskBatch | None:
@@ -113,6 +101,25 @@ class MeteredGrammar:
     def num_measured(self) -> int:
         """See `BatchedGrammar`."""
         return getattr(self._grammar, "num_measured", 0)
+
+
+class MeteredGrammar(WrappedGrammar):
+    """A `Grammar` whose calls are charged to a meter. Raises ValueError when the budget is
+    exceeded; `accept_token` only before it takes the token, so that a rollback counts right."""
+
+    def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
+        super().__init__(grammar)
+        self.meter = meter
+        self._is_finished: bool | None = None  # None: not known
+        # Of calls in the engine's thread the clock is enough, which needs no system call: some
+        # take 5 µs, as much as the call.
+        self._clock = time.thread_time if self.batch is None else time.perf_counter
+
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        began = time.thread_time()
+        is_limited = self._grammar.fill_mask(mask)
+        self.meter.charge(time.thread_time() - began)
+        return is_limited
 
     def start_mask(self, mask: np.ndarray) -> Any:
         """See `BatchedGrammar`."""

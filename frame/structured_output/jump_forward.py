@@ -18,12 +18,12 @@ import numpy as np
 from frame.core.interfaces.runner import MAX_SINGLE_TOKEN_ROWS
 from frame.core.interfaces.sampling import MAX_ROLLBACK
 from frame.core.scheduling.request_slots import GRAMMAR
-from frame.structured_output.grammar_calls import get_grammar_state
+from frame.structured_output.grammar_calls import WrappedGrammar, get_grammar_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from frame.core.interfaces.sampling import BatchedGrammar, Grammar, MaskBatch
+    from frame.core.interfaces.sampling import BatchedGrammar, Grammar
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.scheduling.running import RunningSet
     from frame.structured_output.grammar_calls import GrammarMeter
@@ -33,7 +33,7 @@ FEW_WORDS = 128  # of a mask that are checked first
 MAX_LOOKAHEAD_SECONDS = 0.01  # CPU seconds; all rows of a step wait for its masks
 
 
-class LookaheadGrammar:
+class LookaheadGrammar(WrappedGrammar):
     """A `Grammar` that runs ahead of its request while only one token is allowed.
 
     Its masks and results are those of the wrapped grammar. `forced`: the next tokens, which the
@@ -41,9 +41,9 @@ class LookaheadGrammar:
     """
 
     def __init__(self, grammar: Grammar) -> None:
+        super().__init__(grammar)
         self.forced: deque[int] = deque()
         self._taken: deque[int] = deque(maxlen=MAX_ROLLBACK)  # forced tokens since the last one that was not forced
-        self._grammar = grammar
         self._next: np.ndarray | None = None  # the mask after `forced`, if computed
         self._ends: bool | None = None  # whether nothing may follow `forced`, if known
         self._error: Exception | None = None  # raised while looking ahead; raised again after the forced tokens
@@ -67,16 +67,6 @@ class LookaheadGrammar:
             mask[:] = 0
             mask.view(np.uint32)[self.forced[0] // 32] = 1 << self.forced[0] % 32
         return True
-
-    @property
-    def batch(self) -> MaskBatch | None:
-        """See `BatchedGrammar`."""
-        return getattr(self._grammar, "batch", None)
-
-    @property
-    def num_measured(self) -> int:
-        """See `BatchedGrammar`."""
-        return getattr(self._grammar, "num_measured", 0)
 
     def start_mask(self, mask: np.ndarray) -> Any:
         """See `BatchedGrammar`."""

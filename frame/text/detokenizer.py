@@ -113,21 +113,8 @@ class Detokenizer:
             tokens = _trim(tokens, trimmed)
         if left_out:
             return _leave_out(tokens, texts, ended, stopped, left_out)
-        return StepText(
-            rids=tokens.rids,
-            texts=texts,
-            token_ids=tokens.token_ids,
-            finishes=ended,
-            num_cached_tokens=tokens.num_cached_tokens,
-            cached_tiers=tokens.cached_tiers,
-            queue_times=tokens.queue_times,
-            logprobs=tokens.logprobs,
-            prompt_logprobs=tokens.prompt_logprobs,
-            pooled=tokens.pooled,
-            drafts=tokens.drafts,
-            pooled=tokens.pooled,
-            stopped=stopped,
-        )
+        shared: dict[str, Any] = {name: getattr(tokens, name) for name in SHARED} | {"finishes": ended}
+        return StepText(rids=tokens.rids, texts=texts, token_ids=tokens.token_ids, **shared, stopped=stopped)
 
     def _feed(self, stream: TextStream, ids: Sequence[int], finish: Finish | None) -> tuple[str, int, Finish | None]:
         if self._inflight is None:

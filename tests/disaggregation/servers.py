@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from frame.checkpoint.model_config import find_model
 from frame.host.authenticated_link import KEY_VARIABLE
@@ -108,15 +107,6 @@ def ask(server: RunningServer, body: dict[str, Any], *, path: str = "/v1/complet
                 ids += choice.get("token_ids") or []
                 finish = choice["finish_reason"] or finish
     return text, ids, finish, usage
-
-
-def kill(server: RunningServer) -> None:
-    """SIGKILL of a server and its engine."""
-    for child in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    server.process.kill()
-    server.process.wait()
 
 
 def wait_empty(server: RunningServer) -> None:

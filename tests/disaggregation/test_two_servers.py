@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.disaggregation.servers import Deployment, ask, deploy, kill, make_body, wait_empty
+from tests.disaggregation.servers import Deployment, ask, deploy, make_body, wait_empty
 from tests.entrypoints.serving import wait_until
 
 pytest.importorskip("nixl_cu13")
@@ -131,7 +131,7 @@ def test_a_server_is_killed_under_streams(servers: Deployment, role: str) -> Non
         expected = list(pool.map(partial(ask, servers.whole), bodies))
         running = [pool.submit(ask, servers.router, body) for body in bodies]
         wait_until(lambda: victim.metric("frame_requests_running") >= 1 or any(each.done() for each in running), 60.0)
-        kill(victim)
+        victim.kill()
         results = [each.result() for each in running]
     failed = [result for result, one in zip(results, expected, strict=True) if result[:3] != one[:3]]
     causes = (victim.url, "no replica is healthy")  # the second of requests that came later

@@ -177,13 +177,7 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
     scheduler.publish_inflight(Path(options.sockets) / INFLIGHT)
     events = worker.publish_kv_events(resolved, scheduler.list_kv_managers(), options.replica or 0)
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
-    try:
-        engine.run()
-    finally:
-        for each in events:
-            each.close()
-        if tracing is not None:
-            tracing.close()
+    worker.run_engine(engine, events, tracing)
 
 
 def detokenize(resolved: Resolved, options: argparse.Namespace, transport: ZmqTransport, name: str) -> None:

@@ -3,6 +3,7 @@ signal, knows its children."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -95,6 +96,14 @@ class RunningServer:
 
     def ready(self) -> bool:
         return httpx.get(self.url + "/health/ready", timeout=30).status_code == 200
+
+    def kill(self) -> None:
+        """SIGKILL of the server and all its processes."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        self.process.kill()
+        self.process.wait()
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.media import MediaItem, PlaceholderRun
@@ -17,6 +17,7 @@ from frame.core.interfaces.step_media import MediaPlan
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import InOrder
+from tests.core.scheduling.rig_machine import RigMachine
 from tests.media.media_rig import MediaRig, make_item
 
 VOCAB, PLACEHOLDER, EOS = 40, 39, 5
@@ -50,7 +51,7 @@ def write_prompt(parts: Sequence[str | int]) -> tuple[list[int], list[MediaItem]
     return tokens or [1], items
 
 
-class MediaMachine(RuleBasedStateMachine):
+class MediaMachine(RigMachine):
     @initialize(
         page_size=st.sampled_from([1, 4]),
         slots=st.integers(1, 5),
@@ -104,29 +105,10 @@ class MediaMachine(RuleBasedStateMachine):
     def fail_next(self) -> None:
         self.rig.fails_next = True
 
-    @precondition(lambda self: self.rig.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.rig.abort(data.draw(st.sampled_from(sorted(self.rig.requests))))
-
-    @rule()
-    def commit_early(self) -> None:
-        self.rig.commit()
-
-    @precondition(lambda self: len(self.rig.scheduler._running) > 1)
-    @rule()
-    def preempt(self) -> None:
-        planner = self.rig.scheduler._planner
-        planner.preempt(planner._running.requests[-1])
-
-    @rule()
-    def flush_cache(self) -> None:
-        self.rig.scheduler.flush_cache()
-
     def teardown(self) -> None:
         if hasattr(self, "rig"):
             self.rig.fails_next = False
-            self.rig.run(max_steps=3000)
+        super().teardown()
 
 
 MediaMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -16,6 +16,7 @@ from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.plugins.loader import load_registry
+from frame.testing.model.suite import mix_batches
 from tests.models.harness import Session, open_session
 
 ARCHITECTURES = [
@@ -95,15 +96,7 @@ def check(session: Session, model: Any) -> None:
     a, b, c = prompt(45, 1), prompt(39, 2), prompt(21, 3)
     want = {0: wanted(model, a), 1: wanted(model, b), 2: wanted(model, c)}
     got: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
-    plan = [
-        [(0, a[:40])],
-        [(0, a[40:41]), (1, b[:5])],
-        [(1, b[5:22]), (0, a[41:42]), (2, c[:1])],
-        [(2, c[1:2]), (1, b[22:38]), (0, a[42:43])],
-        [(0, a[43:44]), (1, b[38:]), (2, c[2:3])],
-        [(2, c[3:]), (0, a[44:])],
-    ]
-    for rows in plan:
+    for rows in mix_batches(a, b, c):
         for (slot, _), logits in zip(rows, session.step(rows), strict=True):
             got[slot].append(logits)
     for slot, pieces in got.items():

@@ -173,10 +173,7 @@ class Sampler:
 
 
 def draw_plain(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    keys: torch.Tensor,
-    last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `DeviceOperations.draw_plain`. keys: of `draw_keys`."""
     logits = logits.float()
@@ -232,11 +229,7 @@ def _find_addends(mask: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def _limit_rows(
-    logits: torch.Tensor,
-    best: torch.Tensor,
-    plan: SamplingPlan,
-    draw: DrawArrays[torch.Tensor],
-    filters: FilterArrays[torch.Tensor] | None,
+    logits: torch.Tensor, best: torch.Tensor, plan: SamplingPlan, draw: DrawArrays[torch.Tensor], filters: FilterArrays[torch.Tensor] | None
 ) -> torch.Tensor | None:
     """The smallest (logit - greatest logit) / temperature that the filters of each drawn row keep,
     float32 [drawn]; None: no row has a filter."""
@@ -305,9 +298,7 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     return chosen.squeeze(1), top.indices, top.values - normaliser
 
 
-def compute_logprobs_by_row(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def compute_logprobs_by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `DeviceOperations.compute_logprobs`. The bits of a row do not depend on the others, as
     those of exponentials of several rows at once do."""
     logprobs = logits.float().log_softmax(-1)

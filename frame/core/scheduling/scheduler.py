@@ -137,9 +137,7 @@ class Scheduler:
             return None
         ended, self._ended = self._ended, []
         return StepTokens(
-            rids=[rid for rid, _ in ended],
-            token_ids=[[] for _ in ended],
-            finishes={i: finish for i, (_, finish) in enumerate(ended)},
+            rids=[rid for rid, _ in ended], token_ids=[[] for _ in ended], finishes={i: finish for i, (_, finish) in enumerate(ended)}
         )
 
     def close(self) -> None:

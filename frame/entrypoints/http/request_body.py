@@ -101,6 +101,19 @@ class RequestBody(BaseModel):
         return bounded_schema(handler(source), cls.is_form)
 
 
+class NestedBody(RequestBody):
+    """An object inside a body, at `place`, whose unknown fields are refused."""
+
+    place: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            check_nested_fields(cls.place, value, cls.model_fields)
+        return value
+
+
 Body = TypeVar("Body", bound=BaseModel)  # a plugin's body may be no `RequestBody`
 
 
@@ -168,11 +181,12 @@ class RequestOptions(RequestBody):
         return prompt
 
 
-class TransferParams(RequestBody):
+class TransferParams(NestedBody):
     """`do_remote_decode` asks a prefill server to keep the blocks of the prompt; the response has
     all other fields, for the request to a decode server. `remote_block_ids`: places of the blocks
     in the prompt. `first_token_ids`, `seed`, `cached_tokens`: what the prefill server computed."""
 
+    place = "kv_transfer_params"
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     remote_engine_id: str | None = Field(None, max_length=256)
@@ -185,13 +199,6 @@ class TransferParams(RequestBody):
     cached_tokens: int | None = None
     weight_version: str | None = None
     signature: str | None = Field(None, max_length=256)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            check_nested_fields("kv_transfer_params", value, cls.model_fields)
-        return value
 
 
 class SamplingFields(RequestOptions):

@@ -294,14 +294,7 @@ class Reload:
 class Server:
     """The running server: listeners, readers of the transports, supervision, signals."""
 
-    def __init__(
-        self,
-        app: App,
-        replicas: Sequence[Replica],
-        start: ServerStart,
-        reload: Reload,
-        signals: StartSignals,
-    ) -> None:
+    def __init__(self, app: App, replicas: Sequence[Replica], start: ServerStart, reload: Reload, signals: StartSignals) -> None:
         self._services = services = app.services
         self._replicas = replicas
         self._listener, self._admin = start.listeners

@@ -44,6 +44,7 @@ from frame.plugins.loader import load_configured
 if TYPE_CHECKING:
     import numpy as np
 
+    from frame.core.engine import Engine
     from frame.core.scheduling.kv_cache_manager import KVCacheManager
     from frame.entrypoints.processes.join_groups import Place
     from frame.kv_events.cache_events import CacheEvents
@@ -116,6 +117,11 @@ def _schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTra
     transport.send(Ready(process=name, pid=os.getpid(), data=info))
     gc.collect()
     gc.freeze()  # objects of the start stay alive, so later collections skip them
+    run_engine(engine, events, tracing)
+
+
+def run_engine(engine: Engine, events: Sequence[CacheEvents], tracing: Tracing | None) -> None:
+    """Run the engine to its end, and send what events and spans are left."""
     try:
         engine.run()
     finally:

@@ -250,10 +250,7 @@ def draw_tokens(
 
 
 def sample_unfiltered(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    keys: torch.Tensor,
-    last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw tokens without filters -> (token ids int64 [rows], maximum logit float32 [rows], not
     finite when the row's logits are invalid).

@@ -34,44 +34,24 @@ class SuffixOptions(BaseModel):
 @hookimpl
 def register_drafters(registry: KindRegistry) -> None:
     """Add the in-tree drafters."""
-    registry.add(
-        "ngram",
-        "frame.plugins.drafters.ngram:NgramDrafter",
-        capabilities=DrafterCapabilities(),
-        options=NgramOptions,
-        summary="Drafts what followed the last tokens where they occurred before, in prompt or output.",
-    )
-    registry.add(
-        "draft_model",
-        "frame.plugins.drafters.draft_model:DraftModelDrafter",
-        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True, loads_model=True),
-        options=TreeOptions,
-        summary="Drafts with a smaller checkpoint of the same vocabulary.",
-    )
-    registry.add(
-        "eagle3",
-        "frame.plugins.drafters.eagle3:Eagle3Drafter",
-        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True, head_field="draft_vocab_size"),
-        options=TreeOptions,
-        summary="Drafts with an EAGLE-3 head: one layer over three hidden states of the model.",
-    )
-    registry.add(
-        "medusa",
-        "frame.plugins.drafters.medusa:MedusaDrafter",
-        capabilities=DrafterCapabilities(runs_on="device", needs_draft_model=True, head_field="medusa_num_heads"),
-        summary="Drafts with Medusa heads over the model's last hidden state.",
-    )
-    registry.add(
-        "mtp",
-        "frame.plugins.drafters.mtp:MtpDrafter",
-        capabilities=DrafterCapabilities(runs_on="device", needs_draft_layers=True),
-        options=TreeOptions,
-        summary="Drafts with the multi-token-prediction layer of the model's checkpoint (DeepSeek-V3).",
-    )
-    registry.add(
-        "suffix",
-        "frame.plugins.drafters.suffix:SuffixDrafter",
-        capabilities=DrafterCapabilities(keeps_texts=True),
-        options=SuffixOptions,
-        summary="Drafts what followed the longest known suffix, in prompt, output or recent requests of the same tenant.",
-    )
+    for name, target, options, capabilities, summary in (
+        ("ngram", "ngram:NgramDrafter", NgramOptions,
+         DrafterCapabilities(),
+         "Drafts what followed the last tokens where they occurred before, in prompt or output."),
+        ("draft_model", "draft_model:DraftModelDrafter", TreeOptions,
+         DrafterCapabilities(runs_on="device", needs_draft_model=True, loads_model=True),
+         "Drafts with a smaller checkpoint of the same vocabulary."),
+        ("eagle3", "eagle3:Eagle3Drafter", TreeOptions,
+         DrafterCapabilities(runs_on="device", needs_draft_model=True, head_field="draft_vocab_size"),
+         "Drafts with an EAGLE-3 head: one layer over three hidden states of the model."),
+        ("medusa", "medusa:MedusaDrafter", None,
+         DrafterCapabilities(runs_on="device", needs_draft_model=True, head_field="medusa_num_heads"),
+         "Drafts with Medusa heads over the model's last hidden state."),
+        ("mtp", "mtp:MtpDrafter", TreeOptions,
+         DrafterCapabilities(runs_on="device", needs_draft_layers=True),
+         "Drafts with the multi-token-prediction layer of the model's checkpoint (DeepSeek-V3)."),
+        ("suffix", "suffix:SuffixDrafter", SuffixOptions,
+         DrafterCapabilities(keeps_texts=True),
+         "Drafts what followed the longest known suffix, in prompt, output or recent requests of the same tenant."),
+    ):  # fmt: skip
+        registry.add(name, f"frame.plugins.drafters.{target}", options=options, capabilities=capabilities, summary=summary)

@@ -35,7 +35,6 @@ class BlockFiles:
     def __init__(self, folder: Path, identity: str, block_bytes: int) -> None:
         """Raises ConfigurationError for a folder that cannot be used."""
         self._identity = blake2b(identity.encode(), digest_size=32).digest()
-        self._block_bytes = block_bytes
         self.file_bytes = _HEADER.size + block_bytes
         self.path = folder / self._identity[:16].hex()  # blocks of another model are in another one
         _make_private(folder)

@@ -4,7 +4,7 @@ where the blocks are."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -49,6 +49,11 @@ class BlockIndex(Generic[B]):
         for key in reversed(keys):
             if key in self._blocks:
                 self._blocks.move_to_end(key)
+
+    def find_lacking(self, keys: Sequence[bytes], storing: Collection[bytes]) -> set[bytes]:
+        """Mark the blocks as used. -> the keys that neither the index has nor `storing`."""
+        self.touch(keys)
+        return {key for key in keys if key not in self._blocks and key not in storing}
 
     def add_users(self, keys: Sequence[bytes], blocks: Sequence[B | None]) -> None:
         """Give each of these blocks of the index one more user, and mark them as used."""

@@ -6,7 +6,6 @@ import errno
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,12 +29,7 @@ _SCAN_SECONDS = 60.0  # between two looks for the blocks of other servers
 _SCAN_PIECE = 256  # blocks that one `poll` adds to the index
 
 
-@dataclass(eq=False, slots=True)
-class _DiskJob(TierJob):
-    blocks: Sequence[IndexedBlock | None] = ()  # of a load: those that the index has
-
-
-class DiskTier(ThreadedTier[_DiskJob]):
+class DiskTier(ThreadedTier[TierJob]):
     """Quota and order of use are those of all files in the folder that the tier has seen: at the
     start, and once a minute."""
 
@@ -71,16 +65,11 @@ class DiskTier(ThreadedTier[_DiskJob]):
         if buffers is None:
             return None
         blocks = [self._index.get(key) for key in keys]
-        added = _DiskJob(job, tuple(keys), buffers, is_store=False, blocks=blocks)
-        self._add_job(added)
-        self._index.add_users(keys, blocks)
-        self._submit_tasks(added, self._workers[0])
-        return buffers
+        return self._begin_load(TierJob(job, tuple(keys), buffers, is_store=False, blocks=blocks))
 
     def store(self, job: int, keys: Sequence[bytes]) -> Sequence[torch.Tensor | None] | None:
         self._collect_results()
-        self._index.touch(keys)
-        lacking = {key for key in keys if key not in self._index and key not in self._storing}
+        lacking = self._index.find_lacking(keys, self._storing)
         if lacking & self._removing or len(self._jobs) >= MAX_JOBS or len(lacking) > self._pool.num_free:
             return None
         if not self._make_room(len(lacking)):
@@ -92,7 +81,7 @@ class DiskTier(ThreadedTier[_DiskJob]):
             if key in lacking:
                 lacking.discard(key)
                 self._storing.add(key)
-        self._add_job(_DiskJob(job, tuple(keys), buffers, is_store=True))
+        self._add_job(TierJob(job, tuple(keys), buffers, is_store=True))
         return buffers
 
     def poll(self) -> list[KVTierResult]:
@@ -167,7 +156,7 @@ class DiskTier(ThreadedTier[_DiskJob]):
         else:
             self._files.read_block(job.keys[index], block)
 
-    def _record_result(self, job: _DiskJob) -> None:
+    def _record_result(self, job: TierJob) -> None:
         if job.is_store:
             for index in reversed(range(len(job.keys))):  # the first is the most recently used
                 if job.buffers[index] is not None:
@@ -181,13 +170,13 @@ class DiskTier(ThreadedTier[_DiskJob]):
             if block is not None and self._index.drop_block(job.keys[index], block):
                 self._remove_file(job.keys[index])
 
-    def _release_load(self, job: _DiskJob) -> None:
+    def _release_load(self, job: TierJob) -> None:
         for key, block in zip(job.keys, job.blocks, strict=True):
             if block is not None:
                 self._index.remove_user(key, block)
         self._pool.return_buffers(buffer for buffer in job.buffers if buffer is not None)
 
-    def _cancel_store(self, job: _DiskJob) -> None:
+    def _cancel_store(self, job: TierJob) -> None:
         for key, buffer in zip(job.keys, job.buffers, strict=True):
             if buffer is not None:
                 self._storing.discard(key)

@@ -75,16 +75,11 @@ class HostTier(ThreadedTier[HostJob]):
             return None
         blocks = [self._index.get(key) for key in keys]
         buffers = [self._get_absent() if block is None else block.buffer for block in blocks]
-        added = HostJob(job, tuple(keys), buffers, is_store=False, blocks=blocks)
-        self._add_job(added)
-        self._index.add_users(keys, blocks)
-        self._submit_tasks(added, self._workers[0])
-        return buffers
+        return self._begin_load(HostJob(job, tuple(keys), buffers, is_store=False, blocks=blocks))
 
     def store(self, job: int, keys: Sequence[bytes]) -> Sequence[torch.Tensor | None] | None:
         self._collect_results()
-        self._index.touch(keys)
-        lacking = {key for key in keys if key not in self._index and key not in self._storing}
+        lacking = self._index.find_lacking(keys, self._storing)
         taken = self._take_buffers(len(lacking)) if len(self._jobs) < MAX_JOBS else None
         if taken is None:
             return None

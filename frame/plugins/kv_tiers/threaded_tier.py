@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from frame.core.interfaces.kv_tier import KVTier, KVTierResult
 
 if TYPE_CHECKING:
     import torch
+
+    from frame.plugins.kv_tiers.block_index import BlockIndex
 
 CLOSE_SECONDS = 1.0
 MAX_JOBS = 1024  # that are under way at the same time
@@ -37,6 +39,7 @@ class TierJob:
     keys: Sequence[bytes]
     buffers: Sequence[torch.Tensor | None]
     is_store: bool
+    blocks: Sequence[Any] = ()  # of a load: those that the index has
     is_finished: bool = False  # the caller has returned the buffers
     num_pending: int = 0  # tasks whose results have not been collected
     errors: dict[int, str] = field(default_factory=dict)  # by index in `keys`
@@ -83,6 +86,8 @@ class Workers:
 class ThreadedTier(KVTier, Generic[J]):
     """Numbers, tasks and results of jobs. A subclass has the blocks, and says in `_move_block` what
     a thread does for one of them."""
+
+    _index: BlockIndex[Any]
 
     def _start_jobs(self, *workers: Workers) -> None:
         """Prepare for jobs that these threads do; called by a constructor."""
@@ -152,6 +157,13 @@ class ThreadedTier(KVTier, Generic[J]):
         if job.number in self._jobs:
             raise ValueError(f"job {job.number} is under way")
         self._jobs[job.number] = job
+
+    def _begin_load(self, job: J) -> Sequence[torch.Tensor]:
+        """Mark the blocks of a load as used, and let threads read them. -> its buffers."""
+        self._add_job(job)
+        self._index.add_users(job.keys, job.blocks)
+        self._submit_tasks(job, self._workers[0])
+        return cast("Sequence[torch.Tensor]", job.buffers)
 
     def _submit_tasks(self, job: J, workers: Workers) -> None:
         """Let threads move the blocks of a job that have a buffer."""

@@ -10,10 +10,7 @@ from frame.registration import KindRegistry, hookimpl
 def register_platforms(registry: KindRegistry) -> None:
     """Add the in-tree platforms."""
     registry.add(
-        "cpu",
-        "frame.plugins.platforms.cpu:CpuPlatform",
-        capabilities=PlatformCapabilities(),
-        summary="The host's cores and memory.",
+        "cpu", "frame.plugins.platforms.cpu:CpuPlatform", capabilities=PlatformCapabilities(), summary="The host's cores and memory."
     )
     registry.add(
         "cuda",

@@ -19,9 +19,7 @@ class LogOptions(BaseModel):
 def register_stat_loggers(registry: KindRegistry) -> None:
     """Add the in-tree stat loggers. A rank below 0 keeps one out of `builtin`."""
     registry.add(
-        "prometheus",
-        "frame.plugins.stat_loggers.prometheus:Prometheus",
-        summary="The metrics of GET /metrics, in Prometheus' format.",
+        "prometheus", "frame.plugins.stat_loggers.prometheus:Prometheus", summary="The metrics of GET /metrics, in Prometheus' format."
     )
     registry.add(
         "log",

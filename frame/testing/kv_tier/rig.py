@@ -9,12 +9,15 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from frame.core.interfaces.kv_tier import KVTier, KVTierCapabilities, KVTierContext, KVTierResult
 from frame.testing.conformance import SkipCheck, Subject
+
+B = TypeVar("B")  # a buffer, or None for a block that needs none
 
 NUM_BLOCKS = 16  # the quota of most checks
 PATIENCE = 5.0  # seconds for a job, or for memory that is allocated in the background
@@ -97,15 +100,7 @@ class Rig:
     def begin_store(self, keys: Sequence[bytes], job: int | None = None) -> tuple[int, Sequence[torch.Tensor | None]]:
         """Begin a store, and fill its buffers. -> job, buffers."""
         job = self.next_job() if job is None else job
-        buffers: Sequence[torch.Tensor | None] | None = None
-
-        def has_room() -> bool:
-            nonlocal buffers
-            buffers = self.tier.store(job, keys)
-            return buffers is not None
-
-        self.wait_until(has_room, f"the tier has no room for {len(keys)} blocks")
-        assert buffers is not None and len(buffers) == len(keys), f"store of {len(keys)} keys returns {len(buffers or ())} buffers"
+        buffers = self._get_buffers(self.tier.store, job, keys)
         for key, buffer in zip(keys, buffers, strict=True):
             if buffer is not None:
                 buffer.copy_(self.make(key))
@@ -121,16 +116,21 @@ class Rig:
 
     def begin_load(self, keys: Sequence[bytes], job: int | None = None) -> tuple[int, Sequence[torch.Tensor]]:
         job = self.next_job() if job is None else job
-        buffers: Sequence[torch.Tensor] | None = None
+        return job, self._get_buffers(self.tier.load, job, keys)
+
+    def _get_buffers(self, method: Callable[[int, Sequence[bytes]], Sequence[B] | None], job: int, keys: Sequence[bytes]) -> Sequence[B]:
+        """What `store` or `load` returns once the tier has room."""
+        buffers: Sequence[B] | None = None
 
         def has_room() -> bool:
             nonlocal buffers
-            buffers = self.tier.load(job, keys)
+            buffers = method(job, keys)
             return buffers is not None
 
-        self.wait_until(has_room, f"the tier has no room to load {len(keys)} blocks")
-        assert buffers is not None and len(buffers) == len(keys), f"load of {len(keys)} keys returns {len(buffers or ())} buffers"
-        return job, buffers
+        self.wait_until(has_room, f"the tier has no room to {method.__name__} {len(keys)} blocks")
+        count = len(buffers or ())
+        assert buffers is not None and count == len(keys), f"{method.__name__} of {len(keys)} keys returns {count} buffers"
+        return buffers
 
     def compare(self, keys: Sequence[bytes], buffers: Sequence[torch.Tensor], result: KVTierResult) -> None:
         """The leading blocks of a load are those of their keys; it says what failed."""

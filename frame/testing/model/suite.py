@@ -174,11 +174,10 @@ def check_decodes(tools: Tools) -> None:
     tools.compare(torch.cat(results), tools.expected(tokens), "a prompt token by token")
 
 
-def check_mixed_batches(tools: Tools, page_size: int = 16) -> None:
-    """Three requests in steps of decodes and chunks."""
-    a, b, c = (tools.prompt(length, seed) for length, seed in ((45, 1), (39, 2), (21, 3)))
-    session = tools.open(page_size)
-    script: list[list[tuple[int, list[int]]]] = [
+def mix_batches(a: list[int], b: list[int], c: list[int]) -> list[list[tuple[int, list[int]]]]:
+    """Steps of decodes and chunks of three prompts of 45, 39 and 21 tokens: slot and tokens of each
+    row."""
+    return [
         [(0, a[:40])],
         [(0, a[40:41]), (1, b[:5])],
         [(1, b[5:22]), (0, a[41:42]), (2, c[:1])],
@@ -186,8 +185,14 @@ def check_mixed_batches(tools: Tools, page_size: int = 16) -> None:
         [(0, a[43:44]), (1, b[38:]), (2, c[2:3])],
         [(2, c[3:]), (0, a[44:])],
     ]
+
+
+def check_mixed_batches(tools: Tools, page_size: int = 16) -> None:
+    """Three requests in steps of decodes and chunks."""
+    a, b, c = (tools.prompt(length, seed) for length, seed in ((45, 1), (39, 2), (21, 3)))
+    session = tools.open(page_size)
     results: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
-    for rows in script:
+    for rows in mix_batches(a, b, c):
         for (slot, _), part in zip(rows, session.step(*rows), strict=True):
             results[slot].append(part)
     for slot, tokens in enumerate((a, b, c)):

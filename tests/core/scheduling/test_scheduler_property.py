@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.cache_groups import PagePool
@@ -26,6 +26,7 @@ from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.grouped_rig import GroupedRig
+from tests.core.scheduling.rig_machine import RigMachine
 from tests.core.scheduling.scripted_grammar import Script
 
 REGISTRY = load_registry(installed=False)
@@ -58,7 +59,7 @@ def mixed_draft(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[i
 SCRIPTS = {"right": right_draft, "wrong": wrong_draft, "mixed": mixed_draft}
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(RigMachine):
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
         slots=st.integers(1, 5),
@@ -183,31 +184,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.rig.step()
             self.rig.now += 0.5
-
-    @precondition(lambda self: self.rig.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.rig.abort(data.draw(st.sampled_from(sorted(self.rig.requests))))
-        self.rig.scheduler.check_integrity()
-
-    @rule()
-    def commit_early(self) -> None:
-        self.rig.commit()
-        self.rig.scheduler.check_integrity()
-
-    @precondition(lambda self: len(self.rig.scheduler._running) > 1)
-    @rule()
-    def preempt(self) -> None:
-        planner = self.rig.scheduler._planner
-        planner.preempt(planner._running.requests[-1])
-
-    @rule()
-    def flush_cache(self) -> None:
-        self.rig.scheduler.flush_cache()
-
-    def teardown(self) -> None:
-        if hasattr(self, "rig"):
-            self.rig.run(max_steps=3000)
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -3,7 +3,6 @@ whose content is compared with that of one server. Used by the tests of streams 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from frame.checkpoint.model_config import find_model
 from tests.entrypoints.serving import RunningRouter, RunningServer
@@ -46,15 +44,6 @@ class FleetRouter(RunningRouter):
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
         found = re.search(rf'frame_router_moved_streams_total{{cause="{cause}"}} (\S+)', text)
         return float(found[1]) if found else 0.0
-
-
-def kill(server: RunningServer) -> None:
-    """SIGKILL of the server and all its processes."""
-    for child in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    server.process.kill()
-    server.process.wait()
 
 
 class Score(float):

@@ -3,7 +3,6 @@ load and comes back."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from frame.checkpoint.model_config import find_model
@@ -22,14 +20,6 @@ from tests.entrypoints.serving import RunningRouter, RunningServer, wait_until
 FLAGS = ("--max-model-len", "512", "--max-total-tokens", "8192", "--skip-tokenizer-init")
 STEP = {"FRAME_FAKE_STEP": "0.02", "FRAME_FAKE_PLAIN": "1"}
 PATIENCE = 60.0  # seconds
-
-
-def kill(server: RunningServer) -> None:
-    for child in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    server.process.kill()
-    server.process.wait()
 
 
 def send(url: str, number: int, is_stream: bool) -> list[str] | int:
@@ -55,7 +45,7 @@ def test_a_replica_that_is_killed_under_load(tmp_path: Path) -> None:
     ):
         load: list[Future[list[str] | int]] = [pool.submit(send, router.url, number, number % 4 < 2) for number in range(32)]
         wait_until(lambda: all(each.get("/server_info")["outstanding"] >= 8 for each in (first, second)))
-        kill(first)
+        first.kill()
         results = [task.result(PATIENCE) for task in load]
         assert [result for result in results if isinstance(result, int)] == [200] * 16
         streams = [result for result in results if isinstance(result, list)]

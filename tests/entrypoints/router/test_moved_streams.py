@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.entrypoints.router.fleet import PATIENCE, FleetRouter, Stream, kill, make_streams, read_all, start_server
+from tests.entrypoints.router.fleet import PATIENCE, FleetRouter, Stream, make_streams, read_all, start_server
 from tests.entrypoints.serving import RunningServer, wait_until
 
 STREAMS = 64
@@ -117,7 +117,7 @@ def test_streams_outlive_their_servers(fleet: Fleet) -> None:
     assert fleet.router.moves("drained") > removed
     fleet.ask("POST", first)
     wait_until(lambda: fleet.states().count("ok") == 2)
-    fleet.disturb(lambda: kill(third), 0.3)
+    fleet.disturb(third.kill, 0.3)
     assert fleet.router.moves("lost") > 0
     assert fleet.router.moves("failed") == 0
     wait_until(lambda: first.get("/server_info")["outstanding"] == 0)
@@ -128,7 +128,7 @@ def test_streams_outlive_their_servers(fleet: Fleet) -> None:
 def test_rounds_of_every_disturbance(tmp_path: Path) -> None:
     """FRAME_ROUNDS (100) rounds each of SIGKILL, SIGTERM and SIGSTOP of one of three servers."""
     rounds, draw = int(os.environ.get("FRAME_ROUNDS", "100")), random.Random(7)
-    acts: list[Callable[[RunningServer], Any]] = [kill, terminate, pause]
+    acts: list[Callable[[RunningServer], Any]] = [RunningServer.kill, terminate, pause]
     fleet = Fleet(tmp_path / "replicas")
     pauses: dict[str, list[float]] = {}
     with contextlib.closing(contextlib.ExitStack()) as stack:

@@ -153,12 +153,7 @@ class MessagesRequest(CountTokensRequest):
 
     def to_chat_request(self, **more: Any) -> ChatRequest:
         return super().to_chat_request(
-            max_tokens=self.max_tokens,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            stop=self.stop_sequences,
-            **more,
+            max_tokens=self.max_tokens, stream=self.stream, temperature=self.temperature, top_p=self.top_p, stop=self.stop_sequences, **more
         )
 
 

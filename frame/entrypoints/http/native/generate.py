@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
 import numpy as np
-from pydantic import Field, ValidationError, create_model, model_validator
+from pydantic import Field, ValidationError, create_model
 
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
@@ -30,10 +30,9 @@ from frame.entrypoints.http.openai.completion_objects import DONE, WeightVersion
 from frame.entrypoints.http.operations.admin import Health
 from frame.entrypoints.http.paced_json import INLINE_VALUES, Entries, Event, PacedBody, array_type, encode_steps, in_steps
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
-from frame.entrypoints.http.protocol.fields import check_nested_fields
 from frame.entrypoints.http.protocol.hidden_states import FIELD, Refine, bound_states, compute_states
 from frame.entrypoints.http.protocol.session_store import Continuation
-from frame.entrypoints.http.request_body import RequestBody, RequestOptions, to_custom
+from frame.entrypoints.http.request_body import NestedBody, RequestBody, RequestOptions, to_custom
 from frame.entrypoints.http.request_starter import (
     MAX_NAME_CHARS,
     RequestPlan,
@@ -73,22 +72,16 @@ _FIELDS: dict[str, Any] = {each.name: (each.type, None) for each in msgspec.stru
 _SamplingValues = create_model("SamplingValues", __base__=RequestBody, **_FIELDS)
 
 
-class SessionParams(RequestBody):
+class SessionParams(NestedBody):
     """Continues from request `rid` of session `id`; without `rid` the request is the first of its
     kind. `offset`: tokens of that request which are kept; none, 0 or -1: all."""
 
+    place = "session_params"
     id: str
     rid: str | None = None
     offset: Annotated[int, Field(ge=-1)] | None = None
     replace: bool | None = None
     drop_previous_output: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            check_nested_fields("session_params", value, cls.model_fields)
-        return value
 
 
 class GenerateRequest(RequestOptions):

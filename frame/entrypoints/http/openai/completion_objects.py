@@ -106,11 +106,7 @@ ChatCompletionChunk = declare(
     **_PROMPT_FIELDS,
 )
 CompletionLogprobs = declare(
-    "CompletionLogprobs",
-    "text_offset",
-    tokens=list[str],
-    token_logprobs=list[float | None],
-    top_logprobs=list[dict[str, float] | None],
+    "CompletionLogprobs", "text_offset", tokens=list[str], token_logprobs=list[float | None], top_logprobs=list[dict[str, float] | None]
 )
 _CompletionChoice = declare(
     "CompletionChoice", "text", base=_Choice, logprobs=CompletionLogprobs | None, prompt_logprobs=NotRequired[PromptLogprobs]

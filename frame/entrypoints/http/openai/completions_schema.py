@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from frame.core.interfaces.sampling_params import MAX_STOP_IDS, SamplingParams
 from frame.entrypoints.http.chat.constraints import (
@@ -29,8 +29,7 @@ from frame.entrypoints.http.chat.request_fields import TemplateFields
 from frame.entrypoints.http.chat.thinking_fields import SWITCHES
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
-from frame.entrypoints.http.protocol.fields import check_nested_fields
-from frame.entrypoints.http.request_body import Metadata, RequestBody, SamplingFields, TransferParams
+from frame.entrypoints.http.request_body import Metadata, NestedBody, SamplingFields, TransferParams
 from frame.entrypoints.http.validation_errors import type_name
 from frame.entrypoints.media.media_service import MediaPart
 from frame.text.fill_in_middle import find_form, list_end_ids
@@ -44,18 +43,12 @@ ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 TIERS: Mapping[ServiceTier, int] = {"auto": 0, "default": 0, "flex": -1, "scale": 1, "priority": 1}
 
 
-class StreamOptions(RequestBody):
+class StreamOptions(NestedBody):
     """OpenAI's stream options, and vLLM's `continuous_usage_stats`: usage in every chunk."""
 
+    place = "stream_options"
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            check_nested_fields("stream_options", value, cls.model_fields)
-        return value
 
 
 class GenerationRequest(SamplingFields):

@@ -15,13 +15,7 @@ from pydantic import Field
 
 from frame.entrypoints.http.chat.constraints import FORMAT_FIELDS, SCHEMA_FIELDS
 from frame.entrypoints.http.chat.media_parts import check_url, read_audio_part, read_file_part, read_options
-from frame.entrypoints.http.chat.request_fields import (
-    CHOICE,
-    ExtensionFields,
-    check_object,
-    check_string,
-    to_content_parts,
-)
+from frame.entrypoints.http.chat.request_fields import CHOICE, ExtensionFields, check_object, check_string, to_content_parts
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, ServiceTier
 from frame.entrypoints.http.openai.response_tools import CALLS, ResponseTools, result_content, to_chat_call
