@@ -126,12 +126,10 @@ class StepOutput(Message, frozen=True, kw_only=True):
     queue_times: dict[int, float] = {}  # seconds from arrival to admission; sent once
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, TokenLogprobs] = {}  # sent once
-    # float32: the vector of an embedding or classification request, or the hidden states of its
-    # tokens, one after another; sent once
-    pooled: dict[int, bytes] = {}
     drafts: dict[int, tuple[int, int]] = {}  # drafted tokens that were accepted, and those that were rejected
-    # float32 vector of an embedding or classification request; of one with an aligned text
-    # (`AlignedText`), the matrix [tokens, positions]
+    # float32: the vector of an embedding or classification request, or the hidden states of its
+    # tokens, one after another; of one with an aligned text (`AlignedText`), the matrix [tokens,
+    # positions]. Sent once
     pooled: dict[int, bytes] = {}
 
 
