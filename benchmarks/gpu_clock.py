@@ -1,8 +1,9 @@
-"""The time of a launch on a GPU, in a CUDA graph of many launches. Used by the benchmarks of matrix
-products."""
+"""The time of a launch on a GPU, in a CUDA graph of many launches, and of a copy. Used by other
+benchmarks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from statistics import median
 
@@ -29,3 +30,18 @@ def seconds(launch: Callable[[int], object], copies: int, launches: int, repeats
             stop.synchronize()
             taken.append(start.elapsed_time(stop) / 1000 / launches)
     return median(taken)
+
+
+def time_copy(num_bytes: int) -> float:
+    """Seconds of a copy from page-locked memory to the device in one piece."""
+    if not torch.cuda.is_available():
+        return 0.0
+    host, device = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

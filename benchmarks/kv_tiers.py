@@ -19,7 +19,7 @@ import tempfile
 import time
 from typing import Any
 
-import torch
+from gpu_clock import time_copy
 
 from frame import Engine, SamplingParams
 
@@ -80,21 +80,6 @@ def time_conversations(arguments: argparse.Namespace, tiers: list[str], numbers:
                 text += output.token_ids
         seconds = time.perf_counter() - start
     return {"seconds": seconds, "output_tokens_per_second": arguments.turns * len(texts) * 64 / seconds}
-
-
-def time_copy(num_bytes: int) -> float:
-    """Seconds of a copy from page-locked memory to the device in one piece."""
-    if not torch.cuda.is_available():
-        return 0.0
-    host, device = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def main() -> None:

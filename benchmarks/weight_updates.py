@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 import torch
+from gpu_clock import time_copy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from frame.rl import WeightClient
@@ -108,15 +109,7 @@ def make_weights(model: Path, seed: int, device: str) -> dict[str, torch.Tensor]
 def copy_rate() -> float:
     """Bytes a second of a copy from page-locked memory to the card."""
     size = 2 << 30
-    host, device = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return size / min(times)
+    return size / time_copy(size)
 
 
 def main() -> None:

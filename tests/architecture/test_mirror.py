@@ -77,6 +77,7 @@ UNTESTED: dict[str, str] = {
             "frame.entrypoints.http.dialects.vllm",
             "frame.entrypoints.http.openai.responses",
             "frame.entrypoints.http.openai.response_objects",
+            "frame.entrypoints.http.chat.block_response",
             "frame.entrypoints.http.chat.chat_request",
         ),
         PART_OF_DIALECTS,

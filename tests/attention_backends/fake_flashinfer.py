@@ -10,24 +10,7 @@ from typing import Any
 
 import torch
 
-
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window_left: int = -1, soft_cap: float = 0.0
-) -> torch.Tensor:
-    """One row: q [n, heads, d], k and v [m, kv_heads, …]. The last query is at the last key's
-    position."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (part.double().repeat_interleave(group, 1) for part in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    if soft_cap > 0:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    at = torch.arange(k.shape[0] - q.shape[0], k.shape[0])[:, None]
-    keys = torch.arange(k.shape[0])[None]
-    if causal:
-        scores = scores.masked_fill(keys > at, -torch.inf)
-    if window_left >= 0:
-        scores = scores.masked_fill(keys < at - window_left, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", torch.softmax(scores, dim=-1), v).to(q.dtype)
+from tests.attention_backends.fake_page_tables import attend
 
 
 class _Wrapper:
@@ -142,7 +125,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         starts, last_page, scale = self.lists("starts"), self.lists("last_page"), planned["scale"] * (k_scale or 1.0)
         for row in range(q.shape[0]):
             k, v = self.keys(paged_kv_cache, row, last_page, starts)
-            out[row : row + 1] = attend(q[row : row + 1], k, v, scale, False, planned["window"], planned["soft_cap"])
+            out[row : row + 1] = attend(q[row : row + 1], k, v, scale, planned["window"], planned["soft_cap"], causal=False)
         return out.mul_(v_scale or 1.0)
 
 
@@ -261,7 +244,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             k, v = self.keys(paged_kv_cache, row, planned["last_page"], planned["starts"])
             part = slice(int(queries[row]), int(queries[row + 1]))
             scale = planned["scale"] * (k_scale or 1.0)
-            out[part] = attend(q[part], k, v, scale, planned["causal"], planned["window"], planned["soft_cap"])
+            out[part] = attend(q[part], k, v, scale, planned["window"], planned["soft_cap"], causal=planned["causal"])
         return out.mul_(v_scale or 1.0)
 
 
@@ -327,7 +310,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         assert (k.shape[-1], v.shape[-1]) == self.planned["widths"] and k.shape[0] == v.shape[0] == keys[-1] and out is not None
         for row in range(len(queries) - 1):
             part, own = slice(queries[row], queries[row + 1]), slice(keys[row], keys[row + 1])
-            out[part] = attend(q[part], k[own], v[own], self.planned["scale"], self.planned["causal"])
+            out[part] = attend(q[part], k[own], v[own], self.planned["scale"], causal=self.planned["causal"])
         return out
 
 
@@ -389,5 +372,5 @@ class BatchMLAPagedAttentionWrapper(_Wrapper):
             latent, rope = (part[pages].flatten(0, 1)[: lengths[row], None] for part in (ckv_cache, kpe_cache))
             part = slice(queries[row], queries[row + 1])
             q = torch.cat((q_nope[part], q_pe[part]), dim=-1)
-            out[part] = attend(q, torch.cat((latent, rope), dim=-1), latent, self.planned["scale"], self.planned["causal"])
+            out[part] = attend(q, torch.cat((latent, rope), dim=-1), latent, self.planned["scale"], causal=self.planned["causal"])
         return out

@@ -20,8 +20,10 @@ def attend(
     window_left: int = -1,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """One causal row: q [n, heads, d], k and v [m, kv_heads, …]. The last query is at the last
+    """One row: q [n, heads, d], k and v [m, kv_heads, …]. The last query is at the last
     key's position."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.double().repeat_interleave(group, 1) for part in (k, v))
@@ -30,7 +32,7 @@ def attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     at = torch.arange(k.shape[0] - q.shape[0], k.shape[0])[:, None]
     keys = torch.arange(k.shape[0])[None]
-    hidden = keys > at
+    hidden = (keys > at) & causal
     if window_left >= 0:
         hidden |= keys < at - window_left
     scores = scores.masked_fill(hidden, -torch.inf)

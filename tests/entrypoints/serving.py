@@ -12,13 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+
+if TYPE_CHECKING:
+    from frame import Engine
 
 READY = re.compile(r"ready on (https?://[^\s,]+)")
 START_TIMEOUT = 90.0
@@ -122,6 +125,15 @@ class RunningServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+@contextlib.contextmanager
+def open_engines(folders: Sequence[Path], **keys: Any) -> Iterator[list[Engine]]:
+    """An offline engine for each checkpoint."""
+    from frame import Engine  # loads torch
+
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Engine(str(folder), **keys)) for folder in folders]
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from frame import Engine, SamplingParams
 from frame.testing.checkpoints import make_checkpoint
-from tests.entrypoints.serving import RunningRouter, RunningServer, wait_until
+from tests.entrypoints.serving import RunningRouter, RunningServer, open_engines, wait_until
 
 KEYS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_total_tokens": 16384, "threads": 1, "page_size": 4}
 FLAGS = ("--dtype", "float32", "--max-model-len", "256", "--max-total-tokens", "16384", "--page-size", "4", "--sleep-mode", "wait")
@@ -32,10 +32,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def fresh(folders: list[Path]) -> Iterator[list[Engine]]:
-    engines = [Engine(str(folder), **KEYS) for folder in folders]
-    yield engines
-    for engine in engines:
-        engine.close()
+    with open_engines(folders, **KEYS) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from frame import Engine, SamplingParams
 from frame.checkpoint.model_config import find_model
 from frame.entrypoints.offline.engine import EngineError
 from frame.testing.checkpoints import make_checkpoint
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import RunningServer, open_engines, wait_until
 from tests.models.test_reloading import change
 
 KEYS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_total_tokens": 4096, "threads": 1, "page_size": 4}
@@ -44,10 +44,8 @@ def outputs_of(engine: Engine) -> list[tuple[list[int], list[float | None]]]:
 @pytest.fixture(scope="module")
 def fresh(folders: list[Path]) -> Iterator[list[Engine]]:
     """An engine for each checkpoint."""
-    engines = [Engine(str(folder), **KEYS) for folder in folders]
-    yield engines
-    for engine in engines:
-        engine.close()
+    with open_engines(folders, **KEYS) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module")

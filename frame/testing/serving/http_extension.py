@@ -256,11 +256,11 @@ async def check_event_loop(make: Callable[[], HttpExtension], target: type[HttpE
     for hook in (lambda: decide(extension, request), lambda: extension.on_response(request, HttpResponse(200, 0.1))):
         minimum = float("inf")
         for _ in range(2):  # a busy machine may stop the process once
-            minimum = min(minimum, await _longest_pause(hook))
+            minimum = min(minimum, await measure_pause(hook))
         assert minimum < MAX_BLOCKING, f"a hook blocks the event loop for {minimum:.2f} s"
 
 
-async def _longest_pause(act: Callable[[], Awaitable[Any]]) -> float:
+async def measure_pause(act: Callable[[], Awaitable[Any]]) -> float:
     """The longest time, in seconds, that the event loop stands still during `act`."""
     max_length, is_over = 0.0, False
 

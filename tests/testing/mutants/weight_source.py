@@ -14,20 +14,10 @@ from safetensors.torch import load_file
 
 from frame.core.errors import CheckpointError
 from frame.interfaces.weights import FileRange, WeightSource, WeightSourceCapabilities, WeightSourceContext
+from frame.testing.adapters.files import StoredTensor as Stored
 from tests.testing.mutants import MutantList
 
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
-
-
-class Stored:
-    """A tensor in memory."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-        self.shape = tuple(value.shape)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.value[index]
 
 
 class PlainSource(WeightSource):
@@ -124,7 +114,7 @@ class RowsOnly(Stored):
     """Reads whole rows, whatever columns are asked for."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.value[index[0] if isinstance(index, tuple) and len(self.shape) == 2 else index]
+        return self._value[index[0] if isinstance(index, tuple) and len(self.shape) == 2 else index]
 
 
 @mutant
@@ -140,8 +130,8 @@ class LongRows(Stored):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         if isinstance(index, slice) and index.stop:
-            return self.value[index.start : index.stop + 1]
-        return self.value[index]
+            return self._value[index.start : index.stop + 1]
+        return self._value[index]
 
 
 @mutant

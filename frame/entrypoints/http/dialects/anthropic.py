@@ -13,9 +13,10 @@ from pydantic import Field
 
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.chat.chat_request import count_chat, make_output_parsers, start_chat
+from frame.entrypoints.http.chat.block_response import BlockResponse
+from frame.entrypoints.http.chat.chat_request import count_chat, start_chat
 from frame.entrypoints.http.chat.media_parts import check_url, from_base64
-from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock, ContentBlocks
+from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock
 from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, to_content_parts
 from frame.entrypoints.http.chat.thinking_fields import ThinkingBudget, check_effort
 from frame.entrypoints.http.dialects.anthropic_tools import edit_history, list_hosted, to_chat_tools
@@ -348,24 +349,17 @@ async def count_tokens(request: CountTokensRequest, context: ContextDep, service
     return {"input_tokens": await count_chat(context, services, chat)}
 
 
-class MessageResponse:
+class MessageResponse(BlockResponse):
     """A message, whole or as events."""
 
     def __init__(self, services: Services, request: ChatRequest, state: RequestState) -> None:
-        self._name = state.rid
+        super().__init__(services, request, state)
         self._model = services.response_model(request.model)
-        self._sequence = state.sequences[0]
-        self._parser = make_output_parsers(services, request, state).get(0)
-        self._blocks = ContentBlocks()
-        self._is_started = False
 
     def build_message(self) -> dict[str, Any]:
         """The message of a finished sequence. Raises ApiError 503 if it was aborted."""
-        self._blocks.read(self._sequence, self._parser, BlockEventWriter())
-        finish = self._sequence.finish
-        if finish is not None and finish.reason == "abort":
-            raise aborted()
-        content = [_content(block) for block in self._blocks.blocks]
+        blocks, finish = self._read_blocks()
+        content = [_content(block) for block in blocks]
         return {**self._head(content), **self._stop(finish), "usage": self._usage(self._sequence.num_tokens)}
 
     def write_events(self, sequence: SequenceState) -> bytes:

@@ -11,8 +11,9 @@ from pydantic import Field
 
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
-from frame.entrypoints.http.chat.chat_request import make_output_parsers, start_chat
-from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock, ContentBlocks
+from frame.entrypoints.http.chat.block_response import BlockResponse
+from frame.entrypoints.http.chat.chat_request import start_chat
+from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock
 from frame.entrypoints.http.chat.request_fields import CHAT, MESSAGE, ExtensionFields, check_object, check_string, to_content_parts
 from frame.entrypoints.http.errors import ApiError, ErrorShape, quoted
 from frame.entrypoints.http.failures import aborted, failure
@@ -185,25 +186,17 @@ async def chat(request: CohereChatRequest, context: ContextDep, services: Servic
     return None
 
 
-class ChatReply:
+class ChatReply(BlockResponse):
     """A response, whole or as events."""
 
     def __init__(self, services: Services, request: ChatRequest, state: RequestState) -> None:
-        self._name = state.rid
-        self._sequence = state.sequences[0]
-        self._parser = make_output_parsers(services, request, state).get(0)
-        self._blocks = ContentBlocks()
+        super().__init__(services, request, state)
         self._writer = EventWriter()
-        self._is_started = False
 
     def build_reply(self) -> dict[str, Any]:
         """The response of a finished sequence. Raises ApiError 503 if it was aborted."""
-        self._blocks.read(self._sequence, self._parser, BlockEventWriter())
-        finish = self._sequence.finish
-        if finish is not None and finish.reason == "abort":
-            raise aborted()
+        blocks, finish = self._read_blocks()
         message: dict[str, Any] = {"role": "assistant"}
-        blocks = self._blocks.blocks
         if content := [{"type": KINDS[each.kind], KINDS[each.kind]: each.text} for each in blocks if each.kind != "call"]:
             message["content"] = content
         if calls := [_call(each, each.text) for each in blocks if each.kind == "call"]:
