@@ -220,5 +220,5 @@ def decode_handoff(data: bytes) -> Handoff:
         if version != VERSION:
             raise HandoffError(409, f"the handoff has version {version}, and this server has {VERSION}; run the same release of frame")
         return msgspec.msgpack.decode(data, type=Handoff)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise HandoffError(400, "the handoff cannot be read; the router and this server differ in their release of frame") from None

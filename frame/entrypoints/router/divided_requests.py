@@ -68,6 +68,6 @@ def _read_number(fields: _Fields, name: str) -> float | None:
     """A number of the request; 0 for what is none, which a server refuses."""
     try:
         value = msgspec.json.decode(fields.get(name, b"null"))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return 0
     return value if value is None or (isinstance(value, int | float) and not isinstance(value, bool)) else 0

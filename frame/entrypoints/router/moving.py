@@ -255,5 +255,5 @@ def _sentence(body: bytes) -> str:
         error = msgspec.json.decode(body)
         error = error.get("error", error)
         return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-    except (msgspec.DecodeError, AttributeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, RecursionError):
         return "it sent no reason"

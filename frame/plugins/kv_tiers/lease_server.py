@@ -101,7 +101,7 @@ class LeaseServer:
                     await self._converse(link, taken)
             finally:
                 self._num_peers -= 1
-        except (LinkError, msgspec.DecodeError) as error:
+        except (LinkError, msgspec.DecodeError, UnicodeDecodeError) as error:
             _log.info("the link to a decode server has ended: %s", error)
         finally:
             self._places.discard(writer)

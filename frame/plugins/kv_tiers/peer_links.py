@@ -68,7 +68,7 @@ class PeerLinks:
         except (TimeoutError, CancelledError):
             task.cancel()
             raise BlockError(f"the prefill server {transfer.host}:{transfer.port} does not reply") from None
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise BlockError(f"the prefill server {transfer.host}:{transfer.port}: {error}") from error
 
     def release(self, transfer: KVTransfer) -> None:

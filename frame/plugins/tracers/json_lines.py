@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -42,6 +43,7 @@ class JsonLinesTracer(Tracer):
         self._path = Path(options.folder) / f"{context.process.replace('/', '-')}.jsonl"
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self._lock = threading.Lock()
+        self._has_failed = False  # the last line
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file: Any = self._path.open("ab", buffering=0)
@@ -82,13 +84,27 @@ class JsonLinesTracer(Tracer):
                 return
             try:
                 if self._file.tell() + len(data) > self._max_bytes:
-                    self._file.close()
                     self._path.replace(f"{self._path}.1")
-                    self._file = self._path.open("ab", buffering=0)
-                self._file.write(data)
+                    file, self._file = self._file, self._path.open("ab", buffering=0)
+                    file.close()
+                self._append(data)
+                self._has_failed = False
             except OSError as failure:
-                _log.warning("traces are not written any more: %s: %s", self._path, failure.strerror)
-                self._file = None
+                if not self._has_failed:
+                    _log.warning("spans are not written: %s: %s", self._path, failure.strerror)
+                self._has_failed = True
+
+    def _append(self, data: bytes) -> None:
+        """Write a line, or take back the part that a full disk took. Raises OSError."""
+        size, rest = self._file.tell(), memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+                self._file.seek(size)
+            raise
 
     def close(self) -> None:
         with self._lock:

@@ -65,7 +65,7 @@ def test_requests_that_go_to_one_server(change: dict[str, Any]) -> None:
     assert divide(**{**BODY, **change}) is None
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt": 1', b"[" * 5000])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt": 1', b"[" * 5000, b'{"prompt": "x", "n": "\xff"}'])
 def test_bodies_that_cannot_be_read_go_to_one_server(body: bytes) -> None:
     assert read_divisible("POST", PATH, body) is None
 

@@ -57,7 +57,8 @@ class FramedReplica(FakeReplica):
             self.handoffs.append(decode_handoff(state))
             first = sum(len(write.token_ids) for record in self.handoffs[-1].records for write in record)
             if self.refusal[0]:
-                await self._send(send, self.refusal[0], json.dumps({"error": {"message": self.refusal[1]}}).encode())
+                body = self.refusal[1].encode("latin-1") if self.refusal[1].startswith('"') else b""
+                await self._send(send, self.refusal[0], body or json.dumps({"error": {"message": self.refusal[1]}}).encode())
                 return
         head = [(b"content-type", b"text/event-stream"), (HEADER, b"1"), (b"x-from", self.url.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": head})
@@ -192,6 +193,7 @@ def test_a_stream_that_cannot_move_says_why(monkeypatch: pytest.MonkeyPatch) -> 
         first, second = FramedReplica(60), FramedReplica(60)
         first.script[50 if case == "large" else 3] = "part" if case == "part" else "die"
         second.refusal = (409, "another checkpoint") if case == "model" else (503, "full") if case == "full" else (0, "")
+        second.refusal = (400, '"\xff\xfe"') if case == "nonsense" else second.refusal
         async with routed(*((first,) if case == "alone" else (first, second)), key=KEY) as (client, backends, _):
             backends.choose = lambda request, tried=(): next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
             await asyncio.gather(*(backends.check(backend) for backend in backends.all))
@@ -199,7 +201,8 @@ def test_a_stream_that_cannot_move_says_why(monkeypatch: pytest.MonkeyPatch) -> 
             found = text if case == "part" else tokens(text)[-1]["error"]["message"]
             assert words in found, found
 
-    cases = {"model": "another checkpoint", "part": "a part of an event", "large": "bytes of state", "full": "full", "alone": "no other"}
+    cases = {"model": "another checkpoint", "part": "a part of an event", "large": "bytes of state", "full": "full", "alone": "no other",
+             "nonsense": "it sent no reason"}  # fmt: skip
     for case, words in cases.items():
         run(lambda case=case, words=words: asyncio.wait_for(main(case, words), 20))  # type: ignore[misc]
 

@@ -3,6 +3,7 @@ grow, and folders that cannot be written."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections import deque
@@ -92,8 +93,36 @@ def test_folders_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             tracer.start_span("x", []).end({})
-    assert caplog.text.count("traces are not written any more") == 1
+    assert caplog.text.count("spans are not written") == 1
     tracer.close()
+
+
+def test_a_full_disk_takes_whole_lines_and_later_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Disk:
+        """A file on a disk with `room` bytes."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.room = file, 1 << 20
+
+        def write(self, data: memoryview) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            done = self.file.write(data[: self.room])
+            self.room -= done
+            return int(done)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    tracer = JsonLinesTracer(TracerContext(), JsonLinesOptions(folder=str(tmp_path)))
+    disk = tracer._file = Disk(tracer._file)
+    for name, room in (("before", 1 << 20), ("lost", 50), ("lost", 20), ("after", 1 << 20)):
+        disk.room = room
+        tracer.start_span(name, []).end({})
+    tracer.close()
+    (file,) = tmp_path.iterdir()
+    assert [json.loads(line)["name"] for line in file.read_text().splitlines()] == ["before", "after"]
+    assert caplog.text.count("No space left on device") == 1
 
 
 def test_a_clients_text_loses_no_other_span() -> None:

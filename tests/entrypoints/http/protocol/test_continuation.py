@@ -164,6 +164,8 @@ async def test_only_the_router_is_answered() -> None:
             (key.sign("/v1/completions"), body, 403, "fleet key"),
             (key.sign(stream.path, "another process", sealed, body), sealed + body, 403, "process"),
         ]
+        wrong = sealed.replace(fleet.identity.encode(), b"\xff" * 32)  # signed, of a router that is at fault
+        refused.append((key.sign(stream.path, fleet.instance, wrong, body), wrong + body, 400, "cannot be read"))
         for value, sent, status, words in refused:
             reply = await ask(server, stream, value, sent)
             assert (reply.status, words in reply.json()["error"]["message"]) == (status, True), (value, reply.body)
