@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,14 +15,20 @@ import torch
 Bucket = list[tuple[str, torch.Tensor]]
 
 
+FOLDER = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is
+
+
 class HostBucket:
-    """A bucket in shared memory of this host, which is freed with the stack."""
+    """A bucket in shared memory of this host, which is freed with the stack. Raises OSError where
+    there is too little of it."""
 
     def __init__(self, size: int, stack: contextlib.ExitStack) -> None:
         self.size = max(size, 1)
-        self._path = Path(f"/dev/shm/frame-trainer-{uuid.uuid4().hex}")  # noqa: S108 - where POSIX shared memory is
+        self._path = FOLDER / f"frame-trainer-{uuid.uuid4().hex}"
         self._path.touch(mode=0o600, exist_ok=False)
         stack.callback(self._path.unlink)
+        with self._path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, self.size)  # a write that finds no room would end the process
         self._bytes = torch.from_file(str(self._path), shared=True, size=self.size, dtype=torch.uint8)
 
     def write(self, offset: int, tensor: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from torch import distributed
 
 from frame.entrypoints.offline.engine import Engine
 from frame.host.gloo_group import make_gloo_group
-from frame.rl.buckets import Bucket, DeviceBucket, HostBucket, describe, split_buckets
+from frame.rl.buckets import FOLDER, Bucket, DeviceBucket, HostBucket, describe, split_buckets
 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 BUCKET_BYTES = 512 << 20
@@ -124,13 +124,21 @@ class WeightClient:
                 size = sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, tensor in bucket)
                 is_device = bucket[0][1].is_cuda
                 if memory is None or memory.size < size or is_device != isinstance(memory, DeviceBucket):
-                    memory = DeviceBucket(size, bucket[0][1].device) if is_device else HostBucket(size, stack)
+                    memory = DeviceBucket(size, bucket[0][1].device) if is_device else self._make_host_bucket(size, stack)
                 specs, offset = [], 0
                 for name, tensor in bucket:
                     memory.write(offset, tensor)
                     specs.append({**describe(name, tensor), "offset": offset})
                     offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
                 self._step("part", kind="ipc", tensors=specs, buffers=[memory.describe()], update=update)
+
+    @staticmethod
+    def _make_host_bucket(size: int, stack: contextlib.ExitStack) -> HostBucket:
+        try:
+            return HostBucket(size, stack)
+        except OSError as error:
+            remedy = "give it more (--shm-size of a container), or send smaller buckets (bucket_bytes)"
+            raise WeightUpdateError(f"{FOLDER} has no room for a bucket of {size / 2**20:,.0f} MiB ({error.strerror}): {remedy}") from None
 
     def _together(self, step: str, act: Callable[[], None], **fields: Any) -> None:
         """Send a step while this process takes part in a collective. The collective runs in a

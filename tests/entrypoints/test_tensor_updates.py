@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from frame import Engine, SamplingParams
 from frame.entrypoints.offline.engine import EngineError
+from frame.rl import buckets
 from frame.rl.buckets import HostBucket, describe
 from frame.rl.weight_client import WeightClient, WeightUpdateError
 from frame.testing.checkpoints import make_checkpoint
@@ -221,6 +223,19 @@ def test_kept_updates_survive_a_crash(folders: list[Path], expected: list[Any], 
         assert outputs_of(engine) == expected[1]
         assert engine.control("server_info")["weight_version"] == "v1"
         assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_too_little_shared_memory_is_an_error_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write to a mapped file that finds no room would end it."""
+
+    def fill(handle: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(buckets.os, "posix_fallocate", fill)
+    before = set(buckets.FOLDER.iterdir())
+    with contextlib.ExitStack() as stack, pytest.raises(WeightUpdateError, match=r"no room for a bucket of 2 MiB \(No space.*--shm-size"):
+        WeightClient("http://unused")._make_host_bucket(2 << 20, stack)
+    assert not [file for file in set(buckets.FOLDER.iterdir()) - before if file.name.startswith("frame-trainer-")]
 
 
 class SharedBucket:

@@ -17,6 +17,7 @@ import pytest
 
 from frame.checkpoint.remote_code import load_class
 from frame.core.errors import CheckpointError, ConfigurationError
+from frame.entrypoints.http.native.tokenizing import describe_tokens
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.text.python_tokenizer import PythonTokenizer
 from frame.text.tokenizer import Tokenizer
@@ -233,6 +234,8 @@ def test_tokenizer_code_runs_where_trusted(tmp_path: Path, is_slow: bool) -> Non
         assert ids == [tokenizer.find_token_id("ab"), tokenizer.find_token_id("cd")]
         assert tokenizer.encode_batch(["ab", "cd"]) == [[ids[0]], [ids[1]]]
         assert tokenizer.encode_inputs([["ab"], ["ab", "cd"]]) == [([ids[0]], 0), (ids, 1)]
+        cards = describe_tokens(tokenizer, "abcd", ids, special=True)
+        assert [(card["id"], card["special"], card["start"]) for card in cards] == [(ids[0], False, None), (ids[1], False, None)]
 
 
 def test_processor_code_runs_where_trusted(tmp_path: Path) -> None:

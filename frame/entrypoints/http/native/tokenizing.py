@@ -89,18 +89,21 @@ async def _describe_inputs(request: TokenizeRequest, services: Services, tenant:
     for text in texts:
         ids = await encode_prompt(services, lead + text, special)
         async with services.text_turns.hold_slot(tenant):
-            described.append(await asyncio.to_thread(_describe_tokens, tokenizer, lead + text, ids, special))
+            described.append(await asyncio.to_thread(describe_tokens, tokenizer, lead + text, ids, special))
     return described
 
 
-def _describe_tokens(tokenizer: Tokenizer, text: str, ids: list[int], special: bool) -> list[dict[str, Any]]:
+def describe_tokens(tokenizer: Tokenizer, text: str, ids: list[int], special: bool) -> list[dict[str, Any]]:
+    """The `TokenCard` of each token. ids: those of the text; special: with special tokens."""
     encoding = tokenizer.backend.encode(text, add_special_tokens=special)
-    places: list[tuple[int, int] | None] = [None] * (len(ids) - len(encoding.ids))  # a bos token that the tokenizer does not add itself
-    places += [None if is_special else place for place, is_special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True)]
+    num_leading = len(ids) - len(encoding.ids)  # a bos token that the tokenizer does not add itself
+    offsets = getattr(encoding, "offsets", None) or [(None, None)] * len(encoding.ids)  # of Python code there are none
+    places = [(None, None)] * num_leading + list(offsets)
+    is_special = [True] * num_leading + [bool(each) for each in encoding.special_tokens_mask]
     cards = []
-    for token, place in zip(ids, places, strict=True):
-        start, stop = (None, None) if place is None else place
-        cards.append({"id": token, "text": tokenizer.get_token_text(token), "special": place is None, "start": start, "stop": stop})
+    for token, (start, stop), special_token in zip(ids, places, is_special, strict=True):
+        where = {"start": None, "stop": None} if special_token else {"start": start, "stop": stop}
+        cards.append({"id": token, "text": tokenizer.get_token_text(token), "special": special_token, **where})
     return cards
 
 
