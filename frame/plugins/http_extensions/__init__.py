@@ -18,7 +18,7 @@ _APIS = {
     "native": (f"{_HTTP}.native.generate:NativeRoutes", "/generate, /tokenize, reranking, scoring and classification."),
     "vllm": (f"{_HTTP}.dialects.vllm:VllmRoutes", "Further routes of vLLM: batched chat, render, pooling, version, load."),
     "sglang": (f"{_HTTP}.dialects.sglang:SglangRoutes", "Further routes of SGLang: model information and output parsers."),
-    "cohere": (f"{_HTTP}.dialects.cohere:CohereRoutes", "Cohere's /v2/chat, /v2/embed, /v1/embed and /v2/rerank."),
+    "cohere": (f"{_HTTP}.dialects.cohere:CohereRoutes", "Cohere's /v2/chat, /v1/chat, /v2/embed, /v1/embed and /v2/rerank."),
     "tei": (f"{_HTTP}.dialects.tei:TeiRoutes", "/embed, /rerank, /predict, /similarity and /info of text-embeddings-inference."),
     "ollama": (f"{_HTTP}.dialects.ollama:OllamaRoutes", "The Ollama API."),
     "sagemaker": (f"{_HTTP}.dialects.sagemaker:SageMakerRoutes", "The routes of a SageMaker container."),

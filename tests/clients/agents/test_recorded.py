@@ -15,7 +15,7 @@ from tests.entrypoints.serving import RunningServer
 RECORDED = Path(__file__).parent / "recorded"
 # What the server ignores of a program's requests; docs/coding_agents.md says why that is safe.
 IGNORED = {
-    "claude_code": set(),
+    "claude_code": {"thinking.display"},
     "codex": {"tools[4]", "reasoning.summary"},
     "codex_gpt_5_5": {"tools[5]"},
     "codex_gpt_6_2": {"reasoning.context"},

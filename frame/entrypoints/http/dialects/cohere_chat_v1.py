@@ -95,8 +95,8 @@ class CohereV1Request(ExtensionFields):
         form = self.response_format
         if form is not None and "schema" in form and "json_schema" not in form:
             form = {**{name: value for name, value in form.items() if name != "schema"}, "json_schema": form["schema"]}
-        own = ("model", "max_tokens", "stop_sequences", "temperature", "k", "p", "stream")
-        fields = {name: getattr(self, name) for name in own} | self.extension_fields()
+        names = ("model", "max_tokens", "stop_sequences", "temperature", "k", "p", "stream")
+        fields = {name: getattr(self, name) for name in names} | self.extension_fields()
         fields["documents"] = [{"data": each} for each in self.documents] if self.documents else None
         tools = None if self.tools is None else [_tool(each, f"tools[{i}]") for i, each in enumerate(self.tools)]
         request = CohereChatRequest(messages=self.list_messages(), tools=tools, response_format=form, **fields)
@@ -164,10 +164,10 @@ class _Messages:
     def add_results(self, results: Sequence[dict[str, Any]], place: str) -> None:
         """Add results; calls that no message has made are added before them. Raises ApiError
         400."""
-        made = [check_object(each.get("call"), f"{place}[{i}].call") for i, each in enumerate(results)]
+        calls = [check_object(each.get("call"), f"{place}[{i}].call") for i, each in enumerate(results)]
         if not self.calls:
-            self._add_calls(made, place)
-        for i, (result, call) in enumerate(zip(results, made, strict=True)):
+            self._add_calls(calls, place)
+        for i, (result, call) in enumerate(zip(results, calls, strict=True)):
             answered = next((each for each in self.calls if _is_same(each[0], call)), None)
             if answered is None:
                 raise ApiError(
@@ -210,10 +210,10 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
 def _schema(kind: str) -> dict[str, Any]:
     """The JSON schema of a type such as str or List[str]; of another one: any value."""
     outer, _, inner = kind.strip().lower().partition("[")
-    found = TYPES.get(outer)
-    if found == "array" and inner:
+    kind = TYPES.get(outer, "")
+    if kind == "array" and inner:
         return {"type": "array", "items": _schema(inner.removesuffix("]"))}
-    return {} if found is None else {"type": found}
+    return {"type": kind} if kind else {}
 
 
 # responses ----------------------------------------------------------------------------------------
@@ -322,10 +322,10 @@ class V1ChatReply(ChatReply):
 def _arguments(block: ContentBlock) -> dict[str, Any]:
     """The arguments of a call; empty where the model has written no object."""
     try:
-        found = msgspec.json.decode(block.text)
+        arguments = msgspec.json.decode(block.text)
     except msgspec.DecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 class _LineWriter(BlockEventWriter):

@@ -203,7 +203,7 @@ async def compute_scores(
         return similarity(first, second), count
     render: Render = Pair
     if form == "chat":
-        render = lambda *pair: Chat(conversation(*pair, instruction), None, dict(TEMPLATE_ARGUMENTS))  # noqa: E731
+        render = lambda query, document: Chat(conversation(query, document, instruction), None, dict(TEMPLATE_ARGUMENTS))  # noqa: E731
     elif form == "text" and services.score_prompt is not None:
         render = partial(filled, services.score_prompt, instruction=instruction)
     if form != "pair" and maximum is not None:  # the prompt ends with what the model answers: the document is cut instead

@@ -41,8 +41,8 @@ def bound_states(services: Services, prompts: Sequence[Prompt], refine: Refine |
 
     def check(prompt: list[int], params: SamplingParams) -> SamplingParams:
         nonlocal total
-        longest = 0 if limits.is_pooling else (params.max_tokens or count_output_room(limits, prompt)) - 1
-        total += params.n * (len(prompt) + longest)
+        num_output = 0 if limits.is_pooling else (params.max_tokens or count_output_room(limits, prompt)) - 1
+        total += params.n * (len(prompt) + num_output)
         check_num_states(limits, total)
         return params if refine is None else refine(prompt, params)
 
