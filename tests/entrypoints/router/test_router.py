@@ -492,3 +492,11 @@ def test_wrong_addresses_are_refused() -> None:
         assert "secret" not in str(refusal.value)
     twice = CliRunner().invoke(cli, ["router", "--replica", "http://a:1", "--replica", "http://a:1/"])
     assert (twice.exit_code, "twice" in twice.output) == (78, True)
+
+
+async def test_a_websocket_is_refused() -> None:
+    async with routed(FakeReplica()) as (client, _, _):
+        reply = await client.get("/v1/realtime", headers={"connection": "upgrade", "upgrade": "websocket"})
+        assert reply.status_code == 400
+        assert "passes no WebSockets on" in reply.json()["error"]["message"]
+        assert (await client.get("/v1/models", headers={"connection": "upgrade", "upgrade": "h2c"})).status_code == 200
