@@ -254,7 +254,8 @@ class WhisperForConditionalGeneration(CausalLM, nn.Module):
         pairs: list[list[int]] = self.model_config.config["alignment_heads"]
         x = self.embed_tokens(text.token_ids) + self.positions.weight[: len(text.token_ids)]
         total = torch.zeros(len(x) - text.prompt_len, text.positions, device=x.device)
-        for layer in self.layers[: max(layer for layer, _ in pairs) + 1]:
+        for layer, _ in zip(self.layers, range(max(layer for layer, _ in pairs) + 1), strict=False):
+            assert isinstance(layer, WhisperDecoderLayer)
             x, weights = layer.align(x, encoded, text)
             total += weights
         if self.context.tp.size > 1:

@@ -34,7 +34,7 @@ FOLDERS = {
     "http_extension": "frame/entrypoints/http/",
 }
 # Words that mean something else too, in a kind's vocabulary.
-APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "ollama", "sagemaker"}
+APIS = {"openai", "anthropic", "native", "vllm", "sglang", "cohere", "tei", "ollama", "sagemaker", "realtime"}
 ORDINARY = APIS | {"none", "random", "priority", "plain", "standard", "transformers", "default", "torch", "json", "cpu", "cuda"}
 ORDINARY |= {"int4", "int8", "fp8", "safetensors", "log"}  # types of numbers, a file format, a function
 ORDINARY |= {"single", "local", "suffix", "image", "video", "audio", "host", "disk", "group", "ipc"}

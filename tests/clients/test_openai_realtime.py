@@ -37,12 +37,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> openai.OpenAI:
+def client(server: RunningServer) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.fixture
-def connection(client: openai.OpenAI) -> Iterator[Any]:
+def connection(client: Any) -> Iterator[Any]:
     with client.realtime.connect(model=MODEL) as connected:
         assert connected.recv().type == "session.created"
         yield connected
@@ -50,7 +50,7 @@ def connection(client: openai.OpenAI) -> Iterator[Any]:
 
 def collect(connection: Any, last: str) -> list[Any]:
     """The events up to one of this type."""
-    events = []
+    events: list[Any] = []
     while not events or events[-1].type != last:
         events.append(connection.recv())
     return events
@@ -61,7 +61,7 @@ def ask(connection: Any, **response: Any) -> list[Any]:
     return collect(connection, "response.done")
 
 
-def test_a_conversation_in_text(client: openai.OpenAI, connection: Any) -> None:
+def test_a_conversation_in_text(client: Any, connection: Any) -> None:
     connection.session.update(session={"type": "realtime", "instructions": "Be brief.", "output_modalities": ["text"]})
     session = connection.recv().session
     assert (session.instructions, session.model, session.output_modalities) == ("Be brief.", MODEL, ["text"])
@@ -197,6 +197,7 @@ def test_a_browser_sends_its_key_as_a_subprotocol(server: RunningServer) -> None
     with connect(url, subprotocols=offered, compression=None) as socket:
         assert socket.subprotocol == "realtime"
         assert json.loads(socket.recv())["type"] == "session.created"
+        assert socket.response is not None
         assert socket.response.headers["x-request-id"]
 
 
@@ -212,7 +213,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 
 
 def test_a_transcription(whisper: RunningServer) -> None:
-    client = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none", max_retries=0)
+    client: Any = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none", max_retries=0)
     samples = noise(2.3)
     file = client.audio.transcriptions.create(model=WHISPER, file=as_wave(samples), language="de", prompt="Guten Tag")
     data = (samples * 32768).clip(-32768, 32767).astype("<i2").tobytes()
@@ -235,7 +236,7 @@ def test_a_transcription(whisper: RunningServer) -> None:
 
 
 def test_a_transcription_without_a_language(whisper: RunningServer) -> None:
-    client = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none", max_retries=0)
+    client: Any = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none", max_retries=0)
     with client.realtime.connect() as connection:
         connection.recv()
         connection.input_audio_buffer.commit()
@@ -255,9 +256,9 @@ def test_a_transcription_without_a_language(whisper: RunningServer) -> None:
             ({"audio": {"input": {"format": {"type": "audio/pcmu"}}}}, "session.audio.input.format.type"),
             ({"instructions": "x"}, "session.instructions"),
         ):
-            connection.send({"type": "session.update", "session": {"type": "transcription", **update}})  # type: ignore[arg-type, dict-item]
+            connection.send({"type": "session.update", "session": {"type": "transcription", **update}})
             assert connection.recv().error.param == param
-        connection.send({"type": "session.update", "session": {"audio": {"input": {"transcription": {"language": "xx"}}}}})  # type: ignore[arg-type, dict-item]
+        connection.send({"type": "session.update", "session": {"audio": {"input": {"transcription": {"language": "xx"}}}}})
         connection.recv()
         connection.input_audio_buffer.append(audio=silence)
         connection.input_audio_buffer.commit()
@@ -268,7 +269,7 @@ def test_a_transcription_without_a_language(whisper: RunningServer) -> None:
 
 
 def test_a_server_that_stops_ends_idle_sessions(whisper: RunningServer) -> None:
-    client = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none", max_retries=0)
+    client: Any = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none", max_retries=0)
     from websockets.exceptions import ConnectionClosed
 
     with client.realtime.connect() as connection:

@@ -11,6 +11,7 @@ import grpc
 import httpx
 import pytest
 from click.testing import CliRunner
+from websockets.sync.client import connect
 
 from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
@@ -78,6 +79,10 @@ def test_http_for_users_and_operators(checkpoint: Path, tmp_path: Path) -> None:
             with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
                 *parts, end = [line.removeprefix("data: ") for line in response.iter_lines() if line]
             assert end == "[DONE]" and "".join(json.loads(part)["choices"][0]["text"] for part in parts) == whole != ""
+        with connect(server.url.replace("https", "wss") + "/v1/realtime", ssl=trusting, compression=None) as socket:
+            assert json.loads(socket.recv())["type"] == "session.created"
+            socket.send("{}")
+            assert json.loads(socket.recv())["type"] == "error"
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.url + "/health/live")  # signed by no authority that the client trusts
         with pytest.raises(httpx.RemoteProtocolError):

@@ -203,7 +203,7 @@ async def test_a_message_in_fragments_and_pings() -> None:
     [frame(PING) * 200_000, frame(TEXT, b"{}") * 200_000, (frame(TEXT, b"{", fin=False) + frame(0, b"", fin=False) * 1000) * 200],
     ids=["pings", "events", "fragments"],
 )
-async def test_a_flood_delays_nobody(flood: bytes) -> None:
+async def test_a_flood_delays_no_other_session(flood: bytes) -> None:
     """Several sessions send as fast as they can; they are read more slowly."""
     async with site() as made:
         floods = [await made.open() for _ in range(4)]

@@ -17,7 +17,7 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints

@@ -527,3 +527,11 @@ def test_what_is_pinned_outlives_the_first_replica() -> None:
             assert (await client.post("/v1/files", content=b"c")).status_code == 503
 
     run(main)
+
+
+async def test_a_websocket_is_refused() -> None:
+    async with routed(FakeReplica()) as (client, _, _):
+        reply = await client.get("/v1/realtime", headers={"connection": "upgrade", "upgrade": "websocket"})
+        assert reply.status_code == 400
+        assert "passes no WebSockets on" in reply.json()["error"]["message"]
+        assert (await client.get("/v1/models", headers={"connection": "upgrade", "upgrade": "h2c"})).status_code == 200

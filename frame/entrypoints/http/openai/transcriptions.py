@@ -309,8 +309,8 @@ async def _align(context: RequestContext, services: Services, form: SpeechFields
         return speech.plan_alignment(window, ids[:prompt_len], ids[prompt_len:], lease)
 
     for first in range(0, len(pairs), ALIGNED_AT_ONCE):
-        found = [await asyncio.to_thread(plan, *pair) for pair in pairs[first : first + ALIGNED_AT_ONCE]]
-        alignments = [each for each in found if each is not None]
+        planned = [await asyncio.to_thread(plan, *pair) for pair in pairs[first : first + ALIGNED_AT_ONCE]]
+        alignments = [each for each in planned if each is not None]
         if not alignments:
             continue
         items = [each.item for each in alignments]

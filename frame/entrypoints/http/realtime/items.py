@@ -112,8 +112,8 @@ def _to_chat_content(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str,
 def merge(session: SessionFields, response: ResponseFields) -> dict[str, Any]:
     """The settings of a response: its own, else those of the session."""
     names = GenerationFields.model_fields
-    given = {name: value for name in names if (value := getattr(response, name)) is not None}
-    return {name: value for name in names if (value := getattr(session, name)) is not None} | given
+    explicit = {name: value for name in names if (value := getattr(response, name)) is not None}
+    return {name: value for name in names if (value := getattr(session, name)) is not None} | explicit
 
 
 def to_chat(settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]], model: str, rid: str) -> RealtimeChat:

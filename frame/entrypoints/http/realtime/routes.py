@@ -11,7 +11,6 @@ import base64
 import binascii
 from typing import Literal
 
-from frame.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.realtime.open_sessions import OpenSessions
@@ -20,6 +19,7 @@ from frame.entrypoints.http.response_types import declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import HEADER
 from frame.host.installation import install_command, is_installed
+from frame.interfaces.http import HttpExtension
 
 router = ApiRouter(access=Access.USER)
 

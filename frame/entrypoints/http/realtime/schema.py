@@ -173,13 +173,13 @@ class AudioSettings(RequestBody):
 
     def update(self, audio: Mapping[str, Any] | None) -> AudioSettings:
         """The settings after `session.audio` of an update. Raises ApiError 400."""
-        given = _read_audio_input(audio)
+        sent_input = _read_audio_input(audio)
         rate, transcription = self.rate, self.transcription
-        if given.get("format") is not None:
-            rate = _read_rate(need_object(given["format"], "session.audio.input.format"))
-        if "transcription" in given:
+        if sent_input.get("format") is not None:
+            rate = _read_rate(need_object(sent_input["format"], "session.audio.input.format"))
+        if "transcription" in sent_input:
             place = "session.audio.input.transcription"
-            sent = {} if given["transcription"] is None else need_object(given["transcription"], place)
+            sent = {} if sent_input["transcription"] is None else need_object(sent_input["transcription"], place)
             transcription = read_object(Transcription, sent, f"{place}.")
         return AudioSettings(rate=rate, transcription=transcription)
 
@@ -203,15 +203,15 @@ def _read_audio_input(audio: Mapping[str, Any] | None) -> Mapping[str, Any]:
     check_names(audio, ("input", "output"), "session.audio.")
     if audio.get("output") is not None:
         raise ApiError(400, f"session.audio.output is not supported: {NO_SPEECH}; leave it out", "session.audio.output")
-    given: Any = audio.get("input")
-    given = {} if given is None else need_object(given, "session.audio.input")
-    check_names(given, ("format", "transcription", "turn_detection", "noise_reduction"), "session.audio.input.")
-    if given.get("turn_detection") is not None:
+    sent_input: Any = audio.get("input")
+    sent_input = {} if sent_input is None else need_object(sent_input, "session.audio.input")
+    check_names(sent_input, ("format", "transcription", "turn_detection", "noise_reduction"), "session.audio.input.")
+    if sent_input.get("turn_detection") is not None:
         raise ApiError(400, f"session.audio.input.turn_detection must be null: {NO_TURNS}", "session.audio.input.turn_detection")
-    if given.get("noise_reduction") is not None:
+    if sent_input.get("noise_reduction") is not None:
         place = "session.audio.input.noise_reduction"
         raise ApiError(400, f"{place} must be null: noise is not reduced here", place)
-    return given
+    return sent_input
 
 
 def _read_rate(value: Mapping[str, Any]) -> int:

@@ -155,8 +155,8 @@ class RealtimeSession:
 
     def _describe(self) -> dict[str, Any]:
         """The session object."""
-        head = {"id": self.id, "object": f"realtime.{'session' if self._buffer is None else 'transcription_session'}", "type": self._type}
-        head |= {"expires_at": self._expires_at}
+        kind = "realtime.session" if self._buffer is None else "realtime.transcription_session"
+        head = {"id": self.id, "object": kind, "type": self._type, "expires_at": self._expires_at}
         if self._buffer is not None:
             return head | {"audio": self._audio.describe(), "include": None}
         fields = self._fields

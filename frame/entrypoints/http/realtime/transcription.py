@@ -146,8 +146,8 @@ class AudioBuffer:
         """Send the text of a buffer, as it is written and as a whole. Raises ApiError,
         DisconnectedError."""
         services, tenant = self._services, self._context.tenant
-        speech, wanted = need_speech(services), job.settings.transcription
-        form = SpeechFields(model=wanted.model or "", language=wanted.language, prompt=wanted.prompt or "")
+        speech, asked_for = need_speech(services), job.settings.transcription
+        form = SpeechFields(model=asked_for.model or "", language=asked_for.language, prompt=asked_for.prompt or "")
         caller = SessionCaller(self._context, services)
         try:
             with closing(services.features.open_lease(tenant)) as lease:

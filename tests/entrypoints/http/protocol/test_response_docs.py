@@ -94,7 +94,7 @@ ELSEWHERE = {"/embed", "/v2/embed", "/rerank", "/v1/embeddings", "/pooling", "/v
              "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
              "/update_weights_from_tensor", "/begin_weight_update", "/end_weight_update", "/finish_weight_update",
              "/cancel_weight_update", "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
-             "/v1/audio/transcriptions", "/v1/audio/translations"}  # fmt: skip
+             "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"}  # fmt: skip
 
 
 class Thinks(ReasoningParser):
