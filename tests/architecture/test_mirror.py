@@ -65,7 +65,7 @@ UNTESTED: dict[str, str] = {
             "frame.entrypoints.http.dialects.cohere",
             "frame.entrypoints.http.chat.request_fields",
             "frame.entrypoints.http.openai.responses_schema",
-            "frame.entrypoints.http.openai.list_pages",
+            "frame.entrypoints.http.protocol.list_pages",
             "frame.entrypoints.http.dialects.ollama",
             "frame.entrypoints.http.dialects.ollama_requests",
             "frame.entrypoints.http.dialects.cohere_chat",

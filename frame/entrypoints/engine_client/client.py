@@ -231,10 +231,6 @@ class EngineClient:
         """Sequences running or waiting in this client's engine."""
         return len(self._sequences)
 
-    def count_queued_tokens(self) -> int:
-        """Prompt tokens of sequences that have no output yet."""
-        return sum(len(sequence.prompt) for sequence in self._sequences.values() if not sequence.times.first)
-
     @property
     def num_outstanding(self) -> int:
         """Sequences running, waiting or reserved."""

@@ -239,9 +239,6 @@ class ReplicaClient:
         """Those of the first client, for what all replicas have in common."""
         return self._first.commands
 
-    def count_queued_tokens(self) -> int:
-        return sum(client.count_queued_tokens() for client in self.clients)
-
     @property
     def num_outstanding(self) -> int:
         return self._first.num_outstanding

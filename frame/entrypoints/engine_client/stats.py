@@ -125,6 +125,11 @@ class ClientStats:
     gap_seconds: float = 0.0  # their sum, each by token
     loggers: StatLoggers | None = None  # None: no stat logger is chosen
     dump: RequestDump | None = None  # None: requests are not recorded
+    sequences: list[Mapping[str, SequenceState]] = field(default_factory=list)  # those of each client that are not finished
+
+    def count_queued_tokens(self) -> int:
+        """Prompt tokens of sequences that have no output yet."""
+        return sum(len(sequence.prompt) for each in self.sequences for sequence in each.values() if not sequence.times.first)
 
     def record_finish(self, sequence: SequenceState, finish: Finish, now: float, *, is_abandoned: bool = False) -> None:
         """Record a sequence that has ended (`now`: `time.perf_counter`). is_abandoned: its client

@@ -24,6 +24,7 @@ class TokenRouter:
     ) -> None:
         self._sequences = sequences
         self.stats = stats
+        stats.sequences.append(sequences)
         self._end = end
         self.weight_version = "default"  # of the tokens that arrive now
 

@@ -12,6 +12,7 @@ import asyncio
 import gc
 import inspect
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType

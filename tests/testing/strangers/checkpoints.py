@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from frame.interfaces.adapter import LowRankDelta
 from frame.core.interfaces.kv_tier import KVTierResult
 from frame.core.interfaces.weight_format import LayerFormat, LayerKind, PackedWeight
+from frame.interfaces.adapter import LowRankDelta
 from frame.interfaces.weights import FileRange
 from tests.testing.mutants.adapter import PlainFormat
 from tests.testing.mutants.kv_tier import ChangesKeys, DictTier, Job

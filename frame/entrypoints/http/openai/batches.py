@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter, StorageFullError
 from frame.entrypoints.http.openai.batch_jobs import BatchJob, BatchJobRunner, Endpoint
-from frame.entrypoints.http.openai.list_pages import make_page
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
+from frame.entrypoints.http.protocol.list_pages import make_page
 from frame.entrypoints.http.request_body import FormReader, Metadata, RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.response_types import Page, array, declare

@@ -1,5 +1,5 @@
-"""`ResponseFiles`: stored responses and conversations in a folder (`server.state_dir`), which several
-servers may share.
+"""`ResponseFiles`: stored responses and conversations in a folder (`server.state_dir`), which
+several servers may share.
 
 Used by `ResponseStore`, which bounds them. A thread writes, each file as a whole; an entry that is
 not written yet is lost if the process is killed. Names and tenants are in the files, not in file
@@ -104,7 +104,7 @@ class ResponseFiles:
         self._put(_name_file(name, tenant), None)
 
     def check(self, name: str, tenant: str) -> ResponseFile | bool:
-        """The entry if another server has written it since; else whether the store's own is valid."""
+        """The entry if another server has written it since; else whether the store's own holds."""
         file_name = _name_file(name, tenant)
         with self._changed:
             if file_name in self._pending or file_name == self._writing:

@@ -1,5 +1,6 @@
 """Stores responses and conversations in memory, and in files if there is a folder for them, bounded
-in number, bytes and age, in total and per tenant. Used by the routes of the Responses API. Must not depend on HTTP or the engine."""
+in number, bytes and age, in total and per tenant. Used by the routes of the Responses API. Must not
+depend on HTTP or the engine."""
 
 from __future__ import annotations
 
@@ -175,7 +176,9 @@ class ResponseStore:
         if file is True:
             return
         self._drop(name, tenant, keeps_file=True)
-        if not isinstance(file, bool):
+        if isinstance(file, bool):
+            self._files.forget(name, tenant)
+        else:
             self._take_file(file)
 
     def fits(self, tenant: str, body: bytes, items: bytes) -> bool:
@@ -278,8 +281,8 @@ class ResponseStore:
         if entries is None or stored is None:
             return
         self._add_bytes(entries, -stored.size)
-        if self._files is not None:
-            (self._files.forget if keeps_file else self._files.remove)(name, tenant)
+        if self._files is not None and not keeps_file:
+            self._files.remove(name, tenant)
         if stored.log is not None and stored.log is not log_to_keep and not stored.log.is_over:
             stored.log.drop()
         self._count -= 1

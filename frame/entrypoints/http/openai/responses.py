@@ -16,7 +16,6 @@ from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.http.chat.chat_request import count_chat, drop_oldest_turns, start_chat
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.openai.list_pages import make_list, make_page
 from frame.entrypoints.http.openai.response_objects import (
     ItemList,
     ResponseBuilder,
@@ -38,6 +37,7 @@ from frame.entrypoints.http.openai.responses_schema import (
 )
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
+from frame.entrypoints.http.protocol.list_pages import make_list, make_page
 from frame.entrypoints.http.request_body import Metadata, RequestBody
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import stream_response, wait_complete

@@ -38,7 +38,7 @@ class Pressure:
     def measure(self) -> None:
         """Measure rate and inter-token latency since the last call."""
         stats, (since, done, seconds, count) = self._client.stats, self._before
-        tokens = stats.prompt_tokens - stats.cached_tokens - self._client.count_queued_tokens() + stats.generated_tokens
+        tokens = stats.prompt_tokens - stats.cached_tokens - stats.count_queued_tokens() + stats.generated_tokens
         now = time.monotonic()
         self._before = (now, max(done, tokens), stats.gap_seconds, stats.num_gaps)
         self._rate = max(0, tokens - done) / max(now - since, 1e-3)
@@ -48,7 +48,7 @@ class Pressure:
 
     def count_queued_seconds(self) -> float:
         """Seconds that the prompts without a first token take at the ceiling; 0.0 without one."""
-        return self._client.count_queued_tokens() / self.ceiling if self.ceiling else 0.0
+        return self._client.stats.count_queued_tokens() / self.ceiling if self.ceiling else 0.0
 
     def find_kv_pressure(self) -> float:
         """Pages that running requests hold, and that waiting prompts need, over all pages. Above 1,
@@ -56,7 +56,7 @@ class Pressure:
         load = self._client.load
         if load is None or not load.total_pages:
             return 0.0
-        waiting = self._client.count_queued_tokens() / self._page_size if load.waiting else 0.0
+        waiting = self._client.stats.count_queued_tokens() / self._page_size if load.waiting else 0.0
         return (load.used_pages + waiting) / load.total_pages
 
     def describe(self) -> tuple[tuple[bytes, bytes], ...]:

@@ -10,9 +10,9 @@ import heapq
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from frame.interfaces.routing import RoutingPolicy
 from frame.entrypoints.tools.simulate.engine import VirtualEngine
 from frame.entrypoints.tools.simulate.workload import Arrival
+from frame.interfaces.routing import RoutingPolicy
 from frame.parallel.replica_choice import ReplicaChooser
 
 MakeEngine = Callable[[], VirtualEngine]

@@ -13,7 +13,6 @@ from typing import Any
 
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigError, ConfigurationError
-from frame.interfaces.routing import RoutingContext
 from frame.core.interfaces.cache_groups import RESERVED_PAGES
 from frame.entrypoints.tools.plan.machines import Machine, parse_machine
 from frame.entrypoints.tools.plan.planner import DeploymentPlan, plan_deployment
@@ -23,6 +22,7 @@ from frame.entrypoints.tools.simulate.measures import Measures
 from frame.entrypoints.tools.simulate.shares import DENSE, EXPERTS, SOURCES, PeakShares
 from frame.entrypoints.tools.simulate.step_times import StepTimes
 from frame.entrypoints.tools.simulate.workload import Arrival, Distribution
+from frame.interfaces.routing import RoutingContext
 from frame.plugins.loader import load_configured
 from frame.plugins.registry import Registry
 

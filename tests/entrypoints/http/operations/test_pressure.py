@@ -21,16 +21,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_server_learns_its_rate_and_tells_its_backlog(clock: list[float]) -> None:
-    stats, queued = ClientStats(), [0]
+    waiting = SimpleNamespace(prompt=range(8000), times=SimpleNamespace(first=0.0))
+    sequences: Any = {"waits": waiting, "runs": SimpleNamespace(prompt=range(70), times=SimpleNamespace(first=1.0))}
+    stats = ClientStats(sequences=[sequences])
     load = SimpleNamespace(used_pages=50, total_pages=100, waiting=0)
-    client: Any = SimpleNamespace(stats=stats, load=load, count_queued_tokens=lambda: queued[0])
+    client: Any = SimpleNamespace(stats=stats, load=load)
     pressure = Pressure(client, page_size=16)
-    queued[0] = 8000
     stats.prompt_tokens = 8000
     assert (pressure.count_queued_seconds(), pressure.rate_ratio, pressure.find_kv_pressure()) == (0.0, 0.0, 0.5)  # no rate is known
     for _ in range(3):  # 1,000 prompt tokens and 1,000 output tokens, of which 500 prompt tokens were cached
         clock[0] += 1.0
-        queued[0] -= 1000
+        waiting.prompt = waiting.prompt[1000:]
         stats.cached_tokens += 500
         stats.generated_tokens += 1000
         stats.num_gaps, stats.gap_seconds = stats.num_gaps + 10, stats.gap_seconds + 0.25

@@ -13,10 +13,13 @@ from click.testing import CliRunner
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigError
 from frame.entrypoints.cli.main import cli
+from frame.entrypoints.cli.simulate import parse_span
 from frame.entrypoints.tools.bench.workload import reference_workloads
 from frame.entrypoints.tools.simulate import engine
 from frame.entrypoints.tools.simulate.measures import Gaps, Measures
+from frame.entrypoints.tools.simulate.shares import DENSE
 from frame.entrypoints.tools.simulate.simulation import Simulation, parse_cluster
+from frame.entrypoints.tools.simulate.step_times import CAUSES, StepTimes, StepWork
 from frame.entrypoints.tools.simulate.workload import Arrival, Distribution
 from tests.architecture.source import ROOT
 
@@ -151,6 +154,24 @@ def test_machines_and_replicas_that_do_not_fit(folder: Path, machine: str, sente
     config = FrameConfig.model_validate({"model": {"path": str(folder), "skip_tokenizer_init": True}})
     with pytest.raises(ConfigError, match=sentence):
         Simulation.build(config, parse_cluster(machine), replicas=5)
+
+
+def test_a_step_takes_what_its_parts_take(folder: Path) -> None:
+    """Two ranks halve all parts but the launches, and add sums."""
+    one, two = (StepTimes(build(folder, f"{ranks}xh200", parallel={"tp": ranks}).plan, DENSE) for ranks in (1, 2))
+    for work in (StepWork(1, 1, 1000, 0.0), StepWork(8192, 4, 0, 8192 * 4096.0)):
+        alone, shared = (dict(zip(CAUSES, times.measure(work), strict=True)) for times in (one, two))
+        assert bool(alone["reading weights"]) != bool(alone["matrix products"])
+        assert alone["sums over ranks"] == 0 < shared["sums over ranks"]
+        assert alone["launches"] == shared["launches"] > 0
+        for cause in ("reading weights", "matrix products", "reading the KV cache", "attention"):
+            assert shared[cause] == pytest.approx(alone[cause] / 2, rel=0.02), cause
+
+
+def test_lengths_are_ranges() -> None:
+    assert (parse_span("7"), parse_span("3:9")) == ((7, 7), (3, 9))
+    with pytest.raises(ValueError, match="range of lengths"):
+        parse_span("9:3")
 
 
 def test_gaps_are_right_within_a_bin() -> None:
