@@ -61,7 +61,9 @@ def _equals(one: Any, other: Any) -> bool:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def require_bounded(plugin: object, work: Callable[[int], object], steps: int, what: str, slack: int | None = None, factor: float = 1.1) -> None:
+def require_bounded(
+    plugin: object, work: Callable[[int], object], steps: int, what: str, slack: int | None = None, factor: float = 1.1
+) -> None:
     """What a plugin holds does not grow with the steps: `work(number)` does one. It may fill a
     cache of bounded size in the first half."""
     sizes = []
