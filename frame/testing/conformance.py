@@ -68,6 +68,15 @@ class SuiteFunction(Protocol):
 
 SUITES: Mapping[str, str] = MappingProxyType({kind.name: kind.suite_path for kind in KINDS.values() if kind.suite_path})
 
+THOROUGH: Mapping[str, str] = MappingProxyType(  # what `Setting.thorough` adds, by kind
+    {
+        "attention_backend": "every case in every dtype, and wider steps",
+        "gemm_kernel": "real sizes of all schemes of a type",
+        "moe_runner": "layers of 64 experts and steps of 2,048 tokens",
+        "prefix_cache": "400 in place of 60 runs of random calls",
+    }
+)
+
 
 def find_checks(module: str) -> Iterator[tuple[str, Callable[..., None]]]:
     """The functions `check_…` that a module defines, in their order, by name without the prefix."""

@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 ALIKE = (8, 16, 32, 64, 128)  # characters in which names are equal that must be told apart
 CALLS = 15  # of which the fastest counts: a busy machine delays some, and a plugin that waits all
-CURTAILED = "more and larger cases: --frame-conformance-thorough"
 _SETTLE = 2.0  # seconds that a thread or process that was told to end may take
 
 
@@ -62,7 +61,9 @@ def _equals(one: Any, other: Any) -> bool:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def require_bounded(plugin: object, work: Callable[[int], object], steps: int, what: str, slack: int | None = None) -> None:
+def require_bounded(
+    plugin: object, work: Callable[[int], object], steps: int, what: str, slack: int | None = None, factor: float = 1.1
+) -> None:
     """What a plugin holds does not grow with the steps: `work(number)` does one. It may fill a
     cache of bounded size in the first half."""
     sizes = []
@@ -70,7 +71,7 @@ def require_bounded(plugin: object, work: Callable[[int], object], steps: int, w
         for number in range(part * steps // 2, (part + 1) * steps // 2):
             work(number)
         sizes.append(count_elements(plugin, maximum=400_000))
-    allowed = 1.1 * sizes[0] + (steps // 8 if slack is None else slack)
+    allowed = factor * sizes[0] + (steps // 8 if slack is None else slack)
     assert sizes[1] <= allowed, f"{what}: it holds {sizes[0]} elements after {steps // 2} of them, and {sizes[1]} after {steps}"
 
 

@@ -99,6 +99,15 @@ class ConformanceRun:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             entry.update(outcome=report.outcome, message=str(reason))
 
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """What the default run leaves out."""
+        from frame.testing.conformance import THOROUGH
+
+        kinds = dict.fromkeys(selector.partition(":")[0] for selector in self._selectors)
+        for kind in () if self._config.getoption("--frame-conformance-thorough") else kinds:
+            if kind in THOROUGH:
+                terminalreporter.write_line(f"{kind}: spot checks of shapes; --frame-conformance-thorough adds {THOROUGH[kind]}")
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         path = self._config.getoption("--frame-conformance-json")
         if path and not hasattr(self._config, "workerinput"):  # under xdist, the reports meet in the controller

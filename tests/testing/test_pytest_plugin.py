@@ -52,6 +52,13 @@ def test_runs_the_checks_of_a_plugin_and_nothing_else(run: Any, pytester: pytest
     result.assert_outcomes(passed=len(verdict["checks"]))
 
 
+def test_the_default_run_says_what_thorough_adds(run: Any) -> None:
+    line = "prefix_cache: spot checks of shapes; --frame-conformance-thorough adds *"
+    result = run("--frame-conformance=prefix_cache:none")
+    result.stdout.fnmatch_lines([line])
+    run("--frame-conformance=prefix_cache:none", "--frame-conformance-thorough").stdout.no_fnmatch_line(line)
+
+
 def test_a_broken_plugin_fails_and_says_why(run: Any, pytester: pytest.Pytester) -> None:
     result = run("--frame-conformance=scheduling_policy:forgetful", "--frame-conformance-json=verdict.json")
     assert result.ret == 1

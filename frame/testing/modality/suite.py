@@ -135,6 +135,20 @@ def _save_plain(maker: Maker, seed: int) -> bytes:
     return save_image(pixels, compress_level=0)
 
 
+def check_detail_of_wide_pictures(maker: Maker) -> None:
+    """In a picture of 1,408 pixels, each pixel counts, where the features have as many: means of 4
+    x 4 pixels have others."""
+    if maker.modality != "image":
+        raise SkipCheck("only pictures are compared pixel by pixel")
+    fine = np.random.default_rng(3).integers(0, 256, (96, 1408, 3), np.uint8)
+    means = fine.reshape(24, 4, 352, 4, 3).mean((1, 3)).astype(np.uint8).repeat(4, 0).repeat(4, 1)
+    one, other = (_pixels(maker.read(save_image(each))).astype(np.float32) for each in (fine, means))
+    if one.size < fine.size / 3:
+        raise SkipCheck("the features have fewer pixels than such a picture")
+    moved = float(np.abs(one - other).mean() / one.std())
+    assert moved > 0.4, f"a wide picture and the means of its pixels have nearly the same features ({moved:.2f} of their deviation)"
+
+
 def check_features_are_kept(maker: Maker) -> None:
     """The features of one file stay as they are while others are read."""
     first = maker.read(maker.make(96, 64, 1))

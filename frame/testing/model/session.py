@@ -41,7 +41,7 @@ from frame.testing.conformance import SkipCheck, Subject
 from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
 from frame.testing.tensors import unchanged
 
-LENGTH = 800  # tokens of a slot
+LENGTH = 2304  # tokens of a slot
 Weights = list[tuple[str, torch.Tensor]]
 
 

@@ -162,14 +162,14 @@ def check_real_sizes(place: Place) -> None:
 
 def check_exchange_is_fast(place: Place) -> None:
     """On one rank, a step of seven tokens takes little more than a copy."""
-    inputs = place.draw(SIZES[0])
+    x, ids, weights, gate_up, _ = place.draw(SIZES[0])
 
     def work(group: ThreadGroup) -> None:
         dispatcher = place.make(group)
-        placement = dispatcher.place_experts(len(inputs[3]))
+        placement = dispatcher.place_experts(len(gate_up))
 
         def exchange() -> torch.Tensor:
-            tokens = dispatcher.dispatch(*inputs[:3], placement)
+            tokens = dispatcher.dispatch(x, ids, weights, placement)
             return dispatcher.combine(tokens.x, tokens)
 
         require_fast(exchange, MAX_SECONDS, "dispatch and combine of seven tokens on one rank")

@@ -183,7 +183,7 @@ def check_no_tokens(subject: Subject, sizes: Sizes) -> None:
 def check_a_step_is_fast(subject: Subject, sizes: Sizes) -> None:
     """Seven tokens take at most a few times as long as the definition in float64."""
     runner, inputs = _make(subject, sizes), tuple(part.to(sizes.device) for part in draw(sizes.numbers, sizes.dtype))
-    tokens, experts = DispatchOutput(*inputs[:3]), PlainExperts(*inputs[3:], hidden_first=False)
+    tokens, experts = DispatchOutput(*inputs[:3]), PlainExperts(inputs[3], inputs[4], hidden_first=False)
     require_near_reference(lambda: runner.run(tokens, experts), lambda: reference(*inputs), f"{sizes.numbers[0]} tokens", 2.5, 1e-3)
 
 

@@ -307,8 +307,8 @@ def check_long_outputs(make: Make, examples: Sequence[SamplingParams]) -> None:
         stayed = _filled(make, [_cut(whole, PROMPT)])
         for token in tokens[PROMPT:].tolist():
             stayed.observe_tokens(torch.tensor([whole.slot]), torch.tensor([token]))
-        results = [_apply(each, _logits(1), [0], [whole]) for each in (stayed, _filled(make, [whole]))]
-        assert torch.allclose(*results), f"after 600 tokens, a recovered request has other logits than one that stayed ({params})"
+        here, there = (_apply(each, _logits(1), [0], [whole]) for each in (stayed, _filled(make, [whole])))
+        assert torch.allclose(here, there), f"after 600 tokens, a recovered request has other logits than one that stayed ({params})"
 
 
 def check_real_sizes(make: Make, examples: Sequence[SamplingParams]) -> None:
