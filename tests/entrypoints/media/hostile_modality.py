@@ -16,7 +16,7 @@ from frame.interfaces.modality import MediaError, MediaLayout, MediaSize, Modali
 from frame.registration import KindRegistry
 
 
-class Killer:
+class EndingArray:
     """An array that ends the process when it is written."""
 
     dtype, shape, nbytes = np.dtype(np.uint8), (1,), 1
@@ -46,7 +46,7 @@ class HostileModality(Modality):
         if action == b"crash" or (action == b"once" and not self._was_seen(argument)):
             os.kill(os.getpid(), signal.SIGSEGV)
         if action == b"write":
-            return {"rows": np.ones(1 << 20, np.uint8), "last": Killer()}  # type: ignore[dict-item]
+            return {"rows": np.ones(1 << 20, np.uint8), "last": EndingArray()}  # type: ignore[dict-item]
         if action == b"memory":
             return {"rows": np.ones(1 << 40, np.uint8)}
         if action == b"spin":
