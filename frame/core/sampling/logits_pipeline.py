@@ -72,9 +72,11 @@ class Processors:
     def check_params(self, params: SamplingParams) -> Finish | None:
         """How a request ends whose parameters a processor refuses or fails on; None: all take
         them."""
-        for plugin in (*self._processors, *([] if self.sampler is None else [self.sampler])):
+        plugins: list[LogitsProcessor | SupportsSlots] = [*self._processors]
+        plugins += [] if self.sampler is None else [self.sampler]
+        for plugin in plugins:
             try:
-                if plugin is self.sampler or plugin.applies_to(params):
+                if not isinstance(plugin, LogitsProcessor) or plugin.applies_to(params):
                     plugin.validate_params(params)
             except ValueError as error:
                 sentence = str(error).strip().split("\n", 1)[0]

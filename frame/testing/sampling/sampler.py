@@ -29,7 +29,7 @@ from frame.testing.torch_calls import TorchCalls
 VOCAB, LARGE_VOCAB = 97, 32_001
 SLOTS = 16
 PROMPT = 5
-NUM_STEPS = 300  # after which a sampler holds no more than after half of them
+NUM_STEPS = 120  # after which a sampler holds no more than after half of them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
