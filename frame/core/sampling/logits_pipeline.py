@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampler import SupportsSlots
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.sampling.batch_layout import BatchLayout
-    from frame.core.sampling.sampling_metadata import SamplingPlan
 
 _log = logging.getLogger(__name__)
 
@@ -128,16 +127,16 @@ class Processors:
             except Exception as error:  # noqa: BLE001 - as of logits processors
                 self._faults[setup.slot] = _fault(sampler, error)
 
-    def observe_draws(self, token_ids: torch.Tensor, slots: torch.Tensor, plan: SamplingPlan) -> None:
+    def observe_draws(self, token_ids: torch.Tensor, slots: torch.Tensor, host_slots: np.ndarray) -> None:
         """Pass the drawn tokens and their slots, int64 [rows], to the sampler."""
-        if self.sampler is None or not plan.num_rows:
+        if self.sampler is None or not len(host_slots):
             return
         try:
             self.sampler.observe_tokens(slots, token_ids)
         except Exception as error:
             if type(error).__name__ == "AcceleratorError":
                 raise
-            self._faults.update(dict.fromkeys(plan.slots.tolist(), _fault(self.sampler, error)))
+            self._faults.update(dict.fromkeys(host_slots.tolist(), _fault(self.sampler, error)))
 
     def begin_step(self, batch: ScheduledBatch, layout: BatchLayout) -> ProcessorPlan | None:
         """`update`, and the plan of the step."""

@@ -53,8 +53,8 @@ class Pool:
         pages = self.allocator.allocate_pages(count, *hints)
         assert all(map(np.array_equal, hints, before)), "allocate_pages() wrote to `after`"
         what = f"allocate_pages({count})"
-        found = getattr(pages, "dtype", type(pages))
-        assert isinstance(pages, np.ndarray) and pages.dtype == np.int32, f"{what} returned {found}, not int32"
+        dtype = getattr(pages, "dtype", type(pages))
+        assert isinstance(pages, np.ndarray) and pages.dtype == np.int32, f"{what} returned {dtype}, not int32"
         assert pages.shape == (count,), f"{what} returned the shape {pages.shape}"
         assert 0 not in pages, f"{what} returned page 0, which is reserved"
         assert ((pages > 0) & (pages < self.num_pages)).all(), f"{what} returned page {int(pages.max())} of 1 to {self.num_pages - 1}"
