@@ -123,7 +123,7 @@ def check_parameters_that_it_honours(bench: Bench) -> None:
     weights = logits.softmax(-1)[0]
     order = weights.argsort(descending=True)
     before = weights[order].cumsum(0) - weights[order]
-    kept = {"top_k": ("top_k", 3, set(order[:3].tolist())), "one": ("top_k", 1, {int(order[0])})}
+    kept: dict[str, tuple[str, float, set[int]]] = {"top_k": ("top_k", 3, set(order[:3].tolist())), "one": ("top_k", 1, {int(order[0])})}
     kept["top_p"] = ("top_p", 0.5, set(order[before < 0.5].tolist()))
     kept["min_p"] = ("min_p", 0.3, set(torch.nonzero(weights >= 0.3 * weights.max()).flatten().tolist()))
     cases = [each for each in kept.values() if each[0] in bench.can.params]
