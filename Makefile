@@ -32,7 +32,7 @@ ARGS ?=
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-serve: $(STAMPS)/package  ## set up, then serve the embedded model on http://127.0.0.1:30000
+serve: $(STAMPS)/package $(STAMPS)/x86  ## set up, then serve the embedded model on http://127.0.0.1:30000
 	$(BIN)/frame serve $(ARGS)
 
 test: check  ## set up, lint, check types, run all tests
@@ -73,7 +73,7 @@ docs: $(STAMPS)/dev  ## write docs/reference from the code and build the site in
 bench: $(STAMPS)/dev  ## measure on this machine (see benchmarks/README.md)
 	$(BIN)/python benchmarks/cpu_throughput.py $(ARGS)
 
-setup: $(STAMPS)/package  ## the environment that serves
+setup: $(STAMPS)/package $(STAMPS)/x86  ## the environment that serves
 setup-dev: $(STAMPS)/dev  ## the environment that tests
 
 clean:  ## remove the environment and all caches
@@ -94,6 +94,11 @@ $(STAMPS)/torch: $(STAMPS)/venv
 
 $(STAMPS)/package: pyproject.toml $(STAMPS)/torch
 	$(INSTALL) --editable .
+	@touch $@
+
+# The kernels of x86 CPUs, where a compiler is there; the start of a server says what their absence costs.
+$(STAMPS)/x86: $(STAMPS)/package $(wildcard packages/frame-x86/setup.py packages/frame-x86/frame_x86/*.cpp packages/frame-x86/frame_x86/*.h)
+	@sh scripts/install_x86.sh $(BIN)/python
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package packages/frame-automata/pyproject.toml

@@ -4,9 +4,10 @@ Each launch reads another weight, and all weights together exceed the caches, as
 
     OMP_NUM_THREADS=2 python benchmarks/cpu_products.py --json benchmarks/results/cpu-products.json
 
-The kernels `amx` and `avx512` are timed where frame-x86 is installed; name the others where the CPU
-has no AMX (`--kernels plain,cpu_int8,cpu_int4,avx512`). With ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16
-oneDNN does not use AMX. `--cpu-time`, with one thread, is for a machine that does other work.
+The kernels `amx`, `avx512` and `avx2` are timed where frame-x86 is installed; name the others where
+the CPU has no AMX (`--kernels plain,cpu_int8,cpu_int4,avx512`). With
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 oneDNN does not use AMX; AVX2 and ATEN_CPU_CAPABILITY=avx2 stand
+for a CPU without AVX-512. `--cpu-time`, with one thread, is for a machine that does other work.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ KERNELS = {
     "avx512, plain": WeightScheme("plain"),
     "avx512, int8": WeightScheme("int8"),
     "avx512, int4": WeightScheme("int4", (1, 64), zeros=True),
+    "avx2, plain": WeightScheme("plain"),
+    "avx2, int8": WeightScheme("int8"),
+    "avx2, int4": WeightScheme("int4", (1, 64), zeros=True),
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BYTES = 192 << 20  # of bfloat16 weights that the launches go through

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from frame.adapters.deltas import LayerPages, RowPlan
 from frame.adapters.triton_deltas import TiledPlan, TritonDeltas
-from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.interfaces.adapter import PAGE_RANKS
 from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes
 from frame.kernels.lora.row_tiles import group_rows

@@ -15,9 +15,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel
 
 from frame.core.errors import PluginError
-from frame.core.interfaces.kinds import Kind
 from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, Reason
 from frame.host.installation import install_command
+from frame.interfaces.kinds import Kind
 
 PROJECT = "frame"  # of pluggy; also the entry-point group
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -112,7 +112,7 @@ def _values(model: Any, setting: Any) -> str:
 
 def hooks() -> str:
     """Every hook with its arguments, and the table of plugin kinds."""
-    from frame.core.interfaces.kinds import KINDS
+    from frame.interfaces.kinds import KINDS
     from frame.plugins import hookspecs
     from frame.registration import PROJECT
 
@@ -303,7 +303,7 @@ def _yes(value: bool) -> str:
 def conformance() -> str:
     """Each kind's interface, scaffold, suite, killed mutants and example, and what each mutant does
     wrong."""
-    from frame.core.interfaces.kinds import KINDS
+    from frame.interfaces.kinds import KINDS
 
     root = REFERENCE.parents[1]
     results = {name: json.loads(file.read_text()) for name in KINDS if (file := root / f"tests/testing/mutants/{name}.json").is_file()}

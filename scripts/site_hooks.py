@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-INTERFACES = "frame/core/interfaces"
+INTERFACES = ("frame/core/interfaces", "frame/interfaces")
 COPIES = "repository"  # folder of the site that holds files from outside docs/
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
@@ -48,14 +48,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def interface_pages() -> Iterator[tuple[str, str]]:
     """(path in the site, Markdown) of the interface index and of each interface module."""
-    names = sorted(path.stem for path in (ROOT / INTERFACES).glob("*.py") if path.stem != "__init__")
-    links = "\n".join(f"- [frame.core.interfaces.{name}]({name}.md)" for name in names)
+    paths = [path for folder in INTERFACES for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"]
+    modules = {path.stem: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    links = "\n".join(f"- [{module}]({name}.md)" for name, module in modules.items())
     yield (
         "interfaces/index.md",
         f"# Interfaces\n\nThe contracts that plugins implement, from the docstrings of the code, for plugin authors.\n\n{links}\n",
     )
-    for name in names:
-        yield f"interfaces/{name}.md", f"# frame.core.interfaces.{name}\n\n::: frame.core.interfaces.{name}\n"
+    for name, module in modules.items():
+        yield f"interfaces/{name}.md", f"# {module}\n\n::: {module}\n"
 
 
 def linked_files(path: str, text: str) -> set[str]:

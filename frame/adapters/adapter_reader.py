@@ -18,8 +18,8 @@ import torch
 from frame.adapters.checkpoint_names import PlacedDelta, Rename, place_delta, place_experts
 from frame.adapters.host_adapters import HostAdapter
 from frame.adapters.latent_layers import LatentLayer
-from frame.core.interfaces.adapter import PAGE_RANKS, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
 from frame.core.interfaces.platform import SupportsStreams
+from frame.interfaces.adapter import PAGE_RANKS, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
 
 if TYPE_CHECKING:
     from frame.adapters.adapter_pool import AdapterPool

@@ -18,7 +18,7 @@ from frame.adapters.commands import AdapterCommands, AdapterLoader
 from frame.adapters.deltas import DeltaOperations, TorchDeltas
 from frame.adapters.device_adapters import DeviceAdapters
 from frame.adapters.places import AdapterPlaces, AdapterVersions
-from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.interfaces.adapter import PAGE_RANKS
 
 if TYPE_CHECKING:
     import torch

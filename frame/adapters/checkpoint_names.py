@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.adapter import LowRankDelta
 from frame.core.interfaces.adapter_layers import Span
+from frame.interfaces.adapter import LowRankDelta
 
 Rename = Callable[[Iterable[tuple[str, Any]]], Iterable[tuple[str, Any]]]  # see `AdapterReader`
 FindSize = Callable[[str], tuple[int, int] | None]  # outputs and inputs of a bound layer; None: this rank has none of the name

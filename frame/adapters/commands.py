@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frame.core.blame import explain
-from frame.core.interfaces.adapter import AdapterError
 from frame.core.interfaces.runner import AdapterOrder, PendingOrder
 from frame.core.messages import Control, ControlReply
+from frame.interfaces.adapter import AdapterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.interfaces.adapter import PAGE_RANKS
 
 
 @dataclass(frozen=True, slots=True)

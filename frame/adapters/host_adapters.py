@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from frame.core.interfaces.adapter import AdapterConfig
+from frame.interfaces.adapter import AdapterConfig
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from frame.adapters.deltas import DeltaOperations, LayerPages, RowPlan, SupportsGated, SupportsPairs
-from frame.core.interfaces.adapter import PAGE_RANKS
 from frame.core.interfaces.adapter_layers import PairDelta
+from frame.interfaces.adapter import PAGE_RANKS
 
 if TYPE_CHECKING:
     from frame.core.interfaces.adapter_layers import Span

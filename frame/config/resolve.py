@@ -62,7 +62,6 @@ from frame.core.interfaces.cache import PrefixCacheCapabilities, PrefixCacheRequ
 from frame.core.interfaces.collective import CollectiveRequirements
 from frame.core.interfaces.drafter import DrafterRequirements, TreeShape
 from frame.core.interfaces.gemm_kernel import GemmRequirements
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelRequirements, Pooling, Task, checkpoint_tasks
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
@@ -70,7 +69,8 @@ from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.sampler import SamplerRequirements
 from frame.core.interfaces.step_media import MediaPlan
 from frame.core.interfaces.weight_format import FormatRequirements
-from frame.core.interfaces.weights import WeightSourceRequirements
+from frame.interfaces.kinds import KINDS
+from frame.interfaces.weights import WeightSourceRequirements
 
 __all__ = ["ResolveError", "pinned", "resolve"]
 

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 from frame.core.errors import ConfigurationError, PluginError
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 
 
@@ -27,6 +26,7 @@ class Origin:
     name: str
     distribution: str
     version: str
+    change: str  # what a user can set instead of the plugin, such as "leave it out of KEY"; "": no setting selects it
 
     def __str__(self) -> str:
         owner = f"{self.distribution} {self.version}".strip()
@@ -35,19 +35,18 @@ class Origin:
     @property
     def remedy(self) -> str:
         """What a user can do about a fault of the plugin."""
-        kind = KINDS[self.kind]
-        if not kind.key:
-            return f"update or uninstall {self.distribution or 'the plugin'}, or report the fault to its authors"
-        change = f"leave it out of {kind.key}" if kind.is_list else f"name another plugin with {kind.key}"
-        return f"{change}, or report the fault to the authors of {self.distribution or 'the plugin'}"
+        package = self.distribution or "the plugin"
+        if not self.change:
+            return f"update or uninstall {package}, or report the fault to its authors"
+        return f"{self.change}, or report the fault to the authors of {package}"
 
 
 _ATTRIBUTE = "_frame_origin"  # of a loaded plugin class
 
 
-def note_origin(target: type, record: PluginRecord) -> None:
-    """Remember which record a class was loaded for."""
-    setattr(target, _ATTRIBUTE, Origin(record.kind, record.name, record.distribution, record.version))
+def note_origin(target: type, record: PluginRecord, change: str) -> None:
+    """Remember which record a class was loaded for. change: see `Origin`."""
+    setattr(target, _ATTRIBUTE, Origin(record.kind, record.name, record.distribution, record.version, change))
 
 
 def find_origin(value: object) -> Origin | None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from frame.core.blame import explain
-from frame.core.engine_states import ACTIONS, EngineStates, StateContext, WeightCommands
 from frame.core.interfaces.runner import DeviceLost, ProfileError, ProfileRequest, UnsampledStep
 from frame.core.messages import Abort, AbortAll, Control, ControlReply, Fatal, Finish, FinishReason, Generate, Heartbeat, StepTokens
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling import Grammar
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.ipc.transport import Transport
-    from frame.core.messages import AnyMessage
+    from frame.core.messages import AnyMessage, Message
     from frame.core.scheduling.kv_cache_manager import KVCacheManager
     from frame.core.scheduling.scheduler import FailedRequests, SchedulerConfig
 
@@ -53,8 +52,7 @@ class EngineOptions:
     device_memory: Callable[[], int] = int  # -> bytes of device memory that this process holds
     expert_imbalance: Callable[[], list[float]] = list  # see `Heartbeat`
     adapters: AdapterCommands | None = None  # None: they are off
-    weights: WeightCommands | None = None  # None: they do not change
-    sleep_obstacle: str = "this engine cannot release its memory"  # why; empty: it can
+    make_states: Callable[[StateContext], EngineStates] | None = None  # None: it never stops
     check_params: Callable[[SamplingParams], Finish | None] | None = None  # -> how a request ends whose parameters a plugin refuses
 
 
@@ -120,6 +118,47 @@ class AdapterCommands(Protocol):
     def take_replies(self) -> list[ControlReply]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StateContext:
+    """What the states of an engine act on. `abort_all` ends all requests; `beat` is called while a
+    command takes long."""
+
+    scheduler: EngineScheduler
+    runner: ModelRunner
+    send: Callable[[Message], None]
+    abort_all: Callable[[], object]
+    beat: Callable[[], object]
+
+
+class EngineStates(Protocol):
+    """Whether steps are launched, and commands that wait until none is in flight.
+    `frame.loading.engine_states` documents the methods."""
+
+    @property
+    def actions(self) -> tuple[str, ...]: ...
+    @property
+    def is_stopped(self) -> bool: ...
+    @property
+    def is_due(self) -> bool: ...
+    def check_deadline(self) -> None: ...
+    def begin(self, control: Control) -> ControlReply | None: ...
+    def carry_out(self) -> None: ...
+    def describe(self) -> dict[str, Any]: ...
+
+
+class NoStates:
+    """The states of an engine that never stops."""
+
+    actions = ()
+    is_stopped = is_due = False
+
+    def check_deadline(self) -> None: ...
+    def begin(self, control: Control) -> None: ...
+    def carry_out(self) -> None: ...
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
 class FailedStep:
     """A step whose launch raised. It fails when it is committed, so that steps are committed in
     order."""
@@ -164,12 +203,13 @@ class Engine:
         self._failures = 0
         self._last_heartbeat = 0.0
         self._step = 0
-        self.states = EngineStates(self._make_state_context())
+        self.states: EngineStates = self._make_states()
 
-    def _make_state_context(self) -> StateContext:
+    def _make_states(self) -> EngineStates:
+        if self.options.make_states is None:
+            return NoStates()
         beat = self._beat if self.options.heartbeat is not None else int
-        weights, obstacle = self.options.weights, self.options.sleep_obstacle
-        return StateContext(self.scheduler, self.runner, self.transport.send, self._abort_all, beat, weights, obstacle)
+        return self.options.make_states(StateContext(self.scheduler, self.runner, self.transport.send, self._abort_all, beat))
 
     def run(self) -> None:
         """Serve until the command `shutdown`. An error that ends the engine is sent as `Fatal` and
@@ -308,7 +348,7 @@ class Engine:
                 data["phases"]["grammar"] += 0 if self.grammars is None else len(self.grammars)
             elif control.action == "server_info":
                 data = {**self.options.info, **self.scheduler.get_load(), "step": self._step, **self.states.describe()}
-            elif control.action in ACTIONS:
+            elif control.action in self.states.actions:
                 return self.states.begin(control)
             elif control.action == "check_integrity":
                 self.scheduler.check_integrity()

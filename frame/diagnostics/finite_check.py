@@ -14,7 +14,7 @@ import torch
 
 from frame.core.blame import describe, find_origin, remedy
 from frame.core.errors import PluginError
-from frame.core.execution.hybrid_attention import HybridAttention
+from frame.core.execution.model_runner import SwitchingAttention
 from frame.core.execution.warmup import idle_prompts
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _search(runner: TorchModelRunner, batch: ScheduledBatch) -> str:
 
     context = runner.context
     attention = context.attention
-    backends = attention.backends if isinstance(attention, HybridAttention) else (attention,)
+    backends = attention.backends if isinstance(attention, SwitchingAttention) else (attention,)
     with ExitStack() as stack:
         for plugin in (*backends, context.moe_runner, context.moe_dispatcher):
             stack.enter_context(_watched(plugin, note))

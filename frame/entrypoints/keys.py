@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.keys import KeyHolder, KeyStore, KeyStoreContext, name_tenant
+from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreContext, name_tenant
 
 if TYPE_CHECKING:
     from frame.config.resolved import Resolved

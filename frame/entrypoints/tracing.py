@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.tracing import TracerContext
 from frame.entrypoints.logs import TRACE
 from frame.host.installation import install_command, is_installed
+from frame.interfaces.tracing import TracerContext
 
 if TYPE_CHECKING:
     from frame.config.resolved import Resolved
     from frame.config.server_sections import ServerSection
     from frame.core.interfaces.batch import ScheduledBatch
-    from frame.core.interfaces.tracing import Span, Tracer
     from frame.core.messages import Finish, StartDetokenize, StepText, Tokenize
     from frame.core.scheduling.request import Request
     from frame.entrypoints.engine_client.response_state import RequestState
+    from frame.interfaces.tracing import Span, Tracer
     from frame.parallel.rank_channels import Traced
     from frame.plugins.registry import Registry
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.cache_groups import RESERVED_PAGES
 from frame.core.interfaces.kv_tier import BlockMover, KVTier, KVTierCapabilities, KVTierContext, TransferSettings
 from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
 from frame.core.interfaces.platform import HOST, Platform, SupportsStreams
-from frame.core.kv_cache.capacity import RESERVED_PAGES
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.host.authenticated_link import read_key
 from frame.kv_tiers.block_keys import MAX_BLOCKS

@@ -26,7 +26,7 @@ from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.device_drafter import DraftModel
 from frame.core.interfaces.model import Model
 from frame.core.interfaces.platform import HOST, Platform, SupportsStreams
-from frame.core.interfaces.weights import WeightSource, WeightSourceContext
+from frame.interfaces.weights import WeightSource, WeightSourceContext
 from frame.loading.weight_reader import ReadAhead, read_headers, read_weights
 
 M = TypeVar("M", bound=Model | DraftModel)

@@ -15,8 +15,8 @@ import torch
 
 from frame.core.interfaces.model import LazyTensor
 from frame.core.interfaces.platform import Platform
-from frame.core.interfaces.weights import FileRange, WeightSource
 from frame.host.progress import show_progress
+from frame.interfaces.weights import FileRange, WeightSource
 from frame.loading.weight_stream import WeightStream, cut_rows
 
 

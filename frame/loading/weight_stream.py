@@ -20,7 +20,7 @@ import torch
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.platform import DeviceEvent, Platform, SupportsStreams
-from frame.core.interfaces.weights import FileRange
+from frame.interfaces.weights import FileRange
 
 THREADS = 8
 PIECE = 16 << 20  # bytes that a thread reads at a time

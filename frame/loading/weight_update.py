@@ -21,7 +21,7 @@ from frame.core.blame import explain
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.platform import Platform, SupportsStreams
 from frame.core.interfaces.runner import ModelRunner, TransferOrder, WeightOrder, WrappedRunner
-from frame.core.interfaces.weights import WeightSource, WeightSourceContext
+from frame.interfaces.weights import WeightSource, WeightSourceContext
 from frame.loading.loader import Checkpoint, UpdatedModel, beat_for_each, finish_modules, load_weights, record_form
 
 log = logging.getLogger(__name__)

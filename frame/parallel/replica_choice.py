@@ -16,8 +16,8 @@ import msgspec
 
 from frame.core.blame import describe, remedy
 from frame.core.interfaces.media import MediaItem
-from frame.core.interfaces.routing import RoutingPolicy, RoutingRequest
 from frame.core.messages import Heartbeat
+from frame.interfaces.routing import RoutingPolicy, RoutingRequest
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from frame.core.execution.input_batch import ForwardInputs, ReplayInputs, StepIn
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch, StageInput, StepResult
 from frame.core.interfaces.build import BuildContext
+from frame.core.interfaces.cache_groups import Capacity
 from frame.core.interfaces.collective import Collective, SupportsStartSend, Transfer
 from frame.core.interfaces.model import Model, ModelConfig
 from frame.core.interfaces.runner import PendingStep, UnsampledStep
-from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.prompt_logprobs import PromptScores
 from frame.core.sampling.sampler import Sampled, Sampler

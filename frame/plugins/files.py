@@ -21,8 +21,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from frame.core.errors import PluginError
-from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Capabilities
+from frame.interfaces.kinds import KINDS, Kind
 from frame.plugins.registry import Registry, cause_chain
 from frame.plugins.renames import describe_missing
 

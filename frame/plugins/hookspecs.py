@@ -1,7 +1,7 @@
 """All hooks. pluggy calls them at start-up or once per step, never inside a forward pass.
 
 `register_<plural>(registry)` adds records; there is one for each row of
-`frame.core.interfaces.kinds`. `on_<event>(…)` observes; its result is ignored. A hook may take a
+`frame.interfaces.kinds`. `on_<event>(…)` observes; its result is ignored. A hook may take a
 subset of the arguments.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from frame.core.interfaces.kinds import KINDS, Kind
+from frame.interfaces.kinds import KINDS, Kind
 from frame.registration import KindRegistry, hookspec
 
 

@@ -21,7 +21,7 @@ import pluggy
 from frame.config.resolution.plugins import FRAME_DISTRIBUTION
 from frame.config.server_sections import PluginsSection
 from frame.core.errors import PluginError, did_you_mean
-from frame.core.interfaces.kinds import KINDS
+from frame.interfaces.kinds import KINDS
 from frame.plugins import hookspecs
 from frame.plugins.files import add_class, add_classes, explain_absence, find_classes, load_file
 from frame.plugins.manifests import guarded

@@ -24,9 +24,9 @@ from frame.config.resolution.plugins import plugin_options
 from frame.config.resolved import PluginChoice
 from frame.core.blame import note_origin
 from frame.core.errors import PluginError, did_you_mean
-from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
 from frame.host.installation import install_command
+from frame.interfaces.kinds import KINDS, Kind
 from frame.plugins.renames import INTERFACES, describe_import, describe_missing, describe_renames
 from frame.registration import KindRegistry, Provenance, list_unmet
 
@@ -152,7 +152,7 @@ class Registry:
         _check_optional(who, record, loaded, base)
         _check_signatures(who, record, loaded)
         _check_capabilities(who, record, loaded)
-        note_origin(loaded, record)
+        note_origin(loaded, record, _kind(record.kind).change)
         return loaded
 
     def options(self, record: PluginRecord, values: Mapping[str, Any]) -> BaseModel | None:
@@ -265,7 +265,7 @@ def _check_signatures(who: str, record: PluginRecord, loaded: type) -> None:
         inspect.signature(loaded).bind(None, None)
     except TypeError as error:
         raise PluginError(f"{who}: {record.target} does not take (context, options) of {record.api}: {error}.") from None
-    interfaces = [each for each in loaded.__mro__ if each.__module__.startswith(f"{INTERFACES}.") and each is not loaded]
+    interfaces = [each for each in loaded.__mro__ if each.__module__.rpartition(".")[0] in INTERFACES and each is not loaded]
     for name, declared in (pair for each in interfaces for pair in vars(each).items()):
         implemented = inspect.getattr_static(loaded, name, declared)
         if name.startswith("_") or implemented is declared or not (inspect.isfunction(declared) and inspect.isfunction(implemented)):

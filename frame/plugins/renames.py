@@ -1,8 +1,8 @@
-"""Public names of the plugin interfaces that changed, modules that moved, and the sentences that
-tell a plugin's author the new ones.
+"""Public names of the plugin interfaces that changed, names and modules that moved, and the
+sentences that tell a plugin's author the new ones.
 
 Used by the registry and the loader where they refuse a plugin that was written for an earlier
-interface version, or that imports a module which has moved. A name keeps its row here until its
+interface version, or that imports what has moved. A name keeps its row here until its
 interface drops plugins of that version.
 """
 
@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from frame.core.interfaces.kinds import KINDS
+from frame.interfaces.kinds import KINDS
 
-INTERFACES = "frame.core.interfaces"
+INTERFACES = ("frame.core.interfaces", "frame.interfaces")  # packages of pages
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
     """`old` is `new` since `api`. Parentheses hold a constructor's arguments. `module`: the page of
-    `frame.core.interfaces` that has the name."""
+    `INTERFACES` that has the name."""
 
     api: str  # the first version with the new name, such as "attention_backend/2"
     module: str
@@ -40,25 +40,39 @@ FORMER_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+# Interfaces that the core never calls.
+_MOVED_PAGES = (
+    *("adapter", "cli", "http", "keys", "kinds", "launcher", "modality", "parsing"),
+    *("pooling", "routing", "stats", "tracing", "weights"),
+)
+
 # Modules and packages that plugins may have imported, and where they are now.
 MOVED_MODULES: Mapping[str, str] = MappingProxyType(
     {
         "frame.core.config": "frame.config",
         "frame.core.drafting": "frame.speculation",
+        "frame.core.engine_states": "frame.loading.engine_states",
         "frame.core.execution.components": "frame.entrypoints.processes.components",
         "frame.core.execution.finite_check": "frame.diagnostics.finite_check",
+        "frame.core.execution.hybrid_attention": "frame.forward.hybrid_attention",
         "frame.core.execution.pooler": "frame.pooling.vector_head",
         "frame.core.execution.pooling_runner": "frame.pooling.pooling_runner",
         "frame.core.execution.profiling": "frame.diagnostics.profiling",
+        "frame.core.execution.recorded_forward": "frame.forward.recorded_forward",
+        "frame.core.execution.torch_compile": "frame.forward.torch_compile",
         "frame.core.fair_queue": "frame.fair_queue",
         "frame.core.grammars": "frame.structured_output",
         "frame.core.host_memory": "frame.host.host_memory",
         "frame.core.installation": "frame.host.installation",
+        **{f"frame.core.interfaces.{page}": f"frame.interfaces.{page}" for page in _MOVED_PAGES},
         "frame.core.ipc.child_process": "frame.host.child_process",
         "frame.core.ipc.early_process": "frame.entrypoints.processes.early_process",
         "frame.core.ipc.interpreter": "frame.host.interpreter",
         "frame.core.ipc.results": "frame.parallel.rank_channels",
         "frame.core.ipc.socket_directory": "frame.host.socket_directory",
+        "frame.core.ipc.kv_events": "frame.kv_events.publisher",
+        "frame.core.kv_cache.capacity": "frame.loading.capacity",
+        "frame.core.kv_cache.cache_events": "frame.kv_events.cache_events",
         "frame.core.kv_cache.eviction_guard": "frame.plugins.eviction_guard",
         "frame.core.kv_cache.memory_plan": "frame.entrypoints.processes.memory_plan",
         "frame.core.loading": "frame.loading",
@@ -69,6 +83,22 @@ MOVED_MODULES: Mapping[str, str] = MappingProxyType(
         "frame.models.layers.weights.plain_product": "frame.models.layers.weights.plain_gemm",
         "frame.models.layers.weights.products": "frame.models.layers.weights.gemms",
         "frame.testing.devices": "frame.plugins.devices",
+    }
+)
+
+# Names that moved from one interface page to another, as "module:name".
+MOVED_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **{
+            f"frame.interfaces.adapter:{name}": f"frame.core.interfaces.adapter_layers:{name}"
+            for name in ("AdapterLayers", "LayerDelta", "Span", "StepAdapters")
+        },
+        "frame.interfaces.adapter:AdapterLoad": "frame.core.interfaces.batch:AdapterLoad",
+        "frame.interfaces.adapter:AdapterOrder": "frame.core.interfaces.runner:AdapterOrder",
+        "frame.interfaces.adapter:PendingOrder": "frame.core.interfaces.runner:PendingOrder",
+        "frame.core.interfaces.attention:StateLayer": "frame.core.interfaces.batch:StateLayer",
+        "frame.core.interfaces.cache:PageAllocator": "frame.core.kv_cache.page_allocator:PageAllocator",
+        "frame.core.interfaces.runner:MOST_SINGLE": "frame.core.interfaces.runner:MAX_SINGLE_TOKEN_ROWS",
     }
 )
 
@@ -157,9 +187,10 @@ def describe_import(error: BaseException) -> str:
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, ImportError) and (moved := _find_moved(current)) is not None:
-            return f"The plugin was written for an earlier frame: {moved} is {MOVED_MODULES[moved]} now."
-        if isinstance(current, ImportError) and (current.name or "").startswith(f"{INTERFACES}."):
-            page = (current.name or "").removeprefix(f"{INTERFACES}.")
+            new = MOVED_MODULES.get(moved) or MOVED_NAMES[moved].replace(":", ".")
+            return f"The plugin was written for an earlier frame: {moved.replace(':', '.')} is {new} now."
+        package, _, page = (getattr(current, "name", None) or "").rpartition(".")
+        if isinstance(current, ImportError) and package in INTERFACES:
             renames = [each for each in RENAMES if each.module == page and f"{each.old!r}" in str(current)]
             if renames:
                 versions = " and ".join(dict.fromkeys(KINDS[each.api.partition("/")[0]].api for each in renames))
@@ -171,9 +202,9 @@ def describe_import(error: BaseException) -> str:
 
 
 def _find_moved(error: ImportError) -> str | None:
-    """The key of `MOVED_MODULES` that an import did not find."""
-    for old in MOVED_MODULES:
-        parent, _, name = old.rpartition(".")
+    """The key of `MOVED_MODULES` or `MOVED_NAMES` that an import did not find."""
+    for old in (*MOVED_MODULES, *MOVED_NAMES):
+        parent, _, name = old.replace(":", ".").rpartition(".")
         if error.name == old or (error.name == parent and f"cannot import name {name!r}" in str(error)):
             return old
     return None

@@ -24,9 +24,9 @@ from frame.pooling.vector_head import VectorHead
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.cache_groups import Capacity
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.runner import PendingStep
-    from frame.core.kv_cache.capacity import Capacity
     from frame.core.kv_cache.kv_pool import KVPool
     from frame.core.sampling.batch_layout import BatchLayout
 
@@ -65,7 +65,7 @@ class PoolingRunner(TorchModelRunner):
             self._second_text_starts[setup.slot] = setup.second_text_start
         return super().launch(batch)
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, is_compiled: bool = False) -> None:
         """Run warm-up prompts over the reserved page, so that kernels are compiled and initialised
         before requests arrive."""
         for batch in idle_prompts(self.context.limits, few=self._stream is None, fresh=True):

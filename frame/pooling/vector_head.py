@@ -13,7 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
-    from frame.core.interfaces.pooling import Pooler
+    from frame.interfaces.pooling import Pooler
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Protocol
 
 from frame.core.blame import blaming
 from frame.core.errors import PluginError, did_you_mean
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
+from frame.interfaces.kinds import KINDS
 from frame.plugins.registry import Registry
 
 

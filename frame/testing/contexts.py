@@ -6,9 +6,9 @@ Used by the conformance suites, the tests and plugin authors' tests. Must import
 from __future__ import annotations
 
 from frame.core.interfaces.cache import EvictionContext
-from frame.core.interfaces.parsing import ParserContext
-from frame.core.interfaces.routing import RoutingContext
 from frame.core.interfaces.scheduling import SchedulingContext
+from frame.interfaces.parsing import ParserContext
+from frame.interfaces.routing import RoutingContext
 
 SCHEDULING = SchedulingContext(max_running_requests=16, token_budget=256, max_context=1024, page_size=4, num_pages=1024)
 EVICTION = EvictionContext(page_size=4, num_pages=1024)

@@ -11,12 +11,12 @@ from frame.adapters.adapter_pool import AdapterPool, AdapterSizes
 from frame.adapters.adapter_reader import AdapterReader, ChosenFormat
 from frame.adapters.deltas import TorchDeltas
 from frame.adapters.device_adapters import DeviceAdapters
-from frame.core.interfaces.adapter import AdapterConfig, AdapterContext, AdapterFormat, LowRankDelta
 from frame.core.interfaces.batch import AdapterLoad, ScheduledBatch, SlotSetup
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.rank_context import Limits
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.interfaces.adapter import AdapterConfig, AdapterContext, AdapterFormat, LowRankDelta
 from frame.models.layers.parameter import Range
 
 LIMITS = Limits(max_running_requests=4, max_tokens_per_step=32, max_context=64, page_size=1)

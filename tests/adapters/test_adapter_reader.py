@@ -7,7 +7,7 @@ import torch
 
 from frame.adapters.adapter_pool import AdapterSizes
 from frame.adapters.host_adapters import HostAdapter
-from frame.core.interfaces.adapter import AdapterError
+from frame.interfaces.adapter import AdapterError
 from tests.adapters.harness import make_adapters, make_reader, write_adapter
 
 LAYERS = {"q": (6, [4]), "embed": (9, [6])}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from frame.adapters.checkpoint_names import PlacedDelta, place_delta, place_experts
-from frame.core.interfaces.adapter import LowRankDelta
+from frame.interfaces.adapter import LowRankDelta
 from frame.models.layers.parameter import Range
 from frame.models.layers.weights.fused_tensors import split_experts, split_layers, split_stacked_experts
 

@@ -3,7 +3,7 @@
 import torch
 
 from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
-from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.interfaces.adapter import PAGE_RANKS
 
 
 def _layer(pages: int, stacks: int, inputs: int, splits: tuple[int, ...], places: int, experts: int = 0) -> LayerPages:

@@ -18,9 +18,9 @@ from frame.adapters.adapter_pool import AdapterPool, AdapterSizes
 from frame.adapters.adapter_reader import CONFIG, TENSORS, AdapterReader, ChosenFormat
 from frame.adapters.deltas import DeltaOperations, TorchDeltas
 from frame.adapters.device_adapters import DeviceAdapters
-from frame.core.interfaces.adapter import AdapterConfig, AdapterError, LowRankDelta
 from frame.core.interfaces.batch import AdapterLoad
 from frame.core.interfaces.rank_context import Limits
+from frame.interfaces.adapter import AdapterConfig, AdapterError, LowRankDelta
 from frame.kernels import INTERPRETED
 from frame.models.layers.mla import multiply_heads
 from frame.models.layers.parameter import Range

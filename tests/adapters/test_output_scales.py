@@ -6,8 +6,8 @@ import torch
 
 from frame.adapters.adapter_pool import AdapterSizes
 from frame.adapters.output_scales import compute_scales
-from frame.core.interfaces.adapter import PAGE_RANKS
 from frame.core.interfaces.collective import LocalGroup
+from frame.interfaces.adapter import PAGE_RANKS
 from frame.models.layers.parameter import Range
 from tests.adapters.harness import make_adapters
 

@@ -87,6 +87,7 @@ ROOMS = {
     "router": Room(("entrypoints/router", "entrypoints/cli/router.py"), commands=("router",)),
     "grpc": Room(("entrypoints/grpc",)),
     "lang": Room(("lang",)),
+    "kv_events": Room(("kv_events",)),
     "bench": Room(
         ("entrypoints/tools/bench", "entrypoints/cli/bench*.py", "entrypoints/cli/profile.py", "entrypoints/cli/replay.py"),
         commands=("bench", "profile", "replay"),

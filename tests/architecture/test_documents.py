@@ -18,13 +18,13 @@ import pytest
 from packaging.version import Version
 
 import frame
-from frame.core.interfaces.cli import CommandContext
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.entrypoints.cli.installed import GROUP, list_help
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.entrypoints.configuration.sources import load_config
+from frame.interfaces.cli import CommandContext
+from frame.interfaces.kinds import KINDS
 from frame.plugins.loader import load_registry
 from scripts import generate_docs
 from tests.architecture.source import EXTENSIONS, ROOT, classes, functions, package

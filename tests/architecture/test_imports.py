@@ -13,10 +13,12 @@ from packaging.requirements import Requirement
 
 from tests.architecture.source import EXTENSIONS, ROOT, Module, is_under, module, package
 
-DATA = (
+CORE_DATA = (
     *("frame.core.errors", "frame.host.installation", "frame.core.interfaces", "frame.core.messages"),
     "frame.core.interfaces.sampling_params",
 )
+INTERFACES = "frame.interfaces"
+DATA = (*CORE_DATA, INTERFACES)
 CONFIGURATION = (
     "frame.config.schema",
     "frame.config.section",
@@ -81,17 +83,18 @@ RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.ren
 SMALL_ROOMS = ("frame.checkpoint", "frame.fair_queue", "frame.host")
 ROOMS = (
     *("frame.adapters", "frame.config", "frame.diagnostics", "frame.loading", "frame.parallel", "frame.pooling", "frame.speculation"),
-    *("frame.kv_tiers", "frame.media", "frame.structured_output", "frame.text"),
+    *("frame.forward", "frame.kv_events", "frame.kv_tiers", "frame.media", "frame.structured_output", "frame.text"),
     *SMALL_ROOMS,
 )
 
 # Which rooms of the package each room may use besides itself; the first prefix that fits counts.
 MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
-    *((name, DATA) for name in DATA),
+    *((name, CORE_DATA) for name in CORE_DATA),
+    (INTERFACES, DATA),
     *((name, (*DATA, *CONFIGURATION)) for name in CONFIGURATION),
     *((f"frame.core.{room}", ("frame.core",)) for room in ("execution", "kv_cache", "sampling")),
     ("frame.core", ("frame.core",)),
-    *((room, ("frame.core", KERNELS, *SMALL_ROOMS)) for room in ROOMS),
+    *((room, ("frame.core", INTERFACES, KERNELS, *SMALL_ROOMS)) for room in ROOMS),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
     ("frame.plugins.kv_tiers", (*DATA, "frame.host.authenticated_link", "frame.host.host_memory", MARKER)),
@@ -104,11 +107,12 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((f"frame.plugins.{kind}", (*DATA, KERNELS, LAYERS, "frame.host.gloo_group", MARKER)) for kind in ("collectives", "weight_transfers")),
     *((family, (*DATA, KERNELS, LAYERS, MARKER)) for family in FAMILIES),
     (MARKER, DATA),
-    ("frame.plugins", ("frame.core", "frame.host", "frame.config", "frame.plugins", MARKER)),
-    ("frame.testing", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),  # a suite loads weights through the layers
-    ("frame.entrypoints.tools.bench", ("frame.core", *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),
-    ("frame.entrypoints", ("frame.core", *ROOMS, "frame.plugins", KERNELS)),
-    ("frame.lang", ("frame.core", "frame.entrypoints", "frame.host.progress")),
+    ("frame.plugins", ("frame.core", INTERFACES, "frame.host", "frame.config", "frame.plugins", MARKER)),
+    # a suite loads weights through the layers
+    ("frame.testing", ("frame.core", INTERFACES, *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),
+    ("frame.entrypoints.tools.bench", ("frame.core", INTERFACES, *ROOMS, "frame.plugins", "frame.entrypoints", LAYERS)),
+    ("frame.entrypoints", ("frame.core", INTERFACES, *ROOMS, "frame.plugins", KERNELS)),
+    ("frame.lang", ("frame.core", INTERFACES, "frame.entrypoints", "frame.host.progress")),
     ("frame.rl", ("frame.entrypoints", "frame.host.gloo_group")),
     ("frame", ("frame",)),
     ("frame_quantize", (*DATA, "frame.host.progress")),

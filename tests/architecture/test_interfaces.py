@@ -8,15 +8,17 @@ import inspect
 import pkgutil
 from collections.abc import Iterator
 
+import frame.interfaces
 from frame.core import interfaces
 
 MAX_METHODS = 8
+PACKAGES = (interfaces, frame.interfaces)
 
 
 def list_interfaces() -> Iterator[type]:
-    """The ABCs and protocols of `frame.core.interfaces`, and the classes that derive from them
+    """The ABCs and protocols of the interface pages, and the classes that derive from them
     there."""
-    for page in pkgutil.iter_modules(interfaces.__path__, f"{interfaces.__name__}."):
+    for page in (page for each in PACKAGES for page in pkgutil.iter_modules(each.__path__, f"{each.__name__}.")):
         module = importlib.import_module(page.name)
         for _, value in inspect.getmembers(module, inspect.isclass):
             if value.__module__ == page.name and (getattr(value, "_is_protocol", False) or type(value) is not type):
@@ -25,7 +27,7 @@ def list_interfaces() -> Iterator[type]:
 
 def list_methods(interface: type) -> set[str]:
     """The public methods and properties of an interface and of those that it derives from."""
-    bases = [each for each in interface.__mro__ if each.__module__.startswith(f"{interfaces.__name__}.")]
+    bases = [each for each in interface.__mro__ if each.__module__.startswith(tuple(f"{package.__name__}." for package in PACKAGES))]
     members = {name: value for each in bases for name, value in vars(each).items() if not name.startswith("_")}
     return {name for name, value in members.items() if callable(value) or isinstance(value, (property, classmethod, staticmethod))}
 

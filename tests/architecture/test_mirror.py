@@ -116,7 +116,7 @@ UNTESTED: dict[str, str] = {
     "frame.core.interfaces.rank_context": "data classes and protocols; every backend under test is built from them",
     "frame.core.interfaces.device_operations": "data; tests/core/sampling and tests/kernels/sampling.py draw with both",
     "frame.core.interfaces.row_operations": "data and a protocol; tests of frame-x86 and of the Triton kernels use them",
-    "frame.core.interfaces.parsing": "two abstract classes and plain data; the parsers' tests use them",
+    "frame.interfaces.parsing": "two abstract classes and plain data; the parsers' tests use them",
     "frame.testing.parsing.reading": "both suites of parsers check with it, and tests/testing runs them on mutants",
     "frame.testing.pytest_plugin": "run as a pytest plugin by tests/examples and tests/testing",
     "frame.entrypoints.tools.bench.offline": "the Python API's engine runs the workloads that tests/entrypoints/cli/test_bench.py asks for",

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
+from frame.interfaces.kinds import KINDS
 from frame.plugins import hookspecs
 from frame.plugins.loader import FRAME_DISTRIBUTION, load_registry
 from frame.registration import PROJECT

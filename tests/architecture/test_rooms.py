@@ -14,13 +14,14 @@ from tests.architecture.source import ROOT, Module, module, package
 
 ORDER: dict[str, tuple[str, ...]] = {
     "frame": (
-        "core", "fair_queue", "host", "kernels", "checkpoint", "config", "text", "parallel", "speculation", "structured_output",
+        "core", "interfaces", "forward", "kv_events", "fair_queue", "host", "kernels", "checkpoint", "config", "text", "parallel",
+        "speculation", "structured_output",
         "pooling", "adapters", "media", "kv_tiers", "loading", "diagnostics", "registration", "models", "attention_backends",
         "quantization", "plugins", "entrypoints", "testing", "lang", "rl", "__main__",
     ),
     "frame.core": (
         "errors", "garbage_collection", "interfaces", "messages", "blame", "ipc", "kv_cache", "sampling", "scheduling",
-        "execution", "engine_states", "engine",
+        "execution", "engine",
     ),
     "frame.entrypoints": (
         "version", "keys", "logs", "tls", "origin", "moderation", "relevance", "audio_process", "engine_client", "tracing", "hub",

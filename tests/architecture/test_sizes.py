@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.architecture.source import Module, classes, functions, module, package
+from tests.architecture.source import Module, classes, functions, is_under, module, package
 
 FILE, FUNCTION, ATTRIBUTES, PARAMETERS, METHODS = 500, 80, 15, 6, 6
 FOLDER = 15  # modules beside `__init__`
 # One plugin, one interface or one suite a file, without a bound.
 FAMILIES = (
-    "frame/core/interfaces", "frame/attention_backends", "frame/models", "frame/quantization", "frame/plugins/collectives",
+    "frame/core/interfaces", "frame/interfaces", "frame/attention_backends", "frame/models", "frame/quantization",
+    "frame/plugins/collectives",
     "frame/plugins/eviction_policies", "frame/plugins/grammar_backends", "frame/plugins/http_extensions",
     "frame/plugins/logits_processors", "frame/plugins/moe_dispatchers", "frame/plugins/moe_runners", "frame/plugins/platforms",
     "frame/plugins/prefix_caches", "frame/plugins/reasoning_parsers", "frame/plugins/scheduling_policies",
@@ -78,7 +79,7 @@ def large_interfaces(modules: Iterable[Module]) -> Iterator[Breach]:
     """Abstract methods of the interface pages; read-only properties and the self-check are not
     counted."""
     for found in modules:
-        if not found.name.startswith("frame.core.interfaces."):
+        if not is_under(found.name, "frame.core.interfaces", "frame.interfaces"):
             continue
         for node in classes(found.tree):
             methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef) and _decorators(part) == {"abstractmethod"}]
@@ -127,6 +128,19 @@ def test_checks_find() -> None:
     assert list(crowded_classes([module(f"class A:\n    def f(self):\n{many}")]))
     assert list(wide_constructors([module(f"class A:\n    def __init__(self, {wide}): pass")]))
     assert list(large_interfaces([module(f"class A:\n{asks}", "frame.core.interfaces.example")]))
+
+
+CORE = 15_000  # lines: what the core does not call is beside it
+
+
+def count_lines(modules: Iterable[Module], room: str) -> int:
+    return sum(found.num_lines for found in modules if is_under(found.name, room))
+
+
+def test_the_core_is_small() -> None:
+    lines = count_lines(package(), "frame.core")
+    assert lines <= CORE, f"frame/core has {lines} lines, {CORE} is the cap: move what the core does not call to a room beside it"
+    assert count_lines([module("a\nb\n", "frame.core.one"), module("c\n", "frame.corel")], "frame.core") == 2
 
 
 def full_folders(paths: Iterable[str]) -> list[str]:

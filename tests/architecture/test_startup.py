@@ -77,7 +77,7 @@ def test_light_command(arguments: list[str]) -> None:
 
 
 def test_interfaces_and_core_pages() -> None:
-    pages = [each.name for each in package() if is_under(each.name, "frame.core.interfaces")]
+    pages = [each.name for each in package() if is_under(each.name, "frame.core.interfaces", "frame.interfaces")]
     assert len(pages) > 10
     assert loaded(probe("import", *pages, "frame.core.scheduling.scheduler", "frame.config.resolve"), NO_TORCH) == []
 

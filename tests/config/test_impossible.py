@@ -15,9 +15,9 @@ from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, Speed
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
-from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord, Reason
 from frame.entrypoints.configuration.find_moves import find_moves
+from frame.interfaces.parsing import ParserCapabilities
 from tests.config.test_resolve import DEEPSEEK, H200, LAPTOP, LLAMA, config, names, record, records
 
 UNMET = (Reason("it needs kernels>=2, installed is 1 (pip install 'kernels>=2')"),)

@@ -23,10 +23,10 @@ from frame.core.interfaces.model import ModelCapabilities, ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.platform import PlatformCapabilities
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
-from frame.core.interfaces.routing import RoutingCapabilities
 from frame.core.interfaces.sampler import SamplerCapabilities
 from frame.core.interfaces.weight_format import FormatCapabilities
-from frame.core.interfaces.weights import WeightSourceCapabilities
+from frame.interfaces.routing import RoutingCapabilities
+from frame.interfaces.weights import WeightSourceCapabilities
 from tests.model_configs import LLAMA
 
 LAPTOP = Hardware(cpu_cores=4, memory_bytes=16 * 2**30, cpu_features=frozenset({"avx2"}))

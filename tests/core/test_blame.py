@@ -11,6 +11,7 @@ import pytest
 from frame.core.blame import blaming, describe, explain, find_culprit, note_origin
 from frame.core.errors import ConfigurationError, PluginError
 from frame.core.interfaces.plugin import PluginRecord
+from frame.interfaces.kinds import KINDS
 
 CODE = """
 class First:
@@ -34,7 +35,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType
     module = importlib.import_module("blamed_plugins")
     for name in ("First", "Second"):
         record = PluginRecord("moe_runner", name.lower(), f"blamed_plugins:{name}", "moe_runner/2", distribution="blamed", version="3")
-        note_origin(getattr(module, name), record)
+        note_origin(getattr(module, name), record, KINDS[record.kind].change)
     return module
 
 

@@ -21,6 +21,7 @@ from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import Abort, AnyMessage, Control, ControlReply, Fatal, Generate, Heartbeat, StepTokens
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
+from frame.loading.engine_states import EngineStates
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.plugins.scheduling_policies.fcfs import Fcfs
@@ -100,7 +101,8 @@ class Running:
         self.near, far = InProcessTransport.pair()
         self.runner = runner
         observers = more.pop("observers", None)
-        self.engine = Engine(self.scheduler, runner, far, EngineOptions(overlap=overlap, **more), observers, grammars)
+        options = EngineOptions(overlap=overlap, **{"make_states": EngineStates, **more})
+        self.engine = Engine(self.scheduler, runner, far, options, observers, grammars)
         self.error: BaseException | None = None
         self.seen: list[AnyMessage] = []
         self.thread = threading.Thread(target=self._run, daemon=True)

@@ -31,6 +31,7 @@ from frame.core.messages import Ready
 from frame.entrypoints.processes import worker
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.tracing import open_tracing
+from frame.loading.engine_states import EngineStates
 from frame.plugins.loader import load_configured
 from frame.testing.fake_runner import DoneStep, FakeRunner
 from frame.text.detokenizer import Detokenizer
@@ -171,7 +172,7 @@ def schedule(resolved: Resolved, options: argparse.Namespace, transport: ZmqTran
     scheduler = build_scheduler(resolved, load_configured(resolved.user.plugins), tokens // resolved.page_size + 1, on_finish)
     info: dict[str, Any] = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}
     runner = make_runner(resolved, scheduler)
-    engine = Engine(scheduler, runner, transport, EngineOptions(resolved.overlap, "fatal", HEARTBEAT, info))
+    engine = Engine(scheduler, runner, transport, EngineOptions(resolved.overlap, "fatal", HEARTBEAT, info, make_states=EngineStates))
     time.sleep(float(os.environ.get("FRAME_FAKE_START", "0")))
     scheduler.publish_inflight(Path(options.sockets) / INFLIGHT)
     events = worker.publish_kv_events(resolved, scheduler.list_kv_managers(), options.replica or 0)

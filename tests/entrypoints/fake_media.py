@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from frame import models
-from frame.core.interfaces.modality import MediaLayout
 from frame.entrypoints.media.media_service import MediaCounters, MediaInputError, MediaPart, PreparedMedia
+from frame.interfaces.modality import MediaLayout
 
 TOKENS = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"}  # they are the rows' tokens too
 TEMPLATE = """{{ bos_token }}{% for message in messages %}<|{{ 'user' if message.role == 'tool' else message.role }}|>

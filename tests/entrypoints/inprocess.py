@@ -38,6 +38,7 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import open_keys
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
+from frame.loading.engine_states import EngineStates
 from frame.testing.fake_runner import FakeRunner
 from frame.text.detokenizer import Detokenizer
 from tests.entrypoints.adapter_engine import AdapterOrders
@@ -145,7 +146,7 @@ async def serving(
     scheduler = build_scheduler(resolved.model_copy(update={"media": plan}), prepared.registry, tokens // resolved.page_size + 1)
     config = scheduler.config
     runner = FakeRunner(config.num_pages, config.page_size, config.max_running, config.max_pages, config.vocab_size)
-    engine = Engine(scheduler, runner, far, EngineOptions(resolved.overlap, "fatal"))
+    engine = Engine(scheduler, runner, far, EngineOptions(resolved.overlap, "fatal", make_states=EngineStates))
     tokenizer = load_tokenizer(resolved)
     assert tokenizer is not None
     info = {"max_total_tokens": tokens, "page_size": resolved.page_size, "phases": {}}

@@ -15,11 +15,11 @@ from click.testing import CliRunner, Result
 
 from frame.config.hardware import Hardware
 from frame.config.schema import FrameConfig
-from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.cli.main import COMMANDS, cli
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.flat_settings import settings
 from frame.entrypoints.configuration.sources import LoadedConfig
+from frame.interfaces.kinds import KINDS
 from frame.plugins import loader
 from tests.model_configs import DENSE
 

@@ -14,8 +14,6 @@ import pytest
 from pydantic import BaseModel
 
 from frame.config.schema import FrameConfig
-from frame.core.interfaces.kinds import KINDS
-from frame.core.interfaces.launcher import LauncherContext
 from frame.core.interfaces.platform import PlatformCapabilities
 from frame.entrypoints.configuration import prepare as preparing
 from frame.entrypoints.configuration.prepare import prepare
@@ -23,6 +21,8 @@ from frame.entrypoints.http.server import load_parsers, load_stat_loggers
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.grammar_process import load_backend
+from frame.interfaces.kinds import KINDS
+from frame.interfaces.launcher import LauncherContext
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 from frame.testing.checkpoints import make_checkpoint

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.tools.scaffold import write_plugin
+from frame.interfaces.kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,9 +22,9 @@ from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.tracing import TracerContext
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.tracing import VARIABLES, RankSpans, Tracing, open_tracing
+from frame.interfaces.tracing import TracerContext
 from frame.parallel.rank_channels import Traced
 from frame.plugins.tracers.otlp import OtlpTracer
 from tests.entrypoints.serving import RunningServer, wait_until

@@ -70,7 +70,7 @@ ROUTE = """
 import asyncio, collections, httpx, sys
 from frame.entrypoints.router.server import load_policy
 from frame.entrypoints.router.replicas import Backends, counted
-from frame.core.interfaces.routing import RoutingRequest
+from frame.interfaces.routing import RoutingRequest
 from frame.parallel.replica_choice import ReplicaChooser
 policy = load_policy("weighted", ["weights=[3, 1]"])()
 backends = Backends(["http://127.0.0.1:1", "http://127.0.0.1:2"], httpx.AsyncClient(), 1.0, ReplicaChooser(policy))
@@ -191,7 +191,7 @@ def iter_until(lines: IO[str], text: str) -> Iterator[str]:
 SEND = """
 import socket, sys
 from types import SimpleNamespace
-from frame.core.interfaces.stats import RequestRecord
+from frame.interfaces.stats import RequestRecord
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.configuration.sources import load_config
 from frame.entrypoints.http.server import load_stat_loggers

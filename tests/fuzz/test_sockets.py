@@ -41,6 +41,7 @@ from frame.entrypoints.engine_client.limits import ClientLimits
 from frame.entrypoints.engine_client.tokenizing import tokenize
 from frame.entrypoints.processes import worker
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
+from frame.loading.engine_states import EngineStates
 from frame.parallel.rank_channels import BatchReceiver
 from frame.plugins.loader import load_registry
 from frame.plugins.prefix_caches.radix import RadixCache
@@ -117,7 +118,7 @@ def attack_engine(folder: Path, seed: int, count: int) -> None:
     policy = registry.load(registry.get("scheduling_policy", "fcfs"))(SCHEDULING)
     scheduler = assemble_scheduler(config, RadixCache(PrefixCacheContext(4, 4096, OldestFirst(EVICTION))), make_allocator(65), policy)
     runner = FakeRunner(65, 4, 4, config.max_pages, VOCAB)
-    engine = Engine(scheduler, runner, ZmqTransport(inbox, outbox), EngineOptions(check_integrity="fatal"))
+    engine = Engine(scheduler, runner, ZmqTransport(inbox, outbox), EngineOptions(check_integrity="fatal", make_states=EngineStates))
     thread = threading.Thread(target=engine.run)
     client = ZmqTransport(outbox, inbox)
     thread.start()

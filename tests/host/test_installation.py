@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from frame.host.installation import IN_TREE_PACKAGES, install_command
+from frame.host import installation
+from frame.host.installation import IN_TREE_PACKAGES, install_command, suggest_cpu_kernels
 from tests.architecture.source import ROOT
 
 
@@ -50,3 +51,18 @@ def test_without_its_own_pip_on_the_path_the_interpreter_is_named(own_pip: Path,
     assert install_command("ray") == "/usr/bin/env -m pip install ray"
     (own_pip / "pip").unlink()
     assert install_command("ray") == "/usr/bin/env -m pip install ray"
+
+
+@pytest.mark.parametrize(("flags", "is_installed"), [("sse4_2 avx", False), ("avx avx2 fma", False), ("avx avx2 fma", True)])
+def test_cpu_kernels_are_suggested_where_they_run(
+    flags: str, is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    monkeypatch.setattr(installation, "_CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(installation, "is_installed", lambda name: is_installed and name == "frame-x86")
+    suggestion = suggest_cpu_kernels()
+    if "avx2" in flags and not is_installed:
+        assert suggestion is not None
+        assert suggestion.endswith(install_command("frame-x86"))
+    else:
+        assert suggestion is None

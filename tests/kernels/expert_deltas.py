@@ -11,9 +11,9 @@ import torch
 
 from frame.adapters.deltas import LayerPages
 from frame.adapters.triton_deltas import TritonDeltas
-from frame.core.interfaces.adapter import PAGE_RANKS
 from frame.core.interfaces.adapter_layers import PairDelta
 from frame.core.interfaces.moe import DispatchOutput, SupportsPairDeltas
+from frame.interfaces.adapter import PAGE_RANKS
 from frame.plugins.moe_runners.triton import Triton
 from frame.testing.moe.runner import PlainExperts
 from tests.kernels.moe import CONTEXT, DEVICE, drawn, squared_relu, with_form

@@ -15,7 +15,7 @@ import torch
 
 from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
 from frame.adapters.triton_deltas import TritonDeltas
-from frame.core.interfaces.adapter import PAGE_RANKS
+from frame.interfaces.adapter import PAGE_RANKS
 from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.lora.products import list_blocks
 from frame.kernels.lora.row_tiles import SORTED_ROWS, choose_block, group_rows

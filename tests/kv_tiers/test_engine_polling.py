@@ -14,6 +14,7 @@ from frame.core.engine import Engine, EngineOptions
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import Control, ControlReply, Generate, StepTokens
+from frame.loading.engine_states import EngineStates
 from tests.core.scheduling.small_rig import config, policy
 from tests.kv_tiers.tier_rig import TierRig
 
@@ -22,7 +23,7 @@ from tests.kv_tiers.tier_rig import TierRig
 def serve(rig: TierRig) -> Iterator[InProcessTransport]:
     """An engine in a thread over the rig's scheduler and runner."""
     near, far = InProcessTransport.pair()
-    engine = Engine(rig.scheduler, rig.runner, far, EngineOptions())
+    engine = Engine(rig.scheduler, rig.runner, far, EngineOptions(make_states=EngineStates))
     thread = threading.Thread(target=engine.run, daemon=True)
     thread.start()
     try:

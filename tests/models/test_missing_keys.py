@@ -43,7 +43,8 @@ def find_native() -> dict[str, Any]:
 def read_source() -> str:
     """The code that reads configurations."""
     folder = Path(frame.__file__).parent
-    return "".join(file.read_text() for part in ("models", "loading", "core/interfaces") for file in (folder / part).rglob("*.py"))
+    parts = ("models", "loading", "core/interfaces", "interfaces")
+    return "".join(file.read_text() for part in parts for file in (folder / part).rglob("*.py"))
 
 
 def describe(value: Any) -> Any:

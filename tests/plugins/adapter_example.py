@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from frame.core.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
+from frame.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
 
 # What says how the adapter was trained.
 TRAINING = {

@@ -3,7 +3,7 @@
 import click
 from pydantic import BaseModel
 
-from frame.core.interfaces.cli import CliCommand
+from frame.interfaces.cli import CliCommand
 
 
 class Greet(CliCommand):

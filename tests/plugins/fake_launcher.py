@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from frame import hookimpl
-from frame.core.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankPlace, RankProcess
 from frame.host.child_process import start_process
+from frame.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankPlace, RankProcess
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -200,7 +200,7 @@ def test_each_kind_works_as_a_single_file(selector: str) -> None:
 
 EXTENSION = """
 from fastapi import APIRouter
-from frame.core.interfaces.http import HttpExtension
+from frame.interfaces.http import HttpExtension
 
 class Hello(HttpExtension):
     '''Greets.'''

@@ -8,8 +8,8 @@ import pytest
 
 from frame.config.resolve import ResolveError
 from frame.config.schema import FrameConfig
-from frame.core.interfaces.launcher import LauncherCapabilities, LauncherContext, LauncherRequirements
 from frame.entrypoints.configuration.prepare import prepare
+from frame.interfaces.launcher import LauncherCapabilities, LauncherContext, LauncherRequirements
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.conformance import run_suite

@@ -14,10 +14,10 @@ from pydantic import BaseModel
 
 from frame.config.resolved import PluginChoice
 from frame.core.interfaces.cache import PrefixCacheCapabilities
-from frame.core.interfaces.kinds import KINDS, Kind
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.scheduling import SchedulingPolicy
 from frame.host.installation import install_command
+from frame.interfaces.kinds import KINDS, Kind
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import PluginError, Registry, cause_chain
 

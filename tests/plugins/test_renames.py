@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Iterator
@@ -12,11 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.sampling import LogitsProcessor
+from frame.interfaces.kinds import KINDS
 from frame.plugins.prefix_caches.none import NoCache
 from frame.plugins.registry import PluginError, Registry, cause_chain
-from frame.plugins.renames import FORMER_KINDS, INTERFACES, MOVED_MODULES, RENAMES, describe_hook, describe_import, describe_renames
+from frame.plugins.renames import (
+    FORMER_KINDS,
+    INTERFACES,
+    MOVED_MODULES,
+    MOVED_NAMES,
+    RENAMES,
+    describe_hook,
+    describe_import,
+    describe_renames,
+)
 
 MODULE = "frame_test_old_plugin"
 
@@ -106,6 +116,16 @@ def test_an_import_of_a_moved_module_is_refused_with_the_new_one(old: str, new: 
         assert describe_import(caught.value) == f"The plugin was written for an earlier frame: {old} is {new} now."
 
 
+@pytest.mark.parametrize(("old", "new"), MOVED_NAMES.items())
+def test_an_import_of_a_moved_name_is_refused_with_the_new_one(old: str, new: str) -> None:
+    (old_module, _, old_name), (new_module, _, new_name) = old.partition(":"), new.partition(":")
+    assert hasattr(importlib.import_module(new_module), new_name)
+    with pytest.raises(ImportError) as caught:
+        exec(f"from {old_module} import {old_name}")
+    sentence = f"The plugin was written for an earlier frame: {old_module}.{old_name} is {new_module}.{new_name} now."
+    assert describe_import(caught.value) == sentence
+
+
 def test_every_version_between_asked_and_offered_is_described() -> None:
     assert describe_renames("model/2", "model/2") == describe_renames("model/4", "model/2") == describe_renames("x", "model/2") == ""
     assert "ModelFacts to ModelConfig" in describe_renames("model/1", "model/4")
@@ -143,7 +163,8 @@ def test_new_names_exist_and_old_ones_do_not(rename: Any) -> None:
     assert 1 < int(version) <= KINDS[kind].version
     if "(" in rename.new or rename.new.startswith("register_"):
         return  # a constructor's arguments, or a hook
-    page: Any = importlib.import_module(f"{INTERFACES}.{rename.module}")
+    (package,) = (each for each in INTERFACES if importlib.util.find_spec(f"{each}.{rename.module}"))
+    page: Any = importlib.import_module(f"{package}.{rename.module}")
     for path, exists in ((rename.new, True), (rename.old, False)):
         owner, _, name = path.rpartition(".")
         found = getattr(page, owner, None) if owner else page

@@ -23,7 +23,6 @@ from frame import Engine
 from frame.config.resolve import ResolveError
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.launcher import LauncherContext
 from frame.entrypoints.configuration.prepare import prepare
 from frame.host.authenticated_link import (
     INPUT,
@@ -36,6 +35,7 @@ from frame.host.authenticated_link import (
     authenticate,
     read_key,
 )  # fmt: skip
+from frame.interfaces.launcher import LauncherContext
 from frame.plugins.launchers.rendezvous import MAX_UNKNOWN, RendezvousLauncher, mask_command, split_address
 from frame.plugins.launchers.rendezvous_node import serve_node
 from tests.entrypoints.serving import free_port, wait_until
@@ -178,7 +178,7 @@ def two_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[R
     address = f"127.0.0.1:{free_port()}"
     code = f"""if True:
         from pathlib import Path
-        from frame.core.interfaces.launcher import LauncherContext
+        from frame.interfaces.launcher import LauncherContext
         from frame.plugins.launchers.rendezvous import RendezvousLauncher
         RendezvousLauncher(LauncherContext(4, Path("."), 2, 1, {address!r})).serve_node()
     """

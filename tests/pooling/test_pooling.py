@@ -21,11 +21,11 @@ from frame.core.errors import CheckpointError, ConfigurationError, PluginError
 from frame.core.interfaces.batch import ForwardBatch
 from frame.core.interfaces.model import Pooling
 from frame.core.interfaces.platform import HOST
-from frame.core.interfaces.pooling import Pooler
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.relevance import finished, log_odds
+from frame.interfaces.pooling import Pooler
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.local_loop import LocalLoop
 

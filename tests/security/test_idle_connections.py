@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from frame.core.interfaces.stats import RenderedMetrics, StatLogger
 from frame.entrypoints.engine_client import stats
 from frame.entrypoints.http import app as http_app
 from frame.entrypoints.http.protocol import bodies as protocol_bodies
 from frame.entrypoints.http.protocol import connections
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.protocol.paced_parsing import ParsingQueue
+from frame.interfaces.stats import RenderedMetrics, StatLogger
 from tests.entrypoints.inprocess import serving
 from tests.security.test_connections import WAIT, listening, tell
 

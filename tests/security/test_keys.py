@@ -12,10 +12,10 @@ import pytest
 from frame.config.schema import FrameConfig
 from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.keys import KeyHolder, KeyStore, KeyStoreContext, KeyStoreError
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.keys import KeyAccess, check_exposure, tenant_of
+from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreContext, KeyStoreError
 from frame.plugins.key_stores.file import FileKeyStore
 from tests.entrypoints.inprocess import serving
 from tests.entrypoints.published import ROUTES

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from frame.core.interfaces.launcher import LauncherContext
 from frame.host.authenticated_link import LinkError, authenticate
+from frame.interfaces.launcher import LauncherContext
 from frame.plugins.launchers.rendezvous import RendezvousLauncher
 from tests.entrypoints.serving import free_port
 

@@ -16,7 +16,6 @@ from fastapi import Depends
 
 import frame.entrypoints.http.app as app_module
 from frame.config.server_sections import ServerSection
-from frame.core.interfaces.keys import KeyStoreContext
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.extensions import CORE_ROUTES
@@ -24,6 +23,7 @@ from frame.entrypoints.http.protocol.access import Gate
 from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, RequireAccess
 from frame.entrypoints.http.protocol.routing import PathIndex, decode_path
 from frame.entrypoints.keys import KeyAccess
+from frame.interfaces.keys import KeyStoreContext
 from frame.plugins.key_stores.file import FileKeyStore
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.published import ROUTES

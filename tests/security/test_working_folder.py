@@ -27,7 +27,7 @@ raise ImportError(__name__ + " of the working folder was imported")
 """
 PLUGIN = """
 import contextlib
-from frame.core.interfaces.stats import StatLogger
+from frame.interfaces.stats import StatLogger
 
 with contextlib.suppress(ImportError):
     import neighbour

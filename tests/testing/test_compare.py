@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from frame.config.schema import FrameConfig
-from frame.core.interfaces.kinds import KINDS
-from frame.core.interfaces.parsing import ToolDelta
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.configuration import prepare as preparing
 from frame.entrypoints.offline.collector import Output
+from frame.interfaces.kinds import KINDS
+from frame.interfaces.parsing import ToolDelta
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 from frame.testing.compare import plugins as comparing

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from frame.config.server_sections import PluginsSection
-from frame.core.interfaces.adapter import AdapterConfig, AdapterError, LowRankDelta
+from frame.interfaces.adapter import AdapterConfig, AdapterError, LowRankDelta
 from frame.plugins.loader import load_configured, load_registry
 from frame.testing.adapters.files import Maker
 from frame.testing.adapters.suite import suite

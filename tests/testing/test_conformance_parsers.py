@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from frame.core.interfaces.parsing import CallRule, Format
+from frame.interfaces.parsing import CallRule, Format
 from frame.testing.conformance import SkipCheck, run_suite
 from frame.testing.contexts import PARSER
 from frame.testing.parsing import reasoning_parser, tool_call_parser

@@ -14,6 +14,7 @@ import torch  # noqa: F401 - a run unloads what it imports, and torch and numpy 
 from frame.core.blame import note_origin
 from frame.core.errors import PluginError
 from frame.core.interfaces.scheduling import SchedulingPolicy
+from frame.interfaces.kinds import KINDS
 from frame.plugins import loader
 from frame.plugins.registry import Registry
 from frame.testing import conformance
@@ -122,7 +123,7 @@ def test_a_constructor_that_raises_is_named() -> None:
             raise RuntimeError("boom")
 
     record = loader.load_registry(installed=False).get("scheduling_policy", "fcfs")
-    note_origin(Broken, record)
+    note_origin(Broken, record, KINDS[record.kind].change)
     subject = conformance.Subject(record, Broken, None, conformance.Setting(device="cpu"))
     with pytest.raises(PluginError, match=r"Broken.__init__ in the conformance suite: RuntimeError: boom"):
         conformance.checks("scheduling_policy", subject)

@@ -82,7 +82,7 @@ def indivisible(model_config: ModelConfig, plan: ParallelPlan) -> list[str]:
 
 def estimate_cache_tokens(config: FrameConfig, model_config: ModelConfig, memory: int, kv_dtype: str) -> int:
     """Estimate the tokens in each rank's KV cache from `memory` (bytes) and the weights' size. The
-    real number is computed after loading (`frame.core.kv_cache.capacity`)."""
+    real number is computed after loading (`frame.loading.capacity`)."""
     if config.cache.max_total_tokens is not None:
         return config.cache.max_total_tokens
     tp, pp, bytes_a_value = config.parallel.tp, config.parallel.pp, _BYTES[kv_dtype]

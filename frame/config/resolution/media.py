@@ -11,11 +11,11 @@ from typing import Any
 from frame.config.resolution.plugins import KEYS, Choices, choose_list
 from frame.config.schema import FrameConfig
 from frame.config.selection import PlainRequirements, ResolveError, Selection, by_rank
-from frame.core.interfaces.modality import ModalityCapabilities
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, Task
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.step_media import MediaPlan
+from frame.interfaces.modality import ModalityCapabilities
 
 KIND = "modality"
 TEXT_ALONE = "media.enabled: false"

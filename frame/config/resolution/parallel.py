@@ -14,10 +14,10 @@ from frame.config.resolution.plugins import KEYS, Choices
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError, by_rank, nearest_change, select
 from frame.core.interfaces.collective import CollectiveRequirements
-from frame.core.interfaces.launcher import LauncherRequirements
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
+from frame.interfaces.launcher import LauncherRequirements
 
 _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 

@@ -20,15 +20,15 @@ from frame.config.selection import PlainRequirements, Rejected, ResolveError, Se
 from frame.config.server_sections import ServerSection
 from frame.core.errors import PluginError, did_you_mean
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed, choose_ranges
-from frame.core.interfaces.keys import KeyStoreRequirements
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
-from frame.core.interfaces.parsing import ParserCapabilities
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.sampler import DRAW_PARAMS, SamplerCapabilities
 from frame.core.interfaces.sampling import PROCESSOR_PARAMS, ProcessorCapabilities
 from frame.core.interfaces.weight_format import FormatCapabilities, QuantType
+from frame.interfaces.keys import KeyStoreRequirements
+from frame.interfaces.kinds import KINDS
+from frame.interfaces.parsing import ParserCapabilities
 
 KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values() if kind.key})
 

@@ -13,18 +13,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
 from frame.core.execution.decode_graphs import PADDED_ROWS, DecodeGraphs, DecodeOutputs, Redraw, graph_sizes
-from frame.core.execution.hybrid_attention import BackgroundPreparation, HybridAttention
 from frame.core.execution.input_batch import ForwardInputs, InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
-from frame.core.execution.recorded_forward import record_decodes
-from frame.core.execution.torch_compile import Forward
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
 from frame.core.interfaces.platform import SupportsStreams
 from frame.core.interfaces.rank_context import track_silently
@@ -42,16 +39,41 @@ if TYPE_CHECKING:
     from frame.core.execution.drafting import DeviceDrafts
     from frame.core.execution.input_batch import StepInputs
     from frame.core.interfaces.adapter_layers import StepAdapters
+    from frame.core.interfaces.attention import AttentionBackend
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.build import BuildContext
+    from frame.core.interfaces.cache_groups import Capacity
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import ExpertBalance
     from frame.core.interfaces.runner import AdapterOrder, PendingOrder, PendingStep
-    from frame.core.kv_cache.capacity import Capacity
     from frame.core.sampling.sampler import Sampler
     from frame.core.sampling.step_plan import StepArrays, StepPlans
 
 _log = logging.getLogger(__name__)
+
+
+class Preparation(Protocol):
+    """The preparation of an attention backend in the background. `frame.forward.hybrid_attention`
+    documents the methods."""
+
+    error: Exception | None
+
+    @property
+    def is_done(self) -> bool: ...
+    def allow_compilation(self) -> None: ...
+    def wait(self) -> None: ...
+    def wait_for_estimate(self) -> None: ...
+
+
+@runtime_checkable
+class SwitchingAttention(Protocol):
+    """Two attention backends, one of which may be prepared in the background."""
+
+    backends: tuple[AttentionBackend, ...]
+
+    @property
+    def preparation(self) -> Preparation | None: ...
+    def switch(self, is_ready: bool) -> bool: ...
 
 
 class TorchModelRunner(ModelRunner):
@@ -64,7 +86,7 @@ class TorchModelRunner(ModelRunner):
         self.capacity = capacity
         self.context = context
         self.model = model
-        self.forward = Forward(record_decodes(model.forward, context))
+        self.forward: Callable[[ForwardBatch], torch.Tensor] = model.forward  # the builder may set another one
         self.vocab_size = model_config.vocab_size
         platform = context.platform
         self.streams = platform if isinstance(platform, SupportsStreams) else None
@@ -102,10 +124,10 @@ class TorchModelRunner(ModelRunner):
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {batch.step}: {error}") from error
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, is_compiled: bool = False) -> None:
         """Run warm-up steps over the reserved page, so that kernels are compiled and initialised
-        before requests arrive. On a CPU, where little is compiled, one decode runs."""
-        few = self._stream is None and not self.forward.is_compiled
+        before requests arrive. On a CPU one decode runs, unless `forward` is compiled."""
+        few = self._stream is None and not is_compiled
         for batch in idle_decodes(self.inputs.table.padding_slot, few=few):
             self.launch(batch).wait()
         if self._stream is None:
@@ -123,10 +145,10 @@ class TorchModelRunner(ModelRunner):
                 self.inputs.kv.move_tokens(zero, zero, zero, zero)
 
     @property
-    def _preparation(self) -> BackgroundPreparation | None:
+    def _preparation(self) -> Preparation | None:
         """The background preparation of an attention backend; None: there is none."""
         attention = self.context.attention
-        return attention.preparation if isinstance(attention, HybridAttention) else None
+        return attention.preparation if isinstance(attention, SwitchingAttention) else None
 
     @property
     def can_switch_backend(self) -> bool:
@@ -167,7 +189,7 @@ class TorchModelRunner(ModelRunner):
     def _switch(self) -> bool:
         """-> whether captured decode graphs use a backend that no longer computes decodes."""
         attention = self.context.attention
-        if not isinstance(attention, HybridAttention) or attention.preparation is None:
+        if not isinstance(attention, SwitchingAttention) or attention.preparation is None:
             return False
         attention.preparation.wait()  # a follower's preparation may end later than rank 0's
         return attention.switch(self.is_true_on_all_ranks(attention.preparation.error is None))

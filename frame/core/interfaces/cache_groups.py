@@ -8,7 +8,7 @@ or a device; imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ GroupKind = Literal["tokens", "window", "snapshot", "sidecar", "write_once"]
   (keys and values of an encoder's output). The prefix cache does not hold it.
 """
 
+RESERVED_PAGES = 1  # of each pool
 CHECKPOINT_TOKENS = 64  # a decoding sequence saves its state about every so many tokens
 
 
@@ -66,3 +67,24 @@ class PagePool:
     def name(self) -> str:
         """Its kind, with the window's size: for metrics and display."""
         return self.kind if self.window is None else f"{self.kind}_{self.window}"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The KV cache of a runner."""
+
+    num_pages: int  # the reserved page 0 included
+    page_size: int  # tokens
+    bytes_per_token: int  # of the `tokens` group, over all layers
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of the phases of the start
+    further: tuple[PagePool, ...] = ()  # the pools of the other cache groups
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """The pools of all cache groups, that of the tokens first."""
+        return (PagePool("tokens", self.num_pages, self.page_size), *self.further)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return (self.num_pages - RESERVED_PAGES) * self.page_size

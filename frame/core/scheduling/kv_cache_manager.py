@@ -8,17 +8,26 @@ requests run. It must not know policies, budgets or messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from frame.core.interfaces.cache import Inserted, PrefixCache, evict_all
-from frame.core.kv_cache.cache_events import CacheEvents
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator
 from frame.core.scheduling.group_rows import GroupRows
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 
 _NO_WRITES, _NO_PAGES = np.empty((0, 3), np.int32), np.empty(0, np.int32)
+
+
+class CacheEvents(Protocol):
+    """What is told of changes of the prefix cache. `frame.kv_events.cache_events` documents the
+    methods."""
+
+    def record_inserted(self, keys: np.ndarray, pages: np.ndarray, namespace: str, num_cached: int) -> None: ...
+    def record_removed(self, pages: np.ndarray) -> None: ...
+    def record_cleared(self) -> None: ...
 
 
 class KVCacheManager:

@@ -46,8 +46,8 @@ def load_command(name: str, paths: Sequence[str] = ()) -> click.Command | None:
     """Import and make a command of a package, of `plugins.paths` or of the files `paths`; None if
     there is none of this name. Raises ConfigurationError that names the plugin at fault."""
     from frame.core.blame import blaming
-    from frame.core.interfaces.cli import CommandContext
     from frame.entrypoints.configuration.sources import load_config
+    from frame.interfaces.cli import CommandContext
     from frame.plugins.loader import load_commands
 
     plugins = load_config().config.plugins

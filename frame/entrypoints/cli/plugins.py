@@ -18,13 +18,13 @@ import click
 from frame.config.resolution.plugins import BUILT_IN, FRAME_DISTRIBUTION, KEYS
 from frame.config.server_sections import PluginsSection
 from frame.core.errors import PluginError
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.cli.options import config_command
 from frame.entrypoints.configuration.explain import as_data
 from frame.entrypoints.configuration.sources import LoadedConfig
 from frame.host.installation import install_command
 from frame.host.interpreter import child_environment, python_command
+from frame.interfaces.kinds import KINDS
 from frame.plugins.loader import load_configured, observed_events
 
 CHECK_SECONDS = 300

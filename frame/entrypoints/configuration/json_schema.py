@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from frame.config.schema import FrameConfig
-from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.flat_settings import settings
+from frame.interfaces.kinds import KINDS
 from frame.plugins.registry import Registry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

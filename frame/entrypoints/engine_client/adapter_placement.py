@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
-from frame.core.interfaces.adapter import AdapterError
 from frame.core.messages import ControlReply, Finish
 from frame.entrypoints.engine_client.adapter_spool import AdapterVersion
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError
+from frame.interfaces.adapter import AdapterError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 
 from frame.config.server_sections import AdaptersSection
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.adapter import AdapterError
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.adapter_placement import AdapterPlacement
 from frame.entrypoints.engine_client.adapter_spool import (
@@ -29,6 +28,7 @@ from frame.entrypoints.engine_client.adapter_spool import (
 )
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError, InvalidRequestError
+from frame.interfaces.adapter import AdapterError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/+-]{0,127}")  # it goes into a header, and `:` parts it from the base model's
 MAX_NAMES = 10_000

@@ -27,8 +27,8 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import msgspec
 
-from frame.core.interfaces.adapter import AdapterError
 from frame.host.interpreter import child_environment, python_command
+from frame.interfaces.adapter import AdapterError
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "frame-adapters-"

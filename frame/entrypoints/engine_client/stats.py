@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from frame.core.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StepRecord
 from frame.core.messages import Finish, Heartbeat, StepText, StepTokens
 from frame.entrypoints.engine_client.request_dump import RequestDump
 from frame.entrypoints.engine_client.response_state import SequenceState
+from frame.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StepRecord
 
 log = logging.getLogger(__name__)
 

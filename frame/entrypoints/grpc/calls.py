@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 
-from frame.core.interfaces.keys import KeyHolder
 from frame.entrypoints.engine_client.quotas import PlaceShares, QuotaExceededError, QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.grpc.reading import MessageReader
@@ -22,6 +21,7 @@ from frame.entrypoints.http.request_starter import read_timeout_header
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import KeyAccess
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
+from frame.interfaces.keys import KeyHolder
 
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,

@@ -7,12 +7,12 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from frame.core.interfaces.adapter import AdapterError
 from frame.entrypoints.engine_client.adapter_registry import UnknownAdapterError
 from frame.entrypoints.engine_client.adapter_spool import AdapterUse
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.request_body import RequestOptions
 from frame.entrypoints.http.services import Services
+from frame.interfaces.adapter import AdapterError
 
 OFF = "this server has no adapters; leave lora_path out, or start the server with --enable-lora"
 

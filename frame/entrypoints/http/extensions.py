@@ -26,12 +26,12 @@ from fastapi.routing import APIRoute
 from frame.config.resolved import Resolved
 from frame.core.blame import blaming, describe, remedy
 from frame.core.errors import PluginError
-from frame.core.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.entrypoints.http.errors import SEE_LOG, ApiError, DisconnectedError
 from frame.entrypoints.http.operations import adapters, admin, page, states, weights
 from frame.entrypoints.http.protocol.api_route import Access, ApiRoute, ApiRouter, ContextDep
 from frame.entrypoints.http.request_context import JSON, Receive, RequestContext, Scope, Send
 from frame.entrypoints.http.validation_errors import validation_error
+from frame.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
 

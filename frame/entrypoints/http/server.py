@@ -21,10 +21,6 @@ from frame.config.resolved import Resolved
 from frame.config.schema import FrameConfig
 from frame.config.server_sections import LogSection, ServerSection
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.keys import KeyStore
-from frame.core.interfaces.parsing import ParserContext
-from frame.core.interfaces.routing import RoutingContext
-from frame.core.interfaces.stats import StatLoggerContext
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.adapter_spool import AdapterSpool
@@ -56,6 +52,10 @@ from frame.entrypoints.relevance import read_score_prompt
 from frame.entrypoints.tls import Certificate, load_certificate
 from frame.entrypoints.tracing import open_tracing
 from frame.host.socket_directory import SocketDirectory
+from frame.interfaces.keys import KeyStore
+from frame.interfaces.parsing import ParserContext
+from frame.interfaces.routing import RoutingContext
+from frame.interfaces.stats import StatLoggerContext
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.text.detokenizer import Detokenizer
 from frame.text.tokenizer import Tokenizer

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from frame.config.resolved import Resolved
 from frame.core.interfaces.model import Task
-from frame.core.interfaces.parsing import ReasoningParser, ToolCallParser
 from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, TenantQuotas
@@ -31,6 +30,7 @@ from frame.entrypoints.keys import KeyAccess
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.tracing import Tracing
 from frame.entrypoints.version import package_version
+from frame.interfaces.parsing import ReasoningParser, ToolCallParser
 from frame.media.feature_store import FeatureStore
 from frame.text.tokenizer import Tokenizer
 

@@ -30,6 +30,7 @@ from frame.entrypoints.processes.deployment import Deployment, Layout, create_la
 from frame.entrypoints.processes.launch import find_process_start, load_tokenizer, wait_ready
 from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.tls import load_certificate
+from frame.host.installation import suggest_cpu_kernels
 
 if TYPE_CHECKING:
     from frame.entrypoints.configuration.sources import LoadedConfig
@@ -50,6 +51,8 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
     keys = open_keys(resolved, prepared.registry)
     listener, admin = open_listeners(resolved)
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, {resolved.plan}")
+    if resolved.device == "cpu" and resolved.dtype == "bfloat16" and (suggestion := suggest_cpu_kernels()) is not None:
+        report(suggestion)
     raise_file_limit(resolved.user.server.max_connections)
     deployments: list[Deployment] = []
     try:

@@ -19,9 +19,9 @@ import msgspec
 from frame.config.resolved import Resolved
 from frame.config.server_sections import ServerSection
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.modality import MediaError
 from frame.entrypoints.media.media_process import MODULE, WALL_FACTOR, Decoded, Died, Job, Ready, Refused, Request, Response, Setup
 from frame.host.interpreter import child_environment, python_command
+from frame.interfaces.modality import MediaError
 
 log = logging.getLogger(__name__)
 

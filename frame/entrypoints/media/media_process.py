@@ -27,9 +27,9 @@ from frame.config.resolved import Resolved
 from frame.core.blame import describe
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.media import FeatureArray
-from frame.core.interfaces.modality import MediaError, MediaLayout, MediaLimits, Modality, ModalityCapabilities, ModalityContext
 from frame.entrypoints.processes.grammar_process import MemoryLimit, read_message, write_message
 from frame.host.child_process import PARENTS_SIGNALS, die_with_parent
+from frame.interfaces.modality import MediaError, MediaLayout, MediaLimits, Modality, ModalityCapabilities, ModalityContext
 from frame.media.files import write_features
 from frame.plugins.registry import Registry
 

@@ -21,11 +21,11 @@ from typing import Any
 from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.media import FeatureArray
-from frame.core.interfaces.modality import MediaError, MediaLayout
 from frame.entrypoints.engine_client.quotas import FairSemaphore
 from frame.entrypoints.media.fetch import AllowedDomains, Fetcher, FetchError
 from frame.entrypoints.media.media_pool import FatalFileError, MediaPool
 from frame.entrypoints.media.media_process import Decoded, Job
+from frame.interfaces.modality import MediaError, MediaLayout
 
 DEFAULT_LIMITS = MappingProxyType({"image": 64, "video": 4, "audio": 16})  # items of a request, see `media.limits`
 MAX_FETCHES = 64  # at once

@@ -21,6 +21,7 @@ from frame.config.resolved import Resolved
 from frame.core.blame import blaming
 from frame.core.engine import Engine, EngineOptions, Observers
 from frame.core.execution.model_runner import TorchModelRunner
+from frame.core.interfaces.cache_groups import Capacity
 from frame.core.interfaces.drafter import DrafterCapabilities
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
 from frame.core.interfaces.model import ModelContext
@@ -29,7 +30,6 @@ from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.interfaces.weight_transfer import WeightTransferContext
 from frame.core.ipc.transport import Transport
-from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
@@ -40,6 +40,7 @@ from frame.entrypoints.processes.grammar_process import GrammarProcess, load_bac
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
+from frame.loading.engine_states import EngineStates
 from frame.loading.loader import UpdatedModel
 from frame.loading.weight_commands import CommandSettings, WeightCommands, list_transfers
 from frame.loading.weight_update import UpdateSource, UpdatingRunner, WeightUpdater
@@ -324,9 +325,8 @@ def build_engine(
     if followers is not None:
         runner = _lead(runner, followers, results, place)
     hooks = find_observers(registry)
-    on_finish = hooks.on_request_finished
     callbacks: list[Callable[[Request, Finish], None]] = []
-    if on_finish is not None:
+    if (on_finish := hooks.on_request_finished) is not None:
         callbacks.append(lambda request, finish: on_finish(**_finished(request, finish)))
     if tracing is not None:
         callbacks.append(tracing.add_engine_spans)
@@ -337,6 +337,7 @@ def build_engine(
     if kernels is not None:
         info["kernels"] = kernels
     adapters, make_adapters = _build_adapters(resolved, runner, rank)
+    weights = _make_weight_commands(resolved, registry, runner, info, copy)
     options = EngineOptions(
         overlap=resolved.overlap,
         check_integrity=resolved.user.execution.check_integrity,
@@ -345,8 +346,7 @@ def build_engine(
         device_memory=rank.context.platform.count_reserved,
         expert_imbalance=rank.list_imbalance,
         adapters=adapters,
-        weights=_make_weight_commands(resolved, registry, runner, info, copy),
-        sleep_obstacle=find_sleep_obstacle(resolved, rank.context.platform),
+        make_states=partial(EngineStates, weights=weights, sleep_obstacle=find_sleep_obstacle(resolved, rank.context.platform)),
         check_params=rank.processors.check_params,
     )
     engine = Engine(
@@ -367,7 +367,7 @@ def build_engine(
 def load_formats(resolved: Resolved, registry: Registry, dtype: torch.dtype) -> list[ChosenFormat]:
     """The adapter formats of the configuration."""
     from frame.adapters.adapter_reader import ChosenFormat
-    from frame.core.interfaces.adapter import AdapterCapabilities, AdapterContext
+    from frame.interfaces.adapter import AdapterCapabilities, AdapterContext
 
     formats = []
     for choice in resolved.plugins.get("adapter", ()):

@@ -13,11 +13,9 @@ from frame.config.resolved import Resolved
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.cache import EvictionContext, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext
-from frame.core.interfaces.cache_groups import PagePool
+from frame.core.interfaces.cache_groups import RESERVED_PAGES, PagePool
 from frame.core.interfaces.kv_allocator import KVAllocatorCapabilities, KVAllocatorContext
-from frame.core.interfaces.routing import RoutingContext
 from frame.core.interfaces.scheduling import SchedulingContext, SchedulingPolicy
-from frame.core.kv_cache.capacity import RESERVED_PAGES
 from frame.core.kv_cache.page_allocator import GroupedAllocator, PageAllocator, PagedAllocator
 from frame.core.messages import Finish
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
@@ -26,6 +24,7 @@ from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import RunningSet
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from frame.core.scheduling.step_features import NoAdapters, NoMedia, NoTiers, RequestAdapters, RequestMedia, RequestTiers, StepFeatures
+from frame.interfaces.routing import RoutingContext
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.registry import Registry
 from frame.speculation.draft_scheduler import DraftScheduler

@@ -22,10 +22,9 @@ from frame.checkpoint.model_config import find_model
 from frame.checkpoint.remote_code import load_class
 from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError
-from frame.core.execution.hybrid_attention import GroupAttention, HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
-from frame.core.execution.torch_compile import Forward, keep_out
 from frame.core.interfaces.build import BuildContext, Collective, Limits
+from frame.core.interfaces.cache_groups import RESERVED_PAGES, Capacity
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
@@ -33,7 +32,6 @@ from frame.core.interfaces.sampler import RowSampler, SamplerContext, SupportsSl
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.kv_cache.capacity import RESERVED_PAGES, Capacity, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors
@@ -41,8 +39,12 @@ from frame.core.sampling.sampler import TORCH, TORCH_BY_ROW, Sampler
 from frame.diagnostics.finite_check import check_finite
 from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
+from frame.forward.hybrid_attention import GroupAttention, HybridAttention
+from frame.forward.recorded_forward import record_decodes
+from frame.forward.torch_compile import Forward, keep_out
 from frame.host.progress import track
 from frame.kernels.compile_ahead import compile_ahead
+from frame.loading.capacity import activation_bytes, measure, plan_pages, plan_pools
 from frame.loading.loader import Checkpoint, load_model
 from frame.loading.sleep import tag_memory
 
@@ -60,12 +62,12 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import Model, ModelConfig
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.platform import Platform
-    from frame.core.interfaces.pooling import Pooler
     from frame.core.interfaces.rank_context import Pipeline, RankContext
     from frame.core.interfaces.sampler import TokenSampler
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
-    from frame.core.interfaces.weights import WeightSource
+    from frame.interfaces.pooling import Pooler
+    from frame.interfaces.weights import WeightSource
     from frame.parallel.expert_moves import ExpertBalancer
 
 T = TypeVar("T")
@@ -272,6 +274,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     else:
         runner = _build_pooling_runner(plan, model, context, pool, capacity)
     runner.adapters = adapters
+    runner.forward = record_decodes(model.forward, context)
     clock = time.perf_counter()
     runner.resolve_backend()
     phases["attention"] = time.perf_counter() - clock
@@ -289,7 +292,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         keep_out(context.attention, "run", "run_mla")
         runner.forward = Forward(model.forward, user.execution.torch_compile_max_bs)
         with blaming("in a warm-up step with torch.compile"):
-            runner.warm_up()
+            runner.warm_up(is_compiled=True)
     phases["warm_up"] = time.perf_counter() - clock
     _capture_graphs(runner, resolved, phases)
     runner.allow_compilation()
@@ -310,8 +313,8 @@ def _runner_class(pipeline: Pipeline | None) -> type[TorchModelRunner]:
 
 
 def _build_pooling_runner(plan: RunnerPlan, model: Model, context: BuildContext, pool: KVPool, capacity: Capacity) -> TorchModelRunner:
-    from frame.core.interfaces.pooling import PoolerContext
     from frame.entrypoints.relevance import list_label_ids
+    from frame.interfaces.pooling import PoolerContext
     from frame.pooling.pooling_runner import PoolingRunner
     from frame.pooling.vector_head import VectorHead
 

@@ -21,7 +21,6 @@ from pydantic import BaseModel
 from frame.config.resolved import Resolved
 from frame.config.server_sections import LogSection
 from frame.core.errors import EXIT_CONFIGURATION, ConfigurationError
-from frame.core.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
 from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
 from frame.core.ipc.transport import ZmqSender, ZmqTransport
 from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, StartDetokenize
@@ -31,6 +30,7 @@ from frame.entrypoints.processes.hang_dump import DUMP_SIGNAL
 from frame.host.child_process import is_stopped, start_process
 from frame.host.interpreter import python_command
 from frame.host.socket_directory import SocketDirectory
+from frame.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
 from frame.plugins.registry import Registry
 
 LOG_TIMEOUT = 0.5  # seconds to relay the last log lines of children that ended

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.build import Limits
-from frame.core.interfaces.cache_groups import PagePool
-from frame.core.kv_cache.capacity import GIB, RESERVED_PAGES, WORKSPACES, CapacityError, Memory, activation_bytes, plan_pages, plan_pools
+from frame.core.interfaces.cache_groups import RESERVED_PAGES, PagePool
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
+from frame.loading.capacity import GIB, WORKSPACES, CapacityError, Memory, activation_bytes, plan_pages, plan_pools
 from frame.loading.loader import plan_bytes
 
 if TYPE_CHECKING:

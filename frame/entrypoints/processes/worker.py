@@ -44,9 +44,9 @@ from frame.plugins.loader import load_configured
 if TYPE_CHECKING:
     import numpy as np
 
-    from frame.core.kv_cache.cache_events import CacheEvents
     from frame.core.scheduling.kv_cache_manager import KVCacheManager
     from frame.entrypoints.processes.join_groups import Place
+    from frame.kv_events.cache_events import CacheEvents
     from frame.text.detokenizer import Detokenizer
     from frame.text.tokenizer import Tokenizer
 
@@ -131,8 +131,8 @@ def publish_kv_events(resolved: Resolved, managers: Sequence[KVCacheManager], re
     cache = resolved.user.cache
     if cache.events_endpoint is None:
         return []
-    from frame.core.ipc.kv_events import EventSettings, KVEventPublisher
-    from frame.core.kv_cache.cache_events import CacheEvents
+    from frame.kv_events.cache_events import CacheEvents
+    from frame.kv_events.publisher import EventSettings, KVEventPublisher
 
     events = []
     for number, manager in enumerate(managers, replica * len(managers)):

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
-from frame.core.interfaces.routing import RoutingRequest
 from frame.entrypoints.handoff import DRAINING, END, EVENTS, HEADER, PIECE, START, VERSION, FleetKey, FrameReader, SealedHandoff
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ResponseCutError
 from frame.entrypoints.router.exchange import REFUSED, Exchange, LostError, RoutedRequest, error_event, kept, next_chunk, read_short
 from frame.entrypoints.router.replicas import Backend, Backends, Place, RouterMetrics
+from frame.interfaces.routing import RoutingRequest
 
 log = logging.getLogger(__name__)
 

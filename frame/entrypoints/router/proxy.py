@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 
-from frame.core.interfaces.routing import RoutingRequest
 from frame.entrypoints.handoff import HEADER, FleetKey
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError, ResponseCutError
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, Bodies
@@ -38,6 +37,7 @@ from frame.entrypoints.router.exchange import (
 from frame.entrypoints.router.moving import StreamMover
 from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted, timed
 from frame.entrypoints.router.requests import BROADCAST, STATES, hash_prompt, is_pinned, is_repeatable, is_stored, is_streamed
+from frame.interfaces.routing import RoutingRequest
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Literal, get_args
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from frame.core.interfaces.routing import RoutingRequest
 from frame.entrypoints.handoff import FLEET
 from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
+from frame.interfaces.routing import RoutingRequest
 from frame.parallel.replica_choice import ReplicaChooser
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from frame.core.errors import ConfigError
-from frame.core.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.entrypoints.handoff import FleetKey
 from frame.entrypoints.http.protocol.connections import ConnectionLimits, raise_file_limit
 from frame.entrypoints.http.protocol.listening import HttpServer, address
@@ -27,6 +26,7 @@ from frame.entrypoints.router.discovery import Source, watch_sources
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.tls import Certificate
+from frame.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.loader import load_registry
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.adapter import AdapterCapabilities
+from frame.interfaces.adapter import AdapterCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from frame.core.interfaces.adapter import AdapterError, LowRankDelta
+from frame.interfaces.adapter import AdapterError, LowRankDelta
 from frame.plugins.adapters.lora import Factors, LoraFormat, read_factor
 from frame.plugins.adapters.peft_config import LayerScales, PeftConfig
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frame.core.interfaces.adapter import AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
+from frame.interfaces.adapter import AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
 from frame.plugins.adapters.peft_config import LayerScales, PeftConfig, list_ends, read_peft_config
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from frame.core.interfaces.adapter import AdapterError
+from frame.interfaces.adapter import AdapterError
 
 Rank = Annotated[int, Meta(ge=1, le=65536)]
 Alpha = Annotated[float, Meta(ge=-1e6, le=1e6)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from frame.core.interfaces.keys import KeyStoreCapabilities
+from frame.interfaces.keys import KeyStoreCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.keys import KeyHolder, KeyStore, KeyStoreContext, name_tenant
+from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreContext, name_tenant
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.keys import KeyHolder, KeyStore, KeyStoreContext, KeyStoreError, name_tenant
+from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreContext, KeyStoreError, name_tenant
 from frame.plugins.key_stores import IntrospectionOptions
 
 MAX_REJECTED_SECONDS = 5.0  # for which a response that says no is used

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.launcher import LauncherCapabilities
+from frame.interfaces.launcher import LauncherCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 

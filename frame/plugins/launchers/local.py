@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from frame.core.interfaces.launcher import Launcher, Placement, RankPlace, RankProcess
 from frame.host.child_process import start_process
+from frame.interfaces.launcher import Launcher, Placement, RankPlace, RankProcess
 
 LOOPBACK = "127.0.0.1"
 

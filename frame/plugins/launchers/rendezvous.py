@@ -24,10 +24,10 @@ from typing import IO, Any
 from pydantic import BaseModel
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.launcher import RANK_SOCKETS, SHARED_SOCKETS, Launcher, LauncherContext, Placement, RankPlace, RankProcess
 from frame.host import authenticated_link as frames
 from frame.host.authenticated_link import Link, LinkError, Places, SocketTunnel, authenticate, read_key
 from frame.host.child_process import start_process
+from frame.interfaces.launcher import RANK_SOCKETS, SHARED_SOCKETS, Launcher, LauncherContext, Placement, RankPlace, RankProcess
 
 LOOPBACK = "127.0.0.1"
 FIRST_WAIT, LATER_WAIT = 600.0, 60.0  # seconds for the other hosts, at the first start and at a restart

@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from frame.core.interfaces.launcher import SHARED_SOCKETS
 from frame.host import authenticated_link as frames
 from frame.host.authenticated_link import Link, LinkError, SocketTunnel, authenticate
 from frame.host.child_process import is_stopped, start_process
 from frame.host.socket_directory import SocketDirectory
+from frame.interfaces.launcher import SHARED_SOCKETS
 
 RETRY = 0.5  # seconds between two attempts to connect
 LINGER = 5.0  # seconds for the first host to start again: the offline engine makes a new launcher

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.modality import ModalityCapabilities
+from frame.interfaces.modality import ModalityCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 PILLOW = "pillow>=12.2,<14"

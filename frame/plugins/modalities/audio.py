@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.modality import MediaError, MediaLayout, MediaSize, ModalityContext
+from frame.interfaces.modality import MediaError, MediaLayout, MediaSize, ModalityContext
 from frame.media.sound import MAX_CHANNELS, MAX_DENSITY, RATE, RATES, Read, TooLongError, open_wave, read_blocks, resample
 from frame.plugins.modalities.processor import (
     ProcessorModality,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from frame.core.interfaces.modality import MediaError, MediaLimits, MediaSize, need_package
+from frame.interfaces.modality import MediaError, MediaLimits, MediaSize, need_package
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.modality import MediaError, MediaLayout, MediaSize, ModalityContext
+from frame.interfaces.modality import MediaError, MediaLayout, MediaSize, ModalityContext
 from frame.plugins.modalities.pictures import decode_picture, read_picture_size
 from frame.plugins.modalities.processor import (
     ProcessorModality,

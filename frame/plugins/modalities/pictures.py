@@ -11,7 +11,7 @@ import logging
 import struct
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.modality import MediaError, MediaLimits, MediaSize, need_package
+from frame.interfaces.modality import MediaError, MediaLimits, MediaSize, need_package
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.modality import MediaError, Modality
 from frame.core.interfaces.model import ModelConfig
+from frame.interfaces.modality import MediaError, Modality
 from frame.plugins.modalities.pixtral import make_pixtral_processor
 
 _log = logging.getLogger(__name__)

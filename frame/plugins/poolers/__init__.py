@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.pooling import PoolerCapabilities
+from frame.interfaces.pooling import PoolerCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 

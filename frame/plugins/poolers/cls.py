@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch
-from frame.core.interfaces.pooling import Pooler
+from frame.interfaces.pooling import Pooler
 
 
 class FirstToken(Pooler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from frame.core.interfaces.parsing import ParserCapabilities
+from frame.interfaces.parsing import ParserCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 _THINK_TAGS = "frame.plugins.reasoning_parsers.think_tags:ThinkTags"

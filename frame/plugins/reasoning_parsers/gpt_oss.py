@@ -11,7 +11,7 @@ import re
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningMarks, ReasoningParser, held_back
+from frame.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningMarks, ReasoningParser, held_back
 
 START, MESSAGE = "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningMarks, ReasoningParser, held_back
+from frame.interfaces.parsing import Format, ParserContext, ReasoningDelta, ReasoningMarks, ReasoningParser, held_back
 from frame.plugins.reasoning_parsers import ThinkTagsOptions
 
 _START, _THINKING, _GAP, _REPLY = range(4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.routing import RoutingCapabilities
+from frame.interfaces.routing import RoutingCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 

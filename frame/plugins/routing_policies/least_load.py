@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from frame.core.interfaces.routing import RoutingPolicy, RoutingRequest
+from frame.interfaces.routing import RoutingPolicy, RoutingRequest
 
 
 class LeastLoad(RoutingPolicy):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
+from frame.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
 
 
 class PowerOfTwo(RoutingPolicy):

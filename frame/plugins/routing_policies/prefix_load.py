@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
+from frame.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
 
 MAX_PREFIXES = 65_536  # blocks remembered, the most recently used
 LOAD_WEIGHT = 1.0  # score lost by a replica with a mean load more than the least; less would never move a whole prompt from one of two

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
+from frame.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
 
 
 class RoundRobin(RoutingPolicy):

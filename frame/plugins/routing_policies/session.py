@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import blake2b
 
-from frame.core.interfaces.routing import RoutingPolicy, RoutingRequest
+from frame.interfaces.routing import RoutingPolicy, RoutingRequest
 
 
 class Session(RoutingPolicy):

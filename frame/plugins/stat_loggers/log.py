@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 
-from frame.core.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
+from frame.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
 from frame.plugins.stat_loggers import LogOptions
 
 log = logging.getLogger(__name__)

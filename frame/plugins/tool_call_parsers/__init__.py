@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.parsing import ParserCapabilities
+from frame.interfaces.parsing import ParserCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 _HERE = "frame.plugins.tool_call_parsers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.interfaces.parsing import CallRule, Format, Function
 from frame.plugins.tool_call_parsers.formats import arguments_of, several, tag, within_text
 from frame.plugins.tool_call_parsers.headed import HeadedCalls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.interfaces.parsing import CallRule, Format, Function
 
 Tag = Callable[[Function, Format], Format]  # (function, format of its arguments) -> format of the call
 

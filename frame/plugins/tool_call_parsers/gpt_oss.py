@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.interfaces.parsing import CallRule, Format, Function
 from frame.plugins.tool_call_parsers.formats import marked, tag
 from frame.plugins.tool_call_parsers.headed import HeadedCalls
 

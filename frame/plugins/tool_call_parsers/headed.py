@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.parsing import ParserContext
+from frame.interfaces.parsing import ParserContext
 from frame.plugins.tool_call_parsers.machine import JsonSpan, Machine
 
 MAX_HEADER = 256  # characters; a longer header without a bracket is text

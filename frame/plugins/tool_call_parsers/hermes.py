@@ -7,7 +7,7 @@ tags included; whitespace around a call belongs to it.
 
 from __future__ import annotations
 
-from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.interfaces.parsing import CallRule, Format, Function
 from frame.plugins.tool_call_parsers.formats import marked, tag
 from frame.plugins.tool_call_parsers.object_run import ObjectCalls
 

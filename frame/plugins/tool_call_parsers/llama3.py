@@ -6,7 +6,7 @@ An answer that is another JSON object, or names no function that was offered, is
 
 from __future__ import annotations
 
-from frame.core.interfaces.parsing import CallRule, Format, Function, ToolDelta
+from frame.interfaces.parsing import CallRule, Format, Function, ToolDelta
 from frame.plugins.tool_call_parsers.formats import arguments_of, either, sequence, several, tag, text
 from frame.plugins.tool_call_parsers.object_run import ObjectCalls
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.parsing import Function, ParserContext, ToolCallDelta, ToolCallParser, ToolDelta, held_back
+from frame.interfaces.parsing import Function, ParserContext, ToolCallDelta, ToolCallParser, ToolDelta, held_back
 
 MAX_GAP = 64  # whitespace characters before a mark that belong to the mark
 

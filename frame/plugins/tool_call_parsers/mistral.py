@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from frame.core.interfaces.parsing import CallRule, Format, Function
+from frame.interfaces.parsing import CallRule, Format, Function
 from frame.plugins.tool_call_parsers.formats import marked, tag
 from frame.plugins.tool_call_parsers.headed import HeadedCalls
 from frame.plugins.tool_call_parsers.object_run import ObjectCalls

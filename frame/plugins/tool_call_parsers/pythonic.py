@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.parsing import CallRule, Format, Function, ParserContext
+from frame.interfaces.parsing import CallRule, Format, Function, ParserContext
 from frame.plugins.tool_call_parsers.formats import either, optional, sequence, several, tag, text
 from frame.plugins.tool_call_parsers.machine import Machine
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from frame.core.interfaces.parsing import CallRule, Format, Function, ParserContext
+from frame.interfaces.parsing import CallRule, Format, Function, ParserContext
 from frame.plugins.tool_call_parsers.formats import arguments_of, optional, sequence, several, tag, text, within_text
 from frame.plugins.tool_call_parsers.machine import Machine
 

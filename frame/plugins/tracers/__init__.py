@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from frame.core.interfaces.tracing import TracerCapabilities
+from frame.interfaces.tracing import TracerCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
+from frame.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
 from frame.plugins.tracers import JsonLinesOptions
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
+from frame.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.weights import WeightSourceCapabilities
+from frame.interfaces.weights import WeightSourceCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from frame.core.interfaces.weights import WeightSource, WeightSourceContext
+from frame.interfaces.weights import WeightSource, WeightSourceContext
 
 PERIOD = 1_000_003  # random numbers that are drawn. A prime, so that the rows of a matrix differ
 _E2M1_DEVIATION = 2.9  # of uniform e2m1 values

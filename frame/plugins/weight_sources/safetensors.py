@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.model import LazyTensor
-from frame.core.interfaces.weights import FileRange, WeightSource, WeightSourceContext
 from frame.host.installation import describe_gguf
+from frame.interfaces.weights import FileRange, WeightSource, WeightSourceContext
 
 INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "*.safetensors")  # without an index file, the first pattern that matches

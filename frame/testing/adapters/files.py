@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterContext, AdapterFormat, LowRankDelta
+from frame.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterContext, AdapterFormat, LowRankDelta
 from frame.testing.conformance import SkipCheck, Subject
 
 ATTENTION = {"q_proj": (24, 24), "k_proj": (24, 24), "v_proj": (24, 8), "o_proj": (24, 24)}  # (inputs, outputs)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterError, LowRankDelta
+from frame.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterError, LowRankDelta
 from frame.testing.adapters.files import ATTENTION, LAYERS, MLP, Maker, StoredTensor, Written
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 

@@ -28,7 +28,6 @@ from frame.config.selection import ResolveError
 from frame.config.server_sections import PluginsSection
 from frame.core.blame import blaming
 from frame.core.errors import ConfigurationError, PluginError
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.model import ModelCapabilities
 from frame.core.interfaces.runner import unwrap_runner
 from frame.core.interfaces.sampling_params import SamplingParams
@@ -36,6 +35,7 @@ from frame.core.ipc.transport import InProcessTransport
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.offline.engine import Engine
 from frame.entrypoints.processes.build_engine import build_engine
+from frame.interfaces.kinds import KINDS
 from frame.plugins.loader import load_configured
 from frame.testing.checkpoints import TINY, make_checkpoint
 from frame.testing.compare.texts import Verdict, compare_grammars, compare_parsers

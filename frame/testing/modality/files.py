@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.modality import MediaLimits, Modality, ModalityCapabilities, ModalityContext
+from frame.interfaces.modality import MediaLimits, Modality, ModalityCapabilities, ModalityContext
 from frame.testing.conformance import SkipCheck, Subject
 from frame.testing.modality.folders import write_folder
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.modality import MediaError, MediaSize
+from frame.interfaces.modality import MediaError, MediaSize
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
 from frame.testing.modality.files import Maker, make_pixels, make_video, save_image
 

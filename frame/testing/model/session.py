@@ -28,9 +28,9 @@ from frame.core.interfaces.cache_groups import LayerCache
 from frame.core.interfaces.model import Model, ModelConfig, ModelContext
 from frame.core.interfaces.rank_context import Task
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.interfaces.weights import WeightSourceContext
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.entrypoints.tools.bench.paged_batches import Pages, PlainKVCache, Rows, build_context, forward_batch
+from frame.interfaces.weights import WeightSourceContext
 from frame.loading.loader import allocate_parameters, expected_shapes, finish_modules
 from frame.loading.weight_reader import read_weights
 from frame.testing.attention.steps import LayeredKVCache

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from frame.core.interfaces.parsing import Format, ReasoningParser
+from frame.interfaces.parsing import Format, ReasoningParser
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import PARSER
 from frame.testing.parsing.reading import MAX_HELD, ODD, compare_interleaved, compare_splits, require_linear_time, require_no_error

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.parsing import Format
+from frame.interfaces.parsing import Format
 from frame.testing.conformance import SkipCheck
 
 TEXTS = 30  # texts of noise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from frame.core.interfaces.parsing import CallRule, Function, ToolCallParser
+from frame.interfaces.parsing import CallRule, Function, ToolCallParser
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import PARSER
 from frame.testing.parsing.reading import MAX_HELD, ODD, compare_interleaved, compare_splits, require_linear_time, require_no_error

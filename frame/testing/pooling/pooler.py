@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch, HostView
-from frame.core.interfaces.pooling import Pooler, PoolerCapabilities, PoolerContext
+from frame.interfaces.pooling import Pooler, PoolerCapabilities, PoolerContext
 from frame.testing.conformance import Check, Subject, collect, count_elements, unchanged_process
 from frame.testing.tensors import unchanged
 from frame.testing.torch_calls import TorchCalls

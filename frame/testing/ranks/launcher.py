@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from frame.core.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankProcess
 from frame.host.interpreter import python_command
+from frame.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankProcess
 from frame.testing.conformance import Check, Subject, find_checks
 
 _RANKS = 4

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 
-from frame.core.interfaces.routing import RoutingCapabilities, RoutingPolicy, RoutingRequest
+from frame.interfaces.routing import RoutingCapabilities, RoutingPolicy, RoutingRequest
 from frame.testing.conformance import Check, Subject, collect, count_elements
 from frame.testing.contexts import ROUTING
 

@@ -18,8 +18,8 @@ from typing import Any
 import click
 from click.testing import CliRunner, Result
 
-from frame.core.interfaces.cli import CliCommand, CommandContext
 from frame.host.interpreter import child_environment, python_command
+from frame.interfaces.cli import CliCommand, CommandContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, unchanged_process
 
 MAX_SECONDS = 1.0  # of CPU, for the module, the constructor, `make_command` and the help
@@ -30,7 +30,7 @@ UNKNOWN = "--no-such-option-of-any-command"
 MEASURE = """
 import importlib, importlib.util, json, sys, time
 name, file, attribute, heavy = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4].split(",")
-from frame.core.interfaces.cli import CommandContext
+from frame.interfaces.cli import CommandContext
 import click.testing
 began = time.process_time()
 if importlib.util.find_spec(name.partition(".")[0]) is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from frame.core.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext
+from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements, unchanged_process
 
 # key -> it is an operator's. Some are equal in their first 8, 16, 64 and 200 characters.

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from frame.core.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
+from frame.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements, unchanged_process
 
 MAX_SECONDS = 1e-3  # of one call; an event loop waits for it

@@ -15,7 +15,7 @@ import torch
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.platform import HOST
-from frame.core.interfaces.weights import WeightSource, WeightSourceCapabilities, WeightSourceContext
+from frame.interfaces.weights import WeightSource, WeightSourceCapabilities, WeightSourceContext
 from frame.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.conformance import Check, Subject, collect
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import NF4
-from frame.core.interfaces.weights import WeightSource, WeightSourceContext
+from frame.interfaces.weights import WeightSource, WeightSourceContext
 from frame_bitsandbytes.format import NF4_BLOCK
 
 if TYPE_CHECKING:

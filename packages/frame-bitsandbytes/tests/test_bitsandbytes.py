@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from frame.config.schema import FrameConfig
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import NF4, FormatContext
-from frame.core.interfaces.weights import WeightSourceContext
 from frame.entrypoints.configuration.prepare import prepare
 from frame.host.installation import is_installed
+from frame.interfaces.weights import WeightSourceContext
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.models.harness import open_session
 from tests.models.package_plugins import use_package

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frame.core.interfaces.weight_format import FormatCapabilities
-from frame.core.interfaces.weights import WeightSourceCapabilities
+from frame.interfaces.weights import WeightSourceCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 

@@ -11,7 +11,7 @@ import torch
 from gguf.quants import dequantize
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weights import WeightSource, WeightSourceContext
+from frame.interfaces.weights import WeightSource, WeightSourceContext
 from frame_gguf.names import Place, read_places
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from frame.config.schema import FrameConfig
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.interfaces.weights import WeightSourceContext
 from frame.entrypoints.configuration.prepare import prepare
+from frame.interfaces.weights import WeightSourceContext
 from frame.plugins.loader import load_registry
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.weights.packed_weights import check_form

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from frame.core.interfaces.cli import CliCommand
 from frame.host.installation import install_command
 from frame.host.progress import is_terminal, show_progress
+from frame.interfaces.cli import CliCommand
 from frame_quantize.schemes import CACHE_SCALES, METHODS
 
 LIBRARY = "llmcompressor>=0.14"  # brings compressed-tensors, datasets and transformers

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.launcher import LauncherContext, Placement, RankPlace, RankProcess
+from frame.interfaces.launcher import LauncherContext, Placement, RankPlace, RankProcess
 from frame.plugins.launchers.rendezvous import RendezvousLauncher, split_address
 from frame.plugins.launchers.rendezvous_node import serve_node
 from frame_ray.options import RayOptions

@@ -28,7 +28,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from frame import Engine  # noqa: E402
 from frame.core.errors import ConfigurationError  # noqa: E402
-from frame.core.interfaces.launcher import LauncherContext  # noqa: E402
+from frame.interfaces.launcher import LauncherContext  # noqa: E402
 from frame.plugins.loader import load_registry  # noqa: E402
 from frame.testing import conformance  # noqa: E402
 from frame.testing.conformance import run_suite  # noqa: E402

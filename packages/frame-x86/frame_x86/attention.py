@@ -1,6 +1,6 @@
-"""The attention backend `avx512`: decodes of bfloat16 over the paged cache, by the library.
+"""The attention backends `avx512` and `avx2`: decodes of bfloat16 over the paged cache.
 
-Loaded by its record. Another backend computes prompts. Must not know a request and a layer.
+Loaded by their records. Another backend computes prompts. Must not know a request and a layer.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.attention import AttentionBackend, AttentionCapabilities, AttentionSpec
+from frame.core.interfaces.attention import AttentionBackend, AttentionSpec
 from frame.core.interfaces.batch import AttentionOutput, ForwardBatch
-from frame_x86 import ATTENTION
+from frame_x86 import ATTENTION, AVX2_ATTENTION, NEEDS, X86AttentionCapabilities
 from frame_x86.library import load_library
 
 if TYPE_CHECKING:
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 class Avx512Attention(AttentionBackend):
     """Rows of one token each. It needs no plan."""
 
-    capabilities: ClassVar[AttentionCapabilities] = ATTENTION
+    capabilities: ClassVar[X86AttentionCapabilities] = ATTENTION
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        library = load_library()
+        name = self.capabilities.name
+        library = load_library(name)
         if library is None:
-            raise ConfigurationError("this CPU has no AVX-512 with VNNI and BF16: set another attention.backend than avx512.")
+            raise ConfigurationError(f"this CPU has no {NEEDS[name]}: set another attention.backend than {name}.")
         self._attend = library.frame_x86_attend
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -50,3 +51,9 @@ class Avx512Attention(AttentionBackend):
             *(spec.sliding_window or 0, spec.scale, out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+
+class Avx2Attention(Avx512Attention):
+    """By AVX2."""
+
+    capabilities: ClassVar[X86AttentionCapabilities] = AVX2_ATTENTION

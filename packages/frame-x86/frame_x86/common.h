@@ -1,16 +1,14 @@
-// What the sources share: loads of bfloat16, rows as numbers of two digits, memory of a thread, SiLU.
+// What the sources share: rows as numbers of two digits, memory of a thread, SiLU.
 
 #pragma once
-
-#include <immintrin.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <utility>
 
-namespace {
+#include "simd.h"
 
-using bf16 = uint16_t;
+namespace {
 
 enum Kind { kPlain = 0, kInt8 = 1, kInt4 = 2 };
 
@@ -46,37 +44,33 @@ inline ALWAYS void Repeat(F f) {
   RepeatEach(f, std::make_integer_sequence<int, n>{});
 }
 
-inline __m512 LoadNumbers(const bf16 *x) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
-}
-
 // What 1 stands for where n numbers become fixed-point numbers: NaN if x has a NaN or an infinity.
 inline float FindStep(const bf16 *x, int64_t n) {
-  __m512 most = _mm512_set1_ps(1e-30f), wrong = _mm512_setzero_ps();
+  F16 most = Spread(1e-30f), wrong = Spread(0);
   for (int64_t k = 0; k < n; k += 16) {
-    most = _mm512_max_ps(most, _mm512_abs_ps(LoadNumbers(x + k)));
-    wrong = _mm512_fmadd_ps(LoadNumbers(x + k), _mm512_setzero_ps(), wrong);
+    most = Max(most, Absolute(LoadNumbers(x + k)));
+    wrong = MultiplyAdd(LoadNumbers(x + k), Spread(0), wrong);
   }
-  return _mm512_reduce_max_ps(most) / kMost + _mm512_reduce_add_ps(wrong);
+  return Largest(most) / kMost + Sum(wrong);
 }
 
 // 16 numbers times `scale` = 128 * high + low, of which low is to be narrowed with saturation.
-inline ALWAYS void Split(const bf16 *x, __m512 scale, __m512i *high, __m512i *low) {
-  const __m512 number = _mm512_mul_ps(LoadNumbers(x), scale);
-  *high = _mm512_cvtps_epi32(_mm512_mul_ps(number, _mm512_set1_ps(1.f / kDigit)));
-  *low = _mm512_cvtps_epi32(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(*high), _mm512_set1_ps(kDigit), number));
+inline ALWAYS void Split(const bf16 *x, F16 scale, I16 *high, I16 *low) {
+  const F16 number = Multiply(LoadNumbers(x), scale);
+  *high = Round(Multiply(number, Spread(1.f / kDigit)));
+  *low = Round(SubtractProduct(ToFloat(*high), Spread(kDigit), number));
 }
 
-// e to x. NaN stays: `max` and `min` return their second operand.
-inline __m512 Exp(__m512 x) {
-  x = _mm512_min_ps(_mm512_set1_ps(88.f), _mm512_max_ps(_mm512_set1_ps(-87.f), x));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147181f), x);
-  __m512 p = _mm512_set1_ps(1.f / 720);
-  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(p, n);
+// e to x. NaN stays.
+inline F16 Exp(F16 x) {
+  x = Min(Spread(88.f), Max(Spread(-87.f), x));
+  const F16 n = RoundToInteger(Multiply(x, Spread(1.44269504f)));
+  const F16 r = SubtractProduct(n, Spread(0.693147181f), x);
+  F16 p = Spread(1.f / 720);
+  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = MultiplyAdd(p, r, Spread(c));
+  return Multiply(p, PowerOfTwo(n));
 }
 
-inline __m512 Silu(__m512 x) { return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.f), Exp(_mm512_sub_ps(_mm512_setzero_ps(), x)))); }
+inline F16 Silu(F16 x) { return Divide(x, Add(Spread(1.f), Exp(Subtract(Spread(0), x)))); }
 
 }  // namespace

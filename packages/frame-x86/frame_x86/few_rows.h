@@ -1,12 +1,7 @@
-// The product of one row, and of several rows with plain weights, by dot products in registers,
-// without tiles. It reads kStreams outputs at once from places far apart: a core then has more of
-// memory under way than with one place, because its prefetcher follows each place. Included by
-// products.cpp, whose types it uses.
+// The product of one row with a quantized weight, by dot products in registers, without tiles, of
+// kStreams outputs at once (streams.h). Included by products.cpp, whose types it uses.
 
-constexpr int kStreams = 8;   // places, and outputs that are computed together
 constexpr int kBlock = 128;   // inputs of a register of int4 codes
-constexpr int kAhead = 1024;  // bytes that are fetched ahead in each place
-constexpr int kMostRows = 3;  // of plain weights, of which the sums are in registers
 
 // A row as fixed-point numbers of two digits. `sums`: int8 [2][16], what each lane of a digit begins
 // with, because codes are multiplied with 128 added; int4 [groups], the sums of the numbers as
@@ -52,24 +47,6 @@ inline ALWAYS __m512i LoadAhead(const uint8_t *from) {
 }
 
 // The sums of kStreams outputs, `apart` from each other, in the lanes of a register each.
-template <int rows>
-inline void SumPlain(const Weight &w, const bf16 *x, int64_t x_stride, int64_t first, int64_t apart, __m512 (*totals)[kStreams]) {
-  const uint8_t *codes = w.codes + first * w.RowBytes();
-  const int64_t stride = apart * w.RowBytes();
-  __m512 sums[rows][kStreams];
-  Repeat<rows>([&](auto r) ALWAYS { Repeat<kStreams>([&](auto i) ALWAYS { sums[r][i] = _mm512_setzero_ps(); }); });
-  for (int64_t k = 0; k < w.inputs; k += kStep) {
-    __m512i row[rows];
-    Repeat<rows>([&](auto r) ALWAYS { row[r] = _mm512_loadu_si512(x + r * x_stride + k); });
-    Repeat<kStreams>([&](auto i) ALWAYS {
-      const __m512i numbers = LoadAhead(codes + i * stride + 2 * k);
-      Repeat<rows>([&](auto r) ALWAYS { asm("vdpbf16ps %2, %1, %0" : "+v"(sums[r][i]) : "v"(numbers), "v"(row[r])); });
-    });
-  }
-  Repeat<rows>([&](auto r) ALWAYS { Repeat<kStreams>([&](auto i) ALWAYS { totals[r][i] = sums[r][i]; }); });
-}
-
-// Those of one row and a quantized weight.
 template <int kind>
 inline void SumCodes(const Weight &w, const OneRow &row, int64_t first, int64_t apart, __m512 totals[kStreams]) {
   const uint8_t *codes = w.codes + first * w.RowBytes();
@@ -119,17 +96,6 @@ inline void SumCodes(const Weight &w, const OneRow &row, int64_t first, int64_t 
   }
 }
 
-// Writes the outputs `first` + i * `apart` of a row, the lanes of `totals[i]` times `factors[i]`.
-inline void WriteStreams(const __m512 totals[kStreams], const float *factors, int64_t first, int64_t apart, const Target &target) {
-  alignas(64) float sums[16];
-  alignas(16) bf16 rounded[16];
-  for (int i = 0; i < kStreams; i++) sums[i] = _mm512_reduce_add_ps(totals[i]) * factors[i];
-  __m512 out = _mm512_zextps256_ps512(_mm256_load_ps(sums));
-  if (target.gated) out = _mm512_mul_ps(Silu(out), _mm512_shuffle_f32x4(out, out, 1));  // the second half of the streams
-  _mm256_store_si256((__m256i *)rounded, (__m256i)_mm512_cvtneps_pbh(out));
-  for (int i = 0; i < (target.gated ? kStreams / 2 : kStreams); i++) target.out[first + i * apart] = rounded[i];
-}
-
 template <int kind>
 void RunOne(const Weight &w, const bf16 *x, const Target &target, int threads) {
   const OneRow row(x, w, packed_rows.Get(OneRow::CountBytes(w)));
@@ -138,23 +104,8 @@ void RunOne(const Weight &w, const bf16 *x, const Target &target, int threads) {
   for (int64_t first = 0; first < apart; first++) {
     __m512 totals[kStreams];
     SumCodes<kind>(w, row, first, apart, totals);
-    float factors[kStreams];
-    for (int i = 0; i < kStreams; i++) factors[i] = kind == kInt8 ? row.step * w.scales[first + i * apart] : row.step;
-    WriteStreams(totals, factors, first, apart, target);
+    float sums[kStreams];
+    for (int i = 0; i < kStreams; i++) sums[i] = Sum(totals[i]) * (kind == kInt8 ? row.step * w.scales[first + i * apart] : row.step);
+    WriteStreams(sums, first, apart, target.gated, target.out);
   }
-}
-
-// A few rows with a plain weight.
-void RunPlain(const Weight &w, const bf16 *x, int64_t rows, int64_t stride, const Target &target, int threads) {
-  constexpr decltype(&SumPlain<1>) kFunctions[] = {nullptr, SumPlain<1>, SumPlain<2>, SumPlain<3>};
-  constexpr float kOnes[kStreams] = {1, 1, 1, 1, 1, 1, 1, 1};
-  const int64_t apart = w.outputs / kStreams, parts = (rows + kMostRows - 1) / kMostRows;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, std::max<int64_t>(1, apart / (threads * 8)))
-  for (int64_t first = 0; first < apart; first++)
-    for (int64_t part = 0; part < parts; part++) {
-      const int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
-      __m512 totals[kMostRows][kStreams];
-      kFunctions[end - begin](w, x + begin * stride, stride, first, apart, totals);
-      for (int64_t r = begin; r < end; r++) WriteStreams(totals[r - begin], kOnes, first, apart, target.From(r));
-    }
 }

@@ -1,5 +1,5 @@
-"""The GEMM kernels `amx` and `avx512`: products of bfloat16 rows with bfloat16, int8 and int4
-weights by the library `_products`.
+"""The GEMM kernels `amx`, `avx512` and `avx2`: products of bfloat16 rows with bfloat16, int8 and
+int4 weights by the compiled libraries.
 
 Loaded by their records. Must not know checkpoints and layers.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from frame.core.interfaces.gemm_kernel import GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import unpack_nibbles
+from frame_x86 import NEEDS, find_level
 from frame_x86.library import load_library, request_tiles
 from frame_x86.operations import X86Operations
 
@@ -29,7 +30,7 @@ _KINDS = {"plain": 0, "int8": 1, "int4": 2}
 _OUTPUTS, _INPUTS = 32, 32  # sizes are multiples of them
 _MAX_INPUTS = 1 << 17  # of which an int32 holds the sum
 _MAX_GROUP = 1 << 13  # inputs of an int4 scale, of which an int32 holds the sum with both digits
-_TILE_ROWS, _FEW_ROWS = 128, 64  # of plain weights; for more, PyTorch's product is as fast
+_TILE_ROWS, _FEW_ROWS = 128, 64  # of plain weights; for more, PyTorch's product by BF16 instructions is as fast
 _PANEL = 16  # outputs
 
 
@@ -37,16 +38,17 @@ class X86Kernel(GemmKernel):
     """Plain weights, int8 with one scale per output, and int4 in groups."""
 
     in_place: ClassVar[bool] = True
+    name: ClassVar[str]  # of the plugin
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self._library = load_library()
+        self._library = load_library(self.name)
         if self._library is not None and context.device.type == "cpu" and context.dtype == torch.bfloat16:
             self.row_operations = X86Operations(self._library)
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if self._library is None:
-            return "this CPU has no AVX-512 with VNNI and BF16"
+            return f"this CPU has no {NEEDS[self.name]}"
         if weight.quantized.device.type not in ("cpu", "meta") or self.context.dtype != torch.bfloat16:
             return "it takes bfloat16 activations on a CPU"
         if weight.outputs % _OUTPUTS or weight.columns % _INPUTS or weight.columns > _MAX_INPUTS:
@@ -76,6 +78,8 @@ class X86Kernel(GemmKernel):
 class AmxKernel(X86Kernel):
     """By AMX tiles, from the quantized values of the weight itself."""
 
+    name: ClassVar[str] = "amx"
+
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self._has_tiles = self._library is not None and request_tiles(self._library)
@@ -93,6 +97,9 @@ class AmxKernel(X86Kernel):
 class Avx512Kernel(X86Kernel):
     """By VNNI, from panels of quantized weights, which are copies; plain weights are not copied."""
 
+    name: ClassVar[str] = "avx512"
+    adds_128: ClassVar[bool] = True  # to int8 values, which the instruction takes unsigned
+
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         if (obstacle := super().find_obstacle(weight)) is not None:
             return obstacle
@@ -103,23 +110,31 @@ class Avx512Kernel(X86Kernel):
     def prepare(self, weight: PackedWeight) -> X86Product:
         assert self._library is not None
         if weight.scheme.quant_type == "plain":
-            return X86Product(self._library.frame_x86_multiply_few, weight, (weight.quantized, None, None), _FEW_ROWS)
-        return X86Product(self._library.frame_x86_multiply_panels, weight, pack_panels(weight))
+            max_rows = _FEW_ROWS if find_level(self.name) == "avx512_bf16" else None
+            return X86Product(self._library.frame_x86_multiply_few, weight, (weight.quantized, None, None), max_rows)
+        return X86Product(self._library.frame_x86_multiply_panels, weight, pack_panels(weight, self.adds_128))
 
 
-def pack_panels(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+class Avx2Kernel(Avx512Kernel):
+    """By AVX2, in the same form."""
+
+    name: ClassVar[str] = "avx2"
+    adds_128: ClassVar[bool] = False
+
+
+def pack_panels(weight: PackedWeight, adds_128: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(quantized values, scales, zero points) in panels of 16 outputs.
 
-    Quantized values uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added; int4 in
-    pairs, inputs 8 n to 8 n + 3 in the low nibbles and the next four in the high ones. Scales and
-    zero points [outputs / 16, groups, 16].
+    Quantized values uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added (`adds_128`);
+    int4 in pairs, inputs 8 n to 8 n + 3 in the low nibbles and the next four in the high ones.
+    Scales and zero points [outputs / 16, groups, 16].
     """
 
     def split(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
 
     if weight.scheme.quant_type == "int8":
-        quantized = (weight.quantized.view(torch.uint8) ^ 128).unflatten(1, (-1, 4))
+        quantized = (weight.quantized.view(torch.uint8) ^ (128 if adds_128 else 0)).unflatten(1, (-1, 4))
     else:
         low, high = unpack_nibbles(weight.quantized)[:, : weight.columns].unflatten(1, (-1, 2, 4)).unbind(2)
         quantized = low | high << 4
@@ -130,18 +145,18 @@ def pack_panels(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None
 class X86Product:
     """The product with one weight, by `multiply` of the library. It keeps the `tensors`: quantized
     values, scales and zero points in the order that the function takes. Of plain weights the
-    function takes up to `max_plain` rows, and PyTorch multiplies more."""
+    function takes up to `max_rows`, if it is not None, and PyTorch multiplies more."""
 
     def __init__(
         self,
         multiply: Callable[..., None],
         weight: PackedWeight,
         tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-        max_plain: int = 0,
+        max_rows: int | None = None,
     ) -> None:
         quantized, scales, zeros = tensors
         self._multiply = multiply
-        self._max_plain = max_plain if weight.scheme.quant_type == "plain" else None
+        self._max_rows = max_rows if weight.scheme.quant_type == "plain" else None
         self.outputs, self._inputs = weight.outputs, weight.columns
         self.quantized = quantized.contiguous()
         self._scales = None if scales is None else scales.float().contiguous()
@@ -161,7 +176,7 @@ class X86Product:
         return self._run(x, self.outputs // 2, 1)
 
     def _takes(self, x: torch.Tensor) -> bool:
-        return self._max_plain is None or x.numel() <= self._max_plain * self._inputs
+        return self._max_rows is None or x.numel() <= self._max_rows * self._inputs
 
     def _run(self, x: torch.Tensor, outputs: int, gated: int) -> torch.Tensor:
         flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""The compiled library `_products`: its file, and the types of its functions.
+"""The compiled libraries, one for each level of instructions: their files, the types of functions.
 
 Used by the kernel, the row operations and the attention backend. Must not know a plugin.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch  # noqa: F401 - before the library, which shares the threads of torch's libgomp
 
 from frame.core.errors import ConfigurationError
-from frame_x86 import list_cpu_obstacles
+from frame_x86 import find_level, has_tiles
 
 _INT, _LONG, _FLOAT, _ADDRESS = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _PRODUCT = (  # the weight; x and the result
@@ -44,30 +44,31 @@ _FUNCTIONS: dict[str, tuple[type[ctypes._SimpleCData[Any]], ...]] = {
 }  # fmt: skip
 
 
-def find_library() -> Path | None:
-    """The file of the compiled library."""
-    paths = [Path(__file__).parent / f"_products{suffix}" for suffix in EXTENSION_SUFFIXES]
+def find_library(level: str) -> Path | None:
+    """The file of the library that was compiled for `level`."""
+    paths = [Path(__file__).parent / f"_{level}{suffix}" for suffix in EXTENSION_SUFFIXES]
     return next((path for path in paths if path.exists()), None)
 
 
-def load_library() -> ctypes.CDLL | None:
-    """The library; None where the CPU cannot run it. Raises ConfigurationError if it was not
-    compiled."""
-    path = find_library()
-    if path is None:
+def load_library(name: str) -> ctypes.CDLL | None:
+    """The library of plugin `name`; None where the CPU cannot run it. Raises ConfigurationError if
+    it was not compiled."""
+    if (level := find_level(name)) is None:
+        return None
+    if (path := find_library(level)) is None:
         raise ConfigurationError("frame-x86 has no compiled library: install it with a C++ compiler, or uninstall it.")
-    return None if list_cpu_obstacles() else _open(path)
+    return _open(path)
 
 
 def request_tiles(library: ctypes.CDLL) -> bool:
     """Whether the operating system lets this process use the tiles of AMX."""
-    return not list_cpu_obstacles(needs_tiles=True) and not library.frame_x86_request_tiles()
+    return has_tiles() and not library.frame_x86_request_tiles()
 
 
 @cache
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name, arguments in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, _ADDRESS if name == "frame_x86_end" else None
+        if (function := getattr(library, name, None)) is not None:  # only one level has tiles
+            function.argtypes, function.restype = arguments, _ADDRESS if name == "frame_x86_end" else None
     return library

@@ -2,7 +2,6 @@
 // norms of heads, rotary embedding and the store in the KV cache; attention of one token per row
 // over the paged cache. Sums are float32, and results are rounded once.
 
-#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -16,29 +15,27 @@
 namespace {
 
 constexpr int kLanes = 16;           // float32 of a register
-constexpr int kPair = 32;            // bfloat16 of a register
+constexpr int kFetched = 32;          // bfloat16 of a line of memory
 constexpr int kMostDim = 256;        // of a head
 constexpr int kQueries = 8;          // query heads that share a pass over the keys
 constexpr int64_t kThreadWork = 1 << 15;  // numbers from which on a second thread is used
-
-inline void Store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 inline int CountThreads(int64_t work, int threads) { return work < kThreadWork ? 1 : threads; }
 
 // 1 / rms of the n float32 numbers at x.
 inline float InverseRms(const float *x, int64_t n, float eps) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t i = 0; i < n; i += kLanes) sum = _mm512_fmadd_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(x + i), sum);
-  return 1 / std::sqrt(_mm512_reduce_add_ps(sum) / n + eps);
+  F16 sum = Spread(0);
+  for (int64_t i = 0; i < n; i += kLanes) sum = MultiplyAdd(Load(x + i), Load(x + i), sum);
+  return 1 / std::sqrt(Sum(sum) / n + eps);
 }
 
 // The halves of the first `rotated` numbers, as [cos, cos; -sin, sin] at `table` turns them.
 inline void Rotate(float *x, const bf16 *table, int rotated) {
   const int half = rotated / 2;
   for (int i = 0; i < half; i += kLanes) {
-    const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + half + i);
-    _mm512_storeu_ps(x + i, _mm512_fmadd_ps(a, LoadNumbers(table + i), _mm512_mul_ps(b, LoadNumbers(table + rotated + i))));
-    _mm512_storeu_ps(x + half + i, _mm512_fmadd_ps(b, LoadNumbers(table + half + i), _mm512_mul_ps(a, LoadNumbers(table + rotated + half + i))));
+    const F16 a = Load(x + i), b = Load(x + half + i);
+    Store(x + i, MultiplyAdd(a, LoadNumbers(table + i), Multiply(b, LoadNumbers(table + rotated + i))));
+    Store(x + half + i, MultiplyAdd(b, LoadNumbers(table + half + i), Multiply(a, LoadNumbers(table + rotated + half + i))));
   }
 }
 
@@ -56,16 +53,15 @@ struct Positions {
 // then the first one of the next KV head.
 void Attend(const bf16 *q, int count, int dim, const bf16 *keys, const bf16 *values, Positions positions, int64_t first, int64_t last,
             float scale, bf16 *out) {
-  alignas(64) float sums[kQueries][kMostDim] = {};  // of 32 numbers first the even, then the odd ones
+  alignas(64) float sums[kQueries][kMostDim] = {};  // of `kPairs` numbers first the even, then the odd ones
   alignas(64) float weights[kQueries][kLanes];
   float most[kQueries], total[kQueries] = {};
   std::fill(most, most + kQueries, -INFINITY);
-  const __m512i high = _mm512_set1_epi32(0xffff0000);
   int64_t blocks[2][kLanes], *rows = blocks[0], *next = blocks[1];
   auto fetch = [&](int64_t begin, int64_t beyond, int64_t *found) {
     for (int64_t p = begin; p < std::min(begin + kLanes, last); p++) {
       const int64_t at = found[p - begin] = positions.At(p);
-      for (int c = 0; c < dim; c += kPair) {
+      for (int c = 0; c < dim; c += kFetched) {
         _mm_prefetch((const char *)(keys + at + beyond + c), _MM_HINT_T0);
         _mm_prefetch((const char *)(values + at + beyond + c), _MM_HINT_T0);
       }
@@ -82,43 +78,38 @@ void Attend(const bf16 *q, int count, int dim, const bf16 *keys, const bf16 *val
     for (int t = 0; t < tokens; t++) {
       const bf16 *key = keys + rows[t];
       for (int i = 0; i < count; i++) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int c = 0; c < dim; c += kPair)
-          sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(key + c), (__m512bh)_mm512_loadu_si512(q + i * dim + c));
-        weights[i][t] = _mm512_reduce_add_ps(sum) * scale;
+        Register sum = ZeroRegister();
+        for (int c = 0; c < dim; c += kPairs) sum = AddPairs(sum, key + c, q + i * dim + c);
+        weights[i][t] = SumRegister(sum) * scale;
       }
     }
-    const __mmask16 valid = (1u << tokens) - 1;
     for (int i = 0; i < count; i++) {
-      const __m512 scores = _mm512_load_ps(weights[i]);
-      const float now = std::max(most[i], _mm512_mask_reduce_max_ps(valid, scores));
+      std::fill(weights[i] + tokens, weights[i] + kLanes, -INFINITY);
+      const F16 scores = Load(weights[i]);
+      const float now = std::max(most[i], Largest(scores));
       const float factor = std::exp(most[i] - now);
-      const __m512 part = _mm512_maskz_mov_ps(valid, Exp(_mm512_sub_ps(scores, _mm512_set1_ps(now))));
-      _mm512_store_ps(weights[i], part);
-      total[i] = total[i] * factor + _mm512_reduce_add_ps(part);
+      Store(weights[i], Exp(Subtract(scores, Spread(now))));
+      std::fill(weights[i] + tokens, weights[i] + kLanes, 0.f);
+      total[i] = total[i] * factor + Sum(Load(weights[i]));
       most[i] = now;
-      for (int c = 0; c < dim; c += kPair) {
-        __m512 even = _mm512_mul_ps(_mm512_load_ps(sums[i] + c), _mm512_set1_ps(factor));
-        __m512 odd = _mm512_mul_ps(_mm512_load_ps(sums[i] + c + kLanes), _mm512_set1_ps(factor));
+      for (int c = 0; c < dim; c += kPairs) {
+        Register even = ScaleRegister(LoadRegister(sums[i] + c), factor), odd = ScaleRegister(LoadRegister(sums[i] + c + kRegister), factor);
         for (int t = 0; t < tokens; t++) {
-          const __m512i both = _mm512_loadu_si512(values + rows[t] + c);
-          const __m512 weight = _mm512_set1_ps(weights[i][t]);
-          even = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), even);
-          odd = _mm512_fmadd_ps(weight, _mm512_castsi512_ps(_mm512_and_si512(both, high)), odd);
+          Register value_even, value_odd;
+          LoadPairs(values + rows[t] + c, &value_even, &value_odd);
+          const Register weight = SpreadRegister(weights[i][t]);
+          even = MultiplyAddRegister(weight, value_even, even);
+          odd = MultiplyAddRegister(weight, value_odd, odd);
         }
-        _mm512_store_ps(sums[i] + c, even);
-        _mm512_store_ps(sums[i] + c + kLanes, odd);
+        StoreRegister(sums[i] + c, even);
+        StoreRegister(sums[i] + c + kRegister, odd);
       }
     }
   }
-  alignas(64) bf16 order[kPair];
-  for (int i = 0; i < kPair; i++) order[i] = (bf16)(i / 2 + i % 2 * kLanes);
-  const __m512i places = _mm512_load_si512(order);
   for (int i = 0; i < count; i++)
-    for (int c = 0; c < dim; c += kPair) {
-      const __m512 factor = _mm512_set1_ps(1 / total[i]);
-      const __m512 even = _mm512_mul_ps(_mm512_load_ps(sums[i] + c), factor), odd = _mm512_mul_ps(_mm512_load_ps(sums[i] + c + kLanes), factor);
-      _mm512_storeu_si512(out + i * dim + c, _mm512_permutexvar_epi16(places, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+    for (int c = 0; c < dim; c += kPairs) {
+      const float factor = 1 / total[i];
+      StorePairs(out + i * dim + c, ScaleRegister(LoadRegister(sums[i] + c), factor), ScaleRegister(LoadRegister(sums[i] + c + kRegister), factor));
     }
 }
 
@@ -136,14 +127,14 @@ void frame_x86_add_rms_norm(const bf16 *x, int64_t rows, int64_t size, int64_t s
       const bf16 *from = x + row * stride;
       if (stream) {
         bf16 *sum = stream + row * apart;
-        for (int64_t i = 0; i < size; i += kLanes) Store(sum + i, _mm512_add_ps(LoadNumbers(from + i), LoadNumbers(sum + i)));
+        for (int64_t i = 0; i < size; i += kLanes) StoreNumbers(sum + i, Add(LoadNumbers(from + i), LoadNumbers(sum + i)));
         from = sum;
       }
-      __m512 squares = _mm512_setzero_ps();
-      for (int64_t i = 0; i < size; i += kLanes) squares = _mm512_fmadd_ps(LoadNumbers(from + i), LoadNumbers(from + i), squares);
-      const __m512 factor = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
+      F16 squares = Spread(0);
+      for (int64_t i = 0; i < size; i += kLanes) squares = MultiplyAdd(LoadNumbers(from + i), LoadNumbers(from + i), squares);
+      const F16 factor = Spread(1 / std::sqrt(Sum(squares) / size + eps));
       for (int64_t i = 0; i < size; i += kLanes)
-        Store(out + row * size + i, _mm512_mul_ps(_mm512_mul_ps(LoadNumbers(from + i), factor), _mm512_loadu_ps(weight + i)));
+        StoreNumbers(out + row * size + i, Multiply(Multiply(LoadNumbers(from + i), factor), Load(weight + i)));
     }
   });
 }
@@ -163,15 +154,15 @@ void frame_x86_norm_rope_store(bf16 *qkv, int64_t tokens, int64_t stride, int he
       alignas(64) float x[kMostDim];
       for (int head = 0; head < heads + kv_heads; head++) {
         const bool is_key = head >= heads;
-        for (int i = 0; i < dim; i += kLanes) _mm512_store_ps(x + i, LoadNumbers(row + head * dim + i));
+        for (int i = 0; i < dim; i += kLanes) Store(x + i, LoadNumbers(row + head * dim + i));
         if (weights) {
-          const __m512 factor = _mm512_set1_ps(InverseRms(x, dim, eps));
+          const F16 factor = Spread(InverseRms(x, dim, eps));
           for (int i = 0; i < dim; i += kLanes)
-            _mm512_store_ps(x + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(x + i), factor), _mm512_loadu_ps(weights + is_key * dim + i)));
+            Store(x + i, Multiply(Multiply(Load(x + i), factor), Load(weights + is_key * dim + i)));
         }
         Rotate(x, turn, rotated);
         bf16 *to = is_key ? row + head * dim : q + (token * heads + head) * dim;
-        for (int i = 0; i < dim; i += kLanes) Store(to + i, _mm512_load_ps(x + i));
+        for (int i = 0; i < dim; i += kLanes) StoreNumbers(to + i, Load(x + i));
       }
       if (slots) {
         const size_t width = (size_t)kv_heads * dim;

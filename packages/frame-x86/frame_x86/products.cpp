@@ -17,7 +17,9 @@
 #include <utility>
 
 #include "common.h"
+#include "plain_rows.h"
 #include "recording.h"
+#include "streams.h"
 
 namespace {
 
@@ -409,7 +411,7 @@ void Run(const Weight &w, const bf16 *x, int64_t rows, int64_t stride, const Tar
   const int64_t share = std::max<int64_t>(1, std::min<int64_t>(16, blocks / (threads * 8)));
   const int64_t unit = kind == kInt8 ? kCodes : kBlock;
   if constexpr (kind == kPlain) {
-    if (rows == 1) return RunPlain(w, x, rows, stride, target, threads);
+    if (rows == 1) return MultiplyPlainRows(w.outputs, w.inputs, (const bf16 *)w.codes, x, rows, stride, target.out, target.gated, threads);
   } else {
     if (rows == 1 && w.inputs % unit == 0 && (kind != kInt4 || w.group % kCodes == 0)) return RunOne<kind>(w, x, target, threads);
   }
@@ -466,25 +468,5 @@ void frame_x86_multiply(int kind, int64_t outputs, int64_t inputs, int64_t group
     (kind == kPlain ? Run<kPlain> : kind == kInt8 ? Run<kInt8> : Run<kInt4>)(w, (const bf16 *)x, rows, stride, target, threads);
   });
 }
-
-// The same of a plain weight without tiles, for few rows.
-void frame_x86_multiply_few(int, int64_t outputs, int64_t inputs, int64_t, const void *codes, const float *, const int8_t *,
-                            const void *x, int64_t rows, int64_t stride, void *out, int gated, int threads) {
-  RunCall([=] {
-    const Weight w{kPlain, outputs, inputs, inputs, (const uint8_t *)codes, nullptr, nullptr};
-    RunPlain(w, (const bf16 *)x, rows, stride, Target{(bf16 *)out, gated ? outputs / 2 : outputs, gated != 0}, threads);
-  });
-}
-
-// The calls of this thread between `begin` and `end` are kept in what `end` returns. `free` it.
-void frame_x86_begin() { recording = new Recording; }
-
-void *frame_x86_end() { return std::exchange(recording, nullptr); }
-
-void frame_x86_replay(const void *calls) {
-  for (const auto &call : *(const Recording *)calls) call();
-}
-
-void frame_x86_free(void *calls) { delete (Recording *)calls; }
 
 }  // extern "C"

@@ -1,5 +1,5 @@
-"""The kernels `amx` and `avx512` and the attention backend `avx512`: their suites, products of
-every way in which the kernels multiply, and the operations between the products."""
+"""The kernels `amx`, `avx512` and `avx2` and the attention backends `avx512` and `avx2`: their
+suites, products of every way in which the kernels multiply, and the operations between them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from frame_x86 import library
-from frame_x86.attention import Avx512Attention
-from frame_x86.kernel import AmxKernel, Avx512Kernel, X86Kernel, X86Product
+from frame_x86.attention import Avx2Attention, Avx512Attention
+from frame_x86.kernel import AmxKernel, Avx2Kernel, Avx512Kernel, X86Kernel, X86Product
 from frame_x86.operations import X86Operations
 
 from frame.core.errors import ConfigurationError
@@ -33,11 +33,15 @@ from frame.testing.gemm_kernels import make_gemm_kernels
 from frame.testing.weights.packed_weights import make_weight
 
 FOLDER = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(
-    bool(frame_x86.list_cpu_obstacles()) or not shutil.which("c++"), reason="needs a CPU with AVX-512, VNNI and BF16, and a C++ compiler"
-)
-NO_TILES = pytest.mark.skipif(not frame_x86.has_tiles(), reason="needs a CPU with AMX")
-KERNELS = [pytest.param(AmxKernel, marks=NO_TILES, id="amx"), pytest.param(Avx512Kernel, id="avx512")]
+pytestmark = pytest.mark.skipif(frame_x86.find_level("avx2") is None or not shutil.which("c++"), reason="needs AVX2 and a C++ compiler")
+
+
+def mark(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(frame_x86.find_level(name) is None, reason=f"needs a CPU with {frame_x86.NEEDS[name]}")
+
+
+KERNELS = [pytest.param(each, marks=mark(each.name), id=each.name) for each in (AmxKernel, Avx512Kernel, Avx2Kernel)]
+PANEL_KERNELS = KERNELS[1:]
 SCHEMES = (
     WeightScheme("plain"),
     WeightScheme("int8"),
@@ -48,20 +52,20 @@ SCHEMES = (
 
 
 @pytest.fixture(scope="module")
-def built_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library, built as an installation builds it."""
+def built_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the libraries, built as an installation builds them."""
     folder = tmp_path_factory.mktemp("x86")
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder / "temp")]
     subprocess.run(command, cwd=FOLDER, check=True, capture_output=True)
-    return next((folder / "frame_x86").glob("_products*"))
+    return folder / "frame_x86"
 
 
 @pytest.fixture(autouse=True)
-def found_library(built_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "find_library", lambda: built_library)
+def found_library(built_libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "find_library", lambda level: next(built_libraries.glob(f"_{level}.*")))
 
 
-def make_kernel(kernel: type[X86Kernel] = Avx512Kernel) -> X86Kernel:
+def make_kernel(kernel: type[X86Kernel] = Avx2Kernel) -> X86Kernel:
     return kernel(build_context("cpu", torch.bfloat16, 16))
 
 
@@ -72,9 +76,9 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "plugin", "minimum"),
     [
-        pytest.param("gemm_kernel", "amx", AmxKernel, 12, marks=NO_TILES),
-        ("gemm_kernel", "avx512", Avx512Kernel, 12),
-        ("attention_backend", "avx512", Avx512Attention, 8),
+        *(pytest.param("gemm_kernel", each.name, each, 12, marks=mark(each.name)) for each in (AmxKernel, Avx512Kernel, Avx2Kernel)),
+        pytest.param("attention_backend", "avx512", Avx512Attention, 8, marks=mark("avx512")),
+        ("attention_backend", "avx2", Avx2Attention, 8),
     ],
 )
 def test_conformance(kind: str, name: str, plugin: type, minimum: int) -> None:
@@ -162,23 +166,25 @@ def test_obstacles(scheme: WeightScheme, outputs: int, said: str, kernel: type[X
     assert said in str(make_kernel(kernel).find_obstacle(make_weight(scheme, outputs, 64, dtype=torch.bfloat16)))
 
 
-def test_largest_sums() -> None:
+@pytest.mark.parametrize("kernel", PANEL_KERNELS)
+def test_largest_sums(kernel: type[X86Kernel]) -> None:
     """Sums of as many inputs as the kernel takes fit an int32."""
     for scheme, inputs in ((WeightScheme("int8"), 1 << 17), (WeightScheme("int4", (1, 1 << 13), zeros=True), 1 << 14)):
         weight = make_weight(scheme, 32, inputs, dtype=torch.bfloat16)
-        weight.quantized.fill_(127 if scheme.quant_type == "int8" else 255)
+        weight.quantized.fill_(-128 if scheme.quant_type == "int8" else 255)
         if weight.zeros is not None:
             weight.zeros.zero_()
         for sign in (1, -1):
             x = torch.full((1, inputs), float(sign)).bfloat16()
-            close(make_kernel().prepare(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
+            close(make_kernel(kernel).prepare(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t())
 
 
-def test_what_avx512_leaves_to_others() -> None:
+@pytest.mark.parametrize("kernel", PANEL_KERNELS)
+def test_what_panels_leave_to_others(kernel: type[X86Kernel]) -> None:
     weight = make_weight(WeightScheme("int4", (1, 1 << 14)), 64, 1 << 14, dtype=torch.bfloat16)
-    assert "groups of up to 8192 inputs" in str(make_kernel().find_obstacle(weight))
+    assert "groups of up to 8192 inputs" in str(make_kernel(kernel).find_obstacle(weight))
     weight = replace(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16), rounds_inputs=True)
-    assert "rounded inputs" in str(make_kernel().find_obstacle(weight))
+    assert "rounded inputs" in str(make_kernel(kernel).find_obstacle(weight))
 
 
 @pytest.mark.parametrize("kernel_class", KERNELS)
@@ -196,28 +202,29 @@ def test_tied_head_shares_the_weight(kernel_class: type[X86Kernel]) -> None:
     close(head(x), x.double() @ embedding.weight.double().t())
 
 
-def operations() -> X86Operations:
-    found = make_kernel().row_operations
+@pytest.fixture(params=PANEL_KERNELS)
+def operations(request: pytest.FixtureRequest) -> X86Operations:
+    found = make_kernel(request.param).row_operations
     assert isinstance(found, X86Operations)
     return found
 
 
 @pytest.mark.parametrize("rows", [1, 70])
-def test_norm_adds_the_residual(rows: int) -> None:
+def test_norm_adds_the_residual(operations: X86Operations, rows: int) -> None:
     """Rows apart in memory; the sum is written over the residual."""
     x, residual = torch.randn(rows, 560).bfloat16()[:, :544], torch.randn(rows, 544).bfloat16()
     weight, total = torch.rand(544) + 0.5, (x + residual)
-    out, stream = operations().add_rms_norm(x, residual, weight, 1e-6)
+    out, stream = operations.add_rms_norm(x, residual, weight, 1e-6)
     assert stream is residual
     assert torch.equal(residual, total)
     close(out, F.rms_norm(total.double(), (544,), weight.double(), 1e-6))
-    out, stream = operations().add_rms_norm(x, None, weight, 1e-6)
+    out, stream = operations.add_rms_norm(x, None, weight, 1e-6)
     assert stream is x
     close(out, F.rms_norm(x.double(), (544,), weight.double(), 1e-6))
 
 
 @pytest.mark.parametrize(("heads", "is_normed"), [(QKVLayout(6, 2, 64, 64), True), (QKVLayout(3, 1, 96, 32), False)])
-def test_rotation_and_store(heads: QKVLayout, is_normed: bool) -> None:
+def test_rotation_and_store(operations: X86Operations, heads: QKVLayout, is_normed: bool) -> None:
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.dim
     rows = torch.randn(5, width + 8).bfloat16()[:, :width]
     angles = torch.randn(20, heads.rotated // 2)
@@ -233,7 +240,7 @@ def test_rotation_and_store(heads: QKVLayout, is_normed: bool) -> None:
         wanted.append(torch.cat((head * cos + head.roll(heads.rotated // 2, -1) * sin, tail), -1))
     caches = [torch.full((3, 4, heads.num_kv_heads, heads.dim), torch.nan).bfloat16() for _ in range(2)]
     slots = torch.tensor([4, 11, 0, 6, 5])
-    q = operations().norm_rope_store(rows, positions, table, heads, (weights, 1e-6) if is_normed else None, KVCacheTarget(slots, *caches))
+    q = operations.norm_rope_store(rows, positions, table, heads, (weights, 1e-6) if is_normed else None, KVCacheTarget(slots, *caches))
     close(q, wanted[0])
     close(caches[0].flatten(0, 1)[slots], wanted[1])
     assert torch.equal(caches[1].flatten(0, 1)[slots].double(), parts[2])
@@ -263,12 +270,14 @@ def test_model_uses_the_operations() -> None:
 def test_recorded_calls(kernel_class: type[X86Kernel]) -> None:
     """A product, norms, the rotation and attention, made again with other numbers in the same
     tensors."""
-    found, heads, rows = operations(), QKVLayout(2, 1, 64, 64), Rows.of([5])
-    kernel, pages = make_kernel(kernel_class), lay_out(rows, 4, np.random.default_rng(0))
+    heads, rows, kernel = QKVLayout(2, 1, 64, 64), Rows.of([5]), make_kernel(kernel_class)
+    found, pages = kernel.row_operations, lay_out(rows, 4, np.random.default_rng(0))
     gemm = kernel.prepare(make_weight(WeightScheme("int8"), 256, 128, dtype=torch.bfloat16))
+    assert isinstance(found, X86Operations)
     caches = [torch.randn(pages.num_pages, 4, 1, 64).bfloat16() for _ in range(2)]
     batch = forward_batch(rows, pages, PlainKVCache(4, caches), "cpu")
-    attention, spec = Avx512Attention(kernel.context), AttentionSpec(0, 2, 1, 64, 64, 0.1)
+    backend = Avx2Attention if kernel_class is Avx2Kernel else Avx512Attention
+    attention, spec = backend(kernel.context), AttentionSpec(0, 2, 1, 64, 64, 0.1)
     x, residual = torch.empty(2, 1, 128).bfloat16()
     weight, table = torch.rand(128), torch.randn(9, 2, 1, 64).bfloat16()
 
@@ -301,16 +310,27 @@ def test_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The records say what they need; `auto` then chooses other plugins."""
     needed = AttentionRequirements("cpu", None, "mha", 64, 64, None, "bfloat16", "bfloat16", 16, phases=("decode",))
     required = GemmRequirements("cpu", None, "bfloat16")
-    avx512 = set(frame_x86.read_cpu_flags()) - {"amx_tile"}
-    monkeypatch.setattr(frame_x86, "read_cpu_flags", lambda: avx512)
-    assert [reason.sentence for reason in frame_x86.AMX.unsupported(required)] == ["needs a CPU with AMX tiles of bfloat16"]
-    assert not frame_x86.ATTENTION.unsupported(needed)
-    assert not frame_x86.AVX512.unsupported(required)
+    flags = {flag for level in frame_x86.LEVELS.values() for flag in level}
+    monkeypatch.setattr(frame_x86, "read_cpu_flags", lambda: flags)
+
+    def list_reasons() -> dict[str, list[str]]:
+        reasons = {each.name: each.unsupported(required) for each in (frame_x86.AMX, frame_x86.AVX512, frame_x86.AVX2)}
+        for each in (frame_x86.ATTENTION, frame_x86.AVX2_ATTENTION):
+            assert each.unsupported(needed) == reasons[each.name]
+        return {name: [reason.sentence for reason in each] for name, each in reasons.items()}
+
+    tiles = ["needs a CPU with AMX tiles of bfloat16"]
+    assert list_reasons() == {"amx": tiles, "avx512": [], "avx2": []}
+    assert frame_x86.find_level("avx512") == "avx512_bf16"
     assert "no AMX tiles" in str(make_kernel(AmxKernel).find_obstacle(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16)))
-    avx512.remove("avx512_vnni")
-    for reasons in (frame_x86.ATTENTION.unsupported(needed), *(each.unsupported(required) for each in (frame_x86.AMX, frame_x86.AVX512))):
-        assert [reason.sentence for reason in reasons] == ["needs a CPU with AVX-512, its VNNI and its BF16"]
-    assert "no AVX-512" in str(make_kernel().find_obstacle(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16)))
+    flags.remove("avx512_bf16")
+    assert frame_x86.find_level("avx512") == "avx512"
+    assert list_reasons()["avx512"] == []
+    flags.remove("avx512_vnni")
+    assert list_reasons() == {"amx": tiles, "avx512": ["needs a CPU with AVX-512 and its VNNI"], "avx2": []}
+    assert "no AVX-512" in str(make_kernel(Avx512Kernel).find_obstacle(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16)))
+    flags.remove("fma")
+    assert list_reasons()["avx2"] == ["needs a CPU with AVX2 and FMA"]
 
 
 @pytest.mark.parametrize("quant_type", ["plain", "int8", "int4"])
@@ -323,6 +343,6 @@ def test_auto_takes_one_kernel_without_tiles(quant_type: QuantType) -> None:
 
 
 def test_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "find_library", lambda: None)
+    monkeypatch.setattr(library, "find_library", lambda level: None)
     with pytest.raises(ConfigurationError, match="no compiled library"):
         make_kernel()

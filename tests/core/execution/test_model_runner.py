@@ -11,8 +11,8 @@ import torch
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import ScheduledBatch, SelectedTokens, SlotSetup
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.cache_groups import Capacity
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors

@@ -16,7 +16,7 @@ from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.sampler import RowSampler, SamplerContext, SupportsSlots
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.kv_cache.capacity import Capacity
+from frame.loading.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors

@@ -13,10 +13,10 @@ from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.core.interfaces.media import EncodeOrder, MediaItem
-from frame.core.kv_cache.capacity import plan_pools
 from frame.core.kv_cache.encoder_blocks import EncoderBlocks
 from frame.core.kv_cache.geometry import group_layers
 from frame.core.kv_cache.kv_pool import KVPool
+from frame.loading.capacity import plan_pools
 from frame.media.files import map_features, write_features
 
 TENSORS = (CacheTensor((2, 8)), CacheTensor((2, 8)))

@@ -11,9 +11,8 @@ import torch
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache import PrefixCacheContext
-from frame.core.interfaces.cache_groups import PagePool
+from frame.core.interfaces.cache_groups import Capacity, PagePool
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors

@@ -15,8 +15,8 @@ import torch
 
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache, PagePool
-from frame.core.kv_cache.capacity import plan_pools
 from frame.core.kv_cache.geometry import group_layers
+from frame.loading.capacity import plan_pools
 from frame.testing.scheduler_rig import SchedulerRig
 from tests.core.scheduling.grouped_rig import GroupedRig
 from tests.core.scheduling.small_rig import config, params, policy, prompt

@@ -11,9 +11,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from frame.core.interfaces.cli import CliCommand
 from frame.entrypoints.cli import installed
 from frame.entrypoints.cli.main import cli
+from frame.interfaces.cli import CliCommand
 from frame.plugins import loader
 from frame.plugins.registry import Provenance
 
@@ -76,7 +76,7 @@ def test_a_command_runs(run: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("bare", "cli_command 'bare' (frame-greet 2.0): {here}:bare is no subclass of frame.core.interfaces.cli.CliCommand; derive it."),
+        ("bare", "cli_command 'bare' (frame-greet 2.0): {here}:bare is no subclass of frame.interfaces.cli.CliCommand; derive it."),
         ("number", "cli_command 'number' (frame-greet): make_command returns no click command"),
         ("lost", "cli_command 'lost' (frame-lost 2.0) was selected but does not load from {here}:no_such_name: AttributeError"),
         ("twice", "uninstall or deny one (try plugins.deny: [Frame.Other])"),

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigError, ConfigurationError
-from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.flat_settings import ALIASES, by_key, by_keyword, settings
 from frame.entrypoints.configuration.sources import ENV_OTHERS, LoadedConfig, from_keywords, load_config
 from frame.entrypoints.keys import check_exposure
+from frame.interfaces.kinds import KINDS
 
 SEED_FLAGS = {
     "model",

@@ -13,13 +13,13 @@ import pytest
 
 from frame.config.server_sections import AdaptersSection
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.adapter import AdapterError
 from frame.core.messages import Generate
 from frame.entrypoints.engine_client import adapter_placement
 from frame.entrypoints.engine_client import adapter_registry as module
 from frame.entrypoints.engine_client.adapter_registry import OTHER, AdapterRegistry, UnknownAdapterError
 from frame.entrypoints.engine_client.adapter_spool import AdapterSpool, AdapterUse
 from frame.entrypoints.engine_client.limits import EngineDeadError, InvalidRequestError
+from frame.interfaces.adapter import AdapterError
 from tests.entrypoints.adapter_engine import AdapterLink, make_adapter
 
 

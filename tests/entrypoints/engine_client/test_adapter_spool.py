@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from frame.core.interfaces.adapter import AdapterError
 from frame.entrypoints.engine_client import adapter_spool
 from frame.entrypoints.engine_client.adapter_spool import CONFIG, MAX_CONFIG, MAX_HEADER, MAX_TENSORS, TENSORS, AdapterSpool
+from frame.interfaces.adapter import AdapterError
 from tests.entrypoints.adapter_engine import CONFIG as PLAIN
 from tests.entrypoints.adapter_engine import make_adapter, tensors
 

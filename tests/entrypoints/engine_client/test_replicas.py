@@ -9,7 +9,6 @@ import random
 import pytest
 
 from frame.core.interfaces.media import MediaItem, PlaceholderRun
-from frame.core.interfaces.routing import RoutingContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, AbortAll, Control, ControlReply, Finish, Generate, Heartbeat, StepTokens
 from frame.entrypoints.engine_client import commands
@@ -18,6 +17,7 @@ from frame.entrypoints.engine_client.limits import EngineDeadError, InvalidReque
 from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.engine_client.stats import Outstanding
+from frame.interfaces.routing import RoutingContext
 from frame.parallel.replica_choice import BLOCK, ReplicaChooser, sum_loads
 from frame.plugins.routing_policies.prefix_load import MAX_PREFIXES, PrefixLoad
 from tests.entrypoints.engine_client.test_client import LIMITS, Link, rids

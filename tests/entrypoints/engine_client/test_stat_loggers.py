@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
 from frame.core.messages import Finish, Heartbeat, StepTokens
 from frame.entrypoints.engine_client.stats import StatLoggers
+from frame.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
 from frame.plugins.loader import load_registry
 from frame.plugins.stat_loggers import log as log_module
 from frame.testing.conformance import Setting, Subject, run_suite

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from frame.core.interfaces.keys import KeyHolder
 from frame.entrypoints.grpc.calls import NO_DEADLINE, GrpcCaller, headers_of, status_of
 from frame.entrypoints.http.errors import ApiError
+from frame.interfaces.keys import KeyHolder
 
 
 def caller(seconds: float | None, *more: tuple[str, str]) -> GrpcCaller:

@@ -379,8 +379,8 @@ async def test_more_replies_than_wait_for_a_reader() -> None:
 async def test_a_call_has_a_span() -> None:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from frame.core.interfaces.tracing import TracerContext
     from frame.entrypoints.tracing import Tracing
+    from frame.interfaces.tracing import TracerContext
     from frame.plugins.tracers.otlp import OtlpTracer
 
     exporter = InMemorySpanExporter()

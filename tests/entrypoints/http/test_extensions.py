@@ -16,10 +16,11 @@ from fastapi import APIRouter
 
 from frame.core.blame import note_origin
 from frame.core.errors import PluginError
-from frame.core.interfaces.http import HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from frame.core.interfaces.plugin import PluginRecord
 from frame.entrypoints.http.app import App
 from frame.entrypoints.http.extensions import Extensions
+from frame.interfaces.http import HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
+from frame.interfaces.kinds import KINDS
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Setting, checks, find
 from tests.entrypoints.inprocess import InProcess, serving
@@ -46,7 +47,7 @@ from collections import deque
 from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel
 
-from frame.core.interfaces.http import HttpExtension, RefuseRequest
+from frame.interfaces.http import HttpExtension, RefuseRequest
 
 
 class Note(BaseModel):
@@ -213,7 +214,8 @@ def extensions_of(*own: HttpExtension) -> Extensions:
     """The in-tree APIs, then these."""
     registry = load_registry(installed=False)
     for each in own:
-        note_origin(type(each), PluginRecord("http_extension", "test", "test:Test", "", distribution="frame-test", version="1"))
+        record = PluginRecord("http_extension", "test", "test:Test", "", distribution="frame-test", version="1")
+        note_origin(type(each), record, KINDS[record.kind].change)
     return Extensions([*(registry.load(each)(HttpContext("")) for each in registry.records("http_extension")), *own])
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
-from frame.core.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.core.messages import ErrorCode, Finish, TokenLogprobs
 from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.dialects.anthropic import MessagesChat
@@ -24,6 +23,7 @@ from frame.entrypoints.http.openai.completions_schema import ChatRequest, Comple
 from frame.entrypoints.http.openai.responses_schema import ResponsesChat
 from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.request_context import RequestContext
+from frame.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.text.tokenizer import Tokenizer
 
 

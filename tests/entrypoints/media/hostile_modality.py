@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from frame import hookimpl
-from frame.core.interfaces.modality import MediaError, MediaLayout, MediaSize, Modality, ModalityCapabilities
+from frame.interfaces.modality import MediaError, MediaLayout, MediaSize, Modality, ModalityCapabilities
 from frame.registration import KindRegistry
 
 

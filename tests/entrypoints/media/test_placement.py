@@ -1,9 +1,9 @@
 import pytest
 
 from frame.core.interfaces.media import PlaceholderRun
-from frame.core.interfaces.modality import MediaLayout
 from frame.entrypoints.media.media_service import PreparedMedia
 from frame.entrypoints.media.placement import PlacementError, count_rows, make_media_texts, place_items
+from frame.interfaces.modality import MediaLayout
 
 IDS = {"<row>": 7, "<frame>": 8}
 

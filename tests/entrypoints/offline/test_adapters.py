@@ -13,11 +13,11 @@ import pytest
 
 from frame import Engine, SamplingParams
 from frame.config.server_sections import AdaptersSection
-from frame.core.interfaces.adapter import AdapterError
 from frame.core.messages import ControlReply, Generate
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.entrypoints.offline.adapters import OfflineAdapters
 from frame.entrypoints.offline.engine import EngineError
+from frame.interfaces.adapter import AdapterError
 from tests.entrypoints.adapter_engine import make_adapter
 
 TWO = SamplingParams(max_tokens=2)

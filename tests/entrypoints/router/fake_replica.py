@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from frame.core.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.entrypoints.handoff import FleetKey
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
@@ -21,6 +20,7 @@ from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends, RouterMetrics
 from frame.entrypoints.router.requests import hash_prompt
+from frame.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.routing_policies.prefix_load import PrefixLoad
 

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from frame.core.interfaces.routing import RoutingContext
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.divided_requests import make_decode_body, make_prefill_body, read_divisible
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends, RouterMetrics
+from frame.interfaces.routing import RoutingContext
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.routing_policies.prefix_load import PrefixLoad
 from tests.entrypoints.router.test_router import run

@@ -18,7 +18,6 @@ import pytest
 from click.testing import CliRunner
 
 from frame.core.errors import ConfigError
-from frame.core.interfaces.routing import RoutingRequest
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
@@ -28,6 +27,7 @@ from frame.entrypoints.router.admin import MAX_BODY, AdminApp
 from frame.entrypoints.router.discovery import MAX_REPLICAS, Source, watch_sources
 from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
 from frame.entrypoints.router.replicas import Backends
+from frame.interfaces.routing import RoutingRequest
 from tests.entrypoints.router.fake_replica import FakeReplica, routed
 from tests.entrypoints.router.test_moving import CHAT, KEY, FramedReplica, run, tokens, whole
 

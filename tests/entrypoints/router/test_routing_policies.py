@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import pytest
 
 from frame.core.errors import ConfigError, PluginError
-from frame.core.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
 from frame.entrypoints.router.server import load_policy
+from frame.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
 from frame.plugins.routing_policies.session import Session
 from tests.entrypoints.router.fake_replica import FakeReplica, routed
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
-from frame.core.interfaces.adapter import PAGE_RANKS, LowRankDelta
 from frame.core.interfaces.adapter_layers import LatentDelta, LayerDelta, Span
+from frame.interfaces.adapter import PAGE_RANKS, LowRankDelta
 from frame.models.layers import decoder, encoder
 
 RANKS = (5, 20)  # of the adapter of each place: one page, and two

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from frame.config.server_sections import PluginsSection
-from frame.core.interfaces.kinds import KINDS
+from frame.interfaces.kinds import KINDS
 from frame.models import layers
 from frame.plugins.loader import load_configured
 from frame.testing.compare.plugins import compare

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from frame.core.interfaces.adapter import AdapterContext, AdapterFormat, LowRankDelta
+from frame.interfaces.adapter import AdapterContext, AdapterFormat, LowRankDelta
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 40, "head_dim": 6}
 EXPERTS = {"num_experts": 12, "num_local_experts": 12, "num_experts_per_tok": 2}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from frame.core.interfaces.adapter import AdapterContext, AdapterError
+from frame.interfaces.adapter import AdapterContext, AdapterError
 from frame.plugins.adapters.dora import DoraFormat
 from frame.plugins.adapters.lora import LoraFormat
 from tests.plugins.adapters.peft_models import Made, check_merged, make_adapter, read

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 
-from frame.core.interfaces.adapter import AdapterContext, AdapterError
+from frame.interfaces.adapter import AdapterContext, AdapterError
 from frame.plugins.adapters.lora import LoraFormat
 from tests.plugins.adapters.peft_models import Made, check_merged, load, make_adapter, make_model, randomize, read
 

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 
-from frame.core.interfaces.adapter import AdapterError
+from frame.interfaces.adapter import AdapterError
 from frame.plugins.adapters import peft_config
 from frame.plugins.adapters.peft_config import LayerScales, PeftConfig, read_peft_config
 

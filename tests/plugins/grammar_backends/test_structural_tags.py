@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
-from frame.core.interfaces.parsing import CallRule, Function
 from frame.core.interfaces.sampling import GrammarContext
+from frame.interfaces.parsing import CallRule, Function
 from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.loader import load_registry

@@ -9,9 +9,9 @@ import pytest
 
 from frame import SamplingParams
 from frame.checkpoint.model_config import EMBEDDED, find_model
-from frame.core.interfaces.parsing import CallRule, Function
 from frame.core.interfaces.sampling import GrammarContext
 from frame.entrypoints.http.chat.constraints import replace_constraint, to_format
+from frame.interfaces.parsing import CallRule, Function
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import PARSER
 from frame.text.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.keys import KeyStoreContext, KeyStoreError
+from frame.interfaces.keys import KeyStoreContext, KeyStoreError
 from frame.plugins.key_stores import IntrospectionOptions
 from frame.plugins.key_stores.http import MAX_RESPONSE, MAX_WAITING, IntrospectionKeyStore
 from frame.plugins.loader import load_registry

@@ -13,7 +13,7 @@ import pytest
 from transformers import VoxtralProcessor
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.modality import MediaError, MediaLimits, ModalityContext
+from frame.interfaces.modality import MediaError, MediaLimits, ModalityContext
 from frame.plugins.modalities.audio import AudioModality
 from frame.plugins.modalities.processor import build_processor, load_feature_extractor, load_tokenizer
 from frame.testing.modality.folders import write_folder

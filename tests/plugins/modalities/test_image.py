@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.modality import MediaError, MediaLimits, ModalityContext
+from frame.interfaces.modality import MediaError, MediaLimits, ModalityContext
 from frame.plugins.modalities.image import ImageModality, normalise
 from frame.plugins.modalities.processor import as_arrays, load_image_processor
 from frame.testing.modality.folders import FAMILIES, write_folder

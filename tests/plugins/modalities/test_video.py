@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.modality import MediaError, MediaLimits, MediaSize, ModalityContext
+from frame.interfaces.modality import MediaError, MediaLimits, MediaSize, ModalityContext
 from frame.plugins.modalities.image import normalise
 from frame.plugins.modalities.video import VideoModality
 from frame.testing.modality.folders import write_folder

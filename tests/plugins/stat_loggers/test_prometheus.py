@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from frame.config.schema import FrameConfig
-from frame.core.interfaces.stats import RequestRecord, StatLoggerContext, StepRecord
 from frame.core.messages import Heartbeat
 from frame.entrypoints.engine_client.stats import ClientStats
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits
+from frame.interfaces.stats import RequestRecord, StatLoggerContext, StepRecord
 from frame.plugins.loader import load_registry
 from frame.plugins.stat_loggers.prometheus import MAX_KEPT, Histogram, Prometheus
 from frame.plugins.stat_loggers.prometheus_aliases import FAMILIES, aliases_of

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from frame.core.interfaces.parsing import CallRule, Function
+from frame.interfaces.parsing import CallRule, Function
 from frame.plugins.loader import load_registry
 from frame.testing.contexts import PARSER
 from tests.plugins.tool_call_parsers.texts import FUNCTIONS, WRITERS, collect, cut, damaged, dumped, old_mistral, python_calls, some_calls

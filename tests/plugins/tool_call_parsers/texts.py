@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from frame.core.interfaces.parsing import Function, ToolCallParser
+from frame.interfaces.parsing import Function, ToolCallParser
 
 Call = tuple[str, dict[str, Any]]
 

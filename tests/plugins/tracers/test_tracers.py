@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.tracing import TraceParent, TracerContext
+from frame.interfaces.tracing import TraceParent, TracerContext
 from frame.plugins.loader import load_registry
 from frame.plugins.tracers import JsonLinesOptions
 from frame.plugins.tracers.json_lines import JsonLinesTracer

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from frame.core.interfaces.kinds import KINDS
 from frame.core.interfaces.plugin import Anything, PluginRecord
+from frame.interfaces.kinds import KINDS
 from frame.testing import conformance
 
 C = TypeVar("C", bound=type)

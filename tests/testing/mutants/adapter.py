@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
+from frame.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
 from tests.testing.mutants import MutantList
 
 OPTIONS = {"format", "rank", "base", "invocation", "alphas"}

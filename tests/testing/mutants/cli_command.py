@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import click
 
-from frame.core.interfaces.cli import CliCommand, CommandContext
+from frame.interfaces.cli import CliCommand, CommandContext
 from frame.testing.serving.cli_command import MAX_SECONDS
 from tests.testing.mutants import MutantList
 

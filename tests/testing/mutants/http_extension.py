@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from frame.core.interfaces.http import HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
+from frame.interfaces.http import HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
 from tests.testing.mutants import MutantList
 
 

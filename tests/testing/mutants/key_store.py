@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from frame.core.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext, KeyStoreError, name_tenant
+from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext, KeyStoreError, name_tenant
 from tests.testing.mutants import MutantList
 
 

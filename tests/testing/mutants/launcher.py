@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from frame.core.interfaces.launcher import LauncherCapabilities, Placement, RankPlace, RankProcess
 from frame.host.child_process import start_process
+from frame.interfaces.launcher import LauncherCapabilities, Placement, RankPlace, RankProcess
 from tests.plugins.fake_launcher import ReversedLauncher
 from tests.testing.mutants import MutantList
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from frame.core.interfaces.modality import MediaError, MediaLayout, MediaLimits, MediaSize, Modality, ModalityCapabilities
 from frame.core.interfaces.model import ModelConfig
+from frame.interfaces.modality import MediaError, MediaLayout, MediaLimits, MediaSize, Modality, ModalityCapabilities
 from frame.plugins.modalities.video import VideoModality
 from frame.testing.modality.folders import write_folder
 from tests.testing.mutants import MutantList

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from frame.core.interfaces.batch import ForwardBatch
-from frame.core.interfaces.pooling import Pooler, PoolerCapabilities, PoolerContext
+from frame.interfaces.pooling import Pooler, PoolerCapabilities, PoolerContext
 from tests.testing.mutants import MutantList
 
 

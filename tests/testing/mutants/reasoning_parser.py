@@ -10,7 +10,7 @@ import unicodedata
 from dataclasses import replace
 from typing import ClassVar
 
-from frame.core.interfaces.parsing import Format, ReasoningDelta
+from frame.interfaces.parsing import Format, ReasoningDelta
 from frame.plugins.reasoning_parsers.think_tags import ThinkTags
 from tests.testing.mutants import MutantList
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, ClassVar
 
-from frame.core.interfaces.routing import RoutingCapabilities, RoutingContext, RoutingPolicy, RoutingRequest
+from frame.interfaces.routing import RoutingCapabilities, RoutingContext, RoutingPolicy, RoutingRequest
 from tests.testing.mutants import MutantList
 
 MAX_KNOWN = 20_000

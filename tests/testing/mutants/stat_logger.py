@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any, ClassVar
 
-from frame.core.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
+from frame.interfaces.stats import RenderedMetrics, RequestRecord, StatLogger, StatLoggerContext, StepRecord
 from tests.testing.mutants import MutantList
 
 

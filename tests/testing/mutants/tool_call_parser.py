@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from frame.core.interfaces.parsing import CallRule, Format, Function, ToolCallDelta, ToolDelta
+from frame.interfaces.parsing import CallRule, Format, Function, ToolCallDelta, ToolDelta
 from frame.plugins.tool_call_parsers.deepseek_v31 import DeepSeekV31
 from frame.plugins.tool_call_parsers.hermes import OPEN, Hermes
 from tests.testing.mutants import MutantList

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from frame.core.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
+from frame.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
 from tests.testing.mutants import MutantList
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weights import FileRange, WeightSource, WeightSourceCapabilities, WeightSourceContext
+from frame.interfaces.weights import FileRange, WeightSource, WeightSourceCapabilities, WeightSourceContext
 from tests.testing.mutants import MutantList
 
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from frame.core.interfaces.parsing import ReasoningParser
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.constraints import ToolUse
@@ -31,6 +30,7 @@ from frame.entrypoints.http.request_starter import (
     start_request,
 )
 from frame.entrypoints.http.services import Services
+from frame.interfaces.parsing import ReasoningParser
 from frame.text.chat_template import RESERVED, TEMPLATE
 from frame.text.tokenizer import Tokenizer
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 
-from frame.core.interfaces.parsing import CallRule, Format, Function
 from frame.core.interfaces.sampling_params import SamplingParams, whitespace_fields
 from frame.entrypoints.http.chat.older_tags import to_current_form
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.fields import check_nested_fields
 from frame.entrypoints.http.request_body import SamplingFields
 from frame.entrypoints.http.validation_errors import type_name
+from frame.interfaces.parsing import CallRule, Format, Function
 
 # field of structured_outputs -> sampling parameter
 _STRUCTURED = {

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from frame.core.interfaces.parsing import Format, ReasoningDelta, ReasoningParser, ToolCallParser, ToolDelta
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import SequenceState
 from frame.entrypoints.http.chat.constraints import ToolUse, replace_constraint, to_format
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completion_objects import TextLogprobs
+from frame.interfaces.parsing import Format, ReasoningDelta, ReasoningParser, ToolCallParser, ToolDelta
 from frame.text.tokenizer import Tokenizer
 
 BLOCK = 64  # tokens that are fed at once, to be counted, where all of them are of one kind

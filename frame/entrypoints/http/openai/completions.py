@@ -12,7 +12,6 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from frame.core.interfaces.http import HttpExtension
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import TokenLogprobs
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
@@ -52,6 +51,7 @@ from frame.entrypoints.http.request_starter import (
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 from frame.host.installation import has_module
+from frame.interfaces.http import HttpExtension
 
 router = ApiRouter(access=Access.USER)
 models_router = ApiRouter(access=Access.USER)  # clients of Anthropic use it too

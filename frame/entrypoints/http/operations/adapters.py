@@ -8,7 +8,6 @@ from collections.abc import Awaitable
 from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
-from frame.core.interfaces.adapter import AdapterError
 from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry, UnknownAdapterError
 from frame.entrypoints.engine_client.adapter_spool import CONFIG, TENSORS, AdapterUpload
 from frame.entrypoints.engine_client.limits import EngineDeadError
@@ -19,6 +18,7 @@ from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.response_types import declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import tenant_of
+from frame.interfaces.adapter import AdapterError
 
 router = ApiRouter(access=Access.ADMIN)
 

@@ -12,9 +12,9 @@ from itertools import chain
 
 import numpy as np
 
-from frame.core.interfaces.stats import RequestRecord, StatLogger, StepRecord
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
+from frame.interfaces.stats import RequestRecord, StatLogger, StepRecord
 
 INTERVAL = 5.0  # seconds between two samples
 CAPACITY = 720  # samples: an hour

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from frame.config.resolved import Resolved
-from frame.core.interfaces.stats import Metric
 from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.replicas import ReplicaClient
@@ -16,6 +15,7 @@ from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.media.media_service import MediaService
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 from frame.entrypoints.version import package_version
+from frame.interfaces.stats import Metric
 
 RATE_WINDOW = 1.0  # seconds; the shortest time over which the throughput is measured
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from frame.config.resolution.plugins import KEYS
-from frame.core.interfaces.kinds import KINDS
 from frame.entrypoints.configuration.explain import as_data, explain_all
 from frame.entrypoints.configuration.prepare import Prepared
 from frame.entrypoints.configuration.sources import LoadedConfig
@@ -27,6 +26,7 @@ from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, Context
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
+from frame.interfaces.kinds import KINDS
 
 if TYPE_CHECKING:
     from frame.entrypoints.http.operations.live_feed import LiveFeed

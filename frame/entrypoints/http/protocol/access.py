@@ -12,12 +12,12 @@ import logging
 
 from frame.config.server_sections import ServerSection
 from frame.core.blame import explain
-from frame.core.interfaces.keys import KeyHolder, KeyStoreError
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError
 from frame.entrypoints.http.protocol.api_route import Access
 from frame.entrypoints.http.request_context import Scope
 from frame.entrypoints.keys import AdminKey, Headers, KeyAccess
 from frame.entrypoints.origin import Cors, why_foreign
+from frame.interfaces.keys import KeyHolder, KeyStoreError
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from frame.core.blame import explain
-from frame.core.interfaces.http import HttpExtension
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.paced_json import PacedBody, collect_pieces, each_piece, encode_steps
 from frame.entrypoints.http.request_body import parse_body
@@ -32,6 +31,7 @@ from frame.entrypoints.http.request_context import Receive, RequestContext, Scop
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.validation_errors import validation_error
 from frame.entrypoints.logs import ACCESS
+from frame.interfaces.http import HttpExtension
 
 log = logging.getLogger(__name__)
 

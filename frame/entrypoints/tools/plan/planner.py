@@ -18,13 +18,13 @@ from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.kv_tier import BLOCK_ALIGNMENT, KVTierCapabilities
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
-from frame.core.kv_cache.capacity import GIB
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.memory_plan import MemoryPlan
 from frame.entrypoints.processes.planned_rank import PlannedRank
 from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
 from frame.kv_tiers.build import divide_options
+from frame.loading.capacity import GIB
 
 if TYPE_CHECKING:
     from frame.config.resolved import Resolved

@@ -16,22 +16,22 @@ from pathlib import Path
 from string import Template
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.kinds import KINDS, Kind
+from frame.interfaces.kinds import KINDS, Kind
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 # `capabilities=` in the manifest with its import. Kinds without an entry have no requirements.
 _CAPABILITIES: Mapping[str, tuple[str, str]] = {
-    "adapter": ("frame.core.interfaces.adapter", 'AdapterCapabilities(selects=(("format", "$name"),))'),
+    "adapter": ("frame.interfaces.adapter", 'AdapterCapabilities(selects=(("format", "$name"),))'),
     "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
     "collective": ("frame.core.interfaces.collective", 'CollectiveCapabilities(devices=("cpu",))'),
     "drafter": ("frame.core.interfaces.drafter", "DrafterCapabilities()"),
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),
-    "key_store": ("frame.core.interfaces.keys", "KeyStoreCapabilities(has_operators=True)"),
+    "key_store": ("frame.interfaces.keys", "KeyStoreCapabilities(has_operators=True)"),
     "kv_tier": ("frame.core.interfaces.kv_tier", "KVTierCapabilities(in_memory=True)"),
     "logits_processor": ("frame.core.interfaces.sampling", 'ProcessorCapabilities(custom=("$name",))'),
-    "launcher": ("frame.core.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),
-    "modality": ("frame.core.interfaces.modality", 'ModalityCapabilities("image", ("PNG",))'),
+    "launcher": ("frame.interfaces.launcher", "LauncherCapabilities(several_hosts=False)"),
+    "modality": ("frame.interfaces.modality", 'ModalityCapabilities("image", ("PNG",))'),
     "model": ("frame.core.interfaces.model", 'ModelCapabilities(architectures=("${class_name}ForCausalLM",))'),
     "moe_dispatcher": ("frame.core.interfaces.moe", 'DispatcherCapabilities(devices=("cpu", "cuda"))'),
     "moe_runner": ("frame.core.interfaces.moe", 'MoECapabilities(devices=("cpu", "cuda"))'),
@@ -42,7 +42,7 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "prefix_cache": ("frame.core.interfaces.cache", "PrefixCacheCapabilities(eviction_policy=False)"),
     "sampler": ("frame.core.interfaces.sampler", 'SamplerCapabilities(params=("seed",), custom=("$name",))'),
     "weight_transfer": ("frame.core.interfaces.weight_transfer", "WeightTransferCapabilities(shares=True)"),
-    "weight_source": ("frame.core.interfaces.weights", "WeightSourceCapabilities()"),
+    "weight_source": ("frame.interfaces.weights", "WeightSourceCapabilities()"),
     "weight_format": ("frame.core.interfaces.weight_format", 'FormatCapabilities(checkpoints=(None,), quant_types=("plain", "int8"))'),
     "gemm_kernel": (
         "frame.core.interfaces.gemm_kernel",

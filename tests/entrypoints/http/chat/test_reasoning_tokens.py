@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from frame.core.interfaces.parsing import ReasoningParser
 from frame.entrypoints.http.chat.output_parser import BLOCK, count_reasoning_tokens
+from frame.interfaces.parsing import ReasoningParser
 from frame.plugins.reasoning_parsers import ThinkTagsOptions
 from frame.plugins.reasoning_parsers.gpt_oss import GptOss
 from frame.plugins.reasoning_parsers.think_tags import ThinkTags

@@ -8,12 +8,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from frame.core.interfaces.stats import StepRecord
 from frame.core.messages import Heartbeat
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.stats import ClientStats
 from frame.entrypoints.http.operations.alerts import find_alerts
 from frame.entrypoints.http.operations.live_history import CAPACITY, COLUMNS, INTERVAL, MAX_KEPT, LiveHistory, StepLatencies
+from frame.interfaces.stats import StepRecord
 
 
 class Client:

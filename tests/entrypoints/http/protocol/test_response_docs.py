@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from frame.core.interfaces.parsing import ParserContext, ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
+from frame.interfaces.parsing import ParserContext, ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from tests.entrypoints.adapter_engine import CONFIG, make_adapter, tensors
 from tests.entrypoints.inprocess import JSON_TYPE, InProcess, serving
 from tests.entrypoints.published import ROUTES, check_response, description

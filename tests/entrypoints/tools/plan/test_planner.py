@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from frame.config.schema import CacheSection, FrameConfig, SpeculativeSection
 from frame.config.server_sections import PluginsSection
 from frame.core.errors import ConfigError
-from frame.core.kv_cache.capacity import GIB, activation_bytes
 from frame.entrypoints.cli.main import cli
 from frame.entrypoints.processes.components import limits_of
 from frame.entrypoints.tools.plan.machines import CARDS, parse_machine, recognise
 from frame.entrypoints.tools.plan.planner import DeploymentPlan, Target, plan_deployment, try_plans
+from frame.loading.capacity import GIB, activation_bytes
 from frame.testing.checkpoints import make_checkpoint
 from tests.architecture.source import ROOT
 

@@ -2,8 +2,8 @@
 
 import click
 
-from frame.core.interfaces.cli import CliCommand
-from frame.core.interfaces.kinds import KINDS
+from frame.interfaces.cli import CliCommand
+from frame.interfaces.kinds import KINDS
 
 
 class Hello(CliCommand):

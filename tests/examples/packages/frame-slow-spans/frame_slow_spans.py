@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from frame.core.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
+from frame.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
 from frame.registration import KindRegistry, hookimpl
 
 

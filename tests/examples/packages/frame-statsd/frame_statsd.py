@@ -8,7 +8,7 @@ import socket
 from pydantic import BaseModel, ConfigDict
 
 from frame import hookimpl
-from frame.core.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
+from frame.interfaces.stats import RequestRecord, StatLogger, StatLoggerContext, StepRecord
 
 
 class Options(BaseModel):

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from frame import hookimpl
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weights import FileRange, WeightSource, WeightSourceCapabilities, WeightSourceContext
+from frame.interfaces.weights import FileRange, WeightSource, WeightSourceCapabilities, WeightSourceContext
 
 
 @hookimpl

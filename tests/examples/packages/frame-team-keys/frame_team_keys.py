@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext, KeyStoreError, name_tenant
+from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext, KeyStoreError, name_tenant
 from frame.registration import KindRegistry, hookimpl
 
 CHECK = 0.1  # seconds between two looks at the file's time

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.pooling import Pooler
+from frame.interfaces.pooling import Pooler
 from frame.registration import KindRegistry, hookimpl
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 
-from frame.core.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
+from frame.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
 from frame.registration import KindRegistry, hookimpl
 
 

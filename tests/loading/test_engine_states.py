@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +15,7 @@ from frame.core.interfaces.batch import ScheduledBatch, StepResult
 from frame.core.interfaces.runner import MemoryOrder, PauseMode
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Abort, Control, ControlReply, Generate, NewWeights, StepTokens
+from frame.loading.engine_states import EngineStates
 from tests.core.test_engine import GREEDY, Counting, Running, generate
 
 LONG = SamplingParams(max_tokens=40, temperature=0.0)
@@ -108,7 +110,7 @@ class States(Running):
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
 def states(request: pytest.FixtureRequest) -> Iterator[States]:
-    running = States(Gated(), bool(request.param), weights=Weights(), sleep_obstacle="")
+    running = States(Gated(), bool(request.param), make_states=partial(EngineStates, weights=Weights(), sleep_obstacle=""))
     yield running
     running.runner.gate.set()  # type: ignore[attr-defined]
     running.stop()

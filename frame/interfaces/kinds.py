@@ -11,14 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_INTERFACES = "frame.core.interfaces"
-_SUITES = "frame"
+_PACKAGE = "frame"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One plugin kind. `interface` and `context` are "module:attribute" below
-    `frame.core.interfaces`, `suite` is one below `frame`."""
+    """One plugin kind. `interface`, `context` and `suite` are "module:attribute" below `frame`."""
 
     name: str
     version: int  # of the interface that this core supports
@@ -42,19 +40,26 @@ class Kind:
         return f"register_{self.plural}"
 
     @property
+    def change(self) -> str:
+        """What a user can set instead of one of its plugins; "": no setting selects it."""
+        if not self.key:
+            return ""
+        return f"leave it out of {self.key}" if self.is_list else f"name another plugin with {self.key}"
+
+    @property
     def interface_path(self) -> str:
         """The class to derive from, as "package.module:Class"."""
-        return f"{_INTERFACES}.{self.interface}"
+        return f"{_PACKAGE}.{self.interface}"
 
     @property
     def context_path(self) -> str:
         """The class of the first constructor argument, as "package.module:Class"."""
-        return f"{_INTERFACES}.{self.context}"
+        return f"{_PACKAGE}.{self.context}"
 
     @property
     def suite_path(self) -> str | None:
         """The function that yields the checks, as "package.module:function"."""
-        return None if self.suite is None else f"{_SUITES}.{self.suite}"
+        return None if self.suite is None else f"{_PACKAGE}.{self.suite}"
 
 
 _ALL = (
@@ -62,8 +67,8 @@ _ALL = (
         name="platform",
         version=2,
         summary="platforms: devices with their memory, streams and graphs",
-        interface="platform:Platform",
-        context="platform:PlatformContext",
+        interface="core.interfaces.platform:Platform",
+        context="core.interfaces.platform:PlatformContext",
         key="execution.device",
         suite="testing.ranks.platform:suite",
     ),
@@ -71,8 +76,8 @@ _ALL = (
         name="collective",
         version=2,
         summary="collectives: operations on tensors of several ranks",
-        interface="collective:Collective",
-        context="collective:CollectiveContext",
+        interface="core.interfaces.collective:Collective",
+        context="core.interfaces.collective:CollectiveContext",
         key="parallel.collective",
         suite="testing.ranks.collective:suite",
     ),
@@ -80,8 +85,8 @@ _ALL = (
         name="launcher",
         version=1,
         summary="launchers: places and processes of the ranks",
-        interface="launcher:Launcher",
-        context="launcher:LauncherContext",
+        interface="interfaces.launcher:Launcher",
+        context="interfaces.launcher:LauncherContext",
         key="parallel.launcher",
         suite="testing.ranks.launcher:suite",
     ),
@@ -89,8 +94,8 @@ _ALL = (
         name="model",
         version=4,
         summary="model architectures",
-        interface="model:Model",
-        context="model:ModelContext",
+        interface="core.interfaces.model:Model",
+        context="core.interfaces.model:ModelContext",
         key="model.implementation",
         suite="testing.model.suite:suite",
     ),
@@ -98,8 +103,8 @@ _ALL = (
         name="attention_backend",
         version=4,
         summary="attention backends",
-        interface="attention:AttentionBackend",
-        context="rank_context:RankContext",
+        interface="core.interfaces.attention:AttentionBackend",
+        context="core.interfaces.rank_context:RankContext",
         key="attention.backend",
         suite="testing.attention.suite:suite",
     ),
@@ -107,8 +112,8 @@ _ALL = (
         name="weight_format",
         version=2,
         summary="formats of stored weights",
-        interface="weight_format:WeightFormat",
-        context="weight_format:FormatContext",
+        interface="core.interfaces.weight_format:WeightFormat",
+        context="core.interfaces.weight_format:FormatContext",
         key="model.quantization",
         suite="testing.weights.weight_format:suite",
     ),
@@ -116,8 +121,8 @@ _ALL = (
         name="adapter",
         version=1,
         summary="formats of LoRA adapters",
-        interface="adapter:AdapterFormat",
-        context="adapter:AdapterContext",
+        interface="interfaces.adapter:AdapterFormat",
+        context="interfaces.adapter:AdapterContext",
         key="adapters.format",
         suite="testing.adapters.suite:suite",
     ),
@@ -125,8 +130,8 @@ _ALL = (
         name="modality",
         version=1,
         summary="modalities: files of images, videos and audio as input of a model",
-        interface="modality:Modality",
-        context="modality:ModalityContext",
+        interface="interfaces.modality:Modality",
+        context="interfaces.modality:ModalityContext",
         key="media.modalities",
         suite="testing.modality.suite:suite",
         is_list=True,
@@ -135,8 +140,8 @@ _ALL = (
         name="gemm_kernel",
         version=2,
         summary="matrix products with stored weights",
-        interface="gemm_kernel:GemmKernel",
-        context="rank_context:RankContext",
+        interface="core.interfaces.gemm_kernel:GemmKernel",
+        context="core.interfaces.rank_context:RankContext",
         key="model.gemm_kernel",
         suite="testing.weights.gemm_kernel:suite",
     ),
@@ -144,8 +149,8 @@ _ALL = (
         name="moe_runner",
         version=2,
         summary="expert GEMMs",
-        interface="moe:MoERunner",
-        context="rank_context:RankContext",
+        interface="core.interfaces.moe:MoERunner",
+        context="core.interfaces.rank_context:RankContext",
         key="moe.runner",
         suite="testing.moe.runner:suite",
     ),
@@ -153,8 +158,8 @@ _ALL = (
         name="moe_dispatcher",
         version=3,
         summary="exchanges of tokens between the ranks of an expert layer",
-        interface="moe:MoEDispatcher",
-        context="rank_context:RankContext",
+        interface="core.interfaces.moe:MoEDispatcher",
+        context="core.interfaces.rank_context:RankContext",
         key="moe.dispatcher",
         suite="testing.moe.dispatcher:suite",
     ),
@@ -162,8 +167,8 @@ _ALL = (
         name="weight_source",
         version=1,
         summary="weight sources",
-        interface="weights:WeightSource",
-        context="weights:WeightSourceContext",
+        interface="interfaces.weights:WeightSource",
+        context="interfaces.weights:WeightSourceContext",
         key="model.load_format",
         suite="testing.weights.weight_source:suite",
     ),
@@ -171,8 +176,8 @@ _ALL = (
         name="weight_transfer",
         version=1,
         summary="weight transfers: how tensors come from a trainer into a running engine",
-        interface="weight_transfer:WeightTransfer",
-        context="weight_transfer:WeightTransferContext",
+        interface="core.interfaces.weight_transfer:WeightTransfer",
+        context="core.interfaces.weight_transfer:WeightTransferContext",
         key="execution.weight_transfer",
         suite="testing.weight_transfer.suite:suite",
         is_list=True,
@@ -181,8 +186,8 @@ _ALL = (
         name="scheduling_policy",
         version=4,
         summary="scheduling policies",
-        interface="scheduling:SchedulingPolicy",
-        context="scheduling:SchedulingContext",
+        interface="core.interfaces.scheduling:SchedulingPolicy",
+        context="core.interfaces.scheduling:SchedulingContext",
         key="scheduler.policy",
         suite="testing.scheduling.scheduling_policy:suite",
     ),
@@ -190,8 +195,8 @@ _ALL = (
         name="routing_policy",
         version=1,
         summary="routing policies: choices of the replica of a request",
-        interface="routing:RoutingPolicy",
-        context="routing:RoutingContext",
+        interface="interfaces.routing:RoutingPolicy",
+        context="interfaces.routing:RoutingContext",
         key="parallel.routing_policy",
         suite="testing.scheduling.routing_policy:suite",
     ),
@@ -199,8 +204,8 @@ _ALL = (
         name="prefix_cache",
         version=2,
         summary="prefix caches",
-        interface="cache:PrefixCache",
-        context="cache:PrefixCacheContext",
+        interface="core.interfaces.cache:PrefixCache",
+        context="core.interfaces.cache:PrefixCacheContext",
         key="cache.prefix",
         suite="testing.scheduling.prefix_cache:suite",
     ),
@@ -208,8 +213,8 @@ _ALL = (
         name="eviction_policy",
         version=2,
         summary="eviction policies of the prefix cache",
-        interface="cache:EvictionPolicy",
-        context="cache:EvictionContext",
+        interface="core.interfaces.cache:EvictionPolicy",
+        context="core.interfaces.cache:EvictionContext",
         key="cache.eviction",
         suite="testing.scheduling.eviction_policy:suite",
     ),
@@ -226,8 +231,8 @@ _ALL = (
         name="kv_tier",
         version=1,
         summary="KV cache tiers: places outside of the device that hold blocks of the KV cache",
-        interface="kv_tier:KVTier",
-        context="kv_tier:KVTierContext",
+        interface="core.interfaces.kv_tier:KVTier",
+        context="core.interfaces.kv_tier:KVTierContext",
         key="cache.tiers",
         suite="testing.kv_tier.suite:suite",
         is_list=True,
@@ -236,8 +241,8 @@ _ALL = (
         name="logits_processor",
         version=3,
         summary="logits processors",
-        interface="sampling:LogitsProcessor",
-        context="sampling:ProcessorContext",
+        interface="core.interfaces.sampling:LogitsProcessor",
+        context="core.interfaces.sampling:ProcessorContext",
         key="sampling.processors",
         suite="testing.sampling.logits_processor:suite",
         is_list=True,
@@ -255,8 +260,8 @@ _ALL = (
         name="grammar_backend",
         version=3,
         summary="grammar backends",
-        interface="sampling:GrammarBackend",
-        context="sampling:GrammarContext",
+        interface="core.interfaces.sampling:GrammarBackend",
+        context="core.interfaces.sampling:GrammarContext",
         key="sampling.grammar",
         suite="testing.sampling.grammar_backend:suite",
     ),
@@ -264,8 +269,8 @@ _ALL = (
         name="drafter",
         version=1,
         summary="drafters of speculative decoding",
-        interface="drafter:Drafter",
-        context="drafter:DrafterContext",
+        interface="core.interfaces.drafter:Drafter",
+        context="core.interfaces.drafter:DrafterContext",
         key="speculative.algorithm",
         suite="testing.drafter.suite:suite",
     ),
@@ -273,8 +278,8 @@ _ALL = (
         name="pooler",
         version=1,
         summary="poolers: hidden states of a sequence as one vector",
-        interface="pooling:Pooler",
-        context="pooling:PoolerContext",
+        interface="interfaces.pooling:Pooler",
+        context="interfaces.pooling:PoolerContext",
         key="model.pooling",
         suite="testing.pooling.pooler:suite",
     ),
@@ -282,8 +287,8 @@ _ALL = (
         name="key_store",
         version=1,
         summary="key stores: whose API key a request has, and what it opens",
-        interface="keys:KeyStore",
-        context="keys:KeyStoreContext",
+        interface="interfaces.keys:KeyStore",
+        context="interfaces.keys:KeyStoreContext",
         key="server.key_store",
         suite="testing.serving.key_store:suite",
     ),
@@ -291,8 +296,8 @@ _ALL = (
         name="http_extension",
         version=1,
         summary="routes, middleware and request hooks of the HTTP server",
-        interface="http:HttpExtension",
-        context="http:HttpContext",
+        interface="interfaces.http:HttpExtension",
+        context="interfaces.http:HttpContext",
         key="server.extensions",
         suite="testing.serving.http_extension:suite",
         is_list=True,
@@ -301,8 +306,8 @@ _ALL = (
         name="reasoning_parser",
         version=3,
         summary="reasoning parsers",
-        interface="parsing:ReasoningParser",
-        context="parsing:ParserContext",
+        interface="interfaces.parsing:ReasoningParser",
+        context="interfaces.parsing:ParserContext",
         key="text.reasoning_parser",
         suite="testing.parsing.reasoning_parser:suite",
     ),
@@ -310,8 +315,8 @@ _ALL = (
         name="tool_call_parser",
         version=3,
         summary="tool-call parsers",
-        interface="parsing:ToolCallParser",
-        context="parsing:ParserContext",
+        interface="interfaces.parsing:ToolCallParser",
+        context="interfaces.parsing:ParserContext",
         key="text.tool_call_parser",
         suite="testing.parsing.tool_call_parser:suite",
     ),
@@ -319,8 +324,8 @@ _ALL = (
         name="stat_logger",
         version=1,
         summary="stat loggers",
-        interface="stats:StatLogger",
-        context="stats:StatLoggerContext",
+        interface="interfaces.stats:StatLogger",
+        context="interfaces.stats:StatLoggerContext",
         key="log.stat_loggers",
         suite="testing.serving.stat_logger:suite",
         is_list=True,
@@ -329,8 +334,8 @@ _ALL = (
         name="tracer",
         version=1,
         summary="tracers: where the spans of requests go",
-        interface="tracing:Tracer",
-        context="tracing:TracerContext",
+        interface="interfaces.tracing:Tracer",
+        context="interfaces.tracing:TracerContext",
         key="server.tracer",
         suite="testing.serving.tracer:suite",
     ),
@@ -338,8 +343,8 @@ _ALL = (
         name="cli_command",
         version=1,
         summary="subcommands of `frame`",
-        interface="cli:CliCommand",
-        context="cli:CommandContext",
+        interface="interfaces.cli:CliCommand",
+        context="interfaces.cli:CommandContext",
         key="",  # its name on the command line
         suite="testing.serving.cli_command:suite",
     ),

@@ -16,10 +16,10 @@ import zmq
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache import PrefixCacheContext
-from frame.core.ipc.kv_events import EventSettings, KVEventPublisher, as_array, is_bound, offset_endpoint
-from frame.core.kv_cache.cache_events import CacheEvents, hash_block, hash_root
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.request_slots import RequestTable
+from frame.kv_events.cache_events import CacheEvents, hash_block, hash_root
+from frame.kv_events.publisher import EventSettings, KVEventPublisher, as_array, is_bound, offset_endpoint
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.eviction_policies.lru import Lru
 from frame.plugins.prefix_caches.radix import RadixCache

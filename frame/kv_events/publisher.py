@@ -3,7 +3,7 @@ structures, and `KVEventPublisher`, which sends them and repeats them after a ga
 
 A message has three frames: the topic, a sequence number (8 bytes, big-endian, from 0 at each
 start) and an `EventBatch` as MessagePack. A request for a replay is a first number; the reply is
-every kept batch from it on, and then the number -1. Used by `frame.core.kv_cache.cache_events`,
+every kept batch from it on, and then the number -1. Used by `frame.kv_events.cache_events`,
 whose thread owns the sockets. Must not know a cache.
 """
 

@@ -16,17 +16,16 @@ from frame.attention_backends import TORCH_NATIVE
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
 from frame.core.engine import Engine, EngineOptions
 from frame.core.errors import ConfigurationError
-from frame.core.execution.hybrid_attention import HybridAttention
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.attention import AttentionBackend
 from frame.core.interfaces.batch import AttentionOutput
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache import PrefixCacheContext
+from frame.core.interfaces.cache_groups import Capacity
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.transport import InProcessTransport
-from frame.core.kv_cache.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.messages import Control, Generate, StepTokens
@@ -35,6 +34,7 @@ from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
 from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, Rows, build_context, forward_batch, lay_out, planned
+from frame.forward.hybrid_attention import HybridAttention
 from frame.parallel.rank_channels import SwitchBackend
 from frame.parallel.tp_follower import LeadingRunner, follow
 from frame.plugins.eviction_policies.lru import Lru

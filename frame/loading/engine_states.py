@@ -7,63 +7,37 @@ flight. Must not know a device, a checkpoint or a client.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from frame.core.interfaces.runner import MAX_SLEEP_LEVEL, MEMORY_TAGS, DeviceLost, MemoryOrder, PauseMode
 from frame.core.messages import ControlReply, NewWeights
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.runner import ModelRunner
-    from frame.core.messages import Control, Message
+    from frame.core.engine import StateContext
+    from frame.core.messages import Control
+    from frame.loading.weight_commands import WeightCommands
 
 UPDATES = ("update_weights", "transfer_weights")
 ACTIONS = ("pause", "resume", "sleep", "wake", *UPDATES)
 MODES = get_args(PauseMode)
 ASLEEP = "the memory of {} is released: wake the engine first (tags: {})"
+NO_SLEEP = "this engine cannot release its memory"
 DROPPED = "the weights were dropped while the engine slept: update them before it continues"
 
 
-class StatefulScheduler(Protocol):
-    """What the states need of a `Scheduler`, which documents the methods."""
-
-    def admit_new_requests(self, allowed: bool) -> None: ...
-    def count_started(self) -> int: ...
-    def flush_cache(self) -> int: ...
-    def preempt_all(self) -> int: ...
-    def change_weights(self, *, keeps_running: bool) -> int: ...
-
-
-class WeightCommands(Protocol):
-    """Updates of the weights. `frame.loading.weight_commands` documents the methods."""
-
-    @property
-    def holds_steps(self) -> bool: ...
-    def check_deadline(self) -> None: ...
-    def update(self, control: Control, clear: Callable[[], int], beat: Callable[[], object]) -> ControlReply: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StateContext:
-    """What the states act on. `abort_all` ends all requests; `beat` is called while a command
-    takes long. `weights`: None: they do not change. `sleep_obstacle`: why this engine cannot
-    release its memory; empty if it can."""
-
-    scheduler: StatefulScheduler
-    runner: ModelRunner
-    send: Callable[[Message], None]
-    abort_all: Callable[[], object]
-    beat: Callable[[], object]
-    weights: WeightCommands | None = None
-    sleep_obstacle: str = ""
-
-
 class EngineStates:
-    """Paused or not, asleep or not, and the commands that wait for the quiescent point."""
+    """Paused or not, asleep or not, and the commands that wait for the quiescent point.
 
-    def __init__(self, context: StateContext) -> None:
+    weights: None: they do not change. sleep_obstacle: why this engine cannot release its memory;
+    empty if it can.
+    """
+
+    actions = ACTIONS
+
+    def __init__(self, context: StateContext, weights: WeightCommands | None = None, sleep_obstacle: str = NO_SLEEP) -> None:
         self._context = context
+        self._weights = weights
+        self._sleep_obstacle = sleep_obstacle
         self._waiting: list[Control] = []  # in order; a pause with "wait" is carried out when the running requests have ended
         self._paused: str | None = None  # the mode
         self._released: list[str] = []  # tags
@@ -73,13 +47,13 @@ class EngineStates:
     @property
     def is_stopped(self) -> bool:
         """Whether no step may be launched."""
-        is_held = self._is_held or (self._context.weights is not None and self._context.weights.holds_steps)
+        is_held = self._is_held or (self._weights is not None and self._weights.holds_steps)
         return bool(self._paused or self._released or self._lacks_weights or is_held)
 
     def check_deadline(self) -> None:
         """End an update whose trainer has gone. Raises DeviceLost if the weights are a mixture."""
-        if self._context.weights is not None:
-            self._context.weights.check_deadline()
+        if self._weights is not None:
+            self._weights.check_deadline()
 
     @property
     def is_due(self) -> bool:
@@ -143,7 +117,7 @@ class EngineStates:
         return None
 
     def _find_update_problem(self, control: Control) -> ControlReply | None:
-        if self._context.weights is None:
+        if self._weights is None:
             return _refuse(control, "this engine cannot update its weights")
         if any(waiting.action in UPDATES for waiting in self._waiting):
             return _refuse(control, "another update of the weights waits; try again")
@@ -157,8 +131,8 @@ class EngineStates:
         level = control.arguments.get("level", 1)
         if level not in range(1, MAX_SLEEP_LEVEL + 1):
             return _refuse(control, f"level is {level!r}; it may be 1 to {MAX_SLEEP_LEVEL}", "invalid")
-        if self._context.sleep_obstacle:
-            return _refuse(control, self._context.sleep_obstacle)
+        if self._sleep_obstacle:
+            return _refuse(control, self._sleep_obstacle)
         if asleep := [tag for tag in tags if tag in self._released]:
             return _refuse(control, f"the memory of {' and '.join(asleep)} is released already: wake the engine, or name other tags")
         return None
@@ -220,7 +194,7 @@ class EngineStates:
         return ControlReply(id=control.id, ok=True, data={"released": self._released, "needs_weights": self._lacks_weights})
 
     def _carry_out_update_weights(self, control: Control) -> ControlReply:
-        weights = self._context.weights
+        weights = self._weights
         if weights is None:
             raise RuntimeError("an update was taken by an engine without weight commands")
         phase = control.arguments.get("phase")

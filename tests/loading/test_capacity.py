@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from frame.core.interfaces.build import Limits
-from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
+from frame.core.interfaces.cache_groups import CacheTensor, Capacity, LayerCache
 from frame.core.interfaces.platform import HOST
-from frame.core.kv_cache.capacity import CPU_SHARE, GIB, Capacity, CapacityError, Memory, activation_bytes, measure, plan_pages, plan_pools
 from frame.core.kv_cache.geometry import group_layers
 from frame.host.host_memory import measure_host_memory
+from frame.loading.capacity import CPU_SHARE, GIB, CapacityError, Memory, activation_bytes, measure, plan_pages, plan_pools
 from tests.core.fake_model import fake_model_config
 
 LIMITS = Limits(max_running_requests=4, max_tokens_per_step=64, max_context=4096, page_size=16)

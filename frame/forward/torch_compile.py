@@ -1,7 +1,7 @@
 """`Forward`: the model's forward pass, optionally compiled with `torch.compile` for small decode
 batches; it runs uncompiled after a compilation error.
 
-Used by the model runner. Must not know a model.
+Used by the builder of model runners. Must not know a model.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ class Forward:
         self._plain = plain
         self._max_rows = max_rows
         self._compiled: Pass | None = torch.compile(plain, dynamic=True) if max_rows else None
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether any batch runs compiled code."""
-        return self._compiled is not None
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         if self._compiled is None or batch.num_decodes != batch.num_rows or batch.num_rows > self._max_rows:

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from frame.core.execution.recorded_forward import RecordedForward, record_decodes
 from frame.core.interfaces.attention import AttentionCapabilities
 from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
 from frame.entrypoints.tools.bench.paged_batches import PlainKVCache, Rows, build_context, forward_batch, lay_out
+from frame.forward.recorded_forward import RecordedForward, record_decodes
 
 _TABLE = torch.arange(40.0).view(20, 2)
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from frame.core.execution import torch_compile as compiled
-from frame.core.execution.torch_compile import Forward
+from frame.forward import torch_compile as compiled
+from frame.forward.torch_compile import Forward
 
 
 def batch(decodes, rows):

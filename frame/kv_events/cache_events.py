@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from frame.core.ipc.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventPublisher
+from frame.kv_events.publisher import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventPublisher
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ schedulers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.cache_groups import CHECKPOINT_TOKENS, PagePool
+from frame.core.interfaces.cache_groups import CHECKPOINT_TOKENS, RESERVED_PAGES, PagePool
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from frame.core.kv_cache.geometry import KVGeometry
 
 GIB = 1024**3
-RESERVED_PAGES = 1
 CPU_SHARE = 0.25  # most of the machine's memory for the cache, unless the user sets cache.max_total_tokens
 CPU_MIN_TOKENS = 65_536
 MIN_TOKENS = 256  # a start with a smaller cache is refused
@@ -52,27 +51,6 @@ class Memory:
         """Bytes for the cache if weights, activations and cache together take `fraction` of the
         total."""
         return min(int(self.total * fraction) - self.weights - self.activations, self.free - self.activations)
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The KV cache of a runner."""
-
-    num_pages: int  # the reserved page 0 included
-    page_size: int  # tokens
-    bytes_per_token: int  # of the `tokens` group, over all layers
-    phases: dict[str, float] = field(default_factory=dict)  # seconds of the phases of the start
-    further: tuple[PagePool, ...] = ()  # the pools of the other cache groups
-
-    @property
-    def pools(self) -> tuple[PagePool, ...]:
-        """The pools of all cache groups, that of the tokens first."""
-        return (PagePool("tokens", self.num_pages, self.page_size), *self.further)
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Tokens that the cache holds."""
-        return (self.num_pages - RESERVED_PAGES) * self.page_size
 
 
 def measure(platform: Platform, weights: int, activations: int, ranks: int = 1) -> Memory:

@@ -1,0 +1,1 @@
+"""Publication of what a prefix cache holds, for routers and other subscribers."""
