@@ -12,11 +12,11 @@ import torch
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.build import BuildContext, Limits
+from frame.core.interfaces.cache_groups import Capacity
 from frame.core.interfaces.collective import LocalGroup
 from frame.core.interfaces.sampler import RowSampler, SamplerContext, SupportsSlots
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.loading.capacity import Capacity
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors
