@@ -430,9 +430,8 @@ class _Solver:
         if task != "generate":  # nothing is sampled
             return
         self._collect(choose_list, self.chosen, self.records, "logits_processor", config.sampling.processors, requirements)
-        draws = SamplerRequirements(
-            self.device, self._capability(), self._compatible, config.execution.deterministic, config.speculative.algorithm is not None
-        )
+        mode, drafts = config.execution.deterministic, config.speculative.algorithm is not None
+        draws = SamplerRequirements(self.device, self._capability(), self._compatible, mode, drafts)
         self._collect(self._select, "sampler", draws, config.sampling.sampler, f"No sampler runs on {self.device}")
         if not config.model.skip_tokenizer_init:
             self._collect(choose_optional, self.chosen, self.records, "grammar_backend", config.sampling.grammar, requirements)
@@ -447,12 +446,9 @@ class _Solver:
         is_named = check_speculation(self.config, task, self.model_config, self.plan.num_groups, self.tree)
         config = self.config.speculative
         requirements = DrafterRequirements(
-            device=self.device,
-            draft_model=config.draft_model_path is not None,
-            draft_layers=self.model_config.num_draft_layers,
-            pp=self.config.parallel.pp,
-            compatible=self._compatible,
-        )
+            device=self.device, draft_model=config.draft_model_path is not None, draft_layers=self.model_config.num_draft_layers,
+            pp=self.config.parallel.pp, compatible=self._compatible,
+        )  # fmt: skip
         if is_named:
             self._select("drafter", requirements, config.algorithm, "")
 

@@ -86,6 +86,7 @@ UNTESTED: dict[str, str] = {
     "frame.entrypoints.http.response_types": "http/protocol/test_response_docs.py validates responses against its schemas",
     "frame.core.scheduling.step_features": "two protocols and what holds both; every scheduler under test is built of it",
     "frame.entrypoints.http.extensions": "tests/entrypoints/http/test_extensions.py serves requests through them",
+    "frame.testing.sampling.sampler_bench": "tests/testing runs it in the suite of samplers, whose mutants it kills",
     "frame.testing.scheduling.eviction_policy": "tests/testing/test_conformance_policies.py runs it on the in-tree policies",
     "frame.testing.serving.http_extension": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",
     "frame.kernels.moe.expert_kernels": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.grouped_gemm",

@@ -119,8 +119,8 @@ import json, math
 from frame import Engine, SamplingParams
 from frame.entrypoints.engine_client.limits import InvalidRequestError
 with Engine(threads=1, max_total_tokens=2048, sampler="mirostat", plugins_options={"sampler/mirostat": {"eta": 0.4}}) as engine:
-    for tau in ("0.2", "3", "12"):
-        params = SamplingParams(max_tokens=150, temperature=1.0, logprobs=0, ignore_eos=True, custom={"tau": tau})
+    for tau in ("0.2", "2", "12"):
+        params = SamplingParams(max_tokens=60, temperature=1.0, logprobs=0, ignore_eos=True, custom={"tau": tau})
         outputs = engine.generate([[5, 6, 7], [9] * 40, [11]], params)
         each = [-logprob / math.log(2) for output in outputs for logprob in output.logprobs.logprobs]
         print(sum(each) / len(each))
@@ -133,9 +133,9 @@ with Engine(threads=1, max_total_tokens=2048, sampler="mirostat", plugins_option
 
 
 def test_a_sampler_of_the_configuration_keeps_the_surprise_of_each_request(environment: Environment) -> None:
-    *found, wrong, unused = environment.run("-c", SAMPLE).stdout.splitlines()
+    *found, wrong, unused = environment.run("-c", SAMPLE, timeout=300).stdout.splitlines()
     low, middle, high = map(float, found)
-    assert low < 1.0 < middle and abs(middle - 3.0) < 0.5 and middle <= high
+    assert low < 0.8 < 1.2 < middle < 2.4 < high
     assert wrong.startswith("custom['tau'] is '-1'; it must be above 0")
     assert unused.startswith("top_p has no effect with the sampler mirostat")
 
@@ -217,7 +217,7 @@ def test_a_stat_logger_of_the_configuration_sends_what_it_gets(environment: Envi
 
 def test_they_pass_their_suites(environment: Environment, tmp_path: Path) -> None:
     suites = [f"--frame-conformance={suite}" for suite in SUITES]
-    done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "--rootdir", tmp_path, tmp_path)
+    done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "--rootdir", tmp_path, tmp_path, timeout=400)
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
 

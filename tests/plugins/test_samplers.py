@@ -33,7 +33,7 @@ def test_the_reference_is_that_of_the_core() -> None:
     assert TorchSampler(context).make_operations() is TORCH
 
 
-def test_a_cpu_draws_by_torch_and_a_gpu_by_kernels() -> None:
+def test_a_cpu_draws_by_torch_and_a_gpu_by_its_kernels() -> None:
     assert prepare(FrameConfig()).resolved.choice("sampler").name == "torch"
     kernels = load_registry(installed=False).get("sampler", "triton").capabilities
     assert kernels.unsupported(SamplerRequirements("cuda", (9, 0), deterministic=True, drafts=True)) == []

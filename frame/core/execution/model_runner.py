@@ -380,7 +380,7 @@ class TorchModelRunner(ModelRunner):
         plans, counts, drafts, order = inputs.plans, None, None, None
         compared, drafting = inputs.tensors.verification, inputs.tensors.drafting
         if self.processors.sampler is not None and compared is None:
-            self.processors.observe_draws(sampled.token_ids, self._find_slots(inputs, len(sampled.token_ids)), plans.sampling)
+            self.processors.observe_draws(sampled.token_ids, self._find_slots(inputs, len(sampled.token_ids)), plans.sampling.slots)
         if plans.verification is not None and compared is not None:
             verified = verify_drafts(sampled.token_ids, plans.verification, compared)
             self.inputs.table.last_token.index_copy_(0, compared.slots, verified.last)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampler import SupportsSlots
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.sampling.batch_layout import BatchLayout
-    from frame.core.sampling.sampling_metadata import SamplingPlan
 
 _log = logging.getLogger(__name__)
 
@@ -72,9 +71,11 @@ class Processors:
     def check_params(self, params: SamplingParams) -> Finish | None:
         """How a request ends whose parameters a processor refuses or fails on; None: all take
         them."""
-        for plugin in (*self._processors, *([] if self.sampler is None else [self.sampler])):
+        plugins: list[LogitsProcessor | SupportsSlots] = [*self._processors]
+        plugins += [] if self.sampler is None else [self.sampler]
+        for plugin in plugins:
             try:
-                if plugin is self.sampler or plugin.applies_to(params):
+                if not isinstance(plugin, LogitsProcessor) or plugin.applies_to(params):
                     plugin.validate_params(params)
             except ValueError as error:
                 sentence = str(error).strip().split("\n", 1)[0]
@@ -126,16 +127,16 @@ class Processors:
             except Exception as error:  # noqa: BLE001 - as of logits processors
                 self._faults[setup.slot] = _fault(sampler, error)
 
-    def observe_draws(self, token_ids: torch.Tensor, slots: torch.Tensor, plan: SamplingPlan) -> None:
+    def observe_draws(self, token_ids: torch.Tensor, slots: torch.Tensor, host_slots: np.ndarray) -> None:
         """Pass the drawn tokens and their slots, int64 [rows], to the sampler."""
-        if self.sampler is None or not plan.num_rows:
+        if self.sampler is None or not len(host_slots):
             return
         try:
             self.sampler.observe_tokens(slots, token_ids)
         except Exception as error:
             if type(error).__name__ == "AcceleratorError":
                 raise
-            self._faults.update(dict.fromkeys(plan.slots.tolist(), _fault(self.sampler, error)))
+            self._faults.update(dict.fromkeys(host_slots.tolist(), _fault(self.sampler, error)))
 
     def begin_step(self, batch: ScheduledBatch, layout: BatchLayout) -> ProcessorPlan | None:
         """`update`, and the plan of the step."""

@@ -27,7 +27,6 @@ from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.platform import Platform, PlatformContext, SupportsSleep, SupportsStreams
 from frame.core.interfaces.runner import ModelRunner
-from frame.core.interfaces.sampler import SamplerCapabilities
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
 from frame.core.interfaces.weight_transfer import WeightTransferContext
 from frame.core.ipc.transport import Transport
@@ -72,6 +71,7 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         return next(iter(all_of(kind)), None)
 
     attention = all_of("attention_backend")
+    graphs = [getattr(registry.get("sampler", each.name).capabilities, "graphs", True) for each in resolved.plugins.get("sampler", ())]
     return Parts(
         model=all_of("model")[0],
         weight_source=all_of("weight_source")[0],
@@ -83,18 +83,12 @@ def load_parts(resolved: Resolved, registry: Registry) -> Parts:
         moe_dispatcher=only("moe_dispatcher"),
         processors=tuple(all_of("logits_processor")),
         sampler=only("sampler"),
-        samples_in_graphs=_samples_in_graphs(resolved, registry),
+        samples_in_graphs=all(graphs),
         pooler=only("pooler"),
         drafter=load_device_drafter(resolved, registry),
         head_format=load_head_format(registry),
         draft=None if resolved.draft is None else load_parts(resolved.draft, registry),
     )
-
-
-def _samples_in_graphs(resolved: Resolved, registry: Registry) -> bool:
-    """Whether CUDA graphs can capture the draws of the sampler, where there is one."""
-    can = [registry.get("sampler", choice.name).capabilities for choice in resolved.plugins.get("sampler", ())]
-    return all(each.graphs for each in can if isinstance(each, SamplerCapabilities))
 
 
 def load_device_drafter(resolved: Resolved, registry: Registry) -> Loaded[Any] | None:
@@ -208,7 +202,6 @@ def add_updates(
         return models
 
     source = UpdateSource(resolved.model.architecture, Loaded(*registry.choose(choice)).build, resolved.user.model.seed)
-    updater = WeightUpdater(open_models, source, context.platform)
     receiver = WeightTransferContext(context.device, number, resolved.plan.num_ranks, resolved.user.execution.update_timeout)
     chosen = resolved.plugins.get("weight_transfer", ())
     connect = {choice.name: partial(registry.create, choice, receiver) for choice in chosen}
@@ -296,7 +289,6 @@ def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | 
     choices, sampling = resolved.plugins.get("grammar_backend"), resolved.user.sampling
     if not choices or resolved.tokenizer_path is None:
         return None
-
     make = cache(partial(load_backend, resolved, registry))
     if sampling.grammar is not None:
         make()
@@ -325,8 +317,7 @@ def build_engine(
     results: Sequence[ResultReceiver] = (),
 ) -> tuple[Engine, dict[str, Any]]:
     """The engine of rank 0, and the data of its `Ready`. Raises PluginError."""
-    clock = time.perf_counter()
-    place = place or Place()
+    clock, place = time.perf_counter(), place or Place()
     rank, kernels = _build_rank(resolved, registry, place)
     capacity = rank.capacity
     copy = _make_update_copy(resolved)

@@ -75,27 +75,27 @@ class ContiguousAllocator(KVAllocator):
 
     def _take_lowest(self, num_pages: int) -> np.ndarray:
         """The lowest of the sorted pages."""
-        found, missing = [_NO_PAGES], num_pages
+        parts, missing = [_NO_PAGES], num_pages
         while missing:
             if self._head == self._tail:
                 self._sort()
             part = self._sorted[self._head : min(self._tail, self._head + missing)]
             self._head += len(part)
-            found.append(self._take(part[self._is_free[part]]))
-            missing -= len(found[-1])
-        return np.concatenate(found)
+            parts.append(self._take(part[self._is_free[part]]))
+            missing -= len(parts[-1])
+        return np.concatenate(parts)
 
     def _take_highest(self, num_pages: int) -> np.ndarray:
         """The highest of the sorted pages, in ascending order as far as they were sorted."""
-        found, missing = [_NO_PAGES], num_pages
+        parts, missing = [_NO_PAGES], num_pages
         while missing:
             if self._head == self._tail:
                 self._sort()
             part = self._sorted[max(self._head, self._tail - missing) : self._tail]
             self._tail -= len(part)
-            found.append(self._take(part[self._is_free[part]]))
-            missing -= len(found[-1])
-        return np.concatenate(found[::-1])
+            parts.append(self._take(part[self._is_free[part]]))
+            missing -= len(parts[-1])
+        return np.concatenate(parts[::-1])
 
     def _start_outputs(self, num_rows: int) -> np.ndarray:
         """A page for each row, with free ones behind it as long as there are some."""

@@ -1,116 +1,31 @@
 """The conformance suite of samplers. Must not know a sampler by name.
 
-`Bench` runs a sampler as a model runner does: within the core's sampler, with the parameters of its
-slots. No check knows how tokens are drawn: those of other rows, slots, steps and dtypes are
-compared with the same draws alone, and parameters by what they exclude.
+No check knows how tokens are drawn: those of other rows, slots, steps and dtypes are compared with
+the same draws alone, and parameters by what they exclude.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
-from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.device_operations import DeviceOperations
-from frame.core.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext, SupportsSlots, TokenSampler
+from frame.core.interfaces.sampler import RowSampler, SupportsSlots
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.sampling.logits_pipeline import Processors
-from frame.core.sampling.sampler import TORCH, Sampled, Sampler
-from frame.core.sampling.sampling_metadata import SamplingTable
+from frame.core.sampling.sampler import TORCH
+from frame.plugins.devices import capture_graph, open_platform
 from frame.testing.conformance import Check, Subject, collect, count_elements, unchanged_process
 from frame.testing.sampling.logits_processor import BAD_VALUES
+from frame.testing.sampling.sampler_bench import PROMPT, SLOTS, VOCAB, Bed, Bench, make_logits, require_tokens
 from frame.testing.torch_calls import TorchCalls
 
-VOCAB, LARGE_VOCAB = 97, 32_001
-SLOTS = 16
-PROMPT = 5
-NUM_STEPS = 300  # after which a sampler holds no more than after half of them
+LARGE_VOCAB = 32_001
+NUM_STEPS = 120  # after which a sampler holds no more than after half of them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Makes samplers of one class on a device. `examples`: parameter sets of requests."""
-
-    subject: Subject
-    examples: tuple[SamplingParams, ...]
-
-    @property
-    def can(self) -> SamplerCapabilities:
-        can = self.subject.record.capabilities
-        return can if isinstance(can, SamplerCapabilities) else SamplerCapabilities(params=())
-
-    @property
-    def device(self) -> str:
-        return self.subject.setting.device
-
-    def make(self, vocab: int = VOCAB, num_slots: int = SLOTS, operations: DeviceOperations | None = None) -> Bed:
-        context = SamplerContext(vocab, num_slots + 1, torch.device(self.device), operations or self._find_operations(), TORCH)
-        plugin: TokenSampler = self.subject.target(context, self.subject.options)
-        return Bed(self, plugin, num_slots)
-
-    def _find_operations(self) -> DeviceOperations:
-        if self.device == "cpu":
-            return TORCH
-        from frame.entrypoints.processes.components import choose_operations
-
-        context: Any = type("Rank", (), {"device": torch.device(self.device), "deterministic": False})
-        return choose_operations(context)
-
-    def setup(self, slot: int, example: int = 0, seed: int | None = None, **changes: Any) -> SlotSetup:
-        """A request with one of the examples."""
-        params = self.examples[example % len(self.examples)]
-        values = {name: getattr(params, name) for name in params.__struct_fields__} | changes
-        return SlotSetup(slot, SamplingParams(**values), slot if seed is None else seed, PROMPT, np.arange(PROMPT, dtype=np.int32))
-
-
-class Bed:
-    """One sampler within the core's, and the parameters of its slots."""
-
-    def __init__(self, bench: Bench, plugin: TokenSampler, num_slots: int) -> None:
-        self.device = bench.device
-        self.plugin = plugin
-        self.processors = Processors((), num_slots, plugin if isinstance(plugin, SupportsSlots) else None)
-        self.rows = plugin if isinstance(plugin, RowSampler) else None
-        self.operations = plugin.make_operations()
-        self.sampler = Sampler(self.processors, self.operations, self.rows)
-        self.table = SamplingTable(num_slots, by_row=self.sampler.by_row)
-
-    def enter(self, *setups: SlotSetup, released: Sequence[int] = ()) -> Bed:
-        self.table.update(setups, released)
-        self.processors.update(setups, released)
-        faults = self.processors.find_faults(np.array([setup.slot for setup in setups]))
-        assert not faults, f"add_slot or remove_slot failed: {next(iter((faults or {}).values()))}"
-        return self
-
-    def sample(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int], mask: np.ndarray | None = None) -> Sampled:
-        """A draw of rows with these logits, [rows, vocab], that no step may see again."""
-        plan = self.table.plan_samples(np.array(slots), np.array(positions), mask)
-        tensors = _to_device(plan.arrays, self.device)
-        tensors.slots = torch.tensor(slots, device=self.device)
-        sampled = self.sampler.sample(logits.to(self.device).clone(), plan, None, tensors)
-        _require_tokens(sampled.token_ids, len(slots), logits.shape[1])
-        return sampled
-
-    def draw(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int], mask: np.ndarray | None = None) -> torch.Tensor:
-        """The drawn tokens, on the host."""
-        return self.sample(logits, slots, positions, mask).token_ids.cpu()
-
-    def step(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """A draw that counts."""
-        token_ids = self.draw(logits, slots, positions)
-        self.observe(slots, token_ids)
-        return token_ids
-
-    def observe(self, slots: Sequence[int], token_ids: torch.Tensor) -> None:
-        if self.processors.sampler is not None:
-            rows = torch.tensor(slots, dtype=torch.int64, device=self.device)
-            self.processors.sampler.observe_tokens(rows, token_ids.to(self.device))
 
 
 def suite(subject: Subject) -> Iterator[Check]:
@@ -129,27 +44,6 @@ def suite(subject: Subject) -> Iterator[Check]:
     return (check for check in collect(__name__, bench) if not any(no and check.name.startswith(name) for name, no in leave_out.items()))
 
 
-def make_logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
-    """float32 [rows, vocab]; the values of a row differ in any dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, vocab, generator=generator) * spread).half().float()
-
-
-def _require_tokens(token_ids: torch.Tensor, rows: int, vocab: int) -> None:
-    assert isinstance(token_ids, torch.Tensor) and token_ids.dtype == torch.int64, f"the tokens must be int64, not {token_ids!r:.40}"
-    assert token_ids.shape == (rows,), f"{rows} rows have tokens of the shape {tuple(token_ids.shape)}"
-    assert bool(((token_ids >= 0) & (token_ids < vocab)).all()), f"a token is none of the vocabulary: {token_ids.tolist()}"
-
-
-def _to_device(arrays: Any, device: str) -> Any:
-    """The same with tensors in place of arrays."""
-    if isinstance(arrays, np.ndarray):
-        return torch.from_numpy(arrays).to(device)
-    if not is_dataclass(arrays) or isinstance(arrays, type):
-        return arrays
-    return type(arrays)(**{each.name: _to_device(getattr(arrays, each.name), device) for each in fields(arrays)})
-
-
 # what is drawn ------------------------------------------------------------------------------------
 
 
@@ -160,8 +54,8 @@ def check_greedy_rows(bench: Bench) -> None:
         logits, slots = make_logits(rows, vocab).to(dtype), range(rows)
         logits[torch.arange(rows), torch.arange(rows) * 7 % vocab] = 40.0
         bed = bench.make(vocab).enter(*(bench.setup(slot, slot, temperature=0.0) for slot in slots))
-        found = bed.draw(logits, slots, [PROMPT] * rows)
-        assert torch.equal(found, logits.argmax(-1)), f"temperature 0 does not yield the greatest logit of {rows} rows in {dtype}"
+        results = bed.draw(logits, slots, [PROMPT] * rows)
+        assert torch.equal(results, logits.argmax(-1)), f"temperature 0 does not yield the greatest logit of {rows} rows in {dtype}"
 
 
 def check_many_rows(bench: Bench) -> None:
@@ -169,8 +63,8 @@ def check_many_rows(bench: Bench) -> None:
     rows = 300
     bed = bench.make(LARGE_VOCAB, rows).enter(*(bench.setup(slot, slot, temperature=float(slot % 2)) for slot in range(rows)))
     logits = make_logits(rows, LARGE_VOCAB)
-    found = bed.draw(logits, range(rows), [PROMPT] * rows)
-    assert torch.equal(found[::2], logits[::2].argmax(-1)), "rows of temperature 0 beside drawn ones do not yield their greatest logits"
+    results = bed.draw(logits, range(rows), [PROMPT] * rows)
+    assert torch.equal(results[::2], logits[::2].argmax(-1)), "rows of temperature 0 beside drawn ones do not yield their greatest logits"
 
 
 def check_likely_tokens_are_drawn(bench: Bench) -> None:
@@ -204,8 +98,8 @@ def check_excluded_tokens(bench: Bench) -> None:
         allowed[0, 0] = allowed[1, VOCAB - 1] = True
         logits[~allowed] = -torch.inf
         for step in range(4):
-            found = bed.draw(logits, range(SLOTS), [PROMPT + step] * SLOTS)
-            assert bool(allowed[torch.arange(SLOTS), found].all()), f"a token whose logit is -inf was drawn in {dtype}"
+            results = bed.draw(logits, range(SLOTS), [PROMPT + step] * SLOTS)
+            assert bool(allowed[torch.arange(SLOTS), results].all()), f"a token whose logit is -inf was drawn in {dtype}"
 
 
 def check_grammar_masks(bench: Bench) -> None:
@@ -216,11 +110,11 @@ def check_grammar_masks(bench: Bench) -> None:
     mask[::4] = -1
     allowed = torch.from_numpy(np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB].astype(bool))
     for dtype in DTYPES:
-        found = bed.draw(logits.to(dtype), range(SLOTS), [PROMPT] * SLOTS, mask)
-        assert bool(allowed[torch.arange(SLOTS), found].all()), "a token that the grammar mask forbids was drawn"
+        results = bed.draw(logits.to(dtype), range(SLOTS), [PROMPT] * SLOTS, mask)
+        assert bool(allowed[torch.arange(SLOTS), results].all()), "a token that the grammar mask forbids was drawn"
         greedy = torch.arange(0, SLOTS, 3)
         expected = logits.masked_fill(~allowed, -torch.inf)[greedy].argmax(-1)
-        assert torch.equal(found[greedy], expected), "a greedy row under a mask does not yield the greatest allowed logit"
+        assert torch.equal(results[greedy], expected), "a greedy row under a mask does not yield the greatest allowed logit"
 
 
 def check_parameters_that_it_honours(bench: Bench) -> None:
@@ -229,7 +123,7 @@ def check_parameters_that_it_honours(bench: Bench) -> None:
     weights = logits.softmax(-1)[0]
     order = weights.argsort(descending=True)
     before = weights[order].cumsum(0) - weights[order]
-    kept = {"top_k": ("top_k", 3, set(order[:3].tolist())), "one": ("top_k", 1, {int(order[0])})}
+    kept: dict[str, tuple[str, float, set[int]]] = {"top_k": ("top_k", 3, set(order[:3].tolist())), "one": ("top_k", 1, {int(order[0])})}
     kept["top_p"] = ("top_p", 0.5, set(order[before < 0.5].tolist()))
     kept["min_p"] = ("min_p", 0.3, set(torch.nonzero(weights >= 0.3 * weights.max()).flatten().tolist()))
     cases = [each for each in kept.values() if each[0] in bench.can.params]
@@ -237,8 +131,8 @@ def check_parameters_that_it_honours(bench: Bench) -> None:
     setups.append(bench.setup(len(cases), 0))  # without a filter
     bed, rows = bench.make().enter(*setups), len(setups)
     for step in range(25):
-        found = bed.draw(logits.expand(rows, -1), range(rows), [PROMPT + step] * rows).tolist()
-        for token, (name, value, allowed) in zip(found, cases, strict=False):
+        results = bed.draw(logits.expand(rows, -1), range(rows), [PROMPT + step] * rows).tolist()
+        for token, (name, value, allowed) in zip(results, cases, strict=False):
             assert token in allowed, f"{name}={value} keeps {len(allowed)} tokens, and another one was drawn"
 
 
@@ -299,8 +193,8 @@ def check_seed_and_position_vary(bench: Bench) -> None:
     seeds = bench.make().enter(*(bench.setup(slot, 0, seed=slot) for slot in range(SLOTS)))
     same = bench.make().enter(*(bench.setup(slot, 0, seed=1) for slot in range(SLOTS)))
     for bed, positions, what in ((seeds, [PROMPT] * SLOTS, "seeds"), (same, range(PROMPT, PROMPT + SLOTS), "positions")):
-        found = set(bed.draw(flat, range(SLOTS), positions).tolist())
-        assert len(found) > SLOTS // 3, f"{SLOTS} {what} draw {len(found)} different tokens from equal logits"
+        results = set(bed.draw(flat, range(SLOTS), positions).tolist())
+        assert len(results) > SLOTS // 3, f"{SLOTS} {what} draw {len(results)} different tokens from equal logits"
 
 
 def check_seed_and_repeated_draws(bench: Bench) -> None:
@@ -332,17 +226,17 @@ def check_instances_stand_alone(bench: Bench) -> None:
         alone.append([draw(bed, *size, step) for step in range(8)])
     beds = [make(*size) for size in sizes]
     for step in range(8):
-        found = [draw(bed, *size, step) for bed, size in zip(beds, sizes, strict=True)]
-        assert found == [each[step] for each in alone], "of two samplers one changed the tokens of the other"
+        results = [draw(bed, *size, step) for bed, size in zip(beds, sizes, strict=True)]
+        assert results == [each[step] for each in alone], "of two samplers one changed the tokens of the other"
 
 
 def check_tokens_stay(bench: Bench) -> None:
     """A step's tokens are copied to the host while the next step runs."""
     bed = bench.make().enter(*(bench.setup(slot, slot) for slot in range(SLOTS)))
-    found = bed.sample(make_logits(SLOTS, seed=30), range(SLOTS), [PROMPT] * SLOTS).token_ids
-    before = found.clone()
+    results = bed.sample(make_logits(SLOTS, seed=30), range(SLOTS), [PROMPT] * SLOTS).token_ids
+    before = results.clone()
     bed.sample(make_logits(SLOTS, seed=31), range(SLOTS), [PROMPT + 1] * SLOTS)
-    assert torch.equal(found, before), "the next step wrote to the tokens of the step before"
+    assert torch.equal(results, before), "the next step wrote to the tokens of the step before"
 
 
 def check_draws_of_graphs(bench: Bench) -> None:
@@ -356,7 +250,7 @@ def check_draws_of_graphs(bench: Bench) -> None:
     draw = bed.operations.draw_plain
     token_ids, best = draw(logits, zeros, torch.zeros(5, dtype=torch.int64, device=bed.device), (table, slots))
     assert torch.equal(logits, before), "a draw changed the logits"
-    _require_tokens(token_ids, 5, VOCAB)
+    require_tokens(token_ids, 5, VOCAB)
     assert table[[4, 2]].tolist() == logits.argmax(-1)[:2].tolist() == token_ids[:2].tolist(), "the table of last tokens has others"
     assert [place for place, token in enumerate(table.tolist()) if token == -7] == [*range(2), 3, *range(5, SLOTS)]
     assert torch.allclose(best.cpu(), before.amax(-1).cpu()), "the greatest logits are others"
@@ -410,18 +304,18 @@ def check_row_inputs_are_left_alone(bench: Bench) -> None:
     assert clean.rows is not None and reused.rows is not None
     for step in range(5):
         params = {"temperature": torch.ones(SLOTS), "key": torch.arange(SLOTS) + 77 * step}
-        given = {"logits": make_logits(SLOTS, seed=40 + step), **params, "slots": torch.arange(SLOTS)}
-        kept, before = ({name: value.clone() for name, value in given.items()} for _ in range(2))
+        inputs = {"logits": make_logits(SLOTS, seed=40 + step), **params, "slots": torch.arange(SLOTS)}
+        kept, before = ({name: value.clone() for name, value in inputs.items()} for _ in range(2))
         names = ("temperature", "key")
         torch.manual_seed(step)
-        expected = clean.rows.draw_tokens(given["logits"], {name: given[name] for name in names}, given["slots"])
+        expected = clean.rows.draw_tokens(inputs["logits"], {name: inputs[name] for name in names}, inputs["slots"])
         torch.manual_seed(step)
-        found = reused.rows.draw_tokens(kept["logits"], {name: kept[name] for name in names}, kept["slots"])
+        results = reused.rows.draw_tokens(kept["logits"], {name: kept[name] for name in names}, kept["slots"])
         changed = [name for name, value in before.items() if not torch.equal(kept[name], value)]
         assert not changed, f"draw_tokens() changed {' and '.join(changed)}"
-        assert torch.equal(expected, found), "the sampler keeps a tensor of an earlier step, which the engine has overwritten"
+        assert torch.equal(expected, results), "the sampler keeps a tensor of an earlier step, which the engine has overwritten"
         clean.observe(range(SLOTS), expected)
-        observed, slots = found.clone(), kept["slots"].clone()
+        observed, slots = results.clone(), kept["slots"].clone()
         if isinstance(reused.rows, SupportsSlots):
             reused.rows.observe_tokens(slots, observed)
         for value in (*kept.values(), observed, slots):
@@ -447,8 +341,8 @@ def check_slot_of_a_new_request(bench: Bench) -> None:
 
 
 def check_slot_of_a_neighbour(bench: Bench) -> None:
-    """Requests have the tokens that they have alone, whoever comes, goes and pads graphs beside
-    them."""
+    """Requests have the tokens that they have alone, while others come and go beside
+    them, and rows of padding."""
     mine = (4, 5, 8)
     alone, crowd = (bench.make().enter(*(bench.setup(slot, slot) for slot in mine)) for _ in range(2))
     for step in range(30):
@@ -467,11 +361,11 @@ def check_slot_may_be_any(bench: Bench) -> None:
     """A request has the same tokens in any slot."""
     beds = [bench.make().enter(*(bench.setup((slot + shift) % SLOTS, slot, seed=slot) for slot in range(3))) for shift in (0, 7, 14)]
     for step in range(30):
-        logits, found = make_logits(3, seed=500 + step, spread=1.0), []
+        logits, results = make_logits(3, seed=500 + step, spread=1.0), []
         for bed, shift in zip(beds, (0, 7, 14), strict=True):
             torch.manual_seed(step)
-            found.append(bed.step(logits, [(slot + shift) % SLOTS for slot in range(3)], [PROMPT + step] * 3).tolist())
-        assert found[0] == found[1] == found[2], f"after {step} tokens requests in other slots draw others: {found}"
+            results.append(bed.step(logits, [(slot + shift) % SLOTS for slot in range(3)], [PROMPT + step] * 3).tolist())
+        assert results[0] == results[1] == results[2], f"after {step} tokens requests in other slots draw others: {results}"
 
 
 def check_slot_is_told_once(bench: Bench) -> None:
@@ -497,11 +391,11 @@ def check_slot_without_tokens(bench: Bench) -> None:
 
 def _require_equal_steps(one: Bed, other: Bed, step: int, slots: Sequence[int], sentence: str) -> None:
     """Both draw the same tokens of the same logits, from the same generator if they use one."""
-    logits, found = make_logits(len(slots), seed=200 + step, spread=1.0), []
+    logits, results = make_logits(len(slots), seed=200 + step, spread=1.0), []
     for bed in (one, other):
         torch.manual_seed(step)
-        found.append(bed.step(logits, slots, [PROMPT + step] * len(slots)))
-    assert torch.equal(*found), sentence
+        results.append(bed.step(logits, slots, [PROMPT + step] * len(slots)))
+    assert torch.equal(*results), sentence
 
 
 def check_custom_parameters(bench: Bench) -> None:
@@ -546,17 +440,14 @@ def check_process_and_memory(bench: Bench) -> None:
 
 
 def check_gpu_graphs(bench: Bench) -> None:
-    """The draws are captured in a CUDA graph, and a replay draws from the values of its time."""
-    bed = bench.make().enter(*(bench.setup(slot, slot) for slot in range(4)))
-    slots, table = torch.arange(4, device="cuda"), torch.zeros(SLOTS + 1, dtype=torch.int64, device="cuda")
-    logits, temperature, keys = make_logits(4).cuda(), torch.zeros(4, device="cuda"), torch.arange(4, device="cuda")
-    bed.operations.draw_plain(logits, temperature, keys, (table, slots))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        token_ids, _ = bed.operations.draw_plain(logits, temperature, keys, (table, slots))
+    """The draws are captured in a graph, and a replay draws from the values of its time."""
+    bed, device = bench.make().enter(*(bench.setup(slot, slot) for slot in range(4))), bench.device
+    slots, table = torch.arange(4, device=device), torch.zeros(SLOTS + 1, dtype=torch.int64, device=device)
+    logits, temperature, keys = make_logits(4).to(device), torch.zeros(4, device=device), torch.arange(4, device=device)
+    graph = capture_graph(open_platform(device), lambda: bed.operations.draw_plain(logits, temperature, keys, (table, slots)))
     logits.copy_(make_logits(4, seed=60))
     graph.replay()
-    assert torch.equal(token_ids, logits.argmax(-1)), "a replay of a CUDA graph draws from the logits of the capture"
+    assert torch.equal(table[:4], logits.argmax(-1)), "a replay of a graph draws from the logits of its capture"
 
 
 def _draw_greatest(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, last_tokens: Any = None) -> Any:

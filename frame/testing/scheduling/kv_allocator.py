@@ -26,6 +26,7 @@ SIZES = (2, 3, 64, 65, 1000)
 LARGE = 70_001  # pages: page indices need more than 16 bits
 HUGE = 1 << 20
 NUM_EVENTS = 5000
+NUM_CALLS = 1500  # after which the memory of an allocator is measured
 MAX_STEPS = 1.5  # times the interpreter's steps of a call for 64 pages, for 4,096
 MAX_GROWTH = 6.0  # times the time of a page, in a pool of 256 times as many
 FEW_SECONDS = 4e-5  # of a page, which may be any factor of the time in a small pool
@@ -52,8 +53,8 @@ class Pool:
         pages = self.allocator.allocate_pages(count, *hints)
         assert all(map(np.array_equal, hints, before)), "allocate_pages() wrote to `after`"
         what = f"allocate_pages({count})"
-        found = getattr(pages, "dtype", type(pages))
-        assert isinstance(pages, np.ndarray) and pages.dtype == np.int32, f"{what} returned {found}, not int32"
+        dtype = getattr(pages, "dtype", type(pages))
+        assert isinstance(pages, np.ndarray) and pages.dtype == np.int32, f"{what} returned {dtype}, not int32"
         assert pages.shape == (count,), f"{what} returned the shape {pages.shape}"
         assert 0 not in pages, f"{what} returned page 0, which is reserved"
         assert ((pages > 0) & (pages < self.num_pages)).all(), f"{what} returned page {int(pages.max())} of 1 to {self.num_pages - 1}"
@@ -256,15 +257,15 @@ def check_process_and_memory(make: Make, wants_after: bool) -> None:
     with unchanged_process("the allocator changed"):
         tracemalloc.start()
         try:
-            for event in range(3 * NUM_EVENTS):
+            for event in range(3 * NUM_CALLS):
                 pages = pool.alloc(1 + event % 5, [rng.randrange(256)] if event % 5 == 0 else None)
                 pool.free(pages)
-                if event % NUM_EVENTS == NUM_EVENTS - 1:
+                if event % NUM_CALLS == NUM_CALLS - 1:
                     sizes.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
     grown = sizes[2] - sizes[1]
-    assert grown < NUM_EVENTS * 2, f"{NUM_EVENTS} more calls took {grown} bytes that are not given back"
+    assert grown < NUM_CALLS * 2, f"{NUM_CALLS} more calls took {grown} bytes that are not given back"
 
 
 def check_a_scheduler_runs_to_the_end(make: Make, wants_after: bool) -> None:
