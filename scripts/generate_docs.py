@@ -307,7 +307,7 @@ def conformance() -> str:
 
     root = REFERENCE.parents[1]
     results = {name: json.loads(file.read_text()) for name in KINDS if (file := root / f"tests/testing/mutants/{name}.json").is_file()}
-    strangers = json.loads((root / "tests/testing/strangers/results.json").read_text())
+    third_party = json.loads((root / "tests/testing/third_party/results.json").read_text())
     generated = json.loads((root / "tests/testing/generated.json").read_text())
     parts = [
         "# Conformance",
@@ -315,16 +315,16 @@ def conformance() -> str:
         ("This page is for plugin authors: what the kit has for each kind of plugin, and what its suites find. A mutant is a correct "
         "plugin with one deliberate bug, in `tests/testing/mutants/`. It is killed if a check of the suite fails. "
         "`python -m tests.testing.test_mutants KIND` runs the suites and records the results."),
-        ("Two further sets measure the suites. Strangers' mutants, in `tests/testing/strangers/`, were written from the interfaces alone, "
-        "before the checks that kill them; `python -m tests.testing.test_strangers KIND` records them. Generated mutants are small changes "
-        "of the source of an in-tree member, a sample by a seed; CI makes others each week with `python -m tests.testing.generated "
-        "--seed WEEK`, and [those that survive](#survivors) are listed with the harm that they do."),
+        ("Two further sets measure the suites. Third-party mutants, in `tests/testing/third_party/`, were written from the interfaces "
+        "alone, before the checks that kill them; `python -m tests.testing.test_third_party KIND` records them. Generated mutants are "
+        "small changes of the source of an in-tree member, a sample by a seed. `python -m tests.testing.generated --seed N` makes "
+        "others, and [those that survive](#survivors) are listed with the harm that they do."),
         table(
-            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "strangers'", "generated", "example"],
-            [[code(kind.name), *_kit(kind, results.get(kind.name), strangers, generated, root)] for kind in KINDS.values()],
+            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "example"],
+            [[code(kind.name), *_kit(kind, results.get(kind.name), third_party, generated, root)] for kind in KINDS.values()],
         ),
         "## Survivors",
-        table(["kind", "mutant", "what is wrong", "harm"], [*_survivors(strangers, generated)]),
+        table(["kind", "mutant", "what is wrong", "harm"], [*_survivors(third_party, generated)]),
     ]  # fmt: skip
     for name, found in results.items():
         rows = [[code(mutant), result["sentence"], _verdict(result)] for mutant, result in found.items()]
@@ -332,9 +332,9 @@ def conformance() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _survivors(strangers: Mapping[str, Any], generated: Mapping[str, Any]) -> Iterator[list[str]]:
+def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any]) -> Iterator[list[str]]:
     """The rows of mutants that no check kills."""
-    for kind, mutants in strangers.items():
+    for kind, mutants in third_party.items():
         for name, result in mutants.items():
             if not result["killed_by"]:
                 yield [code(kind), code(name), result["sentence"], result["survives"]]
@@ -343,23 +343,23 @@ def _survivors(strangers: Mapping[str, Any], generated: Mapping[str, Any]) -> It
             yield [code(kind), f"generated from {code(found['member'])}", site.replace("|", "\\|"), harm]
 
 
-def _count_killed(kind: str, strangers: Mapping[str, Any], generated: Mapping[str, Any]) -> list[str]:
-    """The cells of strangers' and of generated mutants."""
-    mutants, made = strangers.get(kind), generated.get(kind)
+def _count_killed(kind: str, third_party: Mapping[str, Any], generated: Mapping[str, Any]) -> list[str]:
+    """The cells of third-party and of generated mutants."""
+    mutants, made = third_party.get(kind), generated.get(kind)
     return [
         "none" if mutants is None else f"{sum(bool(each['killed_by']) for each in mutants.values())} / {len(mutants)}",
         "none" if made is None else f"{made['made'] - len(made['survivors'])} / {made['made']}",
     ]
 
 
-def _kit(kind: Any, found: Mapping[str, Any] | None, strangers: Mapping[str, Any], generated: Mapping[str, Any], root: Path) -> list[str]:
+def _kit(kind: Any, found: Mapping[str, Any] | None, third_party: Mapping[str, Any], generated: Mapping[str, Any], root: Path) -> list[str]:
     """The cells of a kind, after its name."""
     template = root / f"frame/entrypoints/tools/scaffold/templates/{kind.name}.py.tmpl"
     killed = "none written" if found is None else f"{sum(bool(each['killed_by']) for each in found.values())} / {len(found)}"
     suite = "none" if kind.suite_path is None else code(kind.suite_path.replace(":", "."))
     scaffold = code(f"frame plugins new {kind.name}") if template.is_file() else "none"
     interface = code(kind.interface_path.replace(":", "."))
-    return [interface, scaffold, suite, killed, *_count_killed(kind.name, strangers, generated), _example(kind, root)]
+    return [interface, scaffold, suite, killed, *_count_killed(kind.name, third_party, generated), _example(kind, root)]
 
 
 def _example(kind: Any, root: Path) -> str:

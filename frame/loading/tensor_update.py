@@ -21,7 +21,8 @@ from frame.core.blame import explain
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.platform import Platform, SupportsStreams
 from frame.core.interfaces.runner import TransferOrder
-from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart, WeightTransfer
+from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart
+from frame.interfaces.weight_transfer import WeightTransfer
 from frame.loading.loader import UpdatedModel, beat_for_each, finish_modules, forget_loaded, join_names, list_missing, record_form
 from frame.loading.update_copy import UpdateCopy
 

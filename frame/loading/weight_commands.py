@@ -19,8 +19,9 @@ from typing import Any, Literal
 import msgspec
 
 from frame.core.interfaces.runner import DeviceLost, ModelRunner, TransferOrder, WeightOrder
-from frame.core.interfaces.weight_transfer import TRANSFER_DTYPES, TransferPart, WeightTransferCapabilities
+from frame.core.interfaces.weight_transfer import TRANSFER_DTYPES, TransferPart
 from frame.core.messages import Control, ControlReply
+from frame.interfaces.weight_transfer import WeightTransferCapabilities
 
 log = logging.getLogger(__name__)
 

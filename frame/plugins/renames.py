@@ -98,6 +98,10 @@ MOVED_NAMES: Mapping[str, str] = MappingProxyType(
         "frame.interfaces.adapter:PendingOrder": "frame.core.interfaces.runner:PendingOrder",
         "frame.core.interfaces.attention:StateLayer": "frame.core.interfaces.batch:StateLayer",
         "frame.core.interfaces.cache:PageAllocator": "frame.core.kv_cache.page_allocator:PageAllocator",
+        **{
+            f"frame.core.interfaces.weight_transfer:{name}": f"frame.interfaces.weight_transfer:{name}"
+            for name in ("WeightTransfer", "WeightTransferCapabilities", "WeightTransferContext")
+        },
         "frame.core.interfaces.runner:MOST_SINGLE": "frame.core.interfaces.runner:MAX_SINGLE_TOKEN_ROWS",
     }
 )

@@ -103,10 +103,10 @@ def require_near_reference(call: Callable[[], object], reference: Callable[[], o
 
 
 def require_growth(
-    make: Callable[[int], Callable[[], object]], small: int, large: int, what: str, factor: float, least: float = 2e-3
+    make: Callable[[int], Callable[[], object]], small: int, large: int, what: str, factor: float, minimum: float = 2e-3
 ) -> None:
     """CPU time grows by at most `factor` from one size to another. `make(size)` prepares a call,
-    whose time counts; below `least` seconds, any growth is allowed."""
+    whose time counts; below `minimum` seconds, any growth is allowed."""
 
     def measure(size: int) -> float:
         times = []
@@ -123,10 +123,10 @@ def require_growth(
         return min(times)
 
     many = measure(large)
-    if many <= least:
+    if many <= minimum:
         return
     few = measure(small)
-    assert many <= max(least, factor * few), f"{what}: a size of {large} takes {many:.3f} s, and one of {small} {few:.3f} s"
+    assert many <= max(minimum, factor * few), f"{what}: a size of {large} takes {many:.3f} s, and one of {small} {few:.3f} s"
 
 
 # ---- what is left --------------------------------------------------------------------------------
@@ -165,25 +165,25 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 def _list_files() -> set[str]:
     """Regular files that this process has open, by descriptor and name."""
-    found = set()
+    files = set()
     for entry in Path("/proc/self/fd").iterdir() if Path("/proc/self/fd").is_dir() else ():
         try:
             target = entry.readlink()
         except OSError:  # closed meanwhile: that of the listing itself
             continue
         if target.is_absolute() and target.is_file():
-            found.add(f"{target} ({entry.name})")
-    return found
+            files.add(f"{target} ({entry.name})")
+    return files
 
 
 def _list_children() -> set[int]:
     """Processes that this one started and that run."""
-    own, found = str(os.getpid()), set()
+    own, children = str(os.getpid()), set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
         except OSError:  # it has ended
             continue
         if parent == own and state != "Z":
-            found.add(int(entry.name))
-    return found
+            children.add(int(entry.name))
+    return children

@@ -43,6 +43,7 @@ COUNTS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen"),
     *("fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
     *(f"twenty-{each}" for each in ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")),
+    *("thirty", *(f"thirty-{each}" for each in ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine"))),
 )
 NAMES = {"frame", "make", "pip", "pytest", "python", "curl", "git", "cd", "lm_eval", "ray", "serve", "npm", "export"}
 NAMES |= {"docker", "kubectl", "helm"}

@@ -50,6 +50,8 @@ EXCEPTIONS: dict[str, str] = {
     ),
     "clock frame/plugins/kv_tiers/block_files.py": "a file's date outlives the process that wrote it",
     "clock frame/entrypoints/http/openai/batch_files.py": "a file's date outlives this process, whose monotonic clock does not",
+    "clock frame/entrypoints/http/openai/response_files.py": "the dates of stored responses outlive this process",
+    "clock frame/entrypoints/http/openai/response_store.py": "the dates of stored responses outlive this process",
     "clock frame/entrypoints/http/openai/batch_jobs.py": "a batch's dates outlive this process, whose monotonic clock does not",
     "cuda frame/kernels/nvidia.py": "kernels for NVIDIA GPUs, whose launchers get tensors instead of a platform, ask about the device here",
     "cuda frame/plugins/weight_transfers/ipc.py": "opens another process's memory of the GPU, which no platform does",

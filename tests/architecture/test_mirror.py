@@ -85,6 +85,10 @@ UNTESTED: dict[str, str] = {
     ),
     "frame.entrypoints.http.response_types": "http/protocol/test_response_docs.py validates responses against its schemas",
     "frame.core.scheduling.step_features": "two protocols and what holds both; every scheduler under test is built of it",
+    **dict.fromkeys(
+        (f"frame.entrypoints.http.realtime.{name}" for name in ("caller", "connection", "items", "responses", "transcription")),
+        "tests/clients/test_openai_realtime.py and tests/security/test_realtime.py drive it over WebSockets",
+    ),
     "frame.entrypoints.http.extensions": "tests/entrypoints/http/test_extensions.py serves requests through them",
     "frame.testing.sampling.sampler_bench": "tests/testing runs it in the suite of samplers, whose mutants it kills",
     "frame.testing.scheduling.eviction_policy": "tests/testing/test_conformance_policies.py runs it on the in-tree policies",

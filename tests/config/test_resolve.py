@@ -23,9 +23,9 @@ from frame.core.interfaces.model import ModelCapabilities, ModelConfig
 from frame.core.interfaces.moe import MoECapabilities
 from frame.core.interfaces.platform import PlatformCapabilities
 from frame.core.interfaces.plugin import Anything, PluginRecord, Reason
-from frame.core.interfaces.sampler import SamplerCapabilities
 from frame.core.interfaces.weight_format import FormatCapabilities
 from frame.interfaces.routing import RoutingCapabilities
+from frame.interfaces.sampler import SamplerCapabilities
 from frame.interfaces.weights import WeightSourceCapabilities
 from tests.model_configs import LLAMA
 

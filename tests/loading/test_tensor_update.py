@@ -13,7 +13,8 @@ from torch import nn
 
 from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.runner import TransferOrder
-from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart, WeightTransfer, WeightTransferContext
+from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart
+from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferContext
 from frame.loading.loader import UpdatedModel, finish_modules
 from frame.loading.tensor_update import TensorUpdates, find_sharded, find_unit
 from frame.testing.checkpoints import make_checkpoint

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from frame.core.interfaces.runner import DeviceLost, TransferOrder, WeightOrder
-from frame.core.interfaces.weight_transfer import WeightTransferCapabilities
 from frame.core.messages import Control, ControlReply
+from frame.interfaces.weight_transfer import WeightTransferCapabilities
 from frame.loading.weight_commands import CommandSettings, WeightCommands
 from frame.testing.fake_runner import FakeRunner
 

@@ -11,10 +11,10 @@ import torch
 from frame import Engine, SamplingParams
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
-from frame.core.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext, SamplerRequirements
 from frame.core.sampling.sampler import TORCH
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext, SamplerRequirements
 from frame.plugins.loader import load_registry
 from frame.plugins.samplers.torch import TorchSampler
 

@@ -23,12 +23,12 @@ from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements
 from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.interfaces.sampler import DRAW_PARAMS, SamplerCapabilities
 from frame.core.interfaces.sampling import PROCESSOR_PARAMS, ProcessorCapabilities
 from frame.core.interfaces.weight_format import FormatCapabilities, QuantType
 from frame.interfaces.keys import KeyStoreRequirements
 from frame.interfaces.kinds import KINDS
 from frame.interfaces.parsing import ParserCapabilities
+from frame.interfaces.sampler import DRAW_PARAMS, SamplerCapabilities
 
 KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values() if kind.key})
 

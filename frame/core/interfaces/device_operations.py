@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     # (addresses int64 [tensors], bytes of a row, sources, targets, first, counts); see
     # `KVPool.move_tokens`
     MoveRows = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class DrawsBySlot(Protocol):
+    """What draws each row's token with what it keeps of the row's request slot."""
+
+    def draw_with_maxima(self, logits: torch.Tensor, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> Pair:
+        """The drawn tokens, and the greatest logits, which show rows that are not finite."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

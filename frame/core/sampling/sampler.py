@@ -18,12 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.device_operations import DeviceOperations
+from frame.core.interfaces.device_operations import DeviceOperations, DrawsBySlot
 from frame.core.sampling import gumbel_race
 from frame.core.sampling.sampling_metadata import PARAMETERS, SamplingArrays
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.sampler import RowSampler
     from frame.core.sampling.logits_pipeline import ProcessorPlan, Processors
     from frame.core.sampling.sampling_metadata import DrawArrays, FilterArrays, SamplingPlan
 
@@ -53,7 +52,7 @@ class Sampler:
     """Samples the tokens of a step. Has no state except its logits processors."""
 
     def __init__(
-        self, processors: Processors, operations: DeviceOperations, rows: RowSampler | None = None, *, in_graphs: bool = True
+        self, processors: Processors, operations: DeviceOperations, rows: DrawsBySlot | None = None, *, in_graphs: bool = True
     ) -> None:
         """rows: draws the tokens in place of `operations`. in_graphs: whether CUDA graphs draw
         tokens, by `operations`."""
@@ -163,7 +162,7 @@ class Sampler:
     def _draw(
         self, logits: torch.Tensor, params: Mapping[str, torch.Tensor], slots: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """params: those of every row. slots: of every row; only a `RowSampler` needs them."""
+        """params: those of every row. slots: of every row; only `rows` needs them."""
         if self._rows is not None:
             assert slots is not None, "the runner sets the slots of the rows"
             return self._rows.draw_with_maxima(logits, params, slots)

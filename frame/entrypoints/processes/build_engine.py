@@ -28,7 +28,6 @@ from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.platform import Platform, PlatformContext, SupportsSleep, SupportsStreams
 from frame.core.interfaces.runner import ModelRunner
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
-from frame.core.interfaces.weight_transfer import WeightTransferContext
 from frame.core.ipc.transport import Transport
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.messages import Finish
@@ -39,6 +38,7 @@ from frame.entrypoints.processes.components import Loaded, LoadedKernel, Parts, 
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.processes.join_groups import Place, join_groups
 from frame.entrypoints.tracing import Tracing
+from frame.interfaces.weight_transfer import WeightTransferContext
 from frame.kernels.cache import KernelCache, count_compilations, select_cache_folder, start_key
 from frame.loading.engine_states import EngineStates
 from frame.loading.loader import UpdatedModel

@@ -28,8 +28,7 @@ from frame.core.interfaces.cache_groups import RESERVED_PAGES, Capacity
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
-from frame.core.interfaces.sampler import RowSampler, SamplerContext, SupportsSlots
-from frame.core.interfaces.sampling import ProcessorContext
+from frame.core.interfaces.sampling import ProcessorContext, SupportsSlots
 from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
@@ -43,6 +42,7 @@ from frame.forward.hybrid_attention import GroupAttention, HybridAttention
 from frame.forward.recorded_forward import record_decodes
 from frame.forward.torch_compile import Forward, keep_out
 from frame.host.progress import track
+from frame.interfaces.sampler import RowSampler, SamplerContext
 from frame.kernels.compile_ahead import compile_ahead
 from frame.loading.capacity import activation_bytes, measure, plan_pages, plan_pools
 from frame.loading.loader import Checkpoint, load_model
@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from frame.core.interfaces.moe import MoEDispatcher, MoERunner
     from frame.core.interfaces.platform import Platform
     from frame.core.interfaces.rank_context import Pipeline, RankContext
-    from frame.core.interfaces.sampler import TokenSampler
     from frame.core.interfaces.sampling import LogitsProcessor
     from frame.core.interfaces.weight_format import WeightFormat
     from frame.interfaces.pooling import Pooler
+    from frame.interfaces.sampler import TokenSampler
     from frame.interfaces.weights import WeightSource
     from frame.parallel.expert_moves import ExpertBalancer
 
@@ -201,8 +201,7 @@ def _build_attention(parts: Parts, base: BuildContext, model_config: ModelConfig
 def build_sampler(parts: Parts, model_config: ModelConfig, num_slots: int, context: RankContext) -> Sampler:
     """The sampler with its plugin, and the logits processors in the order of `parts`."""
     vocab_size, device, operations = model_config.vocab_size, context.device, choose_operations(context)
-    if parts.sampler is None:
-        raise ValueError("the task generates text and has no sampler")
+    assert parts.sampler is not None, "a task that generates text has a sampler"
     reference = TORCH_BY_ROW if context.deterministic else TORCH
     plugin = parts.sampler.build(SamplerContext(vocab_size, num_slots + 1, device, operations, reference))
     own = ProcessorContext(vocab_size, num_slots, device, model_config.eos_token_ids)

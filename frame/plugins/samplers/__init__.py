@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from frame.core.interfaces.plugin import Reason
-from frame.core.interfaces.sampler import SamplerCapabilities, SamplerRequirements
+from frame.interfaces.sampler import SamplerCapabilities, SamplerRequirements
 from frame.registration import KindRegistry, hookimpl
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frame.core.interfaces.device_operations import DeviceOperations
-from frame.core.interfaces.sampler import TokenSampler
+from frame.interfaces.sampler import TokenSampler
 
 
 class TorchSampler(TokenSampler):

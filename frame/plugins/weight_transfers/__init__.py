@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frame.core.interfaces.weight_transfer import WeightTransferCapabilities
+from frame.interfaces.weight_transfer import WeightTransferCapabilities
 from frame.registration import KindRegistry, hookimpl
 
 

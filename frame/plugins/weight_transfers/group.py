@@ -16,8 +16,9 @@ import torch
 from pydantic import BaseModel
 from torch import distributed
 
-from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart, WeightTransfer, WeightTransferContext
+from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart
 from frame.host.gloo_group import find_own_address, make_gloo_group
+from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferContext
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # by backend: the prefix that torch puts before the keys of its store
 TRAINER = 0  # its rank

@@ -17,14 +17,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from frame.core.interfaces.weight_transfer import (
-    SharedBuffer,
-    TensorSpec,
-    TransferError,
-    TransferPart,
-    WeightTransfer,
-    WeightTransferContext,
-)
+from frame.core.interfaces.weight_transfer import SharedBuffer, TensorSpec, TransferError, TransferPart
+from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferContext
 
 FOLDER = "/dev/shm"  # noqa: S108 - where POSIX shared memory is
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")  # no path, no hidden file

@@ -12,7 +12,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,19 +20,16 @@ from typing import Any
 
 import torch
 
-from frame.testing.conformance import Check, SkipCheck, Subject, count_elements, find_checks, unchanged_process
-from frame.testing.generators import measure_fastest
-from frame.testing.kv_tier import place_checks
+from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
+from frame.testing.kv_tier import cost_checks, place_checks
 from frame.testing.kv_tier.rig import NUM_BLOCKS, PATIENCE, Make, Rig, make_keys
 
-MAX_SECONDS = 0.02  # of a method, for the fastest of several calls
-MAX_MATCH = 1.8e-3  # of 16 keys
 CLOSE_SECONDS = 2.0
 
 
 def suite(subject: Subject) -> Iterator[Check]:
     """`kv_tier/1`."""
-    for name, check in (*find_checks(__name__), *find_checks(place_checks.__name__)):
+    for name, check in (each for module in (__name__, cost_checks.__name__, place_checks.__name__) for each in find_checks(module)):
         yield Check(name, partial(_run, check, subject))
 
 
@@ -99,19 +96,6 @@ def check_real_sizes(make: Make) -> None:
     near = [long[0][:size] + bytes([each]) * (32 - size) for size in (8, 16, 24, 31) for each in (1, 2)]
     many.store(near)
     many.load_all(near)
-
-
-def check_match_is_fast(make: Make) -> None:
-    """The scheduler matches each waiting prompt: its time does not grow with what the tier
-    holds."""
-    seconds = []
-    for count in (16, 600):
-        rig, keys = make(num_blocks=700), make_keys(count)
-        for first in range(0, count, 100):
-            rig.store(keys[first : first + 100])
-        seconds.append(measure_fastest(partial(rig.tier.match, keys[:16])))
-    assert seconds[0] < MAX_MATCH, f"match of 16 keys takes {seconds[0] * 1e3:.1f} ms"
-    assert seconds[1] < max(8 * seconds[0], MAX_MATCH / 5), f"match of 16 keys takes {seconds[1] * 1e3:.2f} ms among 600 blocks"
 
 
 def check_buffers_in_memory_hold_blocks_at_once(make: Make) -> None:
@@ -383,51 +367,6 @@ def check_a_block_that_has_changed_is_not_served(make: Make) -> None:
     rig.load(keys[:1])
     rig.store(keys)
     rig.load_all(keys)
-
-
-def check_methods_do_not_wait(make: Make) -> None:
-    rig, keys = make(num_blocks=64, block_bytes=1 << 16), make_keys(48)
-    seconds: dict[str, float] = {}
-
-    def measure(name: str, call: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        value = call()
-        seconds[name] = min(seconds.get(name, 1e9), time.perf_counter() - began)
-        return value
-
-    for start in range(0, len(keys), 8):
-        some = keys[start : start + 8]
-        job, _ = rig.begin_store(some)
-        measure("finish of a store", partial(rig.tier.finish, job))
-        if not measure("poll", rig.tier.poll):
-            rig.wait_for([job])
-        measure("match", partial(rig.tier.match, keys))
-        load = rig.next_job()
-        if measure("load", partial(rig.tier.load, load, some)) is not None:
-            measure("finish of a load", partial(rig.tier.finish, load))
-        store = rig.next_job()
-        if measure("store", partial(rig.tier.store, store, make_keys(8, f"more{start}"))) is not None:
-            measure("finish without commit", partial(rig.tier.finish, store, commit=False))
-    slow = {name: one for name, one in seconds.items() if one > MAX_SECONDS}
-    assert not slow, f"{' and '.join(slow)} wait: {max(slow.values()):.3f} seconds at least"
-
-
-def check_memory_does_not_grow(make: Make) -> None:
-    rig, keys = make(block_bytes=64), make_keys(5000)
-    rig.require_quota()
-    sizes = []
-    for start in range(0, len(keys), 8):
-        rig.store(keys[start : start + 8])
-        if start % 80 == 0:
-            rig.load(keys[start : start + 2])
-            if rig.tier.load(5, keys[:1]) is not None:
-                rig.tier.finish(5)
-        if start in (800, 4960):
-            sizes.append((count_elements(rig.tier), rig.num_bytes, threading.active_count()))
-    (before, allocated, threads), after = sizes
-    assert after[0] <= before + 8 * NUM_BLOCKS, f"4,000 stores leave {after[0] - before} objects in the tier"
-    assert after[1] <= allocated + 64 * NUM_BLOCKS, "each store allocates memory"
-    assert after[2] <= threads, "each store leaves a thread"
 
 
 def check_random_calls(make: Make) -> None:

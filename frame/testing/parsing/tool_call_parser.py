@@ -182,7 +182,7 @@ def check_long_calls(make: MakeCalls) -> None:
         text = write(length)
         return lambda: read_calls(make, [text[place : place + 4] for place in range(0, len(text), 4)], rule.functions)
 
-    require_growth(feed, LONG_CALL, 4 * LONG_CALL, "a call in pieces of four characters", GROWTH, least=0.05)
+    require_growth(feed, LONG_CALL, 4 * LONG_CALL, "a call in pieces of four characters", GROWTH, minimum=0.05)
 
 
 def check_many_calls(make: MakeCalls) -> None:

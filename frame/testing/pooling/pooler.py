@@ -183,13 +183,13 @@ def check_reach_of_prompts(make: Make, device: str) -> None:
     def find_reach(length: int) -> list[str]:
         drawn = Prompts.draw((length,), 8)
         places = {"first": 0, "second": 1, "middle": length // 2, "last": length - 1}
-        whole, found = pool(make(8), drawn, device), []
+        whole, reached = pool(make(8), drawn, device), []
         for name, place in places.items():
             state = drawn.states[0].clone()
             state[place, 0] += 1e6
             if not torch.equal(pool(make(8), replace(drawn, states=[state]), device), whole):
-                found.append(name)
-        return found
+                reached.append(name)
+        return reached
 
     short, long = find_reach(16), find_reach(8192)
     assert short == long, f"the {' and '.join(short)} tokens count in a prompt of 16 tokens, and the {' and '.join(long)} in one of 8,192"

@@ -109,19 +109,20 @@ def check_commands_run_with_their_environment(launcher: Launcher) -> None:
 
 def check_ranks_have_their_own_environment(launcher: Launcher) -> None:
     """Variables of one rank are not those of the next one, nor of this process; an empty one is
-    there; the working folder and the arguments are those that were given."""
+    there; the working folder and the arguments are those of the call."""
     code = (
         "import json, os, sys; names = 'FRAME_FIRST', 'FRAME_SECOND', 'FRAME_EMPTY'; "
         "print(json.dumps([[os.environ.get(name) for name in names], os.getcwd(), sys.argv[1:]]), file=sys.stderr, flush=True)"
     )
     arguments, place = ["a b", "", "c=d\te", "ü"], launcher.place().ranks[0]
-    for given, expected in (({"FRAME_FIRST": "1"}, ["1", None, None]), ({"FRAME_SECOND": "2=\n", "FRAME_EMPTY": ""}, [None, "2=\n", ""])):
-        process = launcher.start(place, [*python_command("-c", code), *arguments], given, pipes_errors=True)
+    cases = (({"FRAME_FIRST": "1"}, ["1", None, None]), ({"FRAME_SECOND": "2=\n", "FRAME_EMPTY": ""}, [None, "2=\n", ""]))
+    for variables, expected in cases:
+        process = launcher.start(place, [*python_command("-c", code), *arguments], variables, pipes_errors=True)
         try:
-            found, folder, received = json.loads(_line(process))
+            values, folder, received = json.loads(_line(process))
         finally:
             _end(process)
-        assert found == expected, f"a rank that is given {given} has the values {found}: a start must not keep those of another rank"
+        assert values == expected, f"a rank started with {variables} has the values {values}: a start must not keep those of another rank"
         assert folder == str(Path.cwd()), f"a rank has the working folder {folder}, and not that of its parent"
         assert received[: len(arguments)] == arguments, f"a command with the arguments {arguments} gets {received}"
     left = [name for name in os.environ if name.startswith(("FRAME_FIRST", "FRAME_SECOND", "FRAME_EMPTY"))]
@@ -140,13 +141,14 @@ def check_the_folder_is_left_alone(launcher: Launcher) -> None:
 
 
 def check_many_rendezvous_differ(launcher: Launcher) -> None:
-    found = []
+    addresses = []
     for _ in range(8):
-        found.append(launcher.place().rendezvous)
-        address = urlsplit(found[-1])
+        addresses.append(launcher.place().rendezvous)
+        address = urlsplit(addresses[-1])
         if address.scheme == "file":
             return  # `check_the_rendezvous_is_new` has looked at it
-    assert len(set(found)) >= 7, f"8 starts have {len(set(found))} different addresses: ranks of an earlier start may still listen there"
+    count = len(set(addresses))
+    assert count >= 7, f"8 starts have {count} different addresses: ranks of an earlier start may still listen there"
 
 
 def check_errors_that_are_not_piped(launcher: Launcher) -> None:

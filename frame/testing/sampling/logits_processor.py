@@ -7,61 +7,42 @@ applies to.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
-from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import LogitsProcessor, ProcessorCapabilities, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import require_near_reference
+from frame.testing.sampling.processor_inputs import (
+    BAD_VALUES,
+    EXAMPLES,
+    LARGE_VOCAB,
+    MANY_SLOTS,
+    MAX_IDLE_BYTES,
+    ONE_PARAM,
+    OUTPUT,
+    PROMPT,
+    SLOTS,
+    VOCAB,
+    Make,
+    apply_processor,
+    call_processor,
+    cut_setup,
+    fill_half,
+    fill_processor,
+    make_logits,
+    make_setups,
+    move_setup,
+    observe_outputs,
+)
 from frame.testing.torch_calls import TorchCalls
-
-Make = Callable[[int, int], LogitsProcessor]
-
-VOCAB, SLOTS = 97, 16
-LARGE_VOCAB, MANY_SLOTS = 50_000, 256
-MAX_IDLE_BYTES = 8 << 20  # of a processor that no request uses, at the large sizes
-PROMPT, OUTPUT = 9, 7  # tokens of an example request
-# Parameter sets of the in-tree processors; a class names others in `conformance_params`.
-EXAMPLES = tuple(
-    SamplingParams(**example)
-    for example in (
-        {"frequency_penalty": 0.7, "presence_penalty": 0.4},
-        {"repetition_penalty": 1.3},
-        {"min_tokens": 12, "stop_token_ids": (3, 5)},
-        {"bad_words_ids": ((4,), (1, 2), (2, 3, 1))},
-        {"bad_words_ids": ((7, 8),)},
-        {"logit_bias": {3: 2.0, 9: -50.0}},
-        {"logit_bias": {1: -1.5}},
-        {"min_tokens": 20, "stop_token_ids": (7,)},
-        {"repetition_penalty": 0.8, "presence_penalty": -0.3},
-        {"thinking_token_budget": 3, "thinking_end_id": 4},
-        {"thinking_token_budget": 1, "thinking_start_ids": (5,), "thinking_end_id": 6},
-    )
-)
-# A request with each parameter that a record may name. The tokenizer sets `bad_words_ids` too.
-ONE_PARAM: Mapping[str, SamplingParams] = MappingProxyType(
-    {
-        "frequency_penalty": SamplingParams(frequency_penalty=0.5),
-        "presence_penalty": SamplingParams(presence_penalty=0.5),
-        "repetition_penalty": SamplingParams(repetition_penalty=1.2),
-        "logit_bias": SamplingParams(logit_bias={3: 1.0}),
-        "bad_words": SamplingParams(bad_words=("a",), bad_words_ids=((4,),)),
-        "bad_words_ids": SamplingParams(bad_words_ids=((4,),)),
-        "min_tokens": SamplingParams(min_tokens=4, stop_token_ids=(3,)),
-        "thinking_token_budget": SamplingParams(thinking_token_budget=4, thinking_end_id=3),
-    }
-)
-# Values of a client's own parameter, `custom`, which are texts.
-BAD_VALUES = ("", "abc", "1,,2", "-1", str(VOCAB), "1e999", "nan", "9" * 40, "\0", "[]", "{", "🙂")
 
 
 def suite(subject: Subject) -> Iterable[Check]:
@@ -128,11 +109,11 @@ def check_bad_parameters_are_refused(make: Make, examples: Sequence[SamplingPara
             what = f"custom[{name!r}] = {value[:20]!r}"
             if not processor.applies_to(bad) or _is_refused(processor, bad, name, what):
                 continue
-            setup = replace(_setups(examples, 1)[0], params=bad)
+            setup = replace(make_setups(examples, 1)[0], params=bad)
             try:
-                used = _filled(make, [setup])
-                _observe(used, [setup], 3)
-                _apply(used, _logits(1), [0], [setup])
+                used = fill_processor(make, [setup])
+                observe_outputs(used, [setup], 3)
+                apply_processor(used, make_logits(1), [0], [setup])
             except Exception as error:
                 raise AssertionError(f"validate_params() takes {what}, on which the processor fails: {type(error).__name__}") from error
 
@@ -151,13 +132,13 @@ def _is_refused(processor: LogitsProcessor, params: SamplingParams, name: str, w
 
 def check_apply_changes_named_rows(make: Make, examples: Sequence[SamplingParams]) -> None:
     """`apply` works in place, on the rows that it is given alone, and returns nothing else."""
-    setups = _setups(examples, SLOTS // 2)
-    logits = _logits(2 * len(setups))
-    processor = _filled(make, setups)
+    setups = make_setups(examples, SLOTS // 2)
+    logits = make_logits(2 * len(setups))
+    processor = fill_processor(make, setups)
     rows = list(range(1, 2 * len(setups), 2))
     changed = logits.clone()
     before = (changed.data_ptr(), changed.dtype, changed.shape, changed.stride())
-    _call(processor, changed, rows, setups)
+    call_processor(processor, changed, rows, setups)
     assert before == (changed.data_ptr(), changed.dtype, changed.shape, changed.stride()), "apply() gave the logits other memory or a dtype"
     others = [row for row in range(len(logits)) if row not in rows]
     assert torch.equal(changed[others], logits[others]), "apply() changed rows that it was not given"
@@ -166,46 +147,47 @@ def check_apply_changes_named_rows(make: Make, examples: Sequence[SamplingParams
 
 def check_apply_repeats(make: Make, examples: Sequence[SamplingParams]) -> None:
     """The state changes with tokens, not with calls of `apply`: steps are also run to warm up."""
-    setups, logits, processor = _half(make, examples)
+    setups, logits, processor = fill_half(make, examples)
     rows = range(len(setups))
-    first = _apply(processor, logits, rows, setups)
-    assert torch.equal(first, _apply(processor, logits, rows, setups)), "a second apply() of one step gives other logits"
+    first = apply_processor(processor, logits, rows, setups)
+    assert torch.equal(first, apply_processor(processor, logits, rows, setups)), "a second apply() of one step gives other logits"
 
 
 def check_rows_stand_alone(make: Make, examples: Sequence[SamplingParams]) -> None:
     """A row's logits do not depend on the rows beside it, their number, their order or their
     slots."""
-    setups = _setups(examples, SLOTS // 2)
-    logits, processor = _logits(2 * len(setups)), _filled(make, setups)
+    setups = make_setups(examples, SLOTS // 2)
+    logits, processor = make_logits(2 * len(setups)), fill_processor(make, setups)
     rows = list(range(1, 2 * len(setups), 2))
-    together = _apply(processor, logits, rows, setups)
-    assert torch.equal(together, _apply(processor, logits, rows[::-1], setups[::-1])), "the order of rows changed the logits"
+    together = apply_processor(processor, logits, rows, setups)
+    assert torch.equal(together, apply_processor(processor, logits, rows[::-1], setups[::-1])), "the order of rows changed the logits"
     for row, setup in zip(rows, setups, strict=True):
-        few = _apply(processor, logits, [row], [setup])
+        few = apply_processor(processor, logits, [row], [setup])
         assert torch.allclose(few[row], together[row]), f"row {row} differs in a step without the other rows"
-        moved = _moved(setup, (setup.slot + 5) % SLOTS)
-        alone = _apply(_filled(make, [moved]), logits[row : row + 1], [0], [moved])
+        moved = move_setup(setup, (setup.slot + 5) % SLOTS)
+        alone = apply_processor(fill_processor(make, [moved]), logits[row : row + 1], [0], [moved])
         assert torch.allclose(alone[0], together[row]), f"row {row} differs when its request is the only one, in another slot"
 
 
 def check_instances_stand_alone(make: Make, examples: Sequence[SamplingParams]) -> None:
     """Two processors of one class, of two engines, share no state."""
-    setups = _setups(examples, SLOTS + 1)
-    ours, others = setups[: SLOTS // 2], [_moved(setup, i) for i, setup in enumerate(setups[SLOTS // 2 + 1 :])]
-    logits, rows = _logits(len(ours)), range(len(ours))
-    processor = _filled(make, ours)
-    before = _apply(processor, logits, rows, ours)
-    other = _filled(make, others)
-    _observe(other, others, 3)
-    assert torch.equal(before, _apply(processor, logits, rows, ours)), "a second processor of the class changes the state of the first"
+    setups = make_setups(examples, SLOTS + 1)
+    ours, others = setups[: SLOTS // 2], [move_setup(setup, i) for i, setup in enumerate(setups[SLOTS // 2 + 1 :])]
+    logits, rows = make_logits(len(ours)), range(len(ours))
+    processor = fill_processor(make, ours)
+    before = apply_processor(processor, logits, rows, ours)
+    other = fill_processor(make, others)
+    observe_outputs(other, others, 3)
+    after = apply_processor(processor, logits, rows, ours)
+    assert torch.equal(before, after), "a second processor of the class changes the state of the first"
 
 
 def check_tensors_are_left_alone(make: Make, examples: Sequence[SamplingParams]) -> None:
     """`apply` and `observe_tokens` change no index tensor and keep none: the engine uses their
     memory again in the next step."""
-    setups = _setups(examples, SLOTS // 2)
-    clean, reused = _filled(make, setups), _filled(make, setups)
-    logits, rows = _logits(len(setups)), torch.arange(len(setups))
+    setups = make_setups(examples, SLOTS // 2)
+    clean, reused = fill_processor(make, setups), fill_processor(make, setups)
+    logits, rows = make_logits(len(setups)), torch.arange(len(setups))
     for step in range(3):
         arguments = [torch.tensor([setup.slot for setup in setups]), torch.arange(len(setups)) + step]
         clean.observe_tokens(*(tensor.clone() for tensor in arguments))
@@ -226,17 +208,18 @@ def check_tensors_are_left_alone(make: Make, examples: Sequence[SamplingParams])
 def check_recovery_keeps_the_state(make: Make, examples: Sequence[SamplingParams]) -> None:
     """A request that comes back with its output so far, in another slot, has the state of one that
     stayed. All requests of a step observe their tokens in one call, in any order of slots."""
-    setups = [_moved(setup, (3 * i + 2) % SLOTS) for i, setup in enumerate(_setups(examples, max(4, len(examples)), same_tokens=False))]
+    made = make_setups(examples, max(4, len(examples)), same_tokens=False)
+    setups = [move_setup(setup, (3 * i + 2) % SLOTS) for i, setup in enumerate(made)]
     setups = setups[:SLOTS]
-    stayed = _filled(make, [_cut(setup, PROMPT) for setup in setups])
+    stayed = fill_processor(make, [cut_setup(setup, PROMPT) for setup in setups])
     for step in range(OUTPUT):
         chosen = setups[::-1] if step % 2 else setups
         tokens = torch.tensor([int(setup.token_ids[PROMPT + step]) for setup in chosen])
         stayed.observe_tokens(torch.tensor([setup.slot for setup in chosen]), tokens)
-    logits, rows = _logits(len(setups)), range(len(setups))
-    here = _apply(stayed, logits, rows, setups)
-    moved = [_moved(setup, (setup.slot + 7) % SLOTS) for setup in setups]
-    there = _apply(_filled(make, moved), logits, rows, moved)
+    logits, rows = make_logits(len(setups)), range(len(setups))
+    here = apply_processor(stayed, logits, rows, setups)
+    moved = [move_setup(setup, (setup.slot + 7) % SLOTS) for setup in setups]
+    there = apply_processor(fill_processor(make, moved), logits, rows, moved)
     for row, setup in enumerate(setups):
         assert torch.allclose(here[row], there[row]), f"a recovered request has other logits than one that stayed ({setup.params})"
 
@@ -244,51 +227,51 @@ def check_recovery_keeps_the_state(make: Make, examples: Sequence[SamplingParams
 def check_slots_are_reused(make: Make, examples: Sequence[SamplingParams]) -> None:
     """The next request of a slot has nothing of the last one, however often slots change hands, and
     the others keep what they have."""
-    used, setups = make(VOCAB, SLOTS), _setups(examples, 4 * SLOTS)
-    stays = _moved(setups[1], SLOTS - 1)
+    used, setups = make(VOCAB, SLOTS), make_setups(examples, 4 * SLOTS)
+    stays = move_setup(setups[1], SLOTS - 1)
     used.add_slot(stays)
-    logits = _logits(1)
-    before = _apply(used, logits, [0], [stays])
+    logits = make_logits(1)
+    before = apply_processor(used, logits, [0], [stays])
     for turn in range(0, len(setups), SLOTS // 2):
         group = setups[turn : turn + SLOTS // 2]
         for setup in group:
             used.add_slot(setup)
-        _observe(used, group, turn)
+        observe_outputs(used, group, turn)
         for setup in group[:: 1 if turn % 3 else -1]:
             used.remove_slot(setup.slot)
-    assert torch.equal(before, _apply(used, logits, [0], [stays])), "a request changed when others came and went"
-    for setup in (*setups[: len(examples)], _moved(setups[0], SLOTS - 1)):
+    assert torch.equal(before, apply_processor(used, logits, [0], [stays])), "a request changed when others came and went"
+    for setup in (*setups[: len(examples)], move_setup(setups[0], SLOTS - 1)):
         if setup.slot == stays.slot:
             used.remove_slot(setup.slot)
         used.add_slot(setup)
-        fresh = _filled(make, [setup])
-        results = [_apply(processor, logits, [0], [setup]) for processor in (used, fresh)]
+        fresh = fill_processor(make, [setup])
+        results = [apply_processor(processor, logits, [0], [setup]) for processor in (used, fresh)]
         assert torch.equal(*results), "the earlier request of a slot left something behind"
 
 
 def check_neighbours_stay(make: Make, examples: Sequence[SamplingParams]) -> None:
     """The requests of all slots keep their state when the one beside them ends, and when another
     one takes its place."""
-    setups = _setups(examples, SLOTS, same_slots=False)
-    processor, logits = _filled(make, setups), _logits(SLOTS)
-    before = _apply(processor, logits, range(SLOTS), setups)
+    setups = make_setups(examples, SLOTS, same_slots=False)
+    processor, logits = fill_processor(make, setups), make_logits(SLOTS)
+    before = apply_processor(processor, logits, range(SLOTS), setups)
     for slot in (3, 0, SLOTS - 1, 8):
         others = [row for row in range(SLOTS) if row != slot]
         processor.remove_slot(slot)
         for _ in range(2):
-            after = _apply(processor, logits, others, [setups[row] for row in others])
+            after = apply_processor(processor, logits, others, [setups[row] for row in others])
             assert torch.equal(after[others], before[others]), f"the requests beside slot {slot} have other logits when it ends"
             processor.add_slot(setups[slot])
 
 
 def check_values_at_one_address(make: Make, examples: Sequence[SamplingParams]) -> None:
     """Steps have their slots and rows at one address, with other values each time."""
-    setups = _setups(examples, SLOTS, same_slots=False)
-    processor, logits = _filled(make, setups), _logits(SLOTS)
+    setups = make_setups(examples, SLOTS, same_slots=False)
+    processor, logits = fill_processor(make, setups), make_logits(SLOTS)
     rows, slots, positions = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     for first in (0, 5, 9, 0):
         chosen = setups[first : first + 4]
-        expected = _apply(processor, logits, range(first, first + 4), chosen)
+        expected = apply_processor(processor, logits, range(first, first + 4), chosen)
         rows.copy_(torch.arange(first, first + 4))
         slots.copy_(rows)
         positions.copy_(torch.tensor([len(setup.token_ids) for setup in chosen]))
@@ -300,45 +283,46 @@ def check_values_at_one_address(make: Make, examples: Sequence[SamplingParams]) 
 def check_long_outputs(make: Make, examples: Sequence[SamplingParams]) -> None:
     """600 tokens, many of them equal: a request that stayed and one that comes back have the same
     logits."""
-    setup = _setups(examples[:1], 1)[0]
+    setup = make_setups(examples[:1], 1)[0]
     for params in examples:
         tokens = np.array([*setup.token_ids[:PROMPT], *([11] * 300), *(number % 7 for number in range(300))], np.int32)
         whole = replace(setup, params=params, token_ids=tokens)
-        stayed = _filled(make, [_cut(whole, PROMPT)])
+        stayed = fill_processor(make, [cut_setup(whole, PROMPT)])
         for token in tokens[PROMPT:].tolist():
             stayed.observe_tokens(torch.tensor([whole.slot]), torch.tensor([token]))
-        here, there = (_apply(each, _logits(1), [0], [whole]) for each in (stayed, _filled(make, [whole])))
+        here, there = (apply_processor(each, make_logits(1), [0], [whole]) for each in (stayed, fill_processor(make, [whole])))
         assert torch.allclose(here, there), f"after 600 tokens, a recovered request has other logits than one that stayed ({params})"
 
 
 def check_real_sizes(make: Make, examples: Sequence[SamplingParams]) -> None:
     """256 requests in one step, each as when it is alone; tokens above 2**15 of a vocabulary of
     50,000; and a prompt of 100,000 tokens, which gets a change where a short one does."""
-    setups = [replace(setup, slot=slot) for slot, setup in enumerate(_setups(examples, MANY_SLOTS))]
+    setups = [replace(setup, slot=slot) for slot, setup in enumerate(make_setups(examples, MANY_SLOTS))]
     processor = make(VOCAB, MANY_SLOTS)
     for setup in setups:
         processor.add_slot(setup)
-    logits = _logits(MANY_SLOTS)
-    together = _apply(processor, logits, range(MANY_SLOTS), setups)
+    logits = make_logits(MANY_SLOTS)
+    together = apply_processor(processor, logits, range(MANY_SLOTS), setups)
     for row in (0, 127, 128, 200, MANY_SLOTS - 1):
-        alone = _apply(processor, logits, [row], [setups[row]])
+        alone = apply_processor(processor, logits, [row], [setups[row]])
         assert torch.allclose(alone[row], together[row]), f"row {row} of {MANY_SLOTS} has other logits than when it is alone"
-    large = [_moved(setup, slot) for slot, setup in enumerate(_setups(examples, min(len(examples), 4), LARGE_VOCAB))]
+    large = [move_setup(setup, slot) for slot, setup in enumerate(make_setups(examples, min(len(examples), 4), LARGE_VOCAB))]
     stayed, back = make(LARGE_VOCAB, SLOTS), make(LARGE_VOCAB, SLOTS)
     for setup in large:
         setup.token_ids[-3:] = (40_000, LARGE_VOCAB - 1, 40_001)
-        stayed.add_slot(_cut(setup, PROMPT))
+        stayed.add_slot(cut_setup(setup, PROMPT))
         back.add_slot(setup)
     for step in range(PROMPT, PROMPT + OUTPUT):
         tokens = torch.tensor([int(setup.token_ids[step]) for setup in large])
         stayed.observe_tokens(torch.tensor([setup.slot for setup in large]), tokens)
-    wide = _logits(len(large), LARGE_VOCAB)
-    here, there = (_apply(each, wide, range(len(large)), large) for each in (stayed, back))
+    wide = make_logits(len(large), LARGE_VOCAB)
+    here, there = (apply_processor(each, wide, range(len(large)), large) for each in (stayed, back))
     assert torch.allclose(here, there), f"with tokens above 32,768, a recovered request has other logits in a vocabulary of {LARGE_VOCAB}"
-    for setup in _setups(examples, len(examples)):
+    for setup in make_setups(examples, len(examples)):
         prompt = np.resize(setup.token_ids[:PROMPT], 11_112 * PROMPT)
         long = replace(setup, prompt_len=len(prompt), token_ids=np.concatenate((prompt, setup.token_ids[PROMPT:])))
-        results = [not torch.equal(_apply(_filled(make, [each]), _logits(1), [0], [each]), _logits(1)) for each in (setup, long)]
+        outputs = [apply_processor(fill_processor(make, [each]), make_logits(1), [0], [each]) for each in (setup, long)]
+        results = [not torch.equal(output, make_logits(1)) for output in outputs]
         assert results[0] <= results[1], (
             f"apply() changes the logits after {PROMPT} tokens of prompt, and none after {len(prompt)} ({setup.params})"
         )
@@ -346,7 +330,7 @@ def check_real_sizes(make: Make, examples: Sequence[SamplingParams]) -> None:
 
 def check_apply_is_fast(make: Make, examples: Sequence[SamplingParams]) -> None:
     """A step of eight requests takes little more than a few operations on their logits."""
-    setups, logits, processor = _half(make, examples)
+    setups, logits, processor = fill_half(make, examples)
     slots = torch.tensor([setup.slot for setup in setups])
     positions, rows = torch.tensor([len(setup.token_ids) for setup in setups]), torch.arange(len(setups))
     require_near_reference(
@@ -361,13 +345,13 @@ def check_apply_is_fast(make: Make, examples: Sequence[SamplingParams]) -> None:
 def check_all_slots_and_tokens_exist(make: Make, examples: Sequence[SamplingParams]) -> None:
     """The last slot and the last token id are as good as others, in any vocabulary."""
     for vocab in (VOCAB, 640):
-        setups = [_moved(setup, SLOTS - 1 - i) for i, setup in enumerate(_setups(examples, 4, vocab))]
+        setups = [move_setup(setup, SLOTS - 1 - i) for i, setup in enumerate(make_setups(examples, 4, vocab))]
         processor = make(vocab, SLOTS)
         for setup in setups:
             setup.token_ids[-2:] = vocab - 1
             processor.add_slot(setup)
-        _observe(processor, setups, vocab - len(setups))
-        result = _apply(processor, _logits(4, vocab), range(4), setups)
+        observe_outputs(processor, setups, vocab - len(setups))
+        result = apply_processor(processor, make_logits(4, vocab), range(4), setups)
         assert result.shape == (4, vocab), "apply() changed the shape of the logits"
 
 
@@ -376,10 +360,10 @@ def check_all_slots_and_tokens_exist(make: Make, examples: Sequence[SamplingPara
 
 def check_banned_tokens_stay_banned(make: Make, examples: Sequence[SamplingParams]) -> None:
     """Logits of minus infinity, from a grammar or another processor, stay so, and make no NaN."""
-    setups, logits, processor = _half(make, examples)
+    setups, logits, processor = fill_half(make, examples)
     banned = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.5
     logits[banned] = -torch.inf
-    result = _apply(processor, logits, range(len(setups)), setups)
+    result = apply_processor(processor, logits, range(len(setups)), setups)
     assert not result.isnan().any(), "apply() makes NaN of logits of minus infinity"
     assert result[banned].isneginf().all(), "apply() allows a token again that was banned with minus infinity"
     assert not result.isposinf().any(), "apply() makes a logit plus infinity"
@@ -387,19 +371,19 @@ def check_banned_tokens_stay_banned(make: Make, examples: Sequence[SamplingParam
 
 def check_large_logits_stay_finite(make: Make, examples: Sequence[SamplingParams]) -> None:
     """Large logits make no NaN and no infinity, as an exponential without its maximum would."""
-    setups = _setups(examples, SLOTS // 2)
-    processor = _filled(make, setups)
+    setups = make_setups(examples, SLOTS // 2)
+    processor = fill_processor(make, setups)
     for scale in (1e3, 1e30):
-        result = _apply(processor, _logits(len(setups)) * scale, range(len(setups)), setups)
+        result = apply_processor(processor, make_logits(len(setups)) * scale, range(len(setups)), setups)
         assert not result.isnan().any() and not result.isposinf().any(), f"apply() makes NaN or infinity of logits around {scale:g}"
         assert not result.isneginf().all(dim=1).any(), f"apply() bans every token of a row with logits around {scale:g}"
 
 
 def check_precision_is_kept(make: Make, examples: Sequence[SamplingParams]) -> None:
     """Logits that differ in float32 alone stay different: the row is not rounded to 16 bits."""
-    setups = _setups(examples, SLOTS // 2)
+    setups = make_setups(examples, SLOTS // 2)
     logits = (1 + torch.arange(VOCAB) * 2.0**-20).repeat(len(setups), 1)
-    result = _apply(_filled(make, setups), logits, range(len(setups)), setups)
+    result = apply_processor(fill_processor(make, setups), logits, range(len(setups)), setups)
     for row in result:
         finite = row[row.isfinite()]
         assert len(finite.unique()) > 0.8 * len(finite), "apply() rounds logits: many that differed are now equal"
@@ -413,8 +397,8 @@ def check_work_is_done_in_batches(make: Make, examples: Sequence[SamplingParams]
     for the device."""
     counts = []
     for size in (3, 12):
-        setups = _setups(examples[:1], size, same_slots=False)
-        processor, logits = _filled(make, setups), _logits(size)
+        setups = make_setups(examples[:1], size, same_slots=False)
+        processor, logits = fill_processor(make, setups), make_logits(size)
         slots, tokens = torch.tensor([setup.slot for setup in setups]), torch.arange(size) + 3
         positions = torch.tensor([len(setup.token_ids) for setup in setups])
         with TorchCalls() as calls:
@@ -431,10 +415,10 @@ def check_memory_comes_with_requests(make: Make, examples: Sequence[SamplingPara
     assert idle <= MAX_IDLE_BYTES, f"a processor that no request uses holds {idle >> 20} MiB: allocate with the first request"
     processor, sizes = make(VOCAB, SLOTS), []
     for turn in range(60):
-        setups = _setups(examples, 8, seed=turn)
+        setups = make_setups(examples, 8, seed=turn)
         for setup in setups:
             processor.add_slot(setup)
-        _observe(processor, setups, turn)
+        observe_outputs(processor, setups, turn)
         for setup in setups:
             processor.remove_slot(setup.slot)
         if turn % 20 == 19:
@@ -460,68 +444,3 @@ def _count_bytes(processor: object) -> int:
             size += 8 * len(one)
         waiting += gc.get_referents(one)
     return size
-
-
-def _setups(
-    examples: Sequence[SamplingParams],
-    count: int,
-    vocab: int = VOCAB,
-    *,
-    same_slots: bool = True,
-    same_tokens: bool = True,
-    seed: int = 0,
-) -> list[SlotSetup]:
-    numbers = np.random.default_rng(seed)
-    return [
-        SlotSetup(
-            slot=i % (SLOTS // 2 if same_slots else SLOTS),
-            params=examples[i % len(examples)],
-            seed=i,
-            prompt_len=PROMPT,
-            token_ids=numbers.integers(0, vocab if same_tokens else vocab // 3, PROMPT + OUTPUT).astype(np.int32),
-        )
-        for i in range(count)
-    ]
-
-
-def _moved(setup: SlotSetup, slot: int) -> SlotSetup:
-    return replace(setup, slot=slot)
-
-
-def _cut(setup: SlotSetup, size: int) -> SlotSetup:
-    return replace(setup, token_ids=setup.token_ids[:size])
-
-
-def _filled(make: Make, setups: Sequence[SlotSetup]) -> LogitsProcessor:
-    processor = make(VOCAB, SLOTS)
-    for setup in setups:
-        processor.add_slot(setup)
-    return processor
-
-
-def _half(make: Make, examples: Sequence[SamplingParams]) -> tuple[list[SlotSetup], torch.Tensor, LogitsProcessor]:
-    """Requests in half of the slots, a row of logits for each, and a processor that has them."""
-    setups = _setups(examples, SLOTS // 2)
-    return setups, _logits(len(setups)), _filled(make, setups)
-
-
-def _logits(rows: int, vocab: int = VOCAB) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows))
-
-
-def _observe(processor: LogitsProcessor, setups: Sequence[SlotSetup], first: int) -> None:
-    """Each request samples another token."""
-    tokens = (torch.arange(len(setups)) + first) % VOCAB
-    processor.observe_tokens(torch.tensor([setup.slot for setup in setups]), tokens)
-
-
-def _apply(processor: LogitsProcessor, logits: torch.Tensor, rows: Iterable[int], setups: Sequence[SlotSetup]) -> torch.Tensor:
-    changed = logits.clone()
-    _call(processor, changed, rows, setups)
-    return changed
-
-
-def _call(processor: LogitsProcessor, logits: torch.Tensor, rows: Iterable[int], setups: Sequence[SlotSetup]) -> None:
-    slots = torch.tensor([setup.slot for setup in setups])
-    positions = torch.tensor([len(setup.token_ids) for setup in setups])
-    processor.apply(logits, torch.tensor(list(rows)), slots, positions)

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.device_operations import DeviceOperations
-from frame.core.interfaces.sampler import RowSampler, SupportsSlots
+from frame.core.interfaces.sampling import SupportsSlots
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.sampler import TORCH
+from frame.interfaces.sampler import RowSampler
 from frame.plugins.devices import capture_graph, open_platform
 from frame.testing.conformance import Check, Subject, collect, count_elements, unchanged_process
-from frame.testing.sampling.logits_processor import BAD_VALUES
+from frame.testing.sampling.processor_inputs import BAD_VALUES
 from frame.testing.sampling.sampler_bench import PROMPT, SLOTS, VOCAB, Bed, Bench, make_logits, require_tokens
 from frame.testing.torch_calls import TorchCalls
 
@@ -127,7 +128,8 @@ def check_parameters_that_it_honours(bench: Bench) -> None:
     kept["top_p"] = ("top_p", 0.5, set(order[before < 0.5].tolist()))
     kept["min_p"] = ("min_p", 0.3, set(torch.nonzero(weights >= 0.3 * weights.max()).flatten().tolist()))
     cases = [each for each in kept.values() if each[0] in bench.can.params]
-    setups = [bench.setup(slot, 0, **{name: value}) for slot, (name, value, _) in enumerate(cases)]
+    changes: list[dict[str, Any]] = [{name: value} for name, value, _ in cases]
+    setups = [bench.setup(slot, 0, **change) for slot, change in enumerate(changes)]
     setups.append(bench.setup(len(cases), 0))  # without a filter
     bed, rows = bench.make().enter(*setups), len(setups)
     for step in range(25):

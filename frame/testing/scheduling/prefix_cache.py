@@ -260,7 +260,7 @@ def check_time_does_not_grow_with_the_cache(maker: Maker) -> None:
 
         return work
 
-    require_growth(make, 20, 2000, "20 matches and insertions in a cache of so many sequences", factor=6.0, least=0.01)
+    require_growth(make, 20, 2000, "20 matches and insertions in a cache of so many sequences", factor=6.0, minimum=0.01)
     on = _new(maker)
     on.insert(range(4))
     tokens = on.tokens(range(4))

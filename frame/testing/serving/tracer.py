@@ -191,10 +191,10 @@ def check_values_are_written_as_they_were(place: Callable[[], Any]) -> None:
     written = {each["name"]: each["attributes"] for each in where.read()}
     assert written.keys() == set(names), f"of the names of spans {[name for name in names if name not in written][:1]} are not written"
     for number, name in enumerate(names):
-        found = written[name]
-        assert found["number"] == number, f"the attributes of span {number} are those of another one, for which the caller used the object"
-        assert type(found["is_even"]) is bool, f"the boolean is_even is written as {found['is_even']!r}"
-        assert len(found["list"]) == 100, f"of a list of 100 texts, {len(found['list'])} are written"
+        attributes = written[name]
+        assert attributes["number"] == number, f"span {number} has the attributes of another one, for which the caller used the object"
+        assert type(attributes["is_even"]) is bool, f"the boolean is_even is written as {attributes['is_even']!r}"
+        assert len(attributes["list"]) == 100, f"of a list of 100 texts, {len(attributes['list'])} are written"
 
 
 def check_traces_that_are_not_sampled(place: Callable[[], Any]) -> None:

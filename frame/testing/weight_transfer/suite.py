@@ -21,13 +21,8 @@ from typing import Any
 import msgspec
 import torch
 
-from frame.core.interfaces.weight_transfer import (
-    TransferError,
-    TransferPart,
-    WeightTransfer,
-    WeightTransferCapabilities,
-    WeightTransferContext,
-)
+from frame.core.interfaces.weight_transfer import TransferError, TransferPart
+from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferCapabilities, WeightTransferContext
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
 from frame.testing.weight_transfer.trainers import FOLDER, FileTrainer, GroupTrainer, Named, Trainer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -51,28 +52,33 @@ def _describe(subject: Subject, kind: str) -> LayerFormat:
     return weight_format.describe_layer(name, kind)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True)
+class WeightCase:
+    """The sizes and values of a weight's tensors."""
+
+    inputs: int = INPUTS
+    outputs: Sequence[int] = OUTPUTS  # of each part
+    has_zero_scales: bool = False
+    factor: float = 1.0  # of float32 scales
+
+
+Place = tuple[int, str, int]  # rank, the divided dimension ("input", "output" or ""), ranks
+WHOLE: Place = (0, "", 1)
+USUAL, LARGE = WeightCase(), WeightCase(LARGE_INPUTS)
+
+
 class Weight:
     """A weight whose tensors come from a random checkpoint: `parts` layers of `outputs` outputs."""
 
     def __init__(
-        self,
-        subject: Subject,
-        layout: LayerFormat,
-        rank: int = 0,
-        split: str = "",
-        ranks: int = 1,
-        experts: int = 0,
-        *,
-        inputs: int = INPUTS,
-        outputs: Sequence[int] = OUTPUTS,
-        has_zero_scales: bool = False,
-        factor: float = 1.0,
+        self, subject: Subject, layout: LayerFormat, place: Place = WHOLE, case: WeightCase = USUAL, experts: int = 0
     ) -> None:
-        self.inputs = Range.split(inputs, rank, ranks) if split == "input" else Range.whole(inputs)
-        self.outputs = [Range.split(size, rank, ranks) if split == "output" else Range.whole(size) for size in outputs]
-        self.has_zero_scales, self.factor = has_zero_scales, factor
+        rank, split, ranks = place
+        self.inputs = Range.split(case.inputs, rank, ranks) if split == "input" else Range.whole(case.inputs)
+        self.outputs = [Range.split(size, rank, ranks) if split == "output" else Range.whole(size) for size in case.outputs]
+        self.case = case
         self.module = nn.Module()
-        sizes = WeightSizes(self.inputs.size, inputs, tuple(span.size for span in self.outputs), experts)
+        sizes = WeightSizes(self.inputs.size, case.inputs, tuple(span.size for span in self.outputs), experts)
         self.stored = StoredWeight(self.module, layout, sizes, DTYPE)
         self.make: MakeTensor | None = getattr(subject.target, "make_conformance_tensor", None)
         for expert in range(max(1, experts)):
@@ -101,9 +107,9 @@ class Weight:
             return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=torch.int64).to(dtype)
         if "scale" in name:
             scales = torch.rand(shape, generator=generator) * 0.01 + 0.01
-            if self.has_zero_scales and scales.dim():
+            if self.case.has_zero_scales and scales.dim():
                 scales[: len(scales) // 2] = 0
-            return (scales * (self.factor if dtype == torch.float32 else 1.0)).to(dtype)
+            return (scales * (self.case.factor if dtype == torch.float32 else 1.0)).to(dtype)
         return (torch.randn(shape, generator=generator) * 0.05).to(dtype)
 
 
@@ -183,7 +189,7 @@ def check_merged_parts_follow_one_another(subject: Subject, layout: LayerFormat)
 def _check_split(subject: Subject, layout: LayerFormat, split: str) -> None:
     whole = _dense(Weight(subject, layout).load())
     for rank in range(2):
-        shard = _dense(Weight(subject, layout, rank, split, 2).load())
+        shard = _dense(Weight(subject, layout, (rank, split, 2)).load())
         expected = whole.chunk(2, 1)[rank] if split == "input" else torch.cat([rows.chunk(2)[rank] for rows in whole.split(OUTPUTS)])
         if layout.rounds:
             assert shard.shape == expected.shape, f"a rank has other {split}s"
@@ -202,12 +208,12 @@ def check_experts_are_apart(subject: Subject, layout: LayerFormat) -> None:
 def check_real_sizes(subject: Subject, layout: LayerFormat) -> None:
     """2,048 inputs and 9,216 outputs: each output has weights, and ranks get their parts of
     them."""
-    whole = _dense(Weight(subject, layout, inputs=LARGE_INPUTS).load())
+    whole = _dense(Weight(subject, layout, case=LARGE).load())
     for rank in range(2):
-        shard = _dense(Weight(subject, layout, rank, "input", 2, inputs=LARGE_INPUTS).load())
+        shard = _dense(Weight(subject, layout, (rank, "input", 2), LARGE).load())
         if not layout.rounds:
             _compare(shard, whole.chunk(2, 1)[rank], f"inputs of rank {rank} of {LARGE_INPUTS}")
-    many = _dense(Weight(subject, layout, outputs=LARGE_OUTPUTS).load())
+    many = _dense(Weight(subject, layout, case=WeightCase(outputs=LARGE_OUTPUTS)).load())
     assert bool((many.abs().amax(1) > 0).all()), f"of {sum(LARGE_OUTPUTS)} outputs, some have no weights"
 
 
@@ -216,7 +222,7 @@ def check_scales_of_zero(subject: Subject, layout: LayerFormat) -> None:
     were."""
     if layout.rounds or getattr(subject.target, "make_conformance_tensor", None) is not None:
         raise SkipCheck("the suite does not make its scales")
-    dense = _dense(Weight(subject, layout, has_zero_scales=True).load())
+    dense = _dense(Weight(subject, layout, case=WeightCase(has_zero_scales=True)).load())
     assert torch.isfinite(dense).all(), "weights with scales of 0 are not finite"
 
 
@@ -225,7 +231,7 @@ def check_float32_is_kept(subject: Subject, layout: LayerFormat) -> None:
     stored = layout.list_tensors(INPUTS, OUTPUTS)
     if layout.rounds or not any("scale" in name and each.dtype == torch.float32 for name, each in stored.items()):
         raise SkipCheck("the checkpoint stores no scales in float32, or it is rounded")
-    first, second = (_dense(Weight(subject, layout, factor=factor).load()).double() for factor in (1.0, 1 + 2.0**-9))
+    first, second = (_dense(Weight(subject, layout, case=WeightCase(factor=factor)).load()).double() for factor in (1.0, 1 + 2.0**-9))
     moved = ((first - second).abs() > 2.0**-11 * first.abs()) & (first != 0)
     assert float(moved.sum()) > 0.5 * float((first != 0).sum()), "float32 scales that differ by 1 / 512 decode to the same weights"
 

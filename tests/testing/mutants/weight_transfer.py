@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.weight_transfer import TransferError, TransferPart, WeightTransferCapabilities
+from frame.core.interfaces.weight_transfer import TransferError, TransferPart
+from frame.interfaces.weight_transfer import WeightTransferCapabilities
 from frame.plugins.weight_transfers.group import GroupTransfer
 from frame.plugins.weight_transfers.ipc import FOLDER, IpcTransfer
 from tests.testing.mutants import MutantList

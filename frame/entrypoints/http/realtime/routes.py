@@ -19,7 +19,6 @@ from frame.entrypoints.http.response_types import declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.logs import HEADER
 from frame.host.installation import install_command, is_installed
-from frame.interfaces.http import HttpExtension
 
 router = ApiRouter(access=Access.USER)
 
@@ -110,4 +109,4 @@ def _check_origin(context: RequestContext) -> None:
         raise ApiError(403, f"a page of {origin[:200]} may not use this server; allow it with --cors-origins")
 
 
-RealtimeRoutes: type[HttpExtension] = make_extension(__name__, router)
+RealtimeRoutes = make_extension(__name__, router)

@@ -40,8 +40,8 @@ _CAPABILITIES: Mapping[str, tuple[str, str]] = {
         'PlatformCapabilities(find_devices="$package.plugin:find_devices", compatible=("cpu",))',
     ),
     "prefix_cache": ("frame.core.interfaces.cache", "PrefixCacheCapabilities(eviction_policy=False)"),
-    "sampler": ("frame.core.interfaces.sampler", 'SamplerCapabilities(params=("seed",), custom=("$name",))'),
-    "weight_transfer": ("frame.core.interfaces.weight_transfer", "WeightTransferCapabilities(shares=True)"),
+    "sampler": ("frame.interfaces.sampler", 'SamplerCapabilities(params=("seed",), custom=("$name",))'),
+    "weight_transfer": ("frame.interfaces.weight_transfer", "WeightTransferCapabilities(shares=True)"),
     "weight_source": ("frame.interfaces.weights", "WeightSourceCapabilities()"),
     "weight_format": ("frame.core.interfaces.weight_format", 'FormatCapabilities(checkpoints=(None,), quant_types=("plain", "int8"))'),
     "gemm_kernel": (

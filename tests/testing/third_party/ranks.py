@@ -1,4 +1,4 @@
-"""Strangers' collectives, launchers and platforms."""
+"""Third-party collectives, launchers and platforms."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from frame.interfaces.launcher import Placement, RankPlace, RankProcess
 from tests.plugins.fake_collective import StoreCollective
 from tests.plugins.fake_launcher import ReversedLauncher
 from tests.plugins.fake_platform import FakePlatform
-from tests.testing.strangers import reuses_result, sleeps, strangers
+from tests.testing.third_party import reuses_result, sleeps, third_party
 
 # ---- collectives ---------------------------------------------------------------------------------
 
-mutant = strangers("collective")
+mutant = third_party("collective")
 
 
 @mutant
@@ -112,7 +112,7 @@ class SleepsInSums(StoreCollective):
 
 # ---- launchers -----------------------------------------------------------------------------------
 
-mutant = strangers("launcher")
+mutant = third_party("launcher")
 
 
 @mutant
@@ -211,7 +211,7 @@ class SleepsAtTheStart(ReversedLauncher):
 
 # ---- platforms -----------------------------------------------------------------------------------
 
-mutant = strangers("platform")
+mutant = third_party("platform")
 _pinned: dict[Any, Any] = {}
 
 

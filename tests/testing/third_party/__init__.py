@@ -5,13 +5,13 @@ They are of five classes: state that leaks between requests or tenants, real siz
 promises that a plugin makes and a small test does not see, and slowness. A file holds a family of
 kinds, each with the reference of `tests.testing.mutants`:
 
-    mutant = strangers("eviction_policy")
+    mutant = third_party("eviction_policy")
 
     @mutant
     class LosesHits(LeastUsed):
         '''Returns NaN for nodes with more than 100 hits.'''
 
-The functions here make the bugs that many kinds share. `python -m tests.testing.test_strangers
+The functions here make the bugs that many kinds share. `python -m tests.testing.test_third_party
 [KIND]` runs the suites and writes the results to `results.json`.
 """
 
@@ -32,7 +32,7 @@ from tests.testing.mutants import Mutant, MutantList, load_mutants
 _LISTS: dict[str, MutantList] = {}
 
 
-def strangers(kind: str, reference: type | None = None, capabilities: Any = None) -> MutantList:
+def third_party(kind: str, reference: type | None = None, capabilities: Any = None) -> MutantList:
     """The list of a kind, to add classes to; the correct plugin is that of `tests.testing.mutants`
     unless another one is given."""
     usual = load_mutants(kind).reference
@@ -41,16 +41,16 @@ def strangers(kind: str, reference: type | None = None, capabilities: Any = None
     return found
 
 
-def load_strangers() -> dict[str, MutantList]:
+def load_third_party() -> dict[str, MutantList]:
     """The lists by kind."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return dict(_LISTS)
 
 
-def find_stranger(kind: str, name: str) -> Mutant:
+def find_third_party(kind: str, name: str) -> Mutant:
     """One mutant. Raises StopIteration for a name that the kind does not have."""
-    return next(mutant for mutant in load_strangers()[kind] if mutant.name == name)
+    return next(mutant for mutant in load_third_party()[kind] if mutant.name == name)
 
 
 def wrap(mutant: MutantList, name: str, sentence: str, method: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Strangers' eviction policies, prefix caches, scheduling policies and routing policies."""
+"""Third-party eviction policies, prefix caches, scheduling policies and routing policies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.testing.mutants.eviction_policy import LeastUsed
 from tests.testing.mutants.prefix_cache import PlainCache, Prefix
 from tests.testing.mutants.routing_policy import Sticky
 from tests.testing.mutants.scheduling_policy import ShortestFirst
-from tests.testing.strangers import keeps_calls, sleeps, strangers
+from tests.testing.third_party import keeps_calls, sleeps, third_party
 
 # ---- eviction policies ---------------------------------------------------------------------------
 
-mutant = strangers("eviction_policy")
+mutant = third_party("eviction_policy")
 
 
 @mutant
@@ -69,7 +69,7 @@ keeps_calls(mutant, "key")
 
 # ---- prefix caches -------------------------------------------------------------------------------
 
-mutant = strangers("prefix_cache")
+mutant = third_party("prefix_cache")
 
 
 @mutant
@@ -164,7 +164,7 @@ class ScansOnInsert(PlainCache):
 
 # ---- scheduling policies -------------------------------------------------------------------------
 
-mutant = strangers("scheduling_policy")
+mutant = third_party("scheduling_policy")
 
 
 @mutant
@@ -249,7 +249,7 @@ sleeps(mutant, "sort_waiting")
 
 # ---- routing policies ----------------------------------------------------------------------------
 
-mutant = strangers("routing_policy")
+mutant = third_party("routing_policy")
 
 
 @mutant

@@ -1,4 +1,4 @@
-"""Strangers' key stores, tracers, stat loggers, HTTP extensions and subcommands."""
+"""Third-party key stores, tracers, stat loggers, HTTP extensions and subcommands."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.testing.mutants.http_extension import AddHeader, Reference
 from tests.testing.mutants.key_store import Digests
 from tests.testing.mutants.stat_logger import PlainLogger
 from tests.testing.mutants.tracer import Lines
-from tests.testing.strangers import sleeps, strangers
+from tests.testing.third_party import sleeps, third_party
 
 # ---- key stores ----------------------------------------------------------------------------------
 
-mutant = strangers("key_store")
+mutant = third_party("key_store")
 
 
 class ChangesKeys(Digests):
@@ -94,7 +94,7 @@ sleeps(mutant, "find_holder")
 
 # ---- tracers -------------------------------------------------------------------------------------
 
-mutant = strangers("tracer")
+mutant = third_party("tracer")
 
 
 @mutant
@@ -164,7 +164,7 @@ sleeps(mutant, "start_span")
 
 # ---- stat loggers --------------------------------------------------------------------------------
 
-mutant = strangers("stat_logger")
+mutant = third_party("stat_logger")
 
 
 @mutant
@@ -247,7 +247,7 @@ sleeps(mutant, "record_request")
 
 # ---- HTTP extensions -----------------------------------------------------------------------------
 
-mutant = strangers("http_extension")
+mutant = third_party("http_extension")
 
 
 @mutant
@@ -348,7 +348,7 @@ sleeps(mutant, "on_request")
 
 # ---- subcommands ---------------------------------------------------------------------------------
 
-mutant = strangers("cli_command")
+mutant = third_party("cli_command")
 
 
 @mutant

@@ -1,4 +1,4 @@
-"""Strangers' weight sources, weight formats, adapter formats, KV cache tiers and modalities."""
+"""Third-party weight sources, weight formats, adapter formats, KV cache tiers and modalities."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.testing.mutants.modality import Tiles
 from tests.testing.mutants.weight_format import Grouped, Stored
 from tests.testing.mutants.weight_source import PlainSource
 from tests.testing.mutants.weight_source import Stored as StoredTensor
-from tests.testing.strangers import keeps_calls, sleeps, strangers
+from tests.testing.third_party import keeps_calls, sleeps, third_party
 
 # ---- weight sources ------------------------------------------------------------------------------
 
-mutant = strangers("weight_source")
+mutant = third_party("weight_source")
 
 
 class Changed(StoredTensor):
@@ -132,7 +132,7 @@ sleeps(mutant, "open_tensor")
 
 # ---- weight formats ------------------------------------------------------------------------------
 
-mutant = strangers("weight_format")
+mutant = third_party("weight_format")
 
 
 class EightGroups(Stored):
@@ -213,7 +213,7 @@ class KeepsDescriptions(Grouped):
 
 # ---- adapter formats -----------------------------------------------------------------------------
 
-mutant = strangers("adapter")
+mutant = third_party("adapter")
 
 
 @mutant
@@ -295,7 +295,7 @@ sleeps(mutant, "read_values", 0.02)
 
 # ---- KV cache tiers ------------------------------------------------------------------------------
 
-mutant = strangers("kv_tier")
+mutant = third_party("kv_tier")
 
 
 @mutant
@@ -355,7 +355,7 @@ sleeps(mutant, "match")
 
 # ---- modalities ----------------------------------------------------------------------------------
 
-mutant = strangers("modality")
+mutant = third_party("modality")
 
 
 @mutant

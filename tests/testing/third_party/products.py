@@ -1,4 +1,4 @@
-"""Strangers' GEMM kernels, MoE runners and MoE dispatchers."""
+"""Third-party GEMM kernels, MoE runners and MoE dispatchers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from frame.core.interfaces.weight_format import PackedWeight
 from tests.testing.mutants.gemm_kernel import Dequantized
 from tests.testing.mutants.moe_dispatcher import ByExpert, PlainDispatcher
 from tests.testing.mutants.moe_runner import PlainRunner
-from tests.testing.strangers import reuses_result, sleeps, strangers
+from tests.testing.third_party import reuses_result, sleeps, third_party
 
 # ---- GEMM kernels --------------------------------------------------------------------------------
 
-mutant = strangers("gemm_kernel")
+mutant = third_party("gemm_kernel")
 
 
 @mutant
@@ -128,7 +128,7 @@ sleeps(mutant, "multiply")
 
 # ---- MoE runners ---------------------------------------------------------------------------------
 
-mutant = strangers("moe_runner")
+mutant = third_party("moe_runner")
 Pairs = Iterator[tuple[int, torch.Tensor, torch.Tensor]]
 
 
@@ -210,7 +210,7 @@ sleeps(mutant, "run")
 
 # ---- MoE dispatchers -----------------------------------------------------------------------------
 
-mutant = strangers("moe_dispatcher")
+mutant = third_party("moe_dispatcher")
 
 
 @mutant

@@ -1,4 +1,4 @@
-"""Strangers' logits processors, grammar backends, poolers and drafters."""
+"""Third-party logits processors, grammar backends, poolers and drafters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.testing.mutants.drafter import PlainDrafter
 from tests.testing.mutants.grammar_backend import Compiled, Constraint, Wrapped
 from tests.testing.mutants.logits_processor import CountPenalty
 from tests.testing.mutants.pooler import Weighted
-from tests.testing.strangers import reads_stale_results, reuses_result, sleeps, strangers
+from tests.testing.third_party import reads_stale_results, reuses_result, sleeps, third_party
 
 # ---- logits processors ---------------------------------------------------------------------------
 
-mutant = strangers("logits_processor")
+mutant = third_party("logits_processor")
 
 
 @mutant
@@ -97,7 +97,7 @@ sleeps(mutant, "apply")
 
 # ---- grammar backends ----------------------------------------------------------------------------
 
-mutant = strangers("grammar_backend")
+mutant = third_party("grammar_backend")
 
 
 @mutant
@@ -180,7 +180,7 @@ class KeepsConstraints(Wrapped):
 
 # ---- poolers -------------------------------------------------------------------------------------
 
-mutant = strangers("pooler")
+mutant = third_party("pooler")
 
 
 @mutant
@@ -227,7 +227,7 @@ sleeps(mutant, "pool")
 
 # ---- drafters ------------------------------------------------------------------------------------
 
-mutant = strangers("drafter")
+mutant = third_party("drafter")
 
 
 @mutant

@@ -1,4 +1,4 @@
-"""Strangers' models, attention backends and weight transfers."""
+"""Third-party models, attention backends and weight transfers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from frame.models.llama import LlamaForCausalLM
 from tests.testing.mutants.model import PlainLlama
 from tests.testing.mutants.weight_transfer import ChangesTensors, IpcTransfer
 from tests.testing.plain_attention import PlainAttention
-from tests.testing.strangers import reads_stale_results, reuses_result, sleeps, strangers
+from tests.testing.third_party import reads_stale_results, reuses_result, sleeps, third_party
 
 # ---- models --------------------------------------------------------------------------------------
 
-mutant = strangers("model")
+mutant = third_party("model")
 ON_RANKS = ModelCapabilities(("LlamaForCausalLM",))
 
 
@@ -87,7 +87,7 @@ reuses_result(mutant, "compute_logits")
 
 # ---- attention backends --------------------------------------------------------------------------
 
-mutant = strangers("attention_backend")
+mutant = third_party("attention_backend")
 
 
 @mutant
@@ -114,7 +114,7 @@ sleeps(mutant, "run")
 
 # ---- weight transfers ----------------------------------------------------------------------------
 
-mutant = strangers("weight_transfer")
+mutant = third_party("weight_transfer")
 
 
 def cut(pairs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

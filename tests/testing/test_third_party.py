@@ -1,8 +1,8 @@
 """The suites fail plugins that were written without knowledge of them; the recorded results, which
 the documents show, are current.
 
-`python -m tests.testing.test_strangers [KIND ...]` records the results again. `make soak` runs all
-of them; the others run bugs of other projects that users have met.
+`python -m tests.testing.test_third_party [KIND ...]` records the results again. `make soak` runs
+all of them; the others run bugs of other projects that users have met.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 
 from frame.testing.conformance import run_suite
 from tests.testing.mutants import Mutant, kill_table
-from tests.testing.strangers import find_stranger, load_strangers
+from tests.testing.third_party import find_third_party, load_third_party
 
-RESULTS = Path(__file__).with_name("strangers") / "results.json"
+RESULTS = Path(__file__).with_name("third_party") / "results.json"
 KNOWN = (  # repeats of real bugs
     ("adapter", "CachesByConfiguration"), ("collective", "SumsFourMillion"), ("eviction_policy", "LosesHits"),
     ("gemm_kernel", "CachesResults"), ("logits_processor", "ClearsItsNeighbour"), ("model", "WrongOnTwoRanks"),
@@ -41,22 +41,22 @@ def require_killed(mutant: Mutant) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), KNOWN)
 def test_a_bug_of_another_project_is_found(kind: str, name: str) -> None:
-    require_killed(find_stranger(kind, name))
+    require_killed(find_third_party(kind, name))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", sorted(recorded()))
 def test_recorded_checks_fail(kind: str) -> None:
-    for mutant in load_strangers()[kind]:
+    for mutant in load_third_party()[kind]:
         if not mutant.survives:
             require_killed(mutant)
 
 
 def test_results_are_those_of_the_mutants() -> None:
-    lists, found = load_strangers(), recorded()
+    lists, found = load_third_party(), recorded()
     for kind, results in found.items():
         mutants = list(lists[kind])
-        assert list(results) == [mutant.name for mutant in mutants], f"run `python -m tests.testing.test_strangers {kind}`"
+        assert list(results) == [mutant.name for mutant in mutants], f"run `python -m tests.testing.test_third_party {kind}`"
         assert [result["sentence"] for result in results.values()] == [mutant.sentence for mutant in mutants]
         assert all(len(mutant.sentence) > 20 for mutant in mutants)
         left = [mutant.name for mutant in mutants if not results[mutant.name]["killed_by"]]
@@ -66,7 +66,7 @@ def test_results_are_those_of_the_mutants() -> None:
 
 
 if __name__ == "__main__":
-    lists = load_strangers()
+    lists = load_third_party()
     for name in sys.argv[1:] or sorted(lists):
         started = time.perf_counter()
         table = kill_table(lists[name])

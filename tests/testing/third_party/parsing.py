@@ -1,4 +1,4 @@
-"""Strangers' parsers of tool calls and of reasoning."""
+"""Third-party parsers of tool calls and of reasoning."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from frame.interfaces.parsing import CallRule, Format, Function, ReasoningDelta, ToolDelta
 from frame.plugins.reasoning_parsers.think_tags import ThinkTags
 from frame.plugins.tool_call_parsers.hermes import Hermes
-from tests.testing.strangers import sleeps, strangers
+from tests.testing.third_party import sleeps, third_party
 
-mutant = strangers("tool_call_parser")
+mutant = third_party("tool_call_parser")
 
 
 @mutant
@@ -117,7 +117,7 @@ class KeepsResponses(Hermes):
 
 sleeps(mutant, "feed")
 
-mutant = strangers("reasoning_parser")
+mutant = third_party("reasoning_parser")
 
 
 @mutant

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
-    from frame.core.interfaces.batch import SlotSetup
-    from frame.core.interfaces.sampling_params import SamplingParams
-
     Pair = tuple[torch.Tensor, torch.Tensor]
 
 DRAW_PARAMS = ("top_k", "top_p", "min_p", "seed")  # fields of SamplingParams that a sampler may honour
@@ -147,30 +144,3 @@ class RowSampler(TokenSampler):
         return DeviceOperations(
             draw_plain=draw_plain, mask_logits=base.mask_logits, compute_logprobs=base.compute_logprobs, draw_filtered=draw_filtered
         )
-
-
-class SupportsSlots(ABC):
-    """Optional, for a `RowSampler`: keeps something by request slot, such as a parameter of
-    `SamplingParams.custom` or a value that moves with each token.
-
-    An error that `add_slot` raises ends that request alone; one of `observe_tokens` ends the
-    requests of its step.
-    """
-
-    def validate_params(self, params: SamplingParams) -> None:
-        """Raise ValueError with one sentence that names the field for parameters that the sampler
-        cannot use; the request is refused with status 400. By default every parameter is taken."""
-
-    @abstractmethod
-    def add_slot(self, setup: SlotSetup) -> None:
-        """Set the slot up for a request that enters, or enters again with its output so far. What
-        an earlier request has left there is replaced."""
-
-    @abstractmethod
-    def remove_slot(self, slot: int) -> None: ...
-
-    @abstractmethod
-    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """The tokens that were output for these slots, both int64 [rows], after each step. Not
-        called for steps with drafts, so that a sampler whose draws depend on it has no capability
-        `drafts`."""
