@@ -86,10 +86,16 @@ UNTESTED: dict[str, str] = {
     "frame.entrypoints.http.response_types": "http/protocol/test_response_docs.py validates responses against its schemas",
     "frame.core.scheduling.step_features": "two protocols and what holds both; every scheduler under test is built of it",
     **dict.fromkeys(
-        (f"frame.entrypoints.http.realtime.{name}" for name in ("caller", "connection", "items", "responses", "transcription")),
+        (
+            f"frame.entrypoints.http.realtime.{name}"
+            for name in ("caller", "connection", "conversation", "items", "responses", "session", "transcription")
+        ),
         "tests/clients/test_openai_realtime.py and tests/security/test_realtime.py drive it over WebSockets",
     ),
     "frame.entrypoints.http.extensions": "tests/entrypoints/http/test_extensions.py serves requests through them",
+    "frame.entrypoints.offline.transcribing": "tests/entrypoints/test_word_times.py and tests/models transcribe by it",
+    "frame.testing.kv_tier.cost_checks": "tests/testing runs it in the suite of cache tiers, whose mutants it kills",
+    "frame.testing.sampling.processor_inputs": "tests/testing runs it in the suite of logits processors, whose mutants it kills",
     "frame.testing.sampling.sampler_bench": "tests/testing runs it in the suite of samplers, whose mutants it kills",
     "frame.testing.scheduling.eviction_policy": "tests/testing/test_conformance_policies.py runs it on the in-tree policies",
     "frame.testing.serving.http_extension": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",
