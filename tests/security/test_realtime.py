@@ -289,6 +289,23 @@ async def test_what_a_session_keeps_is_held() -> None:
         await made.settled()
 
 
+async def test_what_a_response_reads_is_bounded() -> None:
+    """Items count as often as an input refers to them: small events must not make a prompt that no
+    body could have."""
+    async with site({"server": {"max_body_bytes": 1 << 20}}) as made:
+        client = await made.open()
+        content = [{"type": "output_text", "text": "x" * 200_000}]
+        parts = {**QUESTION, "id": "parts", "content": QUESTION["content"] * 1000}
+        for item in ({"type": "message", "role": "assistant", "id": "long", "content": content}, parts):
+            client.send({"type": "conversation.item.create", "item": item})
+            assert [(await client.event())["type"] for _ in range(2)] == ["conversation.item.added", "conversation.item.done"]
+        for name, count, sentence in (("long", 6, "bytes of items"), ("parts", 9, "9000 parts of messages"), ("parts", 4097, "4097 items")):
+            references = [{"type": "item_reference", "id": name}] * count
+            client.send({"type": "response.create", "response": {"input": references}})
+            assert sentence in (await client.error())["message"]
+        client.writer.close()
+
+
 async def test_half_a_message_is_held() -> None:
     async with site() as made:
         clients = [await made.open() for _ in range(3)]
