@@ -361,6 +361,26 @@ async def test_a_key_may_run_as_many_responses_as_requests() -> None:
             client.writer.close()
 
 
+async def test_a_removed_key_runs_no_response(tmp_path: Path) -> None:
+    """Keys are read again while sessions are open."""
+    file = tmp_path / "keys"
+    file.write_text("a\nb\n")
+    async with site({"server": {"api_keys": str(file)}}) as made:
+        one, two = [await made.open(HEAD + b"Authorization: Bearer " + key + b"\r\n") for key in (b"a", b"b")]
+        keys = made.server.services.keys
+        assert keys is not None
+        file.write_text("a\n")
+        await keys.use_store(keys.make_store())
+        for client in (one, two):
+            client.send({"type": "conversation.item.create", "item": QUESTION})
+            client.send({"type": "response.create", "response": {"max_output_tokens": 1}})
+        assert (await two.error())["code"] == "invalid_api_key"
+        while (await one.event())["type"] != "response.done":
+            pass
+        for client in (one, two):
+            client.writer.close()
+
+
 HANDSHAKES: list[tuple[bytes, bytes, int, str]] = [
     (HEAD.replace(b"version: 13", b"version: 8").replace(b"Version: 13", b"Version: 8"), b"", 400, "must be 13"),
     (HEAD.replace(b"dGhlIHNhbXBsZSBub25jZQ==", b"x"), b"", 400, "sec-websocket-key"),

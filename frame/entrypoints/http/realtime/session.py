@@ -224,7 +224,7 @@ class RealtimeSession:
     async def _run_response(self, response: TextResponse, chat: Any, event_id: str | None) -> None:
         """Run a response, whose failure to start is an `error` event."""
         try:
-            caller = SessionCaller(self._context, self._services)
+            caller = await SessionCaller.open(self._context, self._services)
             try:
                 done = await response.run(caller, self._services, chat, self.send, truncates=self._fields.truncation != "disabled")
             finally:

@@ -148,7 +148,7 @@ class AudioBuffer:
         services, tenant = self._services, self._context.tenant
         speech, asked_for = need_speech(services), job.settings.transcription
         form = SpeechFields(model=asked_for.model or "", language=asked_for.language, prompt=asked_for.prompt or "")
-        caller = SessionCaller(self._context, services)
+        caller = await SessionCaller.open(self._context, services)
         try:
             with closing(services.features.open_lease(tenant)) as lease:
                 language = speech.choose_language(form.language.lower() if form.language else None, "transcribe")
