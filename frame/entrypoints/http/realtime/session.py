@@ -239,7 +239,8 @@ class RealtimeSession:
             log.exception("a realtime response failed: %s", explain(error))
             await self._tell(ApiError(500, "the server failed on this response; its log says why"), event_id)
         finally:
-            self._response = None
+            if self._response is response:  # else the next one has begun while the last event was not taken
+                self._response = None
 
     async def _tell(self, error: ApiError, event_id: str | None) -> None:
         try:
