@@ -381,6 +381,35 @@ async def test_a_removed_key_runs_no_response(tmp_path: Path) -> None:
             client.writer.close()
 
 
+async def test_the_last_event_of_a_response_leaves_the_next_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next response begins while the client does not take the end of the one before."""
+    taken, send = asyncio.Event(), connection.WebSocketConnection.send
+
+    async def send_late(self: connection.WebSocketConnection, data: bytes) -> None:
+        await send(self, data)
+        if b'"type":"response.done"' in data:
+            await taken.wait()
+
+    async with site({"cache": {"max_total_tokens": 4096}}) as made:
+        monkeypatch.setattr(connection.WebSocketConnection, "send", send_late)
+        client = await made.open()
+        client.send(
+            {"type": "conversation.item.create", "item": QUESTION}, {"type": "response.create", "response": {"max_output_tokens": 1}}
+        )
+        while (await client.event())["type"] != "response.done":
+            pass
+        client.send({"type": "response.create", "response": {"seed": 1}})
+        while (await client.event())["type"] != "response.created":
+            pass
+        taken.set()
+        await asyncio.sleep(0.01)
+        client.send({"type": "response.cancel"})
+        while (event := await client.event())["type"] not in ("response.done", "error"):
+            pass
+        assert event["type"] == "response.done" and event["response"]["status"] == "cancelled", event
+        client.writer.close()
+
+
 HANDSHAKES: list[tuple[bytes, bytes, int, str]] = [
     (HEAD.replace(b"version: 13", b"version: 8").replace(b"Version: 13", b"Version: 8"), b"", 400, "must be 13"),
     (HEAD.replace(b"dGhlIHNhbXBsZSBub25jZQ==", b"x"), b"", 400, "sec-websocket-key"),
@@ -452,6 +481,10 @@ async def test_audio_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         client.send(append, append)
         assert (await client.error())["code"] == "buffer_full"
         assert made.server.app.bodies.held >= 60_000
-        client.send({"type": "input_audio_buffer.append", "audio": "AAA="}, {"type": "input_audio_buffer.commit"})
+        client.send(*[{"type": "input_audio_buffer.append", "audio": "AAA="}] * 200, {"type": "unknown"})
+        await client.error()
+        (session,) = made.server.services.realtime._sessions  # type: ignore[union-attr]
+        assert len(session._buffer._pieces) == 2  # type: ignore[attr-defined]  # an object of its own for each would take more than its bytes
+        client.send({"type": "input_audio_buffer.commit"})
         assert (await client.event())["type"] == "input_audio_buffer.committed"
         client.writer.close()

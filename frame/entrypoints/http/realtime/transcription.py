@@ -25,7 +25,7 @@ from frame.entrypoints.http.openai.transcriptions import OrderedTexts, SpeechFie
 from frame.entrypoints.http.realtime.caller import SessionCaller
 from frame.entrypoints.http.realtime.responses import Send, describe_error, new_id
 from frame.entrypoints.http.realtime.schema import AudioSettings
-from frame.entrypoints.http.request_context import INLINE_BYTES, RequestContext
+from frame.entrypoints.http.request_context import INLINE_BYTES, MIN_PIECE, RequestContext
 from frame.entrypoints.http.request_starter import limit_unread_tokens
 from frame.entrypoints.http.services import Services
 
@@ -84,7 +84,10 @@ class AudioBuffer:
             sentence = f"the buffer would have {self._size + len(data)} bytes, and may have {MAX_BUFFER}; commit it before"
             raise ApiError(400, sentence, "audio", "buffer_full")
         self._context.hold(len(data))
-        self._pieces.append(data)
+        if self._pieces and len(self._pieces[-1]) < MIN_PIECE:
+            self._pieces[-1] += data
+        else:
+            self._pieces.append(data)
         self._size += len(data)
 
     def clear(self) -> None:
