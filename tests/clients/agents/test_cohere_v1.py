@@ -82,6 +82,8 @@ def test_tools(server: RunningServer) -> None:
     done = post(server, {"message": "", "chat_history": history, "tools": [TOOL], "tool_results": [RESULT]}).json()
     assert done["text"] == "done", done
     assert [each["role"] for each in done["chat_history"]] == ["USER", "CHATBOT", "TOOL", "CHATBOT"]
+    both = post(server, {"message": say("more"), "chat_history": history, "tools": [TOOL], "tool_results": [RESULT]}).json()
+    assert [each["role"] for each in both["chat_history"]] == ["USER", "CHATBOT", "TOOL", "USER", "CHATBOT"]
     single = post(server, {"message": "look", "tools": [TOOL], "tool_results": [RESULT], "force_single_step": True}).json()
     assert single["text"] == "done"
     again = post(server, {"message": say("more"), "chat_history": done["chat_history"], "tools": [TOOL]}).json()
