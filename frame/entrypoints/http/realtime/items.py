@@ -74,15 +74,16 @@ def _check_content(item: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     return content
 
 
-def check_amount(items: Sequence[Item], size: int, maximum: int) -> None:
+def check_amount(items: Sequence[Item], size: int, max_bytes: int) -> None:
     """Raise ApiError 400 for more than the body of a chat could have: an input may refer to an item
     many times. size: bytes of the items."""
     num_parts = sum(len(item.get("content", ())) for item in items)
-    for count, most, what in (
-        (len(items), MAX_MESSAGES, "items"), (num_parts, MAX_PARTS, "parts of messages"), (size, maximum, "bytes of items"),
+    for count, maximum, what in (
+        (len(items), MAX_MESSAGES, "items"), (num_parts, MAX_PARTS, "parts of messages"), (size, max_bytes, "bytes of items"),
     ):  # fmt: skip
-        if count > most:
-            raise ApiError(400, f"the response would read {count} {what}, and may read {most}; send fewer, or delete some", "conversation")
+        if count > maximum:
+            sentence = f"the response would read {count} {what}, and may read {maximum}; send fewer, or delete some"
+            raise ApiError(400, sentence, "conversation")
 
 
 def to_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
