@@ -248,6 +248,11 @@ class Speech:
         return segments
 
 
+def name_text_language(language: str | None, task: str) -> str | None:
+    """The language of the text of audio in `language`: translations are English."""
+    return "en" if task == "translate" else language
+
+
 def join_segments(segments: Sequence[Segment], language: str | None, duration: float, words: Iterable[Word] = ()) -> Transcription:
     """The transcription of all windows' segments."""
     return Transcription("".join(segment.text for segment in segments).strip(), language, duration, list(segments), list(words))

@@ -16,9 +16,12 @@ from transformers.models.whisper import generation_whisper, tokenization_whisper
 
 from frame import Engine
 from frame.config.schema import FrameConfig
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.audio import extract_features
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.entrypoints.offline.collector import Output
+from frame.entrypoints.offline.transcribing import SpeechOptions, transcribe_audio
 from frame.entrypoints.speech import Alignment, Speech
 from frame.entrypoints.word_times import find_token_ends, split_words
 from frame.media.feature_store import FeatureStore
@@ -144,6 +147,27 @@ def test_the_offline_engine_times_words(folder: Path) -> None:
     starts = [word.start for word in found.words]
     assert starts == sorted(starts)
     assert starts[-1] > 1.0
+
+
+@pytest.mark.parametrize(("task", "language"), [("transcribe", "zh"), ("translate", "en")])
+def test_words_are_those_of_the_language_of_the_text(task: str, language: str) -> None:
+    """A translation from Chinese has spaces between its words."""
+    asked: list[str | None] = []
+    window: Any = SimpleNamespace(item=None, start=0.0, seconds=1.0)
+    speech: Any = SimpleNamespace(
+        choose_language=lambda *_: "zh",
+        check_alignment=lambda _: None,
+        detects_language=True,
+        read_windows=lambda *_: [window],
+        plan_window=lambda *_, **__: ([1], SamplingParams()),
+        plan_alignment=lambda *_: window,
+        plan_alignment_step=lambda: ([1], SamplingParams()),
+        read_words=lambda _alignment, _matrix, text_language: asked.append(text_language) or [],
+        read_segments=lambda *_: [],
+    )
+    options = SpeechOptions(None, task, "", 0.0, None, word_timestamps=True)
+    transcribe_audio(speech, FeatureStore(), lambda *_: [Output()], np.zeros(16_000, np.float32), options)
+    assert asked == [language]
 
 
 @pytest.mark.parametrize("heads", [None, [], [[1, 9]], "all", [[1]]])

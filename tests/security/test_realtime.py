@@ -289,6 +289,23 @@ async def test_what_a_session_keeps_is_held() -> None:
         await made.settled()
 
 
+async def test_what_a_response_reads_is_bounded() -> None:
+    """Items count as often as an input refers to them: small events must not make a prompt that no
+    body could have."""
+    async with site({"server": {"max_body_bytes": 1 << 20}}) as made:
+        client = await made.open()
+        content = [{"type": "output_text", "text": "x" * 200_000}]
+        parts = {**QUESTION, "id": "parts", "content": QUESTION["content"] * 1000}
+        for item in ({"type": "message", "role": "assistant", "id": "long", "content": content}, parts):
+            client.send({"type": "conversation.item.create", "item": item})
+            assert [(await client.event())["type"] for _ in range(2)] == ["conversation.item.added", "conversation.item.done"]
+        for name, count, sentence in (("long", 6, "bytes of items"), ("parts", 9, "9000 parts of messages"), ("parts", 4097, "4097 items")):
+            references = [{"type": "item_reference", "id": name}] * count
+            client.send({"type": "response.create", "response": {"input": references}})
+            assert sentence in (await client.error())["message"]
+        client.writer.close()
+
+
 async def test_half_a_message_is_held() -> None:
     async with site() as made:
         clients = [await made.open() for _ in range(3)]
@@ -342,6 +359,55 @@ async def test_a_key_may_run_as_many_responses_as_requests() -> None:
         assert (await two.error())["code"] == "too_many_requests_of_key"
         for client in (one, two):
             client.writer.close()
+
+
+async def test_a_removed_key_runs_no_response(tmp_path: Path) -> None:
+    """Keys are read again while sessions are open."""
+    file = tmp_path / "keys"
+    file.write_text("a\nb\n")
+    async with site({"server": {"api_keys": str(file)}}) as made:
+        one, two = [await made.open(HEAD + b"Authorization: Bearer " + key + b"\r\n") for key in (b"a", b"b")]
+        keys = made.server.services.keys
+        assert keys is not None
+        file.write_text("a\n")
+        await keys.use_store(keys.make_store())
+        for client in (one, two):
+            client.send({"type": "conversation.item.create", "item": QUESTION})
+            client.send({"type": "response.create", "response": {"max_output_tokens": 1}})
+        assert (await two.error())["code"] == "invalid_api_key"
+        while (await one.event())["type"] != "response.done":
+            pass
+        for client in (one, two):
+            client.writer.close()
+
+
+async def test_the_last_event_of_a_response_leaves_the_next_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next response begins while the client does not take the end of the one before."""
+    taken, send = asyncio.Event(), connection.WebSocketConnection.send
+
+    async def send_late(self: connection.WebSocketConnection, data: bytes) -> None:
+        await send(self, data)
+        if b'"type":"response.done"' in data:
+            await taken.wait()
+
+    async with site({"cache": {"max_total_tokens": 4096}}) as made:
+        monkeypatch.setattr(connection.WebSocketConnection, "send", send_late)
+        client = await made.open()
+        client.send(
+            {"type": "conversation.item.create", "item": QUESTION}, {"type": "response.create", "response": {"max_output_tokens": 1}}
+        )
+        while (await client.event())["type"] != "response.done":
+            pass
+        client.send({"type": "response.create", "response": {"seed": 1}})
+        while (await client.event())["type"] != "response.created":
+            pass
+        taken.set()
+        await asyncio.sleep(0.01)
+        client.send({"type": "response.cancel"})
+        while (event := await client.event())["type"] not in ("response.done", "error"):
+            pass
+        assert event["type"] == "response.done" and event["response"]["status"] == "cancelled", event
+        client.writer.close()
 
 
 HANDSHAKES: list[tuple[bytes, bytes, int, str]] = [
@@ -415,6 +481,10 @@ async def test_audio_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         client.send(append, append)
         assert (await client.error())["code"] == "buffer_full"
         assert made.server.app.bodies.held >= 60_000
-        client.send({"type": "input_audio_buffer.append", "audio": "AAA="}, {"type": "input_audio_buffer.commit"})
+        client.send(*[{"type": "input_audio_buffer.append", "audio": "AAA="}] * 200, {"type": "unknown"})
+        await client.error()
+        (session,) = made.server.services.realtime._sessions  # type: ignore[union-attr]
+        assert len(session._buffer._pieces) == 2  # type: ignore[attr-defined]  # an object of its own for each would take more than its bytes
+        client.send({"type": "input_audio_buffer.commit"})
         assert (await client.event())["type"] == "input_audio_buffer.committed"
         client.writer.close()

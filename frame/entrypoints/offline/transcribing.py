@@ -16,7 +16,7 @@ from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.audio import open_audio
 from frame.entrypoints.offline.collector import Output
-from frame.entrypoints.speech import Speech, Transcription, join_segments
+from frame.entrypoints.speech import Speech, Transcription, join_segments, name_text_language
 
 if TYPE_CHECKING:
     from frame.entrypoints.word_times import Word
@@ -58,7 +58,7 @@ def transcribe_audio(
         for window, output in zip(windows, outputs, strict=True) if options.word_timestamps else ():
             if (alignment := speech.plan_alignment(window, plan[0], output.token_ids, lease)) is not None:
                 (aligned,) = run([speech.plan_alignment_step()], [alignment.item])
-                words += speech.read_words(alignment, aligned.vector or b"", language)
+                words += speech.read_words(alignment, aligned.vector or b"", name_text_language(language, options.task))
     segments = []
     for window, output in zip(windows, outputs, strict=True):
         logprobs = output.logprobs.logprobs if output.logprobs is not None else ()

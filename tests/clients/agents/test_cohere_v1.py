@@ -12,6 +12,7 @@ import httpx
 import litellm
 import pytest
 
+from frame.entrypoints.http.dialects.cohere_chat_v1 import CohereV1Request
 from tests.clients.agents.conftest import serve
 from tests.clients.agents.test_dialects import CALL, MODEL, REPLIES
 from tests.entrypoints.serving import RunningServer
@@ -81,6 +82,8 @@ def test_tools(server: RunningServer) -> None:
     done = post(server, {"message": "", "chat_history": history, "tools": [TOOL], "tool_results": [RESULT]}).json()
     assert done["text"] == "done", done
     assert [each["role"] for each in done["chat_history"]] == ["USER", "CHATBOT", "TOOL", "CHATBOT"]
+    both = post(server, {"message": say("more"), "chat_history": history, "tools": [TOOL], "tool_results": [RESULT]}).json()
+    assert [each["role"] for each in both["chat_history"]] == ["USER", "CHATBOT", "TOOL", "USER", "CHATBOT"]
     single = post(server, {"message": "look", "tools": [TOOL], "tool_results": [RESULT], "force_single_step": True}).json()
     assert single["text"] == "done"
     again = post(server, {"message": say("more"), "chat_history": done["chat_history"], "tools": [TOOL]}).json()
@@ -144,3 +147,25 @@ def test_a_long_history_is_cut_where_that_is_asked(server: RunningServer) -> Non
     refused = post(server, {"message": say("hi"), "chat_history": history})
     assert refused.status_code == 400 and "maximum context length" in refused.json()["message"]
     assert ask(server, "hi", chat_history=history, prompt_truncation="AUTO")["text"] == "hi"
+
+
+def test_results_of_many_calls_find_theirs_in_one_look() -> None:
+    """A body holds thousands of calls and results, and its messages are made on the event loop."""
+    looks = 0
+
+    class Counted(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().get(name, default)
+
+    count = 300
+    calls = [Counted(name="look", parameters={"at": [number % 200, {"x": 1}]}) for number in range(count)]
+    history = [{"role": "CHATBOT", "tool_calls": calls}]
+    results = [{"call": call, "outputs": [{"seen": index}]} for index, call in reversed(list(enumerate(calls)))]
+    messages = CohereV1Request(message="", chat_history=history, tool_results=results).list_messages()
+    answers = {each["tool_call_id"]: each["content"][0]["text"] for each in messages if each["role"] == "tool"}
+    assert len(answers) == count
+    assert {answers["call_1"], answers["call_201"]} == {'{"seen":0}', '{"seen":200}'}
+    assert answers["call_150"] == '{"seen":149}'
+    assert looks < 20 * count

@@ -4,7 +4,8 @@ the engine."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NotRequired
 
 import msgspec
@@ -128,7 +129,7 @@ class _Messages:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.calls: list[tuple[dict[str, Any], str]] = []  # those without a result: the call as it was sent, and its id
+        self.calls: dict[Hashable, deque[str]] = {}  # those without a result: ids of calls that are the same
         self._count = 0
 
     def add(self, role: str, text: str | None) -> None:
@@ -157,7 +158,7 @@ class _Messages:
             name = check_string(call.get("name"), f"{place}[{i}].name")
             arguments = msgspec.json.encode(check_object(call.get("parameters") or {}, f"{place}[{i}].parameters")).decode()
             self._count += 1
-            self.calls.append((call, f"call_{self._count}"))
+            self.calls.setdefault(_identify(call), deque()).append(f"call_{self._count}")
             sent.append({"id": f"call_{self._count}", "type": "function", "function": {"name": name, "arguments": arguments}})
         self.messages.append({"role": "assistant", "content": text, "tool_calls": sent})
 
@@ -168,19 +169,29 @@ class _Messages:
         if not self.calls:
             self._add_calls(calls, place)
         for i, (result, call) in enumerate(zip(results, calls, strict=True)):
-            answered = next((each for each in self.calls if _is_same(each[0], call)), None)
-            if answered is None:
+            ids = self.calls.get(same := _identify(call))
+            if ids is None:
                 raise ApiError(
                     400, f"{place}[{i}].call is not one of the calls before it; send the call as it was made", f"{place}[{i}].call"
                 )
-            self.calls.remove(answered)
+            name = ids.popleft()
+            if not ids:
+                del self.calls[same]
             outputs = _objects(result.get("outputs"), f"{place}[{i}].outputs")
             content = [{"type": "text", "text": msgspec.json.encode(each).decode()} for each in outputs]
-            self.messages.append({"role": "tool", "tool_call_id": answered[1], "content": content})
+            self.messages.append({"role": "tool", "tool_call_id": name, "content": content})
 
 
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return (one.get("name"), one.get("parameters") or {}) == (other.get("name"), other.get("parameters") or {})
+def _identify(call: Mapping[str, Any]) -> Hashable:
+    """What is equal for calls of a function with the same arguments."""
+    return _freeze(call.get("name")), _freeze(call.get("parameters") or {})
+
+
+def _freeze(value: Any) -> Hashable:
+    """A JSON value as one that can be hashed."""
+    if isinstance(value, dict):
+        return frozenset((name, _freeze(each)) for name, each in value.items())
+    return tuple(map(_freeze, value)) if isinstance(value, list) else value
 
 
 def _objects(value: Any, place: str) -> list[dict[str, Any]]:
@@ -303,10 +314,11 @@ class V1ChatReply(ChatReply):
         text = "".join(each.text for each in blocks if each.kind == "text")
         calls = [{"name": each.name, "parameters": _arguments(each)} for each in blocks if each.kind == "call"]
         history, turn = [*(self._sent.chat_history or ())], {"role": "CHATBOT", "message": text}
-        if self._sent.message:
-            history.append({"role": "USER", "message": self._sent.message})
+        sent = [{"role": "USER", "message": self._sent.message}] if self._sent.message else []
         if self._sent.tool_results:
-            history.append({"role": "TOOL", "tool_results": self._sent.tool_results})
+            results = {"role": "TOOL", "tool_results": self._sent.tool_results}
+            sent.insert(0 if history and history[-1].get("tool_calls") else 1, results)  # as the model has read them
+        history += sent
         usage = end["usage"]
         return {
             "response_id": uuid.uuid4().hex,

@@ -27,7 +27,7 @@ from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.request_starter import Caller, RequestPlan, check_sequence_count, start_request, stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
-from frame.entrypoints.speech import Alignment, Segment, Speech, Transcription, Window, format_subtitles, join_segments
+from frame.entrypoints.speech import Alignment, Segment, Speech, Transcription, Window, format_subtitles, join_segments, name_text_language
 from frame.entrypoints.word_times import Word
 from frame.media.feature_store import FeatureLease
 
@@ -168,7 +168,8 @@ async def _transcribe(context: RequestContext, services: Services, task: str, le
         logprobs = [each for piece in pieces for each in piece.logprobs]
         segments += speech.read_segments(ids, window.start, window.seconds, logprobs, has_stamps=form.has_stamps)
         texts.append([*prompt, *ids])
-    words = await _align(context, services, form, _Texts(windows, texts, len(prompt), language), lease) if form.has_words else []
+    aligned = _Texts(windows, texts, len(prompt), name_text_language(language, task))
+    words = await _align(context, services, form, aligned, lease) if form.has_words else []
     transcription = join_segments(segments, language, sum(window.seconds for window in windows), words)
     if form.response_format in ("json", "verbose_json"):
         return _write_object(transcription, task, form, state)

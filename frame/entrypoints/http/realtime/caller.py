@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState
+from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import too_many
+from frame.entrypoints.http.protocol.access import find_holder
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.services import Services
 
@@ -40,6 +42,16 @@ class SessionCaller:
         """Count bytes as held until `close`. Raises ApiError."""
         self._context.hold(size)
         self._held += size
+
+    @classmethod
+    async def open(cls, context: RequestContext, services: Services) -> SessionCaller:
+        """A caller whose key is still accepted: a session outlives the reload that removes its key.
+        Raises ApiError."""
+        if services.keys is not None and context.tenant:
+            holder = await find_holder(services.keys, context.scope["headers"])
+            if holder is None or holder.tenant != context.tenant:
+                raise ApiError(401, "the session's API key is not accepted any more; connect with another one", code="invalid_api_key")
+        return cls(context, services)
 
     def close(self) -> None:
         """End what still runs, and give back all that is held."""

@@ -31,6 +31,11 @@ class Conversation:
     def list_items(self) -> list[Item]:
         return list(self._items.values())
 
+    def measure(self, item: Item) -> int:
+        """The bytes of an item, 0 for one that is not of this conversation."""
+        name = item.get("id")
+        return self._sizes[name] if name is not None and self._items.get(name) is item else 0
+
     def add_item(self, item: Item, after: str | None = None) -> str | None:
         """Add an item behind another (None: the last; "root": none). -> the id of that one. Raises
         ApiError."""

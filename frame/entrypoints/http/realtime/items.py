@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
+from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.realtime.schema import (
     MAX_ID_CHARS,
     NO_SPEECH,
@@ -23,6 +24,7 @@ from frame.entrypoints.http.realtime.schema import (
 
 Item = dict[str, Any]
 
+MAX_PARTS = 2 * MAX_MESSAGES  # of the messages that a response reads
 ROLES = {"system": ("input_text",), "user": ("input_text", "input_image"), "assistant": ("output_text",)}  # role -> types of its parts
 
 
@@ -72,17 +74,31 @@ def _check_content(item: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     return content
 
 
+def check_amount(items: Sequence[Item], size: int, max_bytes: int) -> None:
+    """Raise ApiError 400 for more than the body of a chat could have: an input may refer to an item
+    many times. size: bytes of the items."""
+    num_parts = sum(len(item.get("content", ())) for item in items)
+    for count, maximum, what in (
+        (len(items), MAX_MESSAGES, "items"), (num_parts, MAX_PARTS, "parts of messages"), (size, max_bytes, "bytes of items"),
+    ):  # fmt: skip
+        if count > maximum:
+            sentence = f"the response would read {count} {what}, and may read {maximum}; send fewer, or delete some"
+            raise ApiError(400, sentence, "conversation")
+
+
 def to_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Checked items as chat messages; the assistant's consecutive ones are one."""
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
+    texts: list[str] = []  # of the turn
     for item in items:
         if item["type"] == "function_call" or item.get("role") == "assistant":
             if turn is None:
-                turn = {"role": "assistant", "content": ""}
+                texts = []
+                turn = {"role": "assistant", "content": texts}
                 messages.append(turn)
             if item["type"] == "message":
-                turn["content"] += "".join(part["text"] for part in item["content"])
+                texts += [part["text"] for part in item["content"]]
             else:
                 call = {"id": item["call_id"], "type": "function", "function": {name: item[name] for name in ("name", "arguments")}}
                 turn.setdefault("tool_calls", []).append(call)
@@ -92,7 +108,7 @@ def to_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
         else:
             messages.append({"role": item["role"], "content": _to_chat_content(item["content"])})
-    return messages
+    return [{**each, "content": "".join(each["content"])} if each["role"] == "assistant" else each for each in messages]
 
 
 def _to_chat_content(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from frame.entrypoints.http.realtime import schema
 from frame.entrypoints.http.realtime.caller import SessionCaller
 from frame.entrypoints.http.realtime.connection import WebSocketConnection
 from frame.entrypoints.http.realtime.conversation import Conversation
-from frame.entrypoints.http.realtime.items import Item, check_generation, check_item, merge, to_chat
+from frame.entrypoints.http.realtime.items import Item, check_amount, check_generation, check_item, merge, to_chat
 from frame.entrypoints.http.realtime.open_sessions import MAX_SECONDS
 from frame.entrypoints.http.realtime.responses import TextResponse, describe_error, new_id
 from frame.entrypoints.http.request_context import RequestContext
@@ -202,6 +202,7 @@ class RealtimeSession:
         fields = schema.read_object(schema.ResponseFields, event.response or {}, "response.")
         check_generation(fields, "response.")
         items = self._conversation.list_items() if fields.input is None else self._resolve(fields.input)
+        check_amount(items, sum(map(self._conversation.measure, items)), self._context.max_body)
         settings = merge(self._fields, fields)
         response = TextResponse(settings, fields.metadata, None if fields.conversation == "none" else self._conversation)
         chat = to_chat(settings, items, self._fields.model or "", response.id)
@@ -223,7 +224,7 @@ class RealtimeSession:
     async def _run_response(self, response: TextResponse, chat: Any, event_id: str | None) -> None:
         """Run a response, whose failure to start is an `error` event."""
         try:
-            caller = SessionCaller(self._context, self._services)
+            caller = await SessionCaller.open(self._context, self._services)
             try:
                 done = await response.run(caller, self._services, chat, self.send, truncates=self._fields.truncation != "disabled")
             finally:
@@ -238,7 +239,8 @@ class RealtimeSession:
             log.exception("a realtime response failed: %s", explain(error))
             await self._tell(ApiError(500, "the server failed on this response; its log says why"), event_id)
         finally:
-            self._response = None
+            if self._response is response:  # else the next one has begun while the last event was not taken
+                self._response = None
 
     async def _tell(self, error: ApiError, event_id: str | None) -> None:
         try:

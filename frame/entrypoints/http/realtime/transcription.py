@@ -25,7 +25,7 @@ from frame.entrypoints.http.openai.transcriptions import OrderedTexts, SpeechFie
 from frame.entrypoints.http.realtime.caller import SessionCaller
 from frame.entrypoints.http.realtime.responses import Send, describe_error, new_id
 from frame.entrypoints.http.realtime.schema import AudioSettings
-from frame.entrypoints.http.request_context import INLINE_BYTES, RequestContext
+from frame.entrypoints.http.request_context import INLINE_BYTES, MIN_PIECE, RequestContext
 from frame.entrypoints.http.request_starter import limit_unread_tokens
 from frame.entrypoints.http.services import Services
 
@@ -84,7 +84,10 @@ class AudioBuffer:
             sentence = f"the buffer would have {self._size + len(data)} bytes, and may have {MAX_BUFFER}; commit it before"
             raise ApiError(400, sentence, "audio", "buffer_full")
         self._context.hold(len(data))
-        self._pieces.append(data)
+        if self._pieces and len(self._pieces[-1]) < MIN_PIECE:
+            self._pieces[-1] += data
+        else:
+            self._pieces.append(data)
         self._size += len(data)
 
     def clear(self) -> None:
@@ -148,7 +151,7 @@ class AudioBuffer:
         services, tenant = self._services, self._context.tenant
         speech, asked_for = need_speech(services), job.settings.transcription
         form = SpeechFields(model=asked_for.model or "", language=asked_for.language, prompt=asked_for.prompt or "")
-        caller = SessionCaller(self._context, services)
+        caller = await SessionCaller.open(self._context, services)
         try:
             with closing(services.features.open_lease(tenant)) as lease:
                 language = speech.choose_language(form.language.lower() if form.language else None, "transcribe")
