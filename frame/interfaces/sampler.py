@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from frame.core.interfaces.device_operations import DeviceOperations
+from frame.core.interfaces.device_operations import DeviceOperations, SupportsSlots
 from frame.core.interfaces.plugin import Reason, list_batch_obstacles
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     Pair = tuple[torch.Tensor, torch.Tensor]
+
+__all__ = [
+    "DRAW_PARAMS", "RowSampler", "SamplerCapabilities", "SamplerContext", "SamplerRequirements", "SupportsSlots", "TokenSampler",
+]  # fmt: skip
 
 DRAW_PARAMS = ("top_k", "top_p", "min_p", "seed")  # fields of SamplingParams that a sampler may honour
 

@@ -1,4 +1,5 @@
-"""`DeviceOperations`: the tensor code of a device that draws tokens and moves rows of the KV cache.
+"""`DeviceOperations`: the tensor code of a device that draws tokens and moves rows of the KV cache;
+and what the core calls of samplers that keep something by request slot.
 
 Chosen once, where a runner is built: `TORCH` of `core.sampling.sampler`, or the Triton kernels of
 `frame.kernels.sampling`. Used by the sampler, the CUDA graphs and the device drafters. Must not
@@ -7,12 +8,16 @@ know a request or the plan of a step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+    from frame.core.interfaces.batch import SlotSetup
+    from frame.core.interfaces.sampling_params import SamplingParams
 
     Pair = tuple[torch.Tensor, torch.Tensor]
     # (addresses int64 [tensors], bytes of a row, sources, targets, first, counts); see
@@ -26,6 +31,33 @@ class DrawsBySlot(Protocol):
     def draw_with_maxima(self, logits: torch.Tensor, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> Pair:
         """The drawn tokens, and the greatest logits, which show rows that are not finite."""
         ...
+
+
+class SupportsSlots(ABC):
+    """Optional, for a `RowSampler`: keeps something by request slot, such as a parameter of
+    `SamplingParams.custom` or a value that moves with each token.
+
+    An error that `add_slot` raises ends that request alone; one of `observe_tokens` ends the
+    requests of its step.
+    """
+
+    def validate_params(self, params: SamplingParams) -> None:
+        """Raise ValueError with one sentence that names the field for parameters that the sampler
+        cannot use; the request is refused with status 400. By default every parameter is taken."""
+
+    @abstractmethod
+    def add_slot(self, setup: SlotSetup) -> None:
+        """Set the slot up for a request that enters, or enters again with its output so far. What
+        an earlier request has left there is replaced."""
+
+    @abstractmethod
+    def remove_slot(self, slot: int) -> None: ...
+
+    @abstractmethod
+    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """The tokens that were output for these slots, both int64 [rows], after each step. Not
+        called for steps with drafts, so that a sampler whose draws depend on it has no capability
+        `drafts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,30 +231,3 @@ class GrammarBackend(ABC):
 
     def load(self, kind: str, source: str, data: bytes) -> CompiledGrammar:
         return self.compile(kind, source)
-
-
-class SupportsSlots(ABC):
-    """Optional, for a `RowSampler`: keeps something by request slot, such as a parameter of
-    `SamplingParams.custom` or a value that moves with each token.
-
-    An error that `add_slot` raises ends that request alone; one of `observe_tokens` ends the
-    requests of its step.
-    """
-
-    def validate_params(self, params: SamplingParams) -> None:
-        """Raise ValueError with one sentence that names the field for parameters that the sampler
-        cannot use; the request is refused with status 400. By default every parameter is taken."""
-
-    @abstractmethod
-    def add_slot(self, setup: SlotSetup) -> None:
-        """Set the slot up for a request that enters, or enters again with its output so far. What
-        an earlier request has left there is replaced."""
-
-    @abstractmethod
-    def remove_slot(self, slot: int) -> None: ...
-
-    @abstractmethod
-    def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """The tokens that were output for these slots, both int64 [rows], after each step. Not
-        called for steps with drafts, so that a sampler whose draws depend on it has no capability
-        `drafts`."""

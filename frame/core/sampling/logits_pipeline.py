@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from frame.core.interfaces.batch import ScheduledBatch, SlotSetup
-    from frame.core.interfaces.sampling import SupportsSlots
+    from frame.core.interfaces.device_operations import SupportsSlots
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.sampling.batch_layout import BatchLayout
 

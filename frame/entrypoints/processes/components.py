@@ -28,7 +28,7 @@ from frame.core.interfaces.cache_groups import RESERVED_PAGES, Capacity
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.gemm_kernel import GemmChoice
 from frame.core.interfaces.model import ModelContext
-from frame.core.interfaces.sampling import ProcessorContext, SupportsSlots
+from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
@@ -42,7 +42,7 @@ from frame.forward.hybrid_attention import GroupAttention, HybridAttention
 from frame.forward.recorded_forward import record_decodes
 from frame.forward.torch_compile import Forward, keep_out
 from frame.host.progress import track
-from frame.interfaces.sampler import RowSampler, SamplerContext
+from frame.interfaces.sampler import RowSampler, SamplerContext, SupportsSlots
 from frame.kernels.compile_ahead import compile_ahead
 from frame.loading.capacity import activation_bytes, measure, plan_pages, plan_pools
 from frame.loading.loader import Checkpoint, load_model

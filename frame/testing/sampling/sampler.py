@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.device_operations import DeviceOperations
-from frame.core.interfaces.sampling import SupportsSlots
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.sampler import TORCH
-from frame.interfaces.sampler import RowSampler
+from frame.interfaces.sampler import RowSampler, SupportsSlots
 from frame.plugins.devices import capture_graph, open_platform
 from frame.testing.conformance import Check, Subject, collect, count_elements, unchanged_process
 from frame.testing.sampling.processor_inputs import BAD_VALUES

@@ -13,12 +13,11 @@ import torch
 
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.device_operations import DeviceOperations
-from frame.core.interfaces.sampling import SupportsSlots
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampled, Sampler
 from frame.core.sampling.sampling_metadata import SamplingTable
-from frame.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext, TokenSampler
+from frame.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext, SupportsSlots, TokenSampler
 from frame.testing.conformance import Subject
 
 VOCAB = 97

@@ -14,13 +14,13 @@ from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache_groups import Capacity
 from frame.core.interfaces.collective import LocalGroup
-from frame.core.interfaces.sampling import ProcessorContext, SupportsSlots
+from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
-from frame.interfaces.sampler import RowSampler, SamplerContext
+from frame.interfaces.sampler import RowSampler, SamplerContext, SupportsSlots
 from frame.testing.gemm_kernels import load_own_plugins
 from tests.core.execution.test_decode_graphs import CPU, PAGES, PROMPTS, ROWS, VOCAB, make_loop
 from tests.core.fake_model import FakeAttention, FakeModel, fake_model_config

@@ -11,9 +11,8 @@ import torch
 
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.device_operations import DeviceOperations
-from frame.core.interfaces.sampling import SupportsSlots
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext
+from frame.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext, SupportsSlots
 from tests.testing.mutants import MutantList
 
 Params = Mapping[str, torch.Tensor]

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from frame.core.interfaces.sampling import SupportsSlots
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext
+from frame.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext, SupportsSlots
 from frame.registration import KindRegistry, hookimpl
 
 if TYPE_CHECKING:
