@@ -41,8 +41,8 @@ def test_no_interface_has_more_than_eight_methods() -> None:
 
 
 def test_no_optional_interface_is_part_of_its_kinds_own() -> None:
-    """The registry refuses a class that has the methods of an optional interface on its page and does
-    not derive from it, which must not be every class of the kind."""
+    """The registry refuses a class that has the methods of an optional interface on its page and
+    does not derive from it, which must not be every class of the kind."""
     for kind in KINDS.values():
         module, _, name = kind.interface_path.partition(":")
         page = importlib.import_module(module)
