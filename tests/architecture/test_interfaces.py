@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import frame.interfaces
 from frame.core import interfaces
+from frame.interfaces.kinds import KINDS
 
 MAX_METHODS = 8
 PACKAGES = (interfaces, frame.interfaces)
@@ -37,3 +38,15 @@ def test_no_interface_has_more_than_eight_methods() -> None:
     assert len(methods) > 40
     large = [f"{name} has {len(found)}: {', '.join(sorted(found))}" for name, found in methods.items() if len(found) > MAX_METHODS]
     assert not large, "\n".join(large)
+
+
+def test_no_optional_interface_is_part_of_its_kinds_own() -> None:
+    """The registry refuses a class that has the methods of an optional interface on its page and
+    does not derive from it, which must not be every class of the kind."""
+    for kind in KINDS.values():
+        module, _, name = kind.interface_path.partition(":")
+        page = importlib.import_module(module)
+        for optional, value in inspect.getmembers(page, inspect.isabstract):
+            if optional.startswith("Supports"):
+                missing = value.__abstractmethods__ - list_methods(getattr(page, name))
+                assert missing, f"every {kind.name} has the methods of {optional}"

@@ -6,6 +6,7 @@ import pytest
 
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Setting, find, run_suite
+from frame.testing.weight_transfer import suite
 
 REGISTRY = load_registry(installed=False)
 SKIPPED = {
@@ -25,3 +26,15 @@ def test_our_transfers(name: str) -> None:
     outcomes = run_suite(find(REGISTRY, f"weight_transfer:{name}", Setting()))
     assert [outcome for outcome in outcomes if outcome.result == "failed"] == []
     assert {outcome.check for outcome in outcomes if outcome.result == "skipped"} == SKIPPED[name]
+
+
+def test_a_thread_that_ends_late_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one that ended since the counts before: another plugin's, for example."""
+    counts = iter([(9, 0, 4), (9, 0, 3), (8, 0, 2)])
+    monkeypatch.setattr(suite, "_count_open", lambda: next(counts))
+    suite._require_no_more((9, 0, 3), "parts")
+    suite._require_no_more((9, 0, 3), "parts")
+    monkeypatch.setattr(suite, "_count_open", lambda: (9, 0, 4))
+    monkeypatch.setattr(suite, "SETTLE", 0.1)
+    with pytest.raises(AssertionError, match="parts leave files, mappings and threads open"):
+        suite._require_no_more((9, 0, 3), "parts")

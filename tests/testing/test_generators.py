@@ -79,6 +79,29 @@ def test_waiting_is_found_and_work_is_compared() -> None:
         require_near_reference(lambda: time.sleep(0.005), lambda: None, "a nap", times=5, extra=1e-3)
 
 
+def test_one_slow_round_is_no_fault() -> None:
+    """As on a machine that is busy for a while: every call of the first round is slow."""
+
+    def make_busy(calls: int) -> Callable[[], None]:
+        naps = iter([0.004] * calls)
+        return lambda: time.sleep(next(naps, 0.0))
+
+    require_fast(make_busy(15), 2e-3, "a call")
+    require_near_reference(make_busy(15), lambda: None, "a call", times=5, extra=1e-3)
+
+
+def test_one_slow_measurement_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter([9.0] * 3 + [1.0] * 3 + [2.0] * 3)  # of the large size, the small one, and the large one again
+    clock, now = [0.0], iter(range(10**9))
+
+    def read() -> float:
+        clock[0] += next(took) if next(now) % 2 else 0.0
+        return clock[0]
+
+    monkeypatch.setattr("frame.testing.generators.time.process_time", read)
+    require_growth(lambda size: lambda: None, 10, 20, "nothing", factor=4.0)
+
+
 def test_growth_with_the_square_is_found() -> None:
     def make(power: int) -> Callable[[int], Callable[[], object]]:
         return lambda size: lambda: sum(range(size**power * (1000 if power == 1 else 1)))

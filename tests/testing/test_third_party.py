@@ -8,7 +8,9 @@ all of them; the others run bugs of other projects that users have met.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,6 +26,11 @@ KNOWN = (  # repeats of real bugs
     ("gemm_kernel", "CachesResults"), ("logits_processor", "ClearsItsNeighbour"), ("model", "WrongOnTwoRanks"),
     ("moe_runner", "TakesEightChoices"), ("prefix_cache", "CutsNamespaces"), ("tool_call_parser", "ParsesTheCallAgain"),
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some of them leave files there
 
 
 def recorded() -> dict[str, dict[str, dict[str, str]]]:
@@ -67,6 +74,7 @@ def test_results_are_those_of_the_mutants() -> None:
 
 if __name__ == "__main__":
     lists = load_third_party()
+    os.chdir(tempfile.mkdtemp(prefix="frame-third-party-"))  # where some of them leave files
     for name in sys.argv[1:] or sorted(lists):
         started = time.perf_counter()
         table = kill_table(lists[name])

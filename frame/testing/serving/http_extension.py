@@ -255,8 +255,10 @@ async def check_event_loop(make: Callable[[], HttpExtension], target: type[HttpE
     extension, request = make(), example_requests(target)[0]
     for hook in (lambda: decide(extension, request), lambda: extension.on_response(request, HttpResponse(200, 0.1))):
         minimum = float("inf")
-        for _ in range(2):  # a busy machine may stop the process once
+        for _ in range(5):  # a busy machine may stop the process now and then
             minimum = min(minimum, await measure_pause(hook))
+            if minimum < MAX_BLOCKING:
+                break
         assert minimum < MAX_BLOCKING, f"a hook blocks the event loop for {minimum:.2f} s"
 
 

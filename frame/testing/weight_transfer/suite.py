@@ -28,6 +28,7 @@ from frame.testing.weight_transfer.trainers import FOLDER, FileTrainer, GroupTra
 
 TIMEOUT = 1.0  # seconds of the transfers under test
 MARGIN = 4.0  # seconds that a failure may come later
+SETTLE = 5.0  # seconds that what is closed may take to end
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int64)
 
 
@@ -387,8 +388,7 @@ def check_parts_leave_nothing_open(make: Make) -> None:
     before = _count_open()
     for _ in range(10):
         rig.receive(tensors)
-    after = _count_open()
-    assert after == before, f"10 parts leave files, mappings and threads open: {after}, before {before}"
+    _require_no_more(before, "10 parts")
 
 
 def check_abandoned_and_refused_parts_leave_nothing_open(make: Make) -> None:
@@ -401,8 +401,7 @@ def check_abandoned_and_refused_parts_leave_nothing_open(make: Make) -> None:
             next(received)
         with contextlib.suppress(TransferError):
             list(rig.transfer.receive(_mark(part, size=1 << 40)))
-    after = _count_open()
-    assert after == before, f"parts that were not received leave files, mappings and threads open: {after}, before {before}"
+    _require_no_more(before, "parts that were not received")
 
 
 def check_close_leaves_nothing_open(make: Make) -> None:
@@ -416,21 +415,20 @@ def check_close_leaves_nothing_open(make: Make) -> None:
             rig.transfer.open({"unknown_field": 1})
 
     use()
-    before = _wait_steady()
+    time.sleep(1.0)  # a backend's threads end later
+    files, *others = _count_open()
     for _ in range(5):
         use()
-    after = _wait_steady(before)
-    is_steady = after[0] <= before[0] + 5 and after[1:] == before[1:]
-    assert is_steady, f"closed transfers leave files, mappings and threads open: {after}, before {before}"
+    _require_no_more((files + 5, *others), "closed transfers")
 
 
-def _wait_steady(target: Sequence[int] | None = None) -> tuple[int, int, int]:
-    """The counts once they are those of `target`, or after a second: a backend's threads end
-    later."""
-    end = time.monotonic() + 1.0
-    while (counts := _count_open()) != target and time.monotonic() < end:
+def _require_no_more(before: Sequence[int], what: str) -> None:
+    """What ends late, such as a backend's threads on a busy machine, has some seconds to do so."""
+    after, end = _count_open(), time.monotonic() + SETTLE
+    while any(now > then for now, then in zip(after, before, strict=True)):
+        assert time.monotonic() < end, f"{what} leave files, mappings and threads open: {after}, before {tuple(before)}"
         time.sleep(0.02)
-    return counts
+        after = _count_open()
 
 
 def check_the_process_stays_as_it_is(make: Make) -> None:

@@ -39,7 +39,7 @@ _TILE_FLAGS = ("amx_tile", "amx_bf16", "amx_int8")
 LEVELS = {
     "avx512_bf16": (*_AVX512_FLAGS, "avx512_bf16"),
     "avx512": _AVX512_FLAGS,
-    "avx2": ("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"),
+    "avx2": ("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"),
 }
 NEEDS = {"amx": "AMX tiles of bfloat16", "avx512": "AVX-512 and its VNNI", "avx2": "AVX2 and FMA"}
 
@@ -56,17 +56,34 @@ def has_tiles() -> bool:
     return read_cpu_flags().issuperset((*LEVELS["avx512_bf16"], *_TILE_FLAGS))
 
 
+@cache
+def list_built() -> frozenset[str]:
+    """The levels that the installation compiled; all of them where it compiled none, of which
+    `load_library` tells."""
+    files = Path(__file__).parent.glob("_*.so")
+    return frozenset(file.name[1:].partition(".")[0] for file in files) & LEVELS.keys() or frozenset(LEVELS)
+
+
 def find_level(name: str) -> str | None:
     """The level of the library that runs the plugin `name` on this CPU; None: none of them."""
+    return next((level for level in _list_levels(name) if level in list_built()), None)
+
+
+def _list_levels(name: str) -> list[str]:
+    """The levels for the plugin `name` that this CPU has, the best first."""
     if name == "amx":
-        return "avx512_bf16" if has_tiles() else None
+        return ["avx512_bf16"] if has_tiles() else []
     levels = ("avx512_bf16", "avx512") if name == "avx512" else ("avx2",)
-    return next((level for level in levels if read_cpu_flags().issuperset(LEVELS[level])), None)
+    return [level for level in levels if read_cpu_flags().issuperset(LEVELS[level])]
 
 
 def list_cpu_obstacles(name: str) -> list[Reason]:
     """Why this CPU cannot run the plugin `name`; empty: it can."""
-    return [] if find_level(name) is not None else [Reason(f"needs a CPU with {NEEDS[name]}")]
+    if find_level(name) is not None:
+        return []
+    if _list_levels(name):
+        return [Reason("was left out when frame-x86 was compiled (FRAME_X86_LEVELS)")]
+    return [Reason(f"needs a CPU with {NEEDS[name]}")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,6 +333,20 @@ def test_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list_reasons()["avx2"] == ["needs a CPU with AVX2 and FMA"]
 
 
+def test_levels_that_were_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next lower level is used, so that `auto` chooses no plugin without a library."""
+    monkeypatch.setattr(frame_x86, "read_cpu_flags", lambda: {flag for level in frame_x86.LEVELS.values() for flag in level})
+    required = GemmRequirements("cpu", None, "bfloat16")
+    monkeypatch.setattr(frame_x86, "list_built", lambda: frozenset(("avx512", "avx2")))
+    assert frame_x86.find_level("avx512") == "avx512"
+    monkeypatch.setattr(frame_x86, "list_built", lambda: frozenset(("avx2",)))
+    assert (frame_x86.find_level("avx512"), frame_x86.find_level("avx2")) == (None, "avx2")
+    assert [reason.sentence for reason in frame_x86.AVX512.unsupported(required)] == [
+        "was left out when frame-x86 was compiled (FRAME_X86_LEVELS)"
+    ]
+    assert frame_x86.AVX2.unsupported(required) == []
+
+
 @pytest.mark.parametrize("quant_type", ["plain", "int8", "int4"])
 def test_auto_takes_one_kernel_without_tiles(quant_type: QuantType) -> None:
     """A second one for other numbers of rows would keep the weights twice."""
