@@ -92,6 +92,29 @@ def test_replicas_are_removed_after_the_hold_and_one_by_one() -> None:
     assert min(b - a for a, b in pairwise(removed)) > TARGETS.lead
 
 
+def test_a_load_that_comes_back_within_the_hold_removes_none() -> None:
+    """Two minutes of each load: without the hold, replicas come and go all the time."""
+    loads = [100.0 if number // 60 % 2 else 20.0 for number in range(1500)]
+    desired, _ = drive(loads, 20, TARGETS)
+    assert max(desired) >= 5
+    assert desired == sorted(desired)
+
+
+def test_a_router_that_starts_keeps_the_replicas_that_it_finds() -> None:
+    controller = DesiredReplicas(TARGETS)
+    desired = [controller.update(FleetSignals(2.0 * number, 12, 0, 150.0, 0.5, 0.0)) for number in range(400)]
+    assert set(desired) == {12}  # the targets are kept, but not with much room
+    idle = DesiredReplicas(TARGETS)
+    assert [idle.update(FleetSignals(now, 12, 0, 1.0, 0.1, 0.0)) for now in (0.0, 299.0, 302.0)] == [12, 12, 11]
+
+
+def test_a_replica_that_never_serves_does_not_stop_the_others() -> None:
+    controller = DesiredReplicas(TARGETS)
+    desired = [controller.update(FleetSignals(2.0 * number, 4, 1, 200.0, 3.0, 0.0)) for number in range(200)]
+    assert set(desired[:40]) == {4}  # it may take a part of the load soon
+    assert desired[-1] > 4
+
+
 @pytest.mark.parametrize(
     ("header", "seconds"), [("0.5 0.1 0.2 0.013", 0.013), ("", 0.0), ("1 2 3", 0.0), ("1 2 3 nan", 0.0), ("1 2 3 1e9", 0.0)]
 )
