@@ -38,10 +38,10 @@ class Pressure:
     def measure(self) -> None:
         """Measure rate and inter-token latency since the last call."""
         stats, (since, done, seconds, count) = self._client.stats, self._before
-        tokens = stats.prompt_tokens - stats.cached_tokens - stats.count_queued_tokens() + stats.generated_tokens
+        tokens = stats.computed_tokens + stats.generated_tokens
         now = time.monotonic()
-        self._before = (now, max(done, tokens), stats.gap_seconds, stats.num_gaps)
-        self._rate = max(0, tokens - done) / max(now - since, 1e-3)
+        self._before = (now, tokens, stats.gap_seconds, stats.num_gaps)
+        self._rate = (tokens - done) / max(now - since, 1e-3)
         self._best, self._num_measured = max(self._best, self._rate), self._num_measured + (self._rate > 0)
         gaps = stats.num_gaps - count
         self.inter_token = (stats.gap_seconds - seconds) / gaps if gaps else 0.0
