@@ -52,8 +52,8 @@ class FleetSignals:
 def read_inter_token(header: str) -> float:
     """The seconds between tokens in a replica's `LOAD` header; 0.0: they are unknown."""
     try:
-        seconds = float(header.split(" ")[3])
-    except (IndexError, ValueError):
+        seconds = float(header)
+    except ValueError:
         return 0.0
     return seconds if 0.0 < seconds < MAX_SECONDS else 0.0
 

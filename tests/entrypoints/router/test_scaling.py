@@ -116,7 +116,7 @@ def test_a_replica_that_never_serves_does_not_stop_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "seconds"), [("0.5 0.1 0.2 0.013", 0.013), ("", 0.0), ("1 2 3", 0.0), ("1 2 3 nan", 0.0), ("1 2 3 1e9", 0.0)]
+    ("header", "seconds"), [("0.013", 0.013), ("", 0.0), ("1 2 3", 0.0), ("nan", 0.0), ("1e9", 0.0), ("-1", 0.0), ("é", 0.0)]
 )
 def test_a_replicas_header_is_read_or_ignored(header: str, seconds: float) -> None:
     assert read_inter_token(header) == seconds

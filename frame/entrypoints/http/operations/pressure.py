@@ -1,7 +1,8 @@
 """`Pressure`: how much room a server has left: seconds of queued work, token rate against the
 highest that was measured, KV cache against what requests need, and its inter-token latency.
 
-Measured by `ServerMetrics`; shown by the metrics, and to the routers of its fleet by `/health`.
+Measured by `ServerMetrics`; shown by the metrics. `/health` tells the routers of its fleet the
+latency.
 Must not know a format or a request.
 """
 
@@ -60,6 +61,6 @@ class Pressure:
         return (load.used_pages + waiting) / load.total_pages
 
     def describe(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Headers of /health for the routers of the fleet."""
-        values = (self.count_queued_seconds(), self.rate_ratio, self.find_kv_pressure(), self.inter_token)
-        return ((LOAD, " ".join(f"{value:.6g}" for value in values).encode()),)
+        """Headers of /health for the routers of the fleet. Everyone reads them, so they hold
+        nothing that a client could not measure."""
+        return ((LOAD, f"{self.inter_token:.6g}".encode()),)

@@ -41,7 +41,7 @@ def test_a_server_learns_its_rate_and_tells_its_backlog(clock: list[float]) -> N
     load.waiting = 3
     assert pressure.find_kv_pressure() == pytest.approx(0.5 + 5000 / 16 / 100)
     header = dict(pressure.describe())[b"x-frame-load"].decode()
-    assert read_inter_token(header) == 0.025
+    assert (header, read_inter_token(header)) == ("0.025", 0.025)
     clock[0] += 2.0
     stats.generated_tokens += 1500
     pressure.measure()
