@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from httpx import AsyncClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frame.config.schema import FrameConfig
+from frame.entrypoints.router import replicas
 from frame.entrypoints.router.scaling import DesiredReplicas, FleetSignals, ScalingTargets, find_percentile, read_inter_token
 from frame.entrypoints.tools.simulate.measures import Measures
 from frame.entrypoints.tools.simulate.simulation import Simulation, parse_cluster
@@ -124,6 +127,19 @@ def test_a_replicas_header_is_read_or_ignored(header: str, seconds: float) -> No
 
 def test_percentiles() -> None:
     assert (find_percentile([]), find_percentile([3.0]), find_percentile([*range(10)])) == (0.0, 3.0, 9)
+
+
+def test_a_long_queue_costs_an_update_no_sort_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(replicas, "find_percentile", lambda seconds: calls.append(len(seconds)) or find_percentile(seconds))
+    backends = replicas.Backends(["http://127.0.0.1:1"], AsyncClient(), 1.0)
+    backends.desired = DesiredReplicas(TARGETS)
+    now = time.monotonic()
+    backends.first_tokens.extend((now, 0.1) for _ in range(100))
+    for number in range(1000):
+        backends.all[0].first_bytes.start(now - number - 1)
+    backends.update_desired()
+    assert calls == [100, 1100]
 
 
 def test_a_day_on_simulated_replicas(tmp_path: Path) -> None:
