@@ -123,6 +123,10 @@ class ResponseFiles:
     def load_all(self) -> Iterator[ResponseFile]:
         """All entries, in the order of their writing. Removes what a killed server did not
         finish."""
+        for path in self._servers.glob("*.lock"):
+            with suppress(OSError):
+                if time.time() - path.lstat().st_mtime > STALE:  # its server has the lock by now, or has ended
+                    self._is_alive(path.stem)
         found = []
         for path in self._folder.iterdir():
             with suppress(OSError):  # another server deletes it

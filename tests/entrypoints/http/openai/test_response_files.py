@@ -254,6 +254,20 @@ def test_a_store_that_is_off_or_small_deletes_nothing(open_store: Open, tmp_path
     assert len(list_files(tmp_path)) == 1
 
 
+def test_locks_of_servers_that_were_killed_do_not_pile_up(open_store: Open, tmp_path: Path) -> None:
+    open_store()
+    (lock,) = servers = [*(tmp_path / "state/servers").iterdir()]
+    dead, starting = lock.with_name("0" * 32 + ".lock"), lock.with_name("1" * 32 + ".lock")
+    dead.touch()
+    starting.touch()
+    for path in (lock, dead):
+        os.utime(path, (1, 1))
+    open_store()
+    left = {*(tmp_path / "state/servers").iterdir()}
+    assert len(left) == 3
+    assert {*servers, starting} < left
+
+
 def test_a_name_that_no_text_has_is_not_found(open_store: Open) -> None:
     assert open_store().get("resp_\ud800", "t") is None
 
