@@ -131,7 +131,12 @@ def test_percentiles() -> None:
 
 def test_a_long_queue_costs_an_update_no_sort_each(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(replicas, "find_percentile", lambda seconds: calls.append(len(seconds)) or find_percentile(seconds))
+
+    def count(seconds: list[float]) -> float:
+        calls.append(len(seconds))
+        return find_percentile(seconds)
+
+    monkeypatch.setattr(replicas, "find_percentile", count)
     backends = replicas.Backends(["http://127.0.0.1:1"], AsyncClient(), 1.0)
     backends.desired = DesiredReplicas(TARGETS)
     now = time.monotonic()
