@@ -127,15 +127,15 @@ class ResponseFiles:
             with suppress(OSError):
                 if time.time() - path.lstat().st_mtime > STALE:  # its server has the lock by now, or has ended
                     self._is_alive(path.stem)
-        found = []
+        entries = []
         for path in self._folder.iterdir():
             with suppress(OSError):  # another server deletes it
                 written = path.lstat().st_mtime
                 if _FILE.fullmatch(path.name):
-                    found.append((written, path))
+                    entries.append((written, path))
                 elif path.suffix == ".new" and time.time() - written > STALE:
                     path.unlink()
-        for _, path in sorted(found):
+        for _, path in sorted(entries):
             if (file := self._read(path)) is not None:
                 yield file
 

@@ -254,7 +254,7 @@ def test_a_store_that_is_off_or_small_deletes_nothing(open_store: Open, tmp_path
     assert len(list_files(tmp_path)) == 1
 
 
-def test_locks_of_servers_that_were_killed_do_not_pile_up(open_store: Open, tmp_path: Path) -> None:
+def test_locks_of_servers_that_were_killed_are_deleted(open_store: Open, tmp_path: Path) -> None:
     open_store()
     (lock,) = servers = [*(tmp_path / "state/servers").iterdir()]
     dead, starting = lock.with_name("0" * 32 + ".lock"), lock.with_name("1" * 32 + ".lock")
