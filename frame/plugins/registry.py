@@ -253,7 +253,9 @@ def _check_optional(who: str, record: PluginRecord, loaded: type, base: type) ->
     does not derive from it: users would not find them."""
     for name, optional in inspect.getmembers(sys.modules[base.__module__], inspect.isabstract):
         methods = sorted(optional.__abstractmethods__)
-        if name.startswith("Supports") and not issubclass(loaded, optional) and all(hasattr(loaded, each) for each in methods):
+        if not name.startswith("Supports") or all(hasattr(base, each) for each in methods):  # the latter: another interface's
+            continue
+        if not issubclass(loaded, optional) and all(hasattr(loaded, each) for each in methods):
             where = f"{optional.__module__}.{name}"
             raise PluginError(f"{who}: {record.target} has {', '.join(methods)} and does not derive from {where}; derive from it, too.")
 

@@ -14,6 +14,7 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
+from httpx import AsyncClient
 
 from frame.config.schema import FrameConfig
 from frame.core.messages import Heartbeat
@@ -22,6 +23,8 @@ from frame.entrypoints.configuration.sources import LoadedConfig, load_config
 from frame.entrypoints.handoff import KEY_VARIABLE
 from frame.entrypoints.http.operations.admin import health_router
 from frame.entrypoints.router.discovery import Source
+from frame.entrypoints.router.replicas import Backends, RouterMetrics
+from frame.entrypoints.router.scaling import DesiredReplicas, ScalingTargets
 from tests.entrypoints.inprocess import serving
 
 ROOT = Path(__file__).parents[2]
@@ -217,12 +220,15 @@ def test_hosts_of_one_server() -> None:
     assert "FRAME_DIST_KEY" in {each["name"] for each in container["env"]}
 
 
-async def test_metrics_are_those_of_a_server() -> None:
+async def test_metrics_are_those_of_a_server_or_a_router() -> None:
     texts = [(KUBERNETES / "autoscaling" / name).read_text() for name in ("keda.yaml", "hpa.yaml")]
     used = {name for text in texts for name in re.findall(r"\bframe_\w+", text)}
     async with serving() as served:
         served.services.client.load = Heartbeat("engine")
         text = (await served.request("GET", "/metrics")).body.decode()
+        backends = Backends([], AsyncClient(), 1.0)
+        backends.desired = DesiredReplicas(ScalingTargets(1.0, None))
+        text += RouterMetrics(backends).render().decode()
     assert used and all(re.search(rf"^{name}\b", text, re.MULTILINE) for name in used), used
 
 

@@ -94,6 +94,11 @@ def test_a_class_with_the_methods_of_an_optional_one_is_refused_unless_it_derive
         registry.load(registry.get("prefix_cache", "old"))
 
 
+def test_methods_of_the_interface_itself_are_no_sign_of_an_optional_class() -> None:
+    registry = registry_with("logits_processor", "frame.plugins.logits_processors.min_tokens:MinTokens")  # has those of SupportsSlots
+    registry.load(registry.get("logits_processor", "old"))
+
+
 def test_an_import_of_an_old_name_is_refused_with_the_new_one() -> None:
     with pytest.raises(ImportError) as caught:
         exec("from frame.core.interfaces.model import ModelFacts")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import click
+from click.core import ParameterSource
 
 
 @click.command(help="Route requests to servers of the same model.")
@@ -94,6 +95,10 @@ def command(
     if len({*urls, *prefill_urls}) < len(urls) + len(prefill_urls):
         raise ConfigError(f"{flag if len({*urls}) < len(urls) else '--prefill'} names a server twice")
     targets, key = None, read_fleet_key()
+    ctx = click.get_current_context()
+    for name in ("min_replicas", "max_replicas", "replica_start", "scale_in_delay"):
+        if target_ttft is target_itl is None and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise ConfigError(f"--{name.replace('_', '-')} is for a target; name one with --target-ttft or --target-itl")
     if target_ttft is not None or target_itl is not None:
         if min_replicas > max_replicas:
             raise ConfigError(f"--min-replicas is {min_replicas}, above --max-replicas {max_replicas}; lower it")

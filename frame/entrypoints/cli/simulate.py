@@ -69,7 +69,8 @@ def command(
     ctx = click.get_current_context()
     explicit = [name for name in _DRAWN if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
     if dump is not None and explicit:
-        raise ConfigError(f"--{explicit[0].replace('_', '-')} describes drawn requests, and --dump brings its own; leave one out")
+        flag = next(each.opts[0] for each in ctx.command.params if each.name == explicit[0])
+        raise ConfigError(f"{flag} describes drawn requests, and --dump brings its own; leave one out")
     if dump is None and (rate or 1.0) * duration > MAX_REQUESTS:
         raise ConfigError(f"--rate and --duration give more than {MAX_REQUESTS:,} requests; lower one of them")
     simulation = Simulation.build(loaded.config, parse_cluster(machine), replicas, policy, seed)

@@ -121,6 +121,7 @@ class ClientStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens from the prefix cache
+    computed_tokens: int = 0  # other prompt tokens of sequences that have a first result
     num_gaps: int = 0  # times between two events of a sequence
     gap_seconds: float = 0.0  # their sum, each by token
     loggers: StatLoggers | None = None  # None: no stat logger is chosen

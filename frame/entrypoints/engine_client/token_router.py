@@ -84,6 +84,7 @@ class TokenRouter:
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.cached = cached if sequence.recovery.num_cached is None else sequence.recovery.num_cached
                 self.stats.cached_tokens += cached
+                self.stats.computed_tokens += max(0, len(sequence.prompt) - cached)
         for place, tiers in message.cached_tiers.items():
             if (sequence := sequences.get(rids[place])) is not None:
                 sequence.cached_tiers = tiers

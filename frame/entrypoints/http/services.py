@@ -117,6 +117,9 @@ class Services:
 
             self.batches = BatchJobRunner(batches, FileStore(batches), self.quotas, lambda: self.draining)
 
+        if server.state_dir is not None:
+            _ = self.responses  # read now: its files may be many
+
     @property
     def responses(self) -> ResponseStore:
         """The stored responses and conversations."""

@@ -55,7 +55,8 @@ class FirstBytes:
         """The median of the times; None: too few. A request that waits longer than half of those
         that were answered counts with the time so far."""
         known = sorted(self._times)
-        late = [age for started in self._waiting.values() if (age := now - started) > (median(known) if known else 0.0)]
+        usual = median(known) if known else 0.0
+        late = [age for started in self._waiting.values() if (age := now - started) > usual]
         times = known + late
         return median(times) if len(times) >= MIN_TIMES else None
 

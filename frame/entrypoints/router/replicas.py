@@ -190,8 +190,9 @@ class Backends:
         gaps = [backend.inter_token for backend in serving if backend.inter_token]
         joining = sum(backend.state == "joining" for backend in self.all)
         load = sum(backend.outstanding for backend in self.all)
-        latencies = (find_percentile(recent + [age for age in late if age > find_percentile(recent)]), max(gaps, default=0.0))
-        self.desired.update(FleetSignals(now, len(serving), joining, load, *latencies))
+        usual = find_percentile(recent)
+        first_token = find_percentile(recent + [age for age in late if age > usual])
+        self.desired.update(FleetSignals(now, len(serving), joining, load, first_token, max(gaps, default=0.0)))
 
     async def check(self, backend: Backend, *, is_suspect: bool = False) -> None:
         """Ask a replica for its health once. `is_suspect`: a connection broke, or none was

@@ -84,7 +84,8 @@ class JsonLinesTracer(Tracer):
                 return
             try:
                 if self._file.tell() + len(data) > self._max_bytes:
-                    self._path.replace(f"{self._path}.1")
+                    with contextlib.suppress(FileNotFoundError):  # the one after it could not be opened
+                        self._path.replace(f"{self._path}.1")
                     file, self._file = self._file, self._path.open("ab", buffering=0)
                     file.close()
                 self._append(data)

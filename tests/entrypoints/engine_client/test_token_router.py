@@ -18,7 +18,7 @@ def test_a_step_reaches_each_sequence() -> None:
     touched: list[RequestState] = []
     first = StepText(
         rids=["a-0", "gone", "a-1"], texts=["x", "?", "y"], token_ids=[[1], [9], [2]], finishes={1: Finish("stop")},
-        num_cached_tokens={0: 4}, prompt_logprobs={2: TokenLogprobs([5], [None], [[]])},
+        num_cached_tokens={0: 4, 1: 0, 2: 0}, prompt_logprobs={2: TokenLogprobs([5], [None], [[]])},
     )  # fmt: skip
     router.route_step(first, first.texts, touched)
     second = StepText(rids=["a-0"], texts=["z"], token_ids=[[3, 4]], finishes={0: Finish("length")})
@@ -28,6 +28,7 @@ def test_a_step_reaches_each_sequence() -> None:
     assert [sequence.take_output()[:2] for sequence in request.sequences] == [("xz", [1, 3, 4]), ("y", [2])]
     assert ended == [("a-0", "length")] and list(sequences) == ["a-1"]
     assert (request.sequences[0].cached, stats.cached_tokens, stats.generated_tokens) == (4, 4, 4)
+    assert stats.computed_tokens == 1  # of a-1
     more = StepText(rids=["a-1"], texts=[""], token_ids=[[]], prompt_logprobs={0: TokenLogprobs([6], [-1.0], [[]])})
     router.route_step(more, more.texts, touched)
     assert request.sequences[1].prompt_logprobs == TokenLogprobs([5, 6], [None, -1.0], [[], []])

@@ -249,10 +249,14 @@ def test_the_admin_listener_refuses_others_and_nonsense() -> None:
         (("--admin-key", "x"), "--admin-port"),
         (("--discover", "https://name:1"), "http://NAME:PORT"),
         (("--discover", "replicas", "--decode", "http://a:1"), "--discover"),
+        (("--replica", "http://a:1", "--max-replicas", "3"), "--max-replicas is for a target; name one with --target-ttft"),
+        (("--replica", "http://a:1", "--target-ttft", "1", "--min-replicas", "9", "--max-replicas", "3"), "above --max-replicas 3"),
+        (("--replica", "http://a:1", "--target-itl", "1"), "set FRAME_FLEET_KEY for the router and its replicas"),
     ],
 )
 def test_flags_that_do_not_fit(arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FRAME_ADMIN_KEY", raising=False)
+    monkeypatch.delenv("FRAME_FLEET_KEY", raising=False)
     result = CliRunner().invoke(cli, ["router", *arguments])
     assert (result.exit_code, words in result.output) == (78, True), result.output
 

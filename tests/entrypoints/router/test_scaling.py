@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from httpx import AsyncClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frame.config.schema import FrameConfig
+from frame.entrypoints.router import replicas
 from frame.entrypoints.router.scaling import DesiredReplicas, FleetSignals, ScalingTargets, find_percentile, read_inter_token
 from frame.entrypoints.tools.simulate.measures import Measures
 from frame.entrypoints.tools.simulate.simulation import Simulation, parse_cluster
@@ -92,8 +95,31 @@ def test_replicas_are_removed_after_the_hold_and_one_by_one() -> None:
     assert min(b - a for a, b in pairwise(removed)) > TARGETS.lead
 
 
+def test_a_load_that_comes_back_within_the_hold_removes_none() -> None:
+    """Two minutes of each load: without the hold, replicas come and go all the time."""
+    loads = [100.0 if number // 60 % 2 else 20.0 for number in range(1500)]
+    desired, _ = drive(loads, 20, TARGETS)
+    assert max(desired) >= 5
+    assert desired == sorted(desired)
+
+
+def test_a_router_that_starts_keeps_the_replicas_that_it_finds() -> None:
+    controller = DesiredReplicas(TARGETS)
+    desired = [controller.update(FleetSignals(2.0 * number, 12, 0, 150.0, 0.5, 0.0)) for number in range(400)]
+    assert set(desired) == {12}  # the targets are kept, but not with much room
+    idle = DesiredReplicas(TARGETS)
+    assert [idle.update(FleetSignals(now, 12, 0, 1.0, 0.1, 0.0)) for now in (0.0, 299.0, 302.0)] == [12, 12, 11]
+
+
+def test_a_replica_that_never_serves_does_not_stop_the_others() -> None:
+    controller = DesiredReplicas(TARGETS)
+    desired = [controller.update(FleetSignals(2.0 * number, 4, 1, 200.0, 3.0, 0.0)) for number in range(200)]
+    assert set(desired[:40]) == {4}  # it may take a part of the load soon
+    assert desired[-1] > 4
+
+
 @pytest.mark.parametrize(
-    ("header", "seconds"), [("0.5 0.1 0.2 0.013", 0.013), ("", 0.0), ("1 2 3", 0.0), ("1 2 3 nan", 0.0), ("1 2 3 1e9", 0.0)]
+    ("header", "seconds"), [("0.013", 0.013), ("", 0.0), ("1 2 3", 0.0), ("nan", 0.0), ("1e9", 0.0), ("-1", 0.0), ("é", 0.0)]
 )
 def test_a_replicas_header_is_read_or_ignored(header: str, seconds: float) -> None:
     assert read_inter_token(header) == seconds
@@ -101,6 +127,24 @@ def test_a_replicas_header_is_read_or_ignored(header: str, seconds: float) -> No
 
 def test_percentiles() -> None:
     assert (find_percentile([]), find_percentile([3.0]), find_percentile([*range(10)])) == (0.0, 3.0, 9)
+
+
+def test_a_long_queue_costs_an_update_no_sort_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def count(seconds: list[float]) -> float:
+        calls.append(len(seconds))
+        return find_percentile(seconds)
+
+    monkeypatch.setattr(replicas, "find_percentile", count)
+    backends = replicas.Backends(["http://127.0.0.1:1"], AsyncClient(), 1.0)
+    backends.desired = DesiredReplicas(TARGETS)
+    now = time.monotonic()
+    backends.first_tokens.extend((now, 0.1) for _ in range(100))
+    for number in range(1000):
+        backends.all[0].first_bytes.start(now - number - 1)
+    backends.update_desired()
+    assert calls == [100, 1100]
 
 
 def test_a_day_on_simulated_replicas(tmp_path: Path) -> None:

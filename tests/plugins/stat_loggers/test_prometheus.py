@@ -13,6 +13,7 @@ import msgspec
 import promql_parser
 import pytest
 from click.testing import CliRunner
+from httpx import AsyncClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from frame.config.schema import FrameConfig
@@ -20,6 +21,8 @@ from frame.core.messages import Heartbeat
 from frame.entrypoints.engine_client.stats import ClientStats
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits
+from frame.entrypoints.router.replicas import Backends, RouterMetrics
+from frame.entrypoints.router.scaling import DesiredReplicas, ScalingTargets
 from frame.interfaces.stats import RequestRecord, StatLoggerContext, StepRecord
 from frame.plugins.loader import load_registry
 from frame.plugins.stat_loggers.prometheus import MAX_KEPT, Histogram, Prometheus
@@ -124,7 +127,10 @@ def test_dashboard_shows_metrics_that_exist() -> None:
     dashboard = json.loads(shown.output)
     found = queries(dashboard)
     assert len(found) > 15
-    served = {name.partition("{")[0] for name in scraped()}
+    backends = Backends([], AsyncClient(), 1.0)
+    backends.desired = DesiredReplicas(ScalingTargets(1.0, None))
+    routed = set(re.findall(r"^frame_\w+", RouterMetrics(backends).render().decode(), re.MULTILINE))
+    served = {name.partition("{")[0] for name in scraped()} | routed
     for query in found:
         query = query.replace("$__rate_interval", "1m").replace("$model", "m")
         promql_parser.parse(query)  # raises for what Prometheus would refuse
@@ -134,6 +140,7 @@ def test_dashboard_shows_metrics_that_exist() -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     drawn = {name for query in found for name in re.findall(r"\bframe_\w+", query)}
     assert {"frame_requests_running", "frame_kv_usage_ratio", "frame_time_to_first_token_seconds_bucket"} <= drawn
+    assert {"frame_queued_work_seconds", "frame_token_rate_ratio", "frame_kv_pressure_ratio", "frame_desired_replicas"} <= drawn
 
 
 # What the dashboards and autoscalers of vLLM (examples/observability, KEDA, llm-d) and SGLang

@@ -125,6 +125,21 @@ def test_a_full_disk_takes_whole_lines_and_later_ones(tmp_path: Path, caplog: py
     assert caplog.text.count("No space left on device") == 1
 
 
+def test_spans_are_written_again_after_a_new_file_could_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = JsonLinesTracer(TracerContext(), JsonLinesOptions(folder=str(tmp_path)))
+    tracer._max_bytes = 1
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fail)
+        tracer.start_span("lost", []).end({})
+    tracer.start_span("after", []).end({})
+    tracer.close()
+    assert [json.loads(line)["name"] for line in tracer._path.read_text().splitlines()] == ["after"]
+
+
 def test_a_clients_text_loses_no_other_span() -> None:
     """OTLP is UTF-8: a lone surrogate in a request's id would fail the batch of all requests."""
     exporter = InMemorySpanExporter()

@@ -52,6 +52,7 @@ class ResponseFile(msgspec.Struct, frozen=True, kw_only=True):
     items: msgspec.Raw
 
 
+Stamp = tuple[int, int]  # of a version of a file: when it was written, and its inode
 _decoder = msgspec.json.Decoder(ResponseFile)
 
 
@@ -80,7 +81,7 @@ class ResponseFiles:
         self.owner = secrets.token_hex(16)
         self._lease = self._lock_lease()
         self._pending: OrderedDict[str, bytes | None] = OrderedDict()  # by file name, to be written; None: to be deleted
-        self._stamps: dict[str, int] = {}  # by file name, of those that the store has: when they were written
+        self._stamps: dict[str, Stamp] = {}  # by file name: the version that the store has, or had before its last change
         self._writing = ""
         self._changed = threading.Condition()
         self._is_closed = False
@@ -100,7 +101,7 @@ class ResponseFiles:
         self._put(_name_file(name, tenant), msgspec.json.encode(file))
 
     def remove(self, name: str, tenant: str) -> None:
-        """Have the thread delete an entry."""
+        """Have the thread delete an entry, unless another server has written it since."""
         self._put(_name_file(name, tenant), None)
 
     def check(self, name: str, tenant: str) -> ResponseFile | bool:
@@ -110,7 +111,7 @@ class ResponseFiles:
             if file_name in self._pending or file_name == self._writing:
                 return True
         try:
-            stamp = (self._folder / file_name).stat().st_mtime_ns
+            stamp = _stamp((self._folder / file_name).stat())
         except FileNotFoundError:
             return file_name not in self._stamps or not self._folder.is_dir()  # it was not written, or another server deleted it
         except OSError:
@@ -120,17 +121,23 @@ class ResponseFiles:
         return self._read(self._folder / file_name) or False
 
     def load_all(self) -> Iterator[ResponseFile]:
-        """All entries, the oldest first. Removes what a killed server did not finish."""
-        loaded = []
+        """All entries, in the order of their writing. Removes what a killed server did not
+        finish."""
+        for path in self._servers.glob("*.lock"):
+            with suppress(OSError):
+                if time.time() - path.lstat().st_mtime > STALE:  # its server has the lock by now, or has ended
+                    self._is_alive(path.stem)
+        entries = []
         for path in self._folder.iterdir():
-            if _FILE.fullmatch(path.name):
-                if (file := self._read(path)) is not None:
-                    loaded.append(file)
-            elif path.suffix == ".new":
-                with suppress(OSError):
-                    if time.time() - path.stat().st_mtime > STALE:
-                        path.unlink()
-        return iter(sorted(loaded, key=lambda file: file.created))
+            with suppress(OSError):  # another server deletes it
+                written = path.lstat().st_mtime
+                if _FILE.fullmatch(path.name):
+                    entries.append((written, path))
+                elif path.suffix == ".new" and time.time() - written > STALE:
+                    path.unlink()
+        for _, path in sorted(entries):
+            if (file := self._read(path)) is not None:
+                yield file
 
     def forget(self, name: str, tenant: str) -> None:
         """The store does not have the entry any more; its file stays."""
@@ -169,20 +176,22 @@ class ResponseFiles:
 
     def _write(self, path: Path, data: bytes | None) -> None:
         if data is None:
-            self._stamps.pop(path.name, None)
-            path.unlink(missing_ok=True)
+            stamp = self._stamps.pop(path.name, None)
+            with suppress(FileNotFoundError):
+                if stamp == _stamp(path.lstat()):
+                    path.unlink()
             return
         new = path.with_suffix(f".{self.owner}.new")
         try:
             with open(new, "wb", opener=_private) as file:
                 file.write(data)
                 file.flush()
-                self._stamps[path.name] = os.fstat(file.fileno()).st_mtime_ns
+                stamp = _stamp(os.fstat(file.fileno()))
             new.replace(path)
-        except OSError:
-            self._stamps.pop(path.name, None)
+        except OSError:  # the stamp of the version before stays, so the store does not take that for a newer one
             new.unlink(missing_ok=True)
             raise
+        self._stamps[path.name] = stamp
 
     def _read(self, path: Path) -> ResponseFile | None:
         """An entry; None for a file that is gone, damaged or foreign, or of a response that another
@@ -210,7 +219,7 @@ class ResponseFiles:
                 return None
             body |= {"status": "failed", "error": _ENDED}
             file = msgspec.structs.replace(file, body=msgspec.Raw(msgspec.json.encode(body)))
-        self._stamps[path.name] = status.st_mtime_ns
+        self._stamps[path.name] = _stamp(status)
         return file
 
     def _is_alive(self, owner: str) -> bool:
@@ -232,7 +241,11 @@ class ResponseFiles:
 
 
 def _name_file(name: str, tenant: str) -> str:
-    return blake2b(msgspec.json.encode([tenant, name]), digest_size=32).hexdigest() + ".json"
+    return blake2b(f"{len(tenant)} {tenant}{name}".encode(errors="surrogatepass"), digest_size=32).hexdigest() + ".json"
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_mtime_ns, status.st_ino
 
 
 def _private(path: str, flags: int) -> int:

@@ -18,6 +18,7 @@ from frame.entrypoints.http.protocol.bodies import MIN_BODY, problem_of
 
 OVERHEAD = 512  # bytes of an entry besides its body and items
 EVENT_OVERHEAD = 64  # bytes of an event besides its text
+SWEEP = 60.0  # seconds between two looks for expired entries of all tenants
 
 
 class EventLog:
@@ -120,6 +121,7 @@ class ResponseStore:
         self._count = 0
         self.num_bytes = 0
         self._files = files
+        self._swept = time.monotonic()
         for file in () if files is None else files.load_all():
             self._take_file(file)
 
@@ -137,9 +139,12 @@ class ResponseStore:
 
     def put(self, name: str, tenant: str, body: bytes, items: bytes, num_input: int = 0, log: EventLog | None = None) -> bool:
         """Store or replace an entry. Returns False if it does not fit and is not stored."""
-        self._drop(name, tenant, log)
+        self._drop(name, tenant, log, keeps_file=True)  # other servers see it until it is replaced
+        self._sweep()
         stored = StoredEntry(tenant, body, items, num_input, time.monotonic(), log)
         if not self.is_on or stored.size > self.quota_of(tenant)[1] or not self.fits(tenant, body, items):
+            if self._files is not None:
+                self._files.remove(name, tenant)
             return False
         entries = self._tenants.setdefault(tenant, TenantEntries())
         entries[name] = stored
@@ -155,8 +160,11 @@ class ResponseStore:
         assert self._files is not None
         age = max(0.0, time.time() - file.created)
         stored = StoredEntry(file.tenant, bytes(file.body), bytes(file.items), file.num_input, time.monotonic() - age)
-        if age >= self._ttl or not self.is_on or not self.fits(file.tenant, stored.body, stored.items):
+        if age >= self._ttl:
             self._files.remove(file.name, file.tenant)
+            return
+        if not self.is_on or not self.fits(file.tenant, stored.body, stored.items):  # it fitted the server that wrote it
+            self._files.forget(file.name, file.tenant)
             return
         entries = self._tenants.setdefault(file.tenant, TenantEntries())
         entries[file.name] = stored
@@ -233,7 +241,11 @@ class ResponseStore:
         if entries is None:
             return None
         self._drop_expired(tenant, entries)
-        return entries.get(name)
+        stored = entries.get(name)
+        if stored is not None and stored.created <= time.monotonic() - self._ttl:  # it came from another server, so its place is wrong
+            self._drop(name, tenant)
+            return None
+        return stored
 
     def close(self) -> None:
         """Write what is not written yet."""
@@ -268,6 +280,14 @@ class ResponseStore:
     def _fill_ratio(self, entries: TenantEntries) -> float:
         """The part of the bounds, in entries or bytes, that these entries fill."""
         return max(len(entries) / self._max_entries, entries.num_bytes / self._max_bytes)
+
+    def _sweep(self) -> None:
+        """Drop expired entries, also those of tenants that do not return."""
+        now = time.monotonic()
+        if now - self._swept >= SWEEP:
+            self._swept = now
+            for tenant, entries in list(self._tenants.items()):
+                self._drop_expired(tenant, entries)
 
     def _drop_expired(self, tenant: str, entries: TenantEntries) -> None:
         limit = time.monotonic() - self._ttl

@@ -1,7 +1,8 @@
 """`Pressure`: how much room a server has left: seconds of queued work, token rate against the
 highest that was measured, KV cache against what requests need, and its inter-token latency.
 
-Measured by `ServerMetrics`; shown by the metrics, and to the routers of its fleet by `/health`.
+Measured by `ServerMetrics`; shown by the metrics. `/health` tells the routers of its fleet the
+latency.
 Must not know a format or a request.
 """
 
@@ -38,10 +39,10 @@ class Pressure:
     def measure(self) -> None:
         """Measure rate and inter-token latency since the last call."""
         stats, (since, done, seconds, count) = self._client.stats, self._before
-        tokens = stats.prompt_tokens - stats.cached_tokens - stats.count_queued_tokens() + stats.generated_tokens
+        tokens = stats.computed_tokens + stats.generated_tokens
         now = time.monotonic()
-        self._before = (now, max(done, tokens), stats.gap_seconds, stats.num_gaps)
-        self._rate = max(0, tokens - done) / max(now - since, 1e-3)
+        self._before = (now, tokens, stats.gap_seconds, stats.num_gaps)
+        self._rate = (tokens - done) / max(now - since, 1e-3)
         self._best, self._num_measured = max(self._best, self._rate), self._num_measured + (self._rate > 0)
         gaps = stats.num_gaps - count
         self.inter_token = (stats.gap_seconds - seconds) / gaps if gaps else 0.0
@@ -60,6 +61,6 @@ class Pressure:
         return (load.used_pages + waiting) / load.total_pages
 
     def describe(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Headers of /health for the routers of the fleet."""
-        values = (self.count_queued_seconds(), self.rate_ratio, self.find_kv_pressure(), self.inter_token)
-        return ((LOAD, " ".join(f"{value:.6g}" for value in values).encode()),)
+        """Headers of /health for the routers of the fleet. Everyone reads them, so they hold
+        nothing that a client could not measure."""
+        return ((LOAD, f"{self.inter_token:.6g}".encode()),)

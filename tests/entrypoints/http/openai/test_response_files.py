@@ -176,3 +176,109 @@ def test_a_folder_for_all_users_is_refused(tmp_path: Path) -> None:
         make_state_folder(tmp_path)
     with pytest.raises(ConfigurationError, match="cannot be made or written"):
         make_state_folder(Path("/proc/none"))
+
+
+def test_a_full_disk_does_not_bring_back_an_older_version(open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store()
+    store.put("resp_1", "t", RUNNING, b"[]")
+    store.put("conv_1", "t", b'{"id":"conv_1"}', b'["old"]')
+    settle(store)
+
+    def fail(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    store.put("resp_1", "t", DONE, b"[]")
+    store.put("conv_1", "t", b'{"id":"conv_1"}', b'["new"]')
+    settle(store)
+    response, conversation = store.get("resp_1", "t"), store.get("conv_1", "t")
+    assert response is not None
+    assert conversation is not None
+    assert (response.body, conversation.items) == (DONE, b'["new"]')
+
+
+def test_expiry_and_eviction_spare_what_another_server_has_written_since(open_store: Open) -> None:
+    one = open_store()
+    one.put("conv_1", "t", b'{"id":"conv_1"}', b"[]")
+    settle(one)
+    two = open_store(ttl=0.3)
+    small = open_store(entries=1)
+    assert one.append_items("conv_1", "t", [{"n": 1}])
+    settle(one)
+    time.sleep(0.3)
+    assert two.get("another", "t") is None
+    small.put("resp_1", "t", DONE, b"[]")
+    settle(two)
+    settle(small)
+    stored = one.get("conv_1", "t")
+    assert stored is not None
+    assert stored.items == b'[{"n":1}]'
+
+
+def test_an_entry_of_another_server_expires_in_time(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = open_store()
+    two = open_store()
+    one.put("resp_1", "t", DONE, b"[]")
+    settle(one)
+    later, monotonic = time.time() + 50, time.monotonic
+    monkeypatch.setattr(response_files.time, "time", lambda: later)
+    monkeypatch.setattr(response_files.time, "monotonic", lambda: monotonic() + 50)
+    two.put("resp_2", "t", DONE, b"[]")
+    assert two.get("resp_1", "t") is not None
+    settle(two)
+    monkeypatch.setattr(response_files.time, "monotonic", lambda: monotonic() + 70)
+    assert two.get("resp_1", "t") is None
+    assert two.get("resp_2", "t") is not None
+
+
+def test_entries_expire_though_their_tenant_does_not_return(open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, monotonic = open_store(), time.monotonic
+    store.put("resp_1", "gone", DONE, b"[]")
+    settle(store)
+    monkeypatch.setattr(response_files.time, "monotonic", lambda: monotonic() + 70)
+    store.put("resp_2", "t", DONE, b"[]")
+    monkeypatch.undo()
+    settle(store)
+    assert (len(store), len(list_files(tmp_path))) == (1, 1)
+
+
+@pytest.mark.parametrize("bounds", [{"entries": 0}, {"size": 100}])
+def test_a_store_that_is_off_or_small_deletes_nothing(open_store: Open, tmp_path: Path, bounds: dict[str, int]) -> None:
+    store = open_store()
+    store.put("resp_1", "t", DONE, b"[]")
+    settle(store)
+    off = open_store(**bounds)
+    settle(off)
+    assert len(off) == 0
+    assert store.get("resp_1", "t") is not None
+    assert len(list_files(tmp_path)) == 1
+
+
+def test_locks_of_servers_that_were_killed_are_deleted(open_store: Open, tmp_path: Path) -> None:
+    open_store()
+    (lock,) = servers = [*(tmp_path / "state/servers").iterdir()]
+    dead, starting = lock.with_name("0" * 32 + ".lock"), lock.with_name("1" * 32 + ".lock")
+    dead.touch()
+    starting.touch()
+    for path in (lock, dead):
+        os.utime(path, (1, 1))
+    open_store()
+    left = {*(tmp_path / "state/servers").iterdir()}
+    assert len(left) == 3
+    assert {*servers, starting} < left
+
+
+def test_a_name_that_no_text_has_is_not_found(open_store: Open) -> None:
+    assert open_store().get("resp_\ud800", "t") is None
+
+
+def test_a_change_deletes_no_file_meanwhile(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, written = open_store(), []
+    monkeypatch.setattr(ResponseFiles, "_write", lambda self, path, data: written.append(data))
+    for body in (RUNNING, DONE):
+        store.put("resp_1", "t", body, b"[]")
+        settle(store)
+    assert None not in written
+    assert not store.put("resp_1", "t", DONE, b"[" + b"1," * 60_000 + b"1]")
+    settle(store)
+    assert written[-1] is None

@@ -27,12 +27,11 @@ def test_a_server_learns_its_rate_and_tells_its_backlog(clock: list[float]) -> N
     load = SimpleNamespace(used_pages=50, total_pages=100, waiting=0)
     client: Any = SimpleNamespace(stats=stats, load=load)
     pressure = Pressure(client, page_size=16)
-    stats.prompt_tokens = 8000
     assert (pressure.count_queued_seconds(), pressure.rate_ratio, pressure.find_kv_pressure()) == (0.0, 0.0, 0.5)  # no rate is known
     for _ in range(3):  # 1,000 prompt tokens and 1,000 output tokens, of which 500 prompt tokens were cached
         clock[0] += 1.0
         waiting.prompt = waiting.prompt[1000:]
-        stats.cached_tokens += 500
+        stats.computed_tokens += 500
         stats.generated_tokens += 1000
         stats.num_gaps, stats.gap_seconds = stats.num_gaps + 10, stats.gap_seconds + 0.25
         pressure.measure()
@@ -42,8 +41,12 @@ def test_a_server_learns_its_rate_and_tells_its_backlog(clock: list[float]) -> N
     load.waiting = 3
     assert pressure.find_kv_pressure() == pytest.approx(0.5 + 5000 / 16 / 100)
     header = dict(pressure.describe())[b"x-frame-load"].decode()
-    assert read_inter_token(header) == 0.025
+    assert (header, read_inter_token(header)) == ("0.025", 0.025)
     clock[0] += 2.0
     stats.generated_tokens += 1500
     pressure.measure()
     assert (pressure.rate_ratio, pressure.inter_token) == (0.5, 0.0)
+    clock[0] += 2.0
+    sequences.clear()  # their clients have left: nothing of them was computed
+    pressure.measure()
+    assert (pressure.rate_ratio, pressure.ceiling) == (0.0, 1500)

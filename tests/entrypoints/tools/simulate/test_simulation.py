@@ -196,8 +196,9 @@ def test_the_command_writes_a_report(folder: Path) -> None:
     assert (row["replicas"], row["devices"], row["failed"]) == (2, 8, 0)
     assert "steps are bound by reading weights" in done.output
     assert "sums over more than 2 ranks were not measured" in " ".join(report["assumptions"])
-    refused = CliRunner().invoke(cli, ["simulate", *model, "--machine", "h200", "--dump", str(folder / "none"), "--input-len", "5"])
-    assert (refused.exit_code, "--input-len describes drawn requests" in refused.output) == (78, True)
+    for flag in ("--input-len", "--shared-prefix", "--prefix-groups"):
+        refused = CliRunner().invoke(cli, ["simulate", *model, "--machine", "h200", "--dump", str(folder / "none"), flag, "5"])
+        assert (refused.exit_code, f"{flag} describes drawn requests" in refused.output) == (78, True)
 
 
 def test_plans_are_ranked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
