@@ -314,7 +314,7 @@ class V1ChatReply(ChatReply):
         text = "".join(each.text for each in blocks if each.kind == "text")
         calls = [{"name": each.name, "parameters": _arguments(each)} for each in blocks if each.kind == "call"]
         history, turn = [*(self._sent.chat_history or ())], {"role": "CHATBOT", "message": text}
-        sent = [{"role": "USER", "message": self._sent.message}] if self._sent.message else []
+        sent: list[dict[str, Any]] = [{"role": "USER", "message": self._sent.message}] if self._sent.message else []
         if self._sent.tool_results:
             results = {"role": "TOOL", "tool_results": self._sent.tool_results}
             sent.insert(0 if history and history[-1].get("tool_calls") else 1, results)  # as the model has read them
