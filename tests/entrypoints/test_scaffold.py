@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[2]
 
 # Checks that a written plugin skips: what its template does not offer.
 SKIPPED = {
-    "adapter": 3,  # invocations, ranks of single layers, stacked experts
+    "adapter": 4,  # invocations, ranks of single layers, stacked experts, one rank and scale
     "collective": 3,  # capture in a graph; sends that return at once; sums of one order
     "gemm_kernel": 3,  # gated products, in each dtype
-    "grammar_backend": 2,  # cases of other kinds of grammar
+    "grammar_backend": 3,  # cases of other kinds of grammar
     "kv_tier": 4,  # files, restarts
     "weight_transfer": 3,  # trainers that join
     "model": 1,  # transformers does not have it
     "platform": 15,  # streams, events, graphs, releases of memory, the allocator of a device; calls that wait for it
-    "weight_format": 1,  # rounded weights of a checkpoint
+    "weight_format": 6,  # rounded weights of a checkpoint, scales in float32
 }
 
 CONFIG = {

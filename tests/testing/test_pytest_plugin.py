@@ -88,7 +88,7 @@ def test_a_skipped_check_is_neither_passed_nor_failed(run: Any, pytester: pytest
 
 
 def test_checks_can_be_chosen_by_name(run: Any) -> None:
-    run("--frame-conformance=eviction_policy:lru", "-k", "ordered_tuple").assert_outcomes(passed=1, deselected=7)
+    run("--frame-conformance=eviction_policy:lru", "-k", "ordered_tuple").assert_outcomes(passed=1, deselected=9)
 
 
 def test_two_plugins_in_one_run(run: Any, pytester: pytest.Pytester) -> None:

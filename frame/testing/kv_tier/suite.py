@@ -91,7 +91,11 @@ def check_real_sizes(make: Make) -> None:
     many, long = make(num_blocks=700), make_keys(600, "long")
     for first in range(0, 600, 100):
         many.store(long[first : first + 100])
-    assert many.tier.match(long) == 600, f"of a prompt of 600 stored blocks {many.tier.match(long)} are matched"
+    place = 0
+    while place < len(long):  # a tier may match as many as one load takes
+        matched = many.tier.match(long[place:])
+        assert matched > 0, f"of a prompt of 600 stored blocks the first {place} are matched"
+        place += matched
     many.load_all(long[590:])
     near = [long[0][:size] + bytes([each]) * (32 - size) for size in (8, 16, 24, 31) for each in (1, 2)]
     many.store(near)

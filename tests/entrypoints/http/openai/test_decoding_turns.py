@@ -16,7 +16,7 @@ from frame.entrypoints.audio import RATE, AudioFile
 from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, QuotaExceededError, TenantQuotas
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
 from frame.entrypoints.http.openai import transcriptions
-from frame.entrypoints.http.openai.transcriptions import _decode, _decode_while_connected
+from frame.entrypoints.http.openai.transcriptions import _decode_while_connected, decode_windows
 from frame.entrypoints.speech import Speech, Window
 
 
@@ -83,11 +83,11 @@ class Context:
 
 async def test_a_short_file_waits_for_no_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     files, services = Files(monkeypatch), make_services()
-    await _decode(Context("few"), services, b"few 10", LEASE)  # type: ignore[arg-type]
+    await decode_windows(Context("few"), services, b"few 10", LEASE)  # type: ignore[arg-type]
     files.gate.clear()
-    many = [asyncio.create_task(_decode(Context("many"), services, b"many 1000", LEASE)) for _ in range(12)]  # type: ignore[arg-type]
+    many = [asyncio.create_task(decode_windows(Context("many"), services, b"many 1000", LEASE)) for _ in range(12)]  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
-    few = asyncio.create_task(_decode(Context("few"), services, b"few 10", LEASE))  # type: ignore[arg-type]
+    few = asyncio.create_task(decode_windows(Context("few"), services, b"few 10", LEASE))  # type: ignore[arg-type]
     files.gate.set()
     assert len(await asyncio.wait_for(few, 20)) == 1
     assert files.order.count("many") < 20  # of 1200
@@ -100,9 +100,9 @@ async def test_a_short_file_waits_for_no_long_one(monkeypatch: pytest.MonkeyPatc
 async def test_sequences_are_counted_before_a_file_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(monkeypatch)
     with pytest.raises(ApiError, match="100 sequences"):
-        await _decode(Context("a"), make_services(50), b"a 1000", LEASE)  # type: ignore[arg-type]
+        await decode_windows(Context("a"), make_services(50), b"a 1000", LEASE)  # type: ignore[arg-type]
     with TenantQuotas(None, PlaceShares(100, 2)).open_lease("a") as lease, pytest.raises(QuotaExceededError, match="100 sequences"):
-        await _decode(Context("a", lease), make_services(), b"a 1000", LEASE)  # type: ignore[arg-type]
+        await decode_windows(Context("a", lease), make_services(), b"a 1000", LEASE)  # type: ignore[arg-type]
     assert (files.order, files.num_open) == ([], 0)
 
 

@@ -75,6 +75,9 @@ class TarSource(WeightSource):
         data = self.map[found.offset : found.offset + count * found.dtype.itemsize]
         return torch.frombuffer(bytearray(data), dtype=found.dtype).view(found.shape)
 
+    def close(self) -> None:
+        self.map.close()
+
     def find_range(self, name: str) -> FileRange | None:
         return self.ranges[name]
 
