@@ -142,7 +142,7 @@ def deleted(tree: Path, *rooms: Room) -> Iterator[None]:
     try:
         yield
     finally:
-        for path, target in moved:
+        for path, target in reversed(moved):
             target.rename(path)
 
 
