@@ -26,7 +26,7 @@ ALIKE = (8, 16, 32, 64, 128)  # characters in which names are equal that must be
 CALLS = 15  # of which the fastest counts: a busy machine delays some, and a plugin that waits all
 ROUNDS = 3  # of which one must keep a limit: a machine may be busy during one
 _REST = 0.1  # seconds between two rounds
-_SETTLE = 5.0  # seconds that a thread or process that was told to end may take
+_MAX_END_SECONDS = 5.0  # seconds that a thread or process that was told to end may take
 
 
 def make_alike(lengths: Iterable[int] = ALIKE, fill: str = "n") -> list[tuple[str, str]]:
@@ -174,7 +174,7 @@ def leaves_nothing(what: str, threads: bool = True) -> Iterator[None]:
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _SETTLE
+    deadline = time.monotonic() + _MAX_END_SECONDS
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 

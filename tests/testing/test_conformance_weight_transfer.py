@@ -35,6 +35,6 @@ def test_a_thread_that_ends_late_is_not_left(monkeypatch: pytest.MonkeyPatch) ->
     suite._require_no_more((9, 0, 3), "parts")
     suite._require_no_more((9, 0, 3), "parts")
     monkeypatch.setattr(suite, "_count_open", lambda: (9, 0, 4))
-    monkeypatch.setattr(suite, "SETTLE", 0.1)
+    monkeypatch.setattr(suite, "MAX_END_SECONDS", 0.1)
     with pytest.raises(AssertionError, match="parts leave files, mappings and threads open"):
         suite._require_no_more((9, 0, 3), "parts")

@@ -126,7 +126,7 @@ def leave_thread(end: threading.Event) -> None:
     ids=["thread", "file", "temporary", "process"],
 )
 def test_what_is_left_is_found(leave: Callable[[Any], Any], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frame.testing.generators._SETTLE", 0.05)
+    monkeypatch.setattr("frame.testing.generators._MAX_END_SECONDS", 0.05)
     end, left = threading.Event(), []
     with leaves_nothing("nothing"):
         pass

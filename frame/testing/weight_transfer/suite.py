@@ -28,7 +28,7 @@ from frame.testing.weight_transfer.trainers import FOLDER, FileTrainer, GroupTra
 
 TIMEOUT = 1.0  # seconds of the transfers under test
 MARGIN = 4.0  # seconds that a failure may come later
-SETTLE = 5.0  # seconds that what is closed may take to end
+MAX_END_SECONDS = 5.0  # seconds that what is closed may take to end
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int64)
 
 
@@ -424,7 +424,7 @@ def check_close_leaves_nothing_open(make: Make) -> None:
 
 def _require_no_more(before: Sequence[int], what: str) -> None:
     """What ends late, such as a backend's threads on a busy machine, has some seconds to do so."""
-    after, end = _count_open(), time.monotonic() + SETTLE
+    after, end = _count_open(), time.monotonic() + MAX_END_SECONDS
     while any(now > then for now, then in zip(after, before, strict=True)):
         assert time.monotonic() < end, f"{what} leave files, mappings and threads open: {after}, before {tuple(before)}"
         time.sleep(0.02)

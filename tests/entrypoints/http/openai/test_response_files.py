@@ -39,7 +39,7 @@ def open_store(tmp_path: Path) -> Iterator[Open]:
         store.close()
 
 
-def settle(store: ResponseStore) -> None:
+def wait_until_written(store: ResponseStore) -> None:
     """Wait until everything is written."""
     files = store._files
     assert files is not None
@@ -72,16 +72,16 @@ def test_entries_outlive_the_server(open_store: Open, tmp_path: Path) -> None:
 def test_two_servers_see_each_others_changes(open_store: Open) -> None:
     one, two = open_store(), open_store()
     one.put("conv_1", "t", b'{"id":"conv_1"}', b"[]")
-    settle(one)
+    wait_until_written(one)
     assert two.append_items("conv_1", "t", [{"n": 1}])
-    settle(two)
+    wait_until_written(two)
     assert one.append_items("conv_1", "t", [{"n": 2}])
-    settle(one)
+    wait_until_written(one)
     stored = two.get("conv_1", "t")
     assert stored is not None
     assert stored.decode_items() == [{"n": 1}, {"n": 2}]
     assert one.delete("conv_1", "t")
-    settle(one)
+    wait_until_written(one)
     assert two.get("conv_1", "t") is None
     assert (len(one), one.num_bytes, len(two), two.num_bytes) == (0, 0, 0, 0)
 
@@ -112,13 +112,13 @@ def test_quotas_and_age_hold_for_files(open_store: Open, tmp_path: Path) -> None
     store = open_store(entries=3)
     for number in range(6):
         store.put(f"resp_{number}", "t", DONE, b"[]")
-    settle(store)
+    wait_until_written(store)
     assert len(list_files(tmp_path)) == 3
     smaller = open_store(entries=10, size=2 * (OVERHEAD + 100), share=1.0)
-    settle(smaller)
+    wait_until_written(smaller)
     assert (len(smaller), len(list_files(tmp_path))) == (2, 2)
     old = open_store(ttl=1e-6)
-    settle(old)
+    wait_until_written(old)
     assert (len(old), list_files(tmp_path)) == (0, [])
 
 
@@ -126,7 +126,7 @@ def test_damaged_and_foreign_files_are_left_out(open_store: Open, tmp_path: Path
     store = open_store()
     for number in range(7):
         store.put(f"resp_{number}", "t", DONE, b"[]")
-    settle(store)
+    wait_until_written(store)
     cut, newer, older, moved, pipe, link, whole = list_files(tmp_path)
     cut.write_bytes(cut.read_bytes()[:-20])
     for path, version in ((newer, response_files.VERSION + 1), (older, response_files.VERSION - 1)):
@@ -149,7 +149,7 @@ def test_names_of_clients_reach_no_other_file(open_store: Open, tmp_path: Path, 
     store = open_store()
     assert store.get(name, "t") is None
     assert store.put(name, "t", DONE, b"[]")
-    settle(store)
+    wait_until_written(store)
     assert [len(path.name) for path in list_files(tmp_path)] == [69]
     assert store.delete(name, "t")
 
@@ -164,7 +164,7 @@ def test_a_full_disk_loses_files_and_no_request(
 
     monkeypatch.setattr(ResponseFiles, "_write", fail)
     assert store.put("resp_1", "t", DONE, b"[]")
-    settle(store)
+    wait_until_written(store)
     monkeypatch.undo()
     assert "No space left on device" in caplog.text
     assert store.get("resp_1", "t") is not None
@@ -182,7 +182,7 @@ def test_a_full_disk_does_not_bring_back_an_older_version(open_store: Open, tmp_
     store = open_store()
     store.put("resp_1", "t", RUNNING, b"[]")
     store.put("conv_1", "t", b'{"id":"conv_1"}', b'["old"]')
-    settle(store)
+    wait_until_written(store)
 
     def fail(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -190,7 +190,7 @@ def test_a_full_disk_does_not_bring_back_an_older_version(open_store: Open, tmp_
     monkeypatch.setattr(Path, "replace", fail)
     store.put("resp_1", "t", DONE, b"[]")
     store.put("conv_1", "t", b'{"id":"conv_1"}', b'["new"]')
-    settle(store)
+    wait_until_written(store)
     response, conversation = store.get("resp_1", "t"), store.get("conv_1", "t")
     assert response is not None
     assert conversation is not None
@@ -200,16 +200,16 @@ def test_a_full_disk_does_not_bring_back_an_older_version(open_store: Open, tmp_
 def test_expiry_and_eviction_spare_what_another_server_has_written_since(open_store: Open) -> None:
     one = open_store()
     one.put("conv_1", "t", b'{"id":"conv_1"}', b"[]")
-    settle(one)
+    wait_until_written(one)
     two = open_store(ttl=0.3)
     small = open_store(entries=1)
     assert one.append_items("conv_1", "t", [{"n": 1}])
-    settle(one)
+    wait_until_written(one)
     time.sleep(0.3)
     assert two.get("another", "t") is None
     small.put("resp_1", "t", DONE, b"[]")
-    settle(two)
-    settle(small)
+    wait_until_written(two)
+    wait_until_written(small)
     stored = one.get("conv_1", "t")
     assert stored is not None
     assert stored.items == b'[{"n":1}]'
@@ -219,13 +219,13 @@ def test_an_entry_of_another_server_expires_in_time(open_store: Open, monkeypatc
     one = open_store()
     two = open_store()
     one.put("resp_1", "t", DONE, b"[]")
-    settle(one)
+    wait_until_written(one)
     later, monotonic = time.time() + 50, time.monotonic
     monkeypatch.setattr(response_files.time, "time", lambda: later)
     monkeypatch.setattr(response_files.time, "monotonic", lambda: monotonic() + 50)
     two.put("resp_2", "t", DONE, b"[]")
     assert two.get("resp_1", "t") is not None
-    settle(two)
+    wait_until_written(two)
     monkeypatch.setattr(response_files.time, "monotonic", lambda: monotonic() + 70)
     assert two.get("resp_1", "t") is None
     assert two.get("resp_2", "t") is not None
@@ -234,11 +234,11 @@ def test_an_entry_of_another_server_expires_in_time(open_store: Open, monkeypatc
 def test_entries_expire_though_their_tenant_does_not_return(open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, monotonic = open_store(), time.monotonic
     store.put("resp_1", "gone", DONE, b"[]")
-    settle(store)
+    wait_until_written(store)
     monkeypatch.setattr(response_files.time, "monotonic", lambda: monotonic() + 70)
     store.put("resp_2", "t", DONE, b"[]")
     monkeypatch.undo()
-    settle(store)
+    wait_until_written(store)
     assert (len(store), len(list_files(tmp_path))) == (1, 1)
 
 
@@ -246,9 +246,9 @@ def test_entries_expire_though_their_tenant_does_not_return(open_store: Open, tm
 def test_a_store_that_is_off_or_small_deletes_nothing(open_store: Open, tmp_path: Path, bounds: dict[str, int]) -> None:
     store = open_store()
     store.put("resp_1", "t", DONE, b"[]")
-    settle(store)
+    wait_until_written(store)
     off = open_store(**bounds)
-    settle(off)
+    wait_until_written(off)
     assert len(off) == 0
     assert store.get("resp_1", "t") is not None
     assert len(list_files(tmp_path)) == 1
@@ -277,8 +277,8 @@ def test_a_change_deletes_no_file_meanwhile(open_store: Open, monkeypatch: pytes
     monkeypatch.setattr(ResponseFiles, "_write", lambda self, path, data: written.append(data))
     for body in (RUNNING, DONE):
         store.put("resp_1", "t", body, b"[]")
-        settle(store)
+        wait_until_written(store)
     assert None not in written
     assert not store.put("resp_1", "t", DONE, b"[" + b"1," * 60_000 + b"1]")
-    settle(store)
+    wait_until_written(store)
     assert written[-1] is None
