@@ -89,7 +89,9 @@ class PagedAllocator:
         not choose."""
         places, numbers = self._places, self._numbers[:num_pages]
         fault = ""
-        if pages.shape != numbers.shape or pages.dtype != np.int32:
+        if not isinstance(pages, np.ndarray):
+            fault = f"a {type(pages).__name__}, and no int32 array"
+        elif pages.shape != numbers.shape or pages.dtype != np.int32:
             fault = f"{pages.dtype} {pages.shape} for {num_pages} pages"
         elif pages.min() <= RESERVED_PAGE or pages.max() > self.capacity:
             fault = f"pages {_some(pages[(pages <= RESERVED_PAGE) | (pages > self.capacity)])} of 1 to {self.capacity}"
@@ -99,6 +101,7 @@ class PagedAllocator:
             places[pages] = numbers
             if not (places[pages] == numbers).all():
                 fault = f"pages {_some(pages[places[pages] != numbers])} twice"
+                places[pages] = 0
         if fault:
             raise RuntimeError(f"{describe(self._chooser)} chose {fault}")
         self.num_free -= num_pages

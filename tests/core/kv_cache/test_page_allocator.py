@@ -102,6 +102,16 @@ def test_a_wrong_choice_is_named(chosen: list[int], sentence: str, monkeypatch: 
     monkeypatch.setattr(StackAllocator, "allocate_pages", lambda *_: np.array(chosen, np.int32))
     with pytest.raises(RuntimeError, match=f"StackAllocator {sentence}|kv_allocator .* {sentence}"):
         allocator.alloc(2)
+    assert allocator.pages_out().size == 1
+
+
+def test_a_list_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = make_allocator(8)
+    monkeypatch.setattr(StackAllocator, "allocate_pages", lambda *_: [3, 4])
+    with pytest.raises(RuntimeError, match="chose a list, and no int32 array"):
+        allocator.alloc(2)
+    assert allocator.pages_out().size == 0
+
 
 
 def test_a_wrong_count_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
