@@ -23,7 +23,7 @@ from frame.kernels import nvidia
 _MAX_THREADS = 8  # that compile
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
-_STATIC_SHARED_BYTES = 48 << 10  # more than this is to be asked for
+_STATIC_SHARED_BYTES = 32 << 10  # more than this is to be asked for: 48 KB, of which a kernel may have some by itself
 _MANY_BLOCKS = 1024
 _BFLOAT16, _FLOAT16 = 9, 6  # CUtensorMapDataType
 _SWIZZLE_128_BYTES, _PROMOTE_256_BYTES = 3, 3

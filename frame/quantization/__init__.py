@@ -152,6 +152,7 @@ _HUMMING_SPEEDS = (
     *(Speed("int4", 16, 1.5), Speed("int4", 64, 1.28), Speed("int4", 0, 0.91)),
     *(Speed("e2m1", 16, 1.9), Speed("e2m1", 64, 1.5), Speed("e2m1", 0, 0.93)),
 )
+_CUDA_MXFP4_SPEEDS = (Speed("e2m1", 16, 2.5), Speed("e2m1", 64, 2.0), Speed("e2m1", 0, 1.0))
 _CUDA_INT4_SPEEDS = (Speed("int4", 8, 2.5), Speed("int4", 16, 2.0), Speed("int4", 64, 1.31), Speed("int4", 0, 0.92))
 
 
@@ -199,6 +200,14 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         summary="int4 weights, unquantized activations: CUDA kernels for compute capability 9.0, compiled at the start by NVRTC.",
     )
     registry.add(
+        "cuda_mxfp4",
+        "frame.quantization.gemm.cuda_mxfp4:CudaMxfp4Kernel",
+        capabilities=HopperCapabilities(devices=("cuda",), speeds=_CUDA_MXFP4_SPEEDS, dtypes=("bfloat16",), min_compute_capability=(9, 0)),
+        requires=("triton>=3.4",),
+        rank=85,
+        summary="Experts in MXFP4, unquantized activations: a CUDA kernel for compute capability 9.0, compiled at the start by NVRTC.",
+    )
+    registry.add(
         "int8",
         "frame.quantization.gemm.int8:Int8Kernel",
         capabilities=TritonCapabilities(
@@ -212,7 +221,8 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         "unpacked",
         "frame.quantization.gemm.unpacked:UnpackedKernel",
         capabilities=GemmCapabilities(
-            devices=("cpu", "cuda"), batch_invariant=True,
+            devices=("cpu", "cuda"),
+            batch_invariant=True,
             speeds=(Speed("e4m3", 0, 1.0), *(Speed(quantized, 0, 1.0, automatic=False) for quantized in ("int4", "int8", "e2m1", "nf4"))),
         ),
         rank=20,

@@ -220,7 +220,7 @@ class BlockedGemms:
         columns = weight.outputs // TILE // (2 if is_gated else 1)
         out = x.new_empty(rows, columns * TILE)
         launch = self._prepare("rows", constants, plan.warps * 32, count_shared_bytes(plan, rows))
-        x = _align(x)
+        x = align_rows(x)
         grid = min(self._processors, columns), 1
         launch(grid, x, weight.quantized, weight.scales, x if bias is None else bias, out, rows, weight.outputs, weight.inputs, x.stride(0))
         return out
@@ -230,7 +230,7 @@ class BlockedGemms:
         weight, rows = self.weight, len(x)
         plan = self._plan_tiles(rows)
         launch = self.prepare_tiles(plan, bias is not None)
-        out, x = x.new_empty(rows, weight.outputs), _align(x)
+        out, x = x.new_empty(rows, weight.outputs), align_rows(x)
         tiles = count_tiles(rows, weight.outputs, plan.rows)
         if plan.cluster:
             blocks = pieces = ceil_div(tiles, plan.tiles) * plan.cluster
@@ -297,16 +297,17 @@ def _count_clusters(device: int, gemms: BlockedGemms) -> dict[int, int]:
 
 def read_source(kind: str, constants: tuple[tuple[str, int], ...]) -> str:
     """The text of a kernel: `rows`, `tiles` or `dequantize`."""
-    middle = _write_multiply(dict(constants)["ROWS"]) if kind == "tiles" else ""
-    return _read("common.cuh") + middle + _read(f"int4_{kind}.cu")
+    middle = read_text("pipeline.cuh") + write_multiply(dict(constants)["ROWS"]) if kind == "tiles" else ""
+    return read_text("common.cuh") + middle + read_text(f"int4_{kind}.cu")
 
 
 @cache
-def _read(name: str) -> str:
+def read_text(name: str) -> str:
+    """A file of `cuda`, which kernels of experts share."""
     return (files("frame.kernels.linear") / "cuda" / name).read_text()
 
 
-def _write_multiply(rows: int) -> str:
+def write_multiply(rows: int) -> str:
     """`multiply` of the tiles: an MMA of m64n`rows`k16. Its sums are operands of the instruction,
     so that their number is part of the text."""
     count = rows // 2
@@ -321,6 +322,6 @@ def _write_multiply(rows: int) -> str:
     )
 
 
-def _align(x: torch.Tensor) -> torch.Tensor:
+def align_rows(x: torch.Tensor) -> torch.Tensor:
     """x with rows that can be read by 16 bytes."""
     return x.clone(memory_format=torch.contiguous_format) if x.stride(0) % 8 or x.data_ptr() % 16 else x

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
+from frame.kernels.launch import PreparedLaunch, ceil_div, choose_warps, launch_dependents, next_power_of_2, wait_for_previous
 
 CHUNKS = 128, 512, 2048  # pairs that one program per expert scans; larger batches are first counted by chunks
 _COUNTED = 1024  # pairs per counted chunk
@@ -61,6 +61,22 @@ def align_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     _prepared_count(experts, device)((chunks, 1, 1), (ids, counts), (pairs,))
     _prepared_place(experts, block, device)((chunks, 1, 1), (ids, counts, *tensors), (pairs, chunks))
     return alignment
+
+
+def copy_rows(x: torch.Tensor, order: Alignment, ids: torch.Tensor) -> torch.Tensor:
+    """x [tokens, width] -> [rows of the order, width]: the token of each row; padding rows are
+    undefined. ids: what `order` sorts."""
+    rows, width, pairs, top = len(order.pairs), x.shape[1], ids.numel(), ids.shape[1]
+    out = x.new_empty(rows, width)
+    launch = _prepared_copy(width, top, order.block, x.dtype, x.device)
+    launch((rows, 1, 1), (x, out, order.pairs, order.used), (pairs, x.stride(0)))
+    return out
+
+
+@lru_cache(maxsize=64)
+def _prepared_copy(width: int, top: int, block: int, dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
+    constants = {"WIDTH": width, "TOP": top, "BLOCK": block, "LANES": next_power_of_2(width)}
+    return PreparedLaunch(_copy_kernel, (dtype, dtype, *[torch.int32] * 2, 0, 0), constants, device, choose_warps(width))
 
 
 @lru_cache(maxsize=64)
@@ -167,3 +183,21 @@ def _place_kernel(
         tl.store(used, tl.sum(blocks))
         tl.store(used + 1, tl.sum(blocks) * BLOCK)
         tl.store(zeros + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+
+@triton.jit(do_not_specialize=["pairs", "x_stride"])
+def _copy_kernel(
+    x, out, pairs_of, used, pairs, x_stride,
+    WIDTH: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: rows of the alignment."""
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
+    row = tl.program_id(0)
+    if row >= tl.load(used) * BLOCK:
+        return
+    pair = tl.load(pairs_of + row)
+    lanes = tl.arange(0, LANES)
+    inside = (lanes < WIDTH) & (pair < pairs)
+    values = tl.load(x + (pair // TOP).to(tl.int64) * x_stride + lanes, mask=inside)
+    tl.store(out + row.to(tl.int64) * WIDTH + lanes, values, mask=inside)

@@ -27,6 +27,8 @@ def make_weight(
     shape = (*lead, -(-outputs // rows), -(-inputs // columns))
     largest = {"int4": 8.0, "int8": 128.0, "e2m1": 6.0, "nf4": 1.0, "e4m3": 2.0}[scheme.quant_type]
     scales = ((torch.rand(shape, generator=generator) + 0.5) * inputs**-0.5 / largest).to(dtype)
+    if scheme.quant_type == "e2m1" and scheme.group == (1, 32):  # MXFP4, whose scales are powers of two
+        scales = scales.float().log2().round().exp2().to(dtype)
     low, high = (0, 16) if scheme.quant_type == "int4" else (-128, 128)
     zeros = torch.randint(low, high, shape, generator=generator).to(torch.int8) if scheme.zeros else None
     order = None

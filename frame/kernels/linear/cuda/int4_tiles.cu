@@ -21,20 +21,6 @@
 #define CONSUMERS 256                    // threads
 #define SLICE_BYTES (CONSUMERS * 32)     // the sums of 16 rows
 
-struct __align__(64) TensorMap {
-  u64 words[16];
-};
-
-__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
-  asm volatile("{.reg .pred p;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:}"
-               :: "r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 #if CLUSTERED
 __device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -117,8 +103,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) int4_tiles(
       };
       auto fetch_inputs = [&](int at, int stage) {
         const int tile = at / units, unit = at - tile * units;
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                     :: "r"(stages + stage * STAGE_BYTES), "l"(&x), "r"(unit * 64), "r"(tile % row_tiles * ROWS), "r"(filled + stage * 8) : "memory");
+        copy_box(stages + stage * STAGE_BYTES, &x, unit * 64, tile % row_tiles * ROWS, filled + stage * 8);
       };
       const int early = min(stop, work + STAGES);
       for (int at = work; at < early; ++at) fetch_weight(at, at - work);  // weights may be read before the wait
