@@ -286,9 +286,11 @@ async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
 
 @router.post("/v1/responses/{name}/cancel", responses=responds_with(ResponseObject))
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """Cancel a response that is in progress."""
+    """Cancel a response that is in progress. One in the background that has ended is returned."""
     body = msgspec.json.decode((await find_response(context, services, name)).body)
     if body["status"] != "in_progress":
+        if body.get("background"):
+            return body
         raise ApiError(400, f"the response {name} is {body['status']}; only a response in progress can be cancelled", "response_id")
     body["status"] = "cancelled"
     services.responses.cancel(name, context.tenant, msgspec.json.encode(body))
