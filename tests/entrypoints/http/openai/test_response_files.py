@@ -97,7 +97,7 @@ async def test_a_running_response_is_its_servers_until_that_dies(open_store: Ope
         "while files._pending or files._writing: time.sleep(0.01)\n"
         "print('written', flush=True); time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "state")], stdout=subprocess.PIPE) as server:
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "state")], stdout=subprocess.PIPE) as server:  # noqa: ASYNC220 - it prints at once
         assert server.stdout is not None
         assert server.stdout.readline() == b"written\n"
         store = open_store()
@@ -207,7 +207,7 @@ async def test_expiry_and_eviction_spare_what_another_server_has_written_since(o
     small = open_store(entries=1)
     assert one.append_items("conv_1", "t", [{"n": 1}])
     wait_until_written(one)
-    time.sleep(0.3)
+    await asyncio.sleep(0.3)
     assert await two.find("another", "t") is None
     small.put("resp_1", "t", DONE, b"[]")
     wait_until_written(two)
@@ -291,17 +291,17 @@ async def test_files_are_read_beside_the_event_loop(open_store: Open, monkeypatc
     one, two = open_store(), open_store()
     one.put("resp_1", "t", DONE, b"[]")
     wait_until_written(one)
-    check, is_open, seen = ResponseFiles.check, threading.Event(), set[int]()
+    check, is_open, reads, seen = ResponseFiles.check, threading.Event(), threading.Event(), set[int]()
 
     def slow(files: ResponseFiles, name: str, tenant: str) -> Any:
         seen.add(threading.get_ident())
+        reads.set()
         assert is_open.wait(20)
         return check(files, name, tenant)
 
     monkeypatch.setattr(ResponseFiles, "check", slow)
     finds = [asyncio.create_task(two.find("resp_1", "t")) for _ in range(8)]
-    while not seen:
-        await asyncio.sleep(0.001)
+    await asyncio.to_thread(reads.wait, 20)
     is_open.set()
     found = await asyncio.gather(*finds)
     assert threading.get_ident() not in seen
