@@ -36,8 +36,9 @@ _INSTALLING = "Installing collected packages: "
 
 
 class Display:
-    """Shows the phase that pip's lines tell: collecting, downloading a large file, building, installing.
-    `files`: pip's temporary folder. `packages`: the folder that it installs into."""
+    """Shows the phase that pip's lines tell: collecting, downloading a large file, a step such as a
+    build, installing. `files`: pip's temporary folder. `packages`: the folder that it installs
+    into."""
 
     def __init__(self, files: Path, packages: Path) -> None:
         self._files, self._packages = files, packages

@@ -30,7 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 EMBEDDINGS, POOLING, SCORE = "/v1/embeddings", "/pooling", "/v1/score"  # of the server that embeds
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-FILE = {"type": "file", "file": {"file_id": "file-1"}}
+FILE = [{"role": "user", "content": [{"type": "file", "file": {"file_id": "file-1"}}]}]
 MCP = {"type": "mcp", "server_label": "x", "server_url": "http://127.0.0.1:9"}
 
 
@@ -106,7 +106,7 @@ DIFFERS: dict[str, list[Asked | Started | str]] = {
     "`enable_response_messages` of Responses": [named(RESPONSES, "enable_response_messages", True)],
     "Responses over WebSocket": [HERE + "test_responses_have_no_websocket"],
     "speech output, turn detection of `/v1/realtime`": ["tests/clients/test_openai_realtime.py::test_events_that_are_refused"],
-    "uploaded files as chat parts (`file_id`)": [Asked(CHAT, {"messages": [{"role": "user", "content": [FILE]}]}, "file_id is not supported")],
+    "uploaded files as chat parts (`file_id`)": [Asked(CHAT, {"messages": FILE}, "file_id is not supported")],
     "`--load-format tensorizer`, `--root-path`": [
         Started(("config", "check", "--model", "frame-tiny", "--load-format", "tensorizer"), "Unknown weight_source 'tensorizer'"),
         Started(("serve", "--model", "frame-tiny", "--root-path", "/x"), "let the proxy remove the prefix"),
