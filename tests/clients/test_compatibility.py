@@ -107,7 +107,7 @@ DIFFERS: dict[str, list[Asked | Started | str]] = {
     "Responses over WebSocket": [HERE + "test_responses_have_no_websocket"],
     "speech output, turn detection of `/v1/realtime`": ["tests/clients/test_openai_realtime.py::test_events_that_are_refused"],
     "uploaded files as chat parts (`file_id`)": [Asked(CHAT, {"messages": FILE}, "file_id is not supported")],
-    "`--load-format tensorizer`, `--root-path`": [
+    "`--load-format tensorizer`, a root path": [
         Started(("config", "check", "--model", "frame-tiny", "--load-format", "tensorizer"), "Unknown weight_source 'tensorizer'"),
         Started(("serve", "--model", "frame-tiny", "--root-path", "/x"), "let the proxy remove the prefix"),
     ],

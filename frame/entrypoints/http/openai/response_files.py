@@ -53,7 +53,7 @@ class ResponseFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Stamp = tuple[int, int]  # of a version of a file: when it was written, and its inode
-FoundFile = tuple[ResponseFile, Stamp]
+StoredFile = tuple[ResponseFile, Stamp]
 _decoder = msgspec.json.Decoder(ResponseFile)
 
 
@@ -106,7 +106,7 @@ class ResponseFiles:
         """Have the thread delete an entry, unless another server has written it since."""
         self._put(_name_file(name, tenant), None)
 
-    def check(self, name: str, tenant: str) -> FoundFile | bool:
+    def check(self, name: str, tenant: str) -> StoredFile | bool:
         """The entry if another server has written it since; else whether the store's own holds."""
         file_name = _name_file(name, tenant)
         with self._changed:
@@ -122,7 +122,7 @@ class ResponseFiles:
             return True
         return self._read(self._folder / file_name) or False
 
-    def load_all(self) -> Iterator[FoundFile]:
+    def load_all(self) -> Iterator[StoredFile]:
         """All entries, in the order of their writing. Removes what a killed server did not
         finish."""
         for path in self._servers.glob("*.lock"):
@@ -138,12 +138,12 @@ class ResponseFiles:
                 elif path.suffix == ".new" and time.time() - written > STALE:
                     path.unlink()
         for _, path in sorted(entries):
-            if (found := self._read(path)) is not None:
-                yield found
+            if (stored := self._read(path)) is not None:
+                yield stored
 
-    def note(self, found: FoundFile) -> None:
+    def note(self, stored: StoredFile) -> None:
         """The store has this version of an entry now."""
-        file, stamp = found
+        file, stamp = stored
         self._stamps[_name_file(file.name, file.tenant)] = stamp
 
     def forget(self, name: str, tenant: str) -> None:
@@ -200,7 +200,7 @@ class ResponseFiles:
             raise
         self._stamps[path.name] = stamp
 
-    def _read(self, path: Path) -> FoundFile | None:
+    def _read(self, path: Path) -> StoredFile | None:
         """An entry; None for a file that is gone, damaged or foreign, or of a response that another
         server runs now."""
         try:

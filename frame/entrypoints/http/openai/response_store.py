@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from frame.entrypoints.http.openai.response_files import FoundFile, ResponseFiles
+from frame.entrypoints.http.openai.response_files import StoredFile, ResponseFiles
 from frame.entrypoints.http.protocol.bodies import MIN_BODY, problem_of
 
 OVERHEAD = 512  # bytes of an entry besides its body and items
@@ -122,8 +122,8 @@ class ResponseStore:
         self.num_bytes = 0
         self._files = files
         self._swept = time.monotonic()
-        for found in () if files is None else files.load_all():
-            self._take_file(found)
+        for stored in () if files is None else files.load_all():
+            self._take_file(stored)
 
     def __len__(self) -> int:
         return self._count
@@ -155,11 +155,11 @@ class ResponseStore:
         self._evict(tenant, entries)
         return True
 
-    def _take_file(self, found: FoundFile) -> None:
+    def _take_file(self, stored_file: StoredFile) -> None:
         """Store an entry that this server or another one has written."""
         assert self._files is not None
-        self._files.note(found)
-        file = found[0]
+        self._files.note(stored_file)
+        file = stored_file[0]
         age = max(0.0, time.time() - file.created)
         stored = StoredEntry(file.tenant, bytes(file.body), bytes(file.items), file.num_input, time.monotonic() - age)
         if age >= self._ttl:
@@ -184,14 +184,15 @@ class ResponseStore:
         return self.get(name, tenant)
 
     def _peek(self, name: str, tenant: str) -> StoredEntry | None:
-        return self._tenants.get(tenant, {}).get(name)
+        entries = self._tenants.get(tenant)
+        return None if entries is None else entries.get(name)
 
     def _runs(self, stored: StoredEntry | None) -> bool:
         """Whether an entry is that of a response that streams here."""
         return stored is not None and stored.log is not None and not stored.log.is_over
 
-    def _take_change(self, name: str, tenant: str, file: FoundFile | bool) -> None:
-        """Take over what `ResponseFiles.check` has found."""
+    def _take_change(self, name: str, tenant: str, file: StoredFile | bool) -> None:
+        """Take over the result of `ResponseFiles.check`."""
         assert self._files is not None
         if file is True:
             return

@@ -115,7 +115,7 @@ _TRUE_BY_DEFAULT = (
 )  # fmt: skip
 # Of these, the ones with which false asks for something.
 FALSE_ASKS = frozenset({"include_reasoning", "add_special_tokens", "normalize", "softmax", "use_activation"})
-EMPTY_ASKS = ("web_search_options", {})  # an empty object asks for a search
+EMPTY_ASKS: tuple[str, object] = ("web_search_options", {})  # an empty object asks for a search
 # Values, besides null, false and empty ones, with which a refused field asks for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("length_penalty", "n", "best_of", "stream_interval"), (1,)),
