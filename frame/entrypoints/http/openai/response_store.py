@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from frame.entrypoints.http.openai.response_files import StoredFile, ResponseFiles
+from frame.entrypoints.http.openai.response_files import ResponseFiles, StoredFile
 from frame.entrypoints.http.protocol.bodies import MIN_BODY, problem_of
 
 OVERHEAD = 512  # bytes of an entry besides its body and items
