@@ -117,7 +117,7 @@ def follow_file(title: str, folder: Path, name: str, size: int) -> Iterator[Adva
 def follow_packages(folder: Path, total: int) -> Iterator[Advance]:
     """Show how many bytes of `total` have been added to `folder`."""
     before = _folder_size(folder)
-    with show_progress("installing packages", total, "bytes") as advance, _poll(lambda: _folder_size(folder) - before, advance):
+    with show_progress("installing packages", total, "bytes") as advance, _poll(lambda: min(total, _folder_size(folder) - before), advance):
         yield advance
 
 
