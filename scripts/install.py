@@ -30,13 +30,15 @@ POLL_SECONDS = 2.0  # a look at all installed files takes a tenth of a second
 MIN_BYTES = 5_000_000  # of a file whose download has a bar of its own
 SHOWN_LINES = 30  # of pip's output, where it fails
 _DOWNLOAD = re.compile(r"\s*Downloading (\S+?)(?:\.metadata)? \(([\d.]+) ([kMG]?B)\)")
+_STEP = re.compile(r"\s*(\w.*?)(?: \(pyproject\.toml\))?: started")  # such as a compilation
 _FACTORS = {"B": 1, "kB": 1_000, "MB": 1_000_000, "GB": 1_000_000_000}
 _INSTALLING = "Installing collected packages: "
 
 
 class Display:
-    """Shows the phase that pip's lines tell: collecting, downloading a large file, installing.
-    `files`: pip's temporary folder. `packages`: the folder that it installs into."""
+    """Shows the phase that pip's lines tell: collecting, downloading a large file, a step such as a
+    build, installing. `files`: pip's temporary folder. `packages`: the folder that it installs
+    into."""
 
     def __init__(self, files: Path, packages: Path) -> None:
         self._files, self._packages = files, packages
@@ -54,6 +56,8 @@ class Display:
         elif (match := _DOWNLOAD.match(line)) and (size := round(float(match[2]) * _FACTORS[match[3]])) >= MIN_BYTES:
             name = match[1].rpartition("/")[2]
             self._begin(follow_file(f"downloading {name.split('-')[0]}", self._files, name, size))
+        elif match := _STEP.fullmatch(line):
+            self._begin(show_progress(match[1][0].lower() + match[1][1:]))
         elif line.startswith(_INSTALLING):
             wheels = [*self._files.glob("*/*.whl"), *self._local]
             self._begin(follow_packages(self._packages, sum(map(_unpacked_size, wheels))))
@@ -113,18 +117,19 @@ def follow_file(title: str, folder: Path, name: str, size: int) -> Iterator[Adva
 def follow_packages(folder: Path, total: int) -> Iterator[Advance]:
     """Show how many bytes of `total` have been added to `folder`."""
     before = _folder_size(folder)
-    with show_progress("installing packages", total, "bytes") as advance, _poll(lambda: _folder_size(folder) - before, advance):
+    with show_progress("installing packages", total, "bytes") as advance, _poll(lambda: min(total, _folder_size(folder) - before), advance):
         yield advance
 
 
 def _folder_size(folder: Path) -> int:
-    """The bytes of the files below a folder, without those that Python compiles."""
-    return sum(_size(Path(place) / name) for place, _, names in os.walk(folder) if not place.endswith("__pycache__") for name in names)
+    """The bytes of the files below a folder."""
+    return sum(_size(Path(place) / name) for place, _, names in os.walk(folder) for name in names)
 
 
 def _unpacked_size(wheel: Path) -> int:
+    """The bytes of a wheel's files, and as much again for those of Python, which pip compiles."""
     with zipfile.ZipFile(wheel) as archive:
-        return sum(file.file_size for file in archive.infolist())
+        return sum(file.file_size * (2 if file.filename.endswith(".py") else 1) for file in archive.infolist())
 
 
 def _size(file: Path) -> int:

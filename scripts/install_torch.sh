@@ -24,6 +24,10 @@ if [ "$(uname -s)" != Linux ] || { command -v nvidia-smi >/dev/null 2>&1 && nvid
 fi
 
 echo "No GPU found: installing the CPU build of torch."
-# The first command succeeds if pip has a local wheel; otherwise the second downloads one.
+# The first command succeeds if pip has a local wheel; otherwise the second downloads one. The last is for
+# networks that reach nothing but a mirror of PyPI.
 $install --try "torch==2.13.0+cpu" ||
-    $install "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu
+    $install --try "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu || {
+    echo "download.pytorch.org has no such build, or cannot be reached: installing torch from pip's index, some gigabytes." >&2
+    exec $install "torch>=2.11"
+}

@@ -153,6 +153,10 @@ def test_in_the_background(client: openai.OpenAI) -> None:
         client.responses.delete(endless.id)
     assert client.responses.cancel(endless.id).status == "cancelled"
     assert until_over(client, endless.id).status == "cancelled"
+    assert client.responses.cancel(endless.id).status == "cancelled", "as at OpenAI, a second cancellation changes nothing"
+    whole = client.responses.create(**ASK)
+    with pytest.raises(openai.BadRequestError, match="only a response in progress can be cancelled"):
+        client.responses.cancel(whole.id)
 
 
 FAR = {"type": "json_schema", "name": "a", "schema": {"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}}

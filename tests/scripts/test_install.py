@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -66,8 +68,14 @@ def test_the_phases_of_an_installation(shown: Shown, tmp_path: Path) -> None:
         with zipfile.ZipFile(local, "w") as archive:
             archive.writestr("local.py", bytes(500))
         yield f"Processing {local}\n"
+        yield "  Installing build dependencies: started\n"
+        yield "  Installing build dependencies: finished with status 'done'\n"
+        yield "  Building editable for frame-x86 (pyproject.toml): started\n"
         yield "Installing collected packages: torch, sympy, local\n"
         (packages / "torch.py").write_bytes(bytes(3000))
+        wait()
+        (packages / "__pycache__").mkdir()
+        (packages / "__pycache__/torch.pyc").write_bytes(bytes(1000))
         wait()
         yield "Successfully installed torch-2.11.0\n"
 
@@ -76,8 +84,31 @@ def test_the_phases_of_an_installation(shown: Shown, tmp_path: Path) -> None:
         ("collecting packages", None, 1),
         ("downloading torch", 12_500_000, 1000),
         ("collecting packages", None, 3),  # those before the download count
-        ("installing packages", 3500, 3000),
+        ("installing build dependencies", None, 0),
+        ("building editable for frame-x86", None, 0),
+        ("installing packages", 7000, 4000),
     ]
+
+
+def test_torch_comes_from_the_index_that_answers(tmp_path: Path) -> None:
+    """Without PyTorch's own index, as behind a mirror of PyPI."""
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(f"""#!/bin/sh
+echo "$*" >> {log}
+case "$*" in -) exit 1 ;; *--try*) exit 1 ;; esac
+""")
+    python.chmod(0o755)
+    path = str(tmp_path / "bin")  # without nvidia-smi
+    Path(path).mkdir()
+    for name in ("sh", "uname", "dirname"):
+        (Path(path) / name).symlink_to(str(shutil.which(name)))
+    script = Path(install.__file__).with_name("install_torch.sh")
+    done = subprocess.run(["sh", str(script), str(python)], env={"PATH": path}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "installing torch from pip's index" in done.stderr
+    tries = [line.partition("install.py ")[2] for line in log.read_text().splitlines()[1:]]
+    assert [each.startswith("--try") for each in tries] == [True, True, False]
+    assert tries[2] == "torch>=2.11"
 
 
 def test_what_pip_says_is_shown_if_it_fails(capfd: pytest.CaptureFixture[str]) -> None:

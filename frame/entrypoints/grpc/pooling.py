@@ -13,6 +13,7 @@ from frame.entrypoints.http.native.pooling import (
     EmbeddingRequest,
     classify_texts,
     compute_embeddings,
+    compute_token_vectors,
     get_labels,
 )
 from frame.entrypoints.http.native.ranking import RerankRequest, ScoreRequest, rank_documents, score_pairs
@@ -35,9 +36,15 @@ class Pooling:
         body = EmbeddingRequest(
             input=inputs, dimensions=_set(request, "dimensions"), prompt_name=_set(request, "prompt_name"), **_options(request, caller)
         )
-        vectors, count = await compute_embeddings(caller, self._services, body)
-        reply = self._schema["EmbedReply"](prompt_tokens=count)
-        await run_turns(self._services.formatting, caller.tenant, (reply.vectors.add(values=row.tolist()) for row in vectors))
+        reply = self._schema["EmbedReply"]()
+        if request.per_token:
+            each, reply.prompt_tokens = await compute_token_vectors(caller, self._services, body)
+            places = ((reply.token_vectors.add(), vectors) for vectors in each)
+            steps = (place.vectors.add(values=row.tolist()) for place, vectors in places for row in vectors)
+        else:
+            pooled, reply.prompt_tokens = await compute_embeddings(caller, self._services, body)
+            steps = (reply.vectors.add(values=row.tolist()) for row in pooled)
+        await run_turns(self._services.formatting, caller.tenant, steps)
         return reply
 
     async def rerank(self, request: Any, caller: GrpcCaller) -> Any:

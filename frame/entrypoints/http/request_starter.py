@@ -221,7 +221,7 @@ def _restore(services: Services, state: RequestState, handoff: Handoff, seconds:
     Raises ApiError."""
     from frame.entrypoints.http.protocol.continuation import restore_state
 
-    restore_state(state, handoff, services.client.weight_version)
+    restore_state(state, handoff, services.client.weight_version, services.resolved.model.vocab_size)
     return max(MIN_DEADLINE, seconds - handoff.age)
 
 

@@ -28,7 +28,7 @@ from frame.core.errors import did_you_mean
 from frame.core.interfaces.media import MediaItem
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Control, ControlReply
-from frame.entrypoints.engine_client.limits import InvalidRequestError, check_request, get_child_params
+from frame.entrypoints.engine_client.limits import STATES_OF_TOKENS, InvalidRequestError, check_request, get_child_params
 from frame.entrypoints.offline.adapters import Lora, OfflineAdapters
 from frame.entrypoints.offline.collector import Delta, Job, Output, SequenceOutput, call_soon, group_outputs
 from frame.entrypoints.offline.media import OfflineMedia
@@ -190,13 +190,15 @@ class Engine(OfflineWeights):
         prompt_name: str | None = None,
         truncate: bool = False,
         lora: Lora | None = None,
-    ) -> np.ndarray:
+        per_token: bool = False,
+    ) -> Any:
         """Embeddings of texts or token ids, float32 [inputs, width]; [width] for one input.
         `dimensions` keeps the first values of each; `prompt_name` is one of the checkpoint's
-        prompts; `truncate` cuts inputs that are too long instead of refusing them.
+        prompts; `truncate` cuts inputs that are too long instead of refusing them. `per_token`
+        returns the hidden states of each input, [tokens, width], neither pooled nor normalized.
         """
         is_single, several = to_list(inputs)
-        vectors = self._vectors.embed(several, dimensions, prompt_name, truncate, lora)
+        vectors = self._vectors.embed(several, dimensions, prompt_name, truncate, lora, per_token)
         return vectors[0] if is_single else vectors
 
     def classify(self, inputs: Prompt | Sequence[Prompt], *, truncate: bool = False, lora: Lora | None = None) -> Any:
@@ -380,14 +382,17 @@ class Engine(OfflineWeights):
         sequence.adapter = adapter
         job.sequences.append(sequence)
 
-    def _pool(self, encoded: list[Encoded], lora: Lora | None) -> np.ndarray:
-        """Run sequences of a pooling model. Returns float32 [sequences, width]."""
-        plans = [(to_token_ids(ids), POOLING_PARAMS) for ids, _ in encoded]
+    def _pool(self, encoded: list[Encoded], lora: Lora | None, per_token: bool) -> list[np.ndarray]:
+        """Run sequences of a pooling model. Returns float32 [width] of each; with `per_token`
+        [tokens, hidden_size]."""
+        params = STATES_OF_TOKENS if per_token else POOLING_PARAMS
+        plans = [(to_token_ids(ids), params) for ids, _ in encoded]
         outputs = self._run_tokens(plans, second_text_starts=[start for _, start in encoded], lora=lora)
-        for output in outputs:
-            if output.vector is None:
+        vectors = [output.hidden_states if output.vector is None else np.frombuffer(output.vector, "<f4") for output in outputs]
+        for output, vector in zip(outputs, vectors, strict=True):
+            if vector is None:
                 raise EngineError(output.error or "the request was aborted", outputs)
-        return np.frombuffer(b"".join(output.vector or b"" for output in outputs), "<f4").reshape(len(outputs), -1)
+        return [vector for vector in vectors if vector is not None]
 
     def _run_tokens(
         self,
@@ -403,6 +408,7 @@ class Engine(OfflineWeights):
         for (ids, params), adapter in zip(plans, adapters, strict=True):
             check_request(self._session.limits, ids, params)
             self._add_sequence(job, ids, params, adapter)
+            job.sequences[-1].reads_states = params.return_hidden_states
         for sequence, start in zip(job.sequences, second_text_starts, strict=False):
             sequence.second_text_start = start
         for sequence, item in zip(job.sequences, encoder_items, strict=False):

@@ -166,12 +166,19 @@ class Client:
         prompt_name: str | None = None,
         truncate: bool = False,
         lora: str | None = None,
-    ) -> np.ndarray:
-        """Embeddings of texts or token ids, float32 [inputs, width]; [width] for one input."""
+        per_token: bool = False,
+    ) -> Any:
+        """Embeddings of texts or token ids, float32 [inputs, width]; [width] for one input.
+        `per_token`: the hidden states of each input, [tokens, width]."""
         is_single, several = to_list(inputs)
         body = {"input": several, "dimensions": dimensions, "prompt_name": prompt_name, "encoding_format": "base64"}
         body |= _options(truncate, lora)
-        vectors = decode_vectors(self.post("/v1/embeddings", body)["data"])
+        vectors: Any
+        if per_token:
+            rows = self.post("/pooling", body | {"task": "token_embed", "normalize": False})["data"]
+            vectors = [decode_vectors([{"embedding": each} for each in row["data"]]) for row in rows]
+        else:
+            vectors = decode_vectors(self.post("/v1/embeddings", body)["data"])
         return vectors[0] if is_single else vectors
 
     def classify(self, inputs: str | Sequence[str], *, truncate: bool = False, lora: str | None = None) -> Any:

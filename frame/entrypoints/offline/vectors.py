@@ -24,8 +24,9 @@ from frame.entrypoints.relevance import (
 )
 from frame.text.tokenizer import Encoded, Tokenizer
 
-# (token ids, start of the second text) of sequences, their adapter -> float32 [sequences, width]
-Run = Callable[[list["Encoded"], Lora | None], np.ndarray]
+# (token ids, start of the second text) of sequences, their adapter, whether each token has a vector
+# -> float32 [width] of each sequence, or [tokens, hidden_size]
+Run = Callable[[list["Encoded"], Lora | None, bool], list[np.ndarray]]
 METHODS = {"generate": "generate", "embed": "embed or score", "classify": "classify or score"}
 
 
@@ -47,15 +48,18 @@ class Vectors:
         self._run = run
         self._score_prompt = read_score_prompt(resolved.user.text.score_prompt)
 
-    def embed(self, texts: Sequence[Any], dimensions: int | None, prompt_name: str | None, truncate: bool, lora: Lora | None) -> np.ndarray:
-        """Embeddings, float32 [texts, width]. A text may be a list of token ids."""
+    def embed(
+        self, texts: Sequence[Any], dimensions: int | None, prompt_name: str | None, truncate: bool, lora: Lora | None, per_token: bool
+    ) -> np.ndarray | list[np.ndarray]:
+        """Embeddings, float32 [texts, width]; with `per_token` [tokens, width] of each text. A text
+        may be a list of token ids."""
         need_task(self._resolved, "embed")
         width, pooling = self._resolved.model.hidden_size, self._resolved.pooling
         if dimensions is not None and not 1 <= dimensions <= width:
             raise InvalidRequestError(f"dimensions is {dimensions}; it must be from 1 to {width}", "dimensions")
         lead = self._resolved.model.sentence.lead(prompt_name) if self._resolved.model.sentence is not None else ""
-        vectors = self._run(self._encode(texts, truncate, lead), lora)
-        return finished(np.ascontiguousarray(vectors[:, :dimensions]), pooling)
+        vectors = [each[..., :dimensions] for each in self._run(self._encode(texts, truncate, lead), lora, per_token)]
+        return vectors if per_token else finished(np.stack(vectors), pooling)
 
     def classify(self, texts: Sequence[Any], truncate: bool, lora: Lora | None) -> list[dict[str, float]]:
         """The probability of each class, by its label."""
@@ -86,7 +90,7 @@ class Vectors:
         return relevance(self._compute(encoded, lora))
 
     def _compute(self, encoded: list[Encoded], lora: Lora | None) -> np.ndarray:
-        return finished(self._run(encoded, lora), self._resolved.pooling)
+        return finished(np.stack(self._run(encoded, lora, False)), self._resolved.pooling)
 
     def _encode(self, texts: Sequence[Any], truncate: bool, lead: str = "") -> list[Encoded]:
         if not all(isinstance(text, str) for text in texts):

@@ -86,6 +86,9 @@ def test_tools(server: RunningServer) -> None:
     assert [each["role"] for each in both["chat_history"]] == ["USER", "CHATBOT", "TOOL", "USER", "CHATBOT"]
     single = post(server, {"message": "look", "tools": [TOOL], "tool_results": [RESULT], "force_single_step": True}).json()
     assert single["text"] == "done"
+    for is_single, finds in ((False, [MADE]), (True, None)):  # whether the model may call again, with the results it has
+        fields = {"message": say(CALL), "tools": [TOOL], "tool_results": [RESULT], "force_single_step": is_single}
+        assert post(server, fields).json().get("tool_calls") == finds
     again = post(server, {"message": say("more"), "chat_history": done["chat_history"], "tools": [TOOL]}).json()
     assert again["text"] == "more"
 

@@ -57,7 +57,8 @@ class CohereV1Chat(CohereChat):
 
 class CohereV1Request(ExtensionFields):
     """A request of `/v1/chat`. `tool_results` answer the calls at the end of `chat_history`, or
-    else calls that `message` led to."""
+    else calls that `message` led to. `force_single_step`: with results, the model calls no more
+    tools."""
 
     NESTED: ClassVar[Mapping[str, Shape]] = {
         "chat_history": Shape("role message user_name", {"tool_calls": _CALL, "tool_results": _RESULT}),
@@ -100,6 +101,8 @@ class CohereV1Request(ExtensionFields):
         fields = {name: getattr(self, name) for name in names} | self.extension_fields()
         fields["documents"] = [{"data": each} for each in self.documents] if self.documents else None
         tools = None if self.tools is None else [_tool(each, f"tools[{i}]") for i, each in enumerate(self.tools)]
+        if self.force_single_step and self.tool_results:
+            fields["tool_choice"] = "NONE"  # the results end the step
         request = CohereChatRequest(messages=self.list_messages(), tools=tools, response_format=form, **fields)
         return request.to_chat_request(CohereV1Chat)
 

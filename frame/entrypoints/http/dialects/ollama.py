@@ -212,6 +212,7 @@ def _now() -> str:
 @router.post("/api/embed", responses=responds_with(OllamaEmbeddings))
 async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as Ollama."""
+    body.check_options()
     max_length = None if body.truncate is False else -1
     request = EmbeddingRequest(
         model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=max_length
@@ -228,6 +229,7 @@ async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> 
 @router.post("/api/embeddings", responses=responds_with(OllamaEmbedding))
 async def embeddings(body: EmbeddingsBody, context: ContextDep, services: ServicesDep) -> Any:
     """Create the embedding of one text, by the older route of Ollama."""
+    body.check_options()
     request = EmbeddingRequest(model=served_name(body.model, services), input=body.prompt, truncate_prompt_tokens=-1)
     with sent_as({"the input": "prompt", "input": "prompt"}):
         vectors, _ = await compute_embeddings(context, services, request)

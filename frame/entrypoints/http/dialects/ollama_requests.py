@@ -143,22 +143,33 @@ class GenerateBody(Body):
                 raise ApiError(400, f"{name} is not supported; {remedy}", name)
 
 
-class EmbedBody(RequestBody):
+class _VectorBody(RequestBody):
+    """Fields of both routes of embeddings, which sample nothing. `keep_alive` is ignored."""
+
     model: str
+    keep_alive: str | float | None = None
+    options: dict[str, Any] | None = None
+
+    def check_options(self) -> None:
+        """Raise ApiError 400 for an option that is wrong or asks for sampling."""
+        options = self.options or {}
+        _sampling(options)
+        for name in OPTIONS:
+            if options.get(name) is not None:
+                place = f"options.{name}"
+                raise ApiError(400, f"{place} is not an option of this route, which samples nothing; leave it out", place)
+
+
+class EmbedBody(_VectorBody):
     input: str | list[str | int | list[int]]
     truncate: bool | None = None
     dimensions: int | None = None
-    keep_alive: str | float | None = None
-    options: dict[str, Any] | None = None
 
 
-class EmbeddingsBody(RequestBody):
+class EmbeddingsBody(_VectorBody):
     """A request of the older route `/api/embeddings`."""
 
-    model: str
     prompt: str = ""
-    keep_alive: str | float | None = None
-    options: dict[str, Any] | None = None
 
 
 class ShowBody(RequestBody):

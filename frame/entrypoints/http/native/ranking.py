@@ -111,6 +111,7 @@ async def rank_documents(
 ) -> tuple[list[tuple[int, float]], int]:
     """(index and relevance of the documents, best first; number of prompt tokens). Raises ApiError.
     For errors, `name`: the request field of the documents; `cut`: the field that has them cut."""
+    services.check_model(request.model, context.tenant)
     services.need_task(*TASKS)
     texts = [_text(document) for document in request.documents]
     check_count(len(texts), name)
@@ -176,6 +177,7 @@ async def score(request: ScoreRequest, context: ContextDep, services: ServicesDe
 
 async def score_pairs(context: Caller, services: Services, request: ScoreRequest) -> tuple[np.ndarray, int]:
     """(scores float32 [pairs], number of prompt tokens). Raises ApiError."""
+    services.check_model(request.model, context.tenant)
     services.need_task(*TASKS)
     (name, first), (other, second) = _texts(request, "text_1", "queries"), _texts(request, "text_2", "items", "documents")
     try:

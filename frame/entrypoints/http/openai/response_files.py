@@ -53,6 +53,7 @@ class ResponseFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Stamp = tuple[int, int]  # of a version of a file: when it was written, and its inode
+StoredFile = tuple[ResponseFile, Stamp]
 _decoder = msgspec.json.Decoder(ResponseFile)
 
 
@@ -73,7 +74,8 @@ def make_state_folder(folder: Path) -> None:
 
 
 class ResponseFiles:
-    """The files of one server. `check` and `load_all` read on the calling thread."""
+    """The files of one server. `check` and `load_all` read on the calling thread; any thread may
+    call `check`."""
 
     def __init__(self, folder: Path) -> None:
         make_state_folder(folder)
@@ -104,7 +106,7 @@ class ResponseFiles:
         """Have the thread delete an entry, unless another server has written it since."""
         self._put(_name_file(name, tenant), None)
 
-    def check(self, name: str, tenant: str) -> ResponseFile | bool:
+    def check(self, name: str, tenant: str) -> StoredFile | bool:
         """The entry if another server has written it since; else whether the store's own holds."""
         file_name = _name_file(name, tenant)
         with self._changed:
@@ -120,7 +122,7 @@ class ResponseFiles:
             return True
         return self._read(self._folder / file_name) or False
 
-    def load_all(self) -> Iterator[ResponseFile]:
+    def load_all(self) -> Iterator[StoredFile]:
         """All entries, in the order of their writing. Removes what a killed server did not
         finish."""
         for path in self._servers.glob("*.lock"):
@@ -136,8 +138,13 @@ class ResponseFiles:
                 elif path.suffix == ".new" and time.time() - written > STALE:
                     path.unlink()
         for _, path in sorted(entries):
-            if (file := self._read(path)) is not None:
-                yield file
+            if (stored := self._read(path)) is not None:
+                yield stored
+
+    def note(self, stored: StoredFile) -> None:
+        """The store has this version of an entry now."""
+        file, stamp = stored
+        self._stamps[_name_file(file.name, file.tenant)] = stamp
 
     def forget(self, name: str, tenant: str) -> None:
         """The store does not have the entry any more; its file stays."""
@@ -193,7 +200,7 @@ class ResponseFiles:
             raise
         self._stamps[path.name] = stamp
 
-    def _read(self, path: Path) -> ResponseFile | None:
+    def _read(self, path: Path) -> StoredFile | None:
         """An entry; None for a file that is gone, damaged or foreign, or of a response that another
         server runs now."""
         try:
@@ -219,8 +226,7 @@ class ResponseFiles:
                 return None
             body |= {"status": "failed", "error": _ENDED}
             file = msgspec.structs.replace(file, body=msgspec.Raw(msgspec.json.encode(body)))
-        self._stamps[path.name] = _stamp(status)
-        return file
+        return file, _stamp(status)
 
     def _is_alive(self, owner: str) -> bool:
         """Whether a server of this name has its lease."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from frame.entrypoints.http.openai.response_files import ResponseFile, ResponseFiles
+from frame.entrypoints.http.openai.response_files import ResponseFiles, StoredFile
 from frame.entrypoints.http.protocol.bodies import MIN_BODY, problem_of
 
 OVERHEAD = 512  # bytes of an entry besides its body and items
@@ -122,8 +122,8 @@ class ResponseStore:
         self.num_bytes = 0
         self._files = files
         self._swept = time.monotonic()
-        for file in () if files is None else files.load_all():
-            self._take_file(file)
+        for stored in () if files is None else files.load_all():
+            self._take_file(stored)
 
     def __len__(self) -> int:
         return self._count
@@ -155,9 +155,11 @@ class ResponseStore:
         self._evict(tenant, entries)
         return True
 
-    def _take_file(self, file: ResponseFile) -> None:
+    def _take_file(self, stored_file: StoredFile) -> None:
         """Store an entry that this server or another one has written."""
         assert self._files is not None
+        self._files.note(stored_file)
+        file = stored_file[0]
         age = max(0.0, time.time() - file.created)
         stored = StoredEntry(file.tenant, bytes(file.body), bytes(file.items), file.num_input, time.monotonic() - age)
         if age >= self._ttl:
@@ -172,15 +174,26 @@ class ResponseStore:
         self._add_bytes(entries, stored.size)
         self._evict(file.tenant, entries)
 
-    def _refresh(self, name: str, tenant: str) -> None:
-        """Take over what another server has done to an entry since."""
-        if self._files is None:
-            return
+    async def find(self, name: str, tenant: str) -> StoredEntry | None:
+        """`get`, after taking over what another server has done to the entry. A thread reads its
+        file."""
+        if self._files is not None and not self._runs(stored := self._peek(name, tenant)):
+            file = await asyncio.to_thread(self._files.check, name, tenant)
+            if self._peek(name, tenant) is stored:  # nothing has changed the entry meanwhile
+                self._take_change(name, tenant, file)
+        return self.get(name, tenant)
+
+    def _peek(self, name: str, tenant: str) -> StoredEntry | None:
         entries = self._tenants.get(tenant)
-        stored = None if entries is None else entries.get(name)
-        if stored is not None and stored.log is not None and not stored.log.is_over:
-            return  # it runs here
-        file = self._files.check(name, tenant)
+        return None if entries is None else entries.get(name)
+
+    def _runs(self, stored: StoredEntry | None) -> bool:
+        """Whether an entry is that of a response that streams here."""
+        return stored is not None and stored.log is not None and not stored.log.is_over
+
+    def _take_change(self, name: str, tenant: str, file: StoredFile | bool) -> None:
+        """Take over the result of `ResponseFiles.check`."""
+        assert self._files is not None
         if file is True:
             return
         self._drop(name, tenant, keeps_file=True)
@@ -210,7 +223,10 @@ class ResponseStore:
         self._cancelled.discard(name)
 
     def append_items(self, name: str, tenant: str, items: list[dict[str, Any]]) -> bool:
-        """Append items; False, without a change, if the entry is gone or too large."""
+        """Append items; False, without a change, if the entry is gone or too large. Looks at the
+        file itself: in a wait for a thread, another request could append to the same version."""
+        if self._files is not None:
+            self._take_change(name, tenant, self._files.check(name, tenant))
         stored = self.get(name, tenant)
         if stored is None:
             return False
@@ -235,8 +251,7 @@ class ResponseStore:
         self._evict(tenant, entries)
 
     def get(self, name: str, tenant: str) -> StoredEntry | None:
-        """The entry of this tenant and name; None if there is none or it has expired."""
-        self._refresh(name, tenant)
+        """The entry of this tenant and name in memory; None if there is none or it has expired."""
         entries = self._tenants.get(tenant)
         if entries is None:
             return None

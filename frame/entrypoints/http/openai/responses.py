@@ -82,10 +82,10 @@ async def _prepare(context: RequestContext, services: Services, request: Respons
     """The input of a response, and its chat request. `name`: the response's id. Raises ApiError."""
     conversation, history = request.conversation_id(), []
     if conversation is not None:
-        history = find_conversation(context, services, conversation, "conversation").decode_items()
+        history = (await find_conversation(context, services, conversation, "conversation")).decode_items()
     elif request.previous_response_id:
         previous, remedy = request.previous_response_id, "send the conversation as input"
-        history = find_response(context, services, previous, "previous_response_id", remedy).decode_items()
+        history = (await find_response(context, services, previous, "previous_response_id", remedy)).decode_items()
     items = await _without_references(context, services, history, request.items())
     tools = request.collect_tools(history, items)
     context.ignored += (*tools.dropped, *(["context_management"] if request.context_management else []))
@@ -110,7 +110,7 @@ async def _without_references(
         if not isinstance(name, str):
             raise ApiError(400, f"{param}: expected a string", param)
         for container in container_ids(name) if name not in known else ():
-            stored = services.responses.get(container, context.tenant) if container not in containers else None
+            stored = await services.responses.find(container, context.tenant) if container not in containers else None
             containers.add(container)
             if len(containers) > MAX_CONTAINERS:
                 sentence = f"{param}: the input refers to items of more than {MAX_CONTAINERS // 2} responses; send the items themselves"
@@ -221,7 +221,7 @@ async def compact(request: ResponsesRequest, context: ContextDep, services: Serv
 @router.get("/v1/responses/{name}", responses=responds_with(ResponseObject, events=ResponseEvent))
 async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream: str = "false", starting_after: str = "-1") -> Any:
     """Retrieve a stored response; with `stream=true` its events after number `starting_after`."""
-    stored = find_response(context, services, name)
+    stored = await find_response(context, services, name)
     if (stream or "false").lower() not in ("true", "1"):
         await context.respond(stored.body)
         return
@@ -271,14 +271,14 @@ async def input_items(
     name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = ""
 ) -> Any:
     """List the input items of a stored response."""
-    stored = find_response(context, services, name)
+    stored = await find_response(context, services, name)
     return make_page(stored.decode_items()[: stored.num_input], limit, order, after)
 
 
 @router.delete("/v1/responses/{name}", responses=responds_with(DeletedResponse))
 async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a stored response."""
-    if msgspec.json.decode(find_response(context, services, name).body)["status"] == "in_progress":
+    if msgspec.json.decode((await find_response(context, services, name)).body)["status"] == "in_progress":
         raise ApiError(400, f"the response {name} is in progress; cancel it before", "response_id")
     services.responses.delete(name, context.tenant)
     return {"id": name, "object": "response", "deleted": True}
@@ -286,9 +286,11 @@ async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
 
 @router.post("/v1/responses/{name}/cancel", responses=responds_with(ResponseObject))
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """Cancel a response that is in progress."""
-    body = msgspec.json.decode(find_response(context, services, name).body)
+    """Cancel a response that is in progress. One in the background that has ended is returned."""
+    body = msgspec.json.decode((await find_response(context, services, name)).body)
     if body["status"] != "in_progress":
+        if body.get("background"):
+            return body
         raise ApiError(400, f"the response {name} is {body['status']}; only a response in progress can be cancelled", "response_id")
     body["status"] = "cancelled"
     services.responses.cancel(name, context.tenant, msgspec.json.encode(body))
@@ -296,17 +298,17 @@ async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     return body
 
 
-def find_response(
+async def find_response(
     context: RequestContext, services: Services, name: str, param: str = "response_id", remedy: str = "create it again"
 ) -> StoredEntry:
     """A stored response. `param`: the field with its id. Raises ApiError 404."""
-    stored = services.responses.get(name, context.tenant) if name.startswith("resp_") else None
+    stored = await services.responses.find(name, context.tenant) if name.startswith("resp_") else None
     return _require(stored, services, f"response {name[:100]!r}", param, remedy)
 
 
-def find_conversation(context: RequestContext, services: Services, name: str, param: str = "conversation_id") -> StoredEntry:
+async def find_conversation(context: RequestContext, services: Services, name: str, param: str = "conversation_id") -> StoredEntry:
     """A stored conversation. `param`: the field with its id. Raises ApiError 404."""
-    stored = services.responses.get(name, context.tenant) if name.startswith("conv_") else None
+    stored = await services.responses.find(name, context.tenant) if name.startswith("conv_") else None
     return _require(stored, services, f"conversation {name[:100]!r}", param, "create a new one")
 
 
@@ -358,13 +360,13 @@ async def create_conversation(context: ContextDep, services: ServicesDep, reques
 @router.get("/v1/conversations/{name}", responses=responds_with(Conversation))
 async def retrieve_conversation(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve a conversation without its items."""
-    await context.respond(find_conversation(context, services, name).body)
+    await context.respond((await find_conversation(context, services, name)).body)
 
 
 @router.post("/v1/conversations/{name}", dependencies=[SMALL_BODY], responses=responds_with(Conversation))
 async def update_conversation(name: str, request: ConversationUpdate, context: ContextDep, services: ServicesDep) -> Any:
     """Replace a conversation's metadata."""
-    stored = find_conversation(context, services, name)
+    stored = await find_conversation(context, services, name)
     body = msgspec.json.decode(stored.body) | {"metadata": request.metadata or {}}
     _store(context, services, body["id"], _encode(body), stored.decode_items())
     return body
@@ -373,7 +375,7 @@ async def update_conversation(name: str, request: ConversationUpdate, context: C
 @router.delete("/v1/conversations/{name}", responses=responds_with(DeletedConversation))
 async def delete_conversation(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a conversation. Its responses stay."""
-    find_conversation(context, services, name)
+    await find_conversation(context, services, name)
     services.responses.delete(name, context.tenant)
     return {"id": name, "object": "conversation.deleted", "deleted": True}
 
@@ -381,7 +383,7 @@ async def delete_conversation(name: str, context: ContextDep, services: Services
 @router.post("/v1/conversations/{name}/items", responses=responds_with(ItemList))
 async def add_items(request: ItemsRequest, name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Append items to a conversation."""
-    stored = find_conversation(context, services, name)
+    stored = await find_conversation(context, services, name)
     new = _new_items(request.items, name)
     _store(context, services, name, stored.body, [*stored.decode_items(), *new])
     return make_list(new)
@@ -390,19 +392,19 @@ async def add_items(request: ItemsRequest, name: str, context: ContextDep, servi
 @router.get("/v1/conversations/{name}/items", responses=responds_with(ItemList))
 async def items(name: str, context: ContextDep, services: ServicesDep, limit: str = "20", order: str = "desc", after: str = "") -> Any:
     """List the items of a conversation, in pages."""
-    return make_page(find_conversation(context, services, name).decode_items(), limit, order, after)
+    return make_page((await find_conversation(context, services, name)).decode_items(), limit, order, after)
 
 
 @router.get("/v1/conversations/{name}/items/{item}", responses=responds_with(StoredItem))
 async def get_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve an item of a conversation."""
-    return _item(find_conversation(context, services, name).decode_items(), item)
+    return _item((await find_conversation(context, services, name)).decode_items(), item)
 
 
 @router.delete("/v1/conversations/{name}/items/{item}", responses=responds_with(Conversation))
 async def delete_item(name: str, item: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete an item of a conversation."""
-    stored = find_conversation(context, services, name)
+    stored = await find_conversation(context, services, name)
     items = stored.decode_items()
     gone = _item(items, item)
     _store(context, services, name, stored.body, [each for each in items if each is not gone])

@@ -16,7 +16,7 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -154,13 +154,15 @@ async def _split_body(context: RequestContext, length: int) -> tuple[bytes, byte
     return handoff, body
 
 
-def restore_state(state: RequestState, handoff: Handoff, weight_version: str) -> None:
-    """Give the prepared sequences the output, seeds and counts of the handoff. Raises ApiError 409
-    where this server has other prompts or weights."""
+def restore_state(state: RequestState, handoff: Handoff, weight_version: str, vocab_size: int) -> None:
+    """Give the prepared sequences the output, seeds and counts of the handoff. Raises ApiError 400
+    for an output that no sequence can have, 409 where this server has other prompts or weights."""
     start, sequences = handoff.start, state.sequences
     writes = [write for record in handoff.records for write in record]
     if any(not 0 <= write.index < len(sequences) for write in writes) or len(start.seeds) != len(sequences):
         raise ApiError(400, "the handoff has sequences that the request has not", code="handoff_refused")
+    if any(not 0 <= token < vocab_size for write in writes for token in _list_ids(write)):
+        raise ApiError(400, f"the handoff has a token id outside the vocabulary (0 to {vocab_size - 1})", code="handoff_refused")
     if start.digest != digest_prompts(state):
         sentence = "this server has other token ids for the prompt, or another version of the adapter, than the one that began the stream"
         raise ApiError(409, sentence, code="handoff_refused")
@@ -185,6 +187,14 @@ def restore_state(state: RequestState, handoff: Handoff, weight_version: str) ->
         sequence.finish = write.finish or sequence.finish
         sequence.num_reported = sequence.num_tokens
     state.num_unfinished = sum(sequence.finish is None for sequence in sequences)
+
+
+def _list_ids(write: Write) -> Iterator[int]:
+    """The token ids of an output and of its log-probabilities."""
+    yield from write.token_ids
+    for logprobs in (*write.logprobs, *([write.prompt_logprobs] if write.prompt_logprobs else ())):
+        yield from logprobs.token_ids
+        yield from (token for top in logprobs.top for token, _ in top)
 
 
 async def replay_output(

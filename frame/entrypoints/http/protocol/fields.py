@@ -115,6 +115,7 @@ _TRUE_BY_DEFAULT = (
 )  # fmt: skip
 # Of these, the ones with which false asks for something.
 FALSE_ASKS = frozenset({"include_reasoning", "add_special_tokens", "normalize", "softmax", "use_activation"})
+EMPTY_ASKS: tuple[str, object] = ("web_search_options", {})  # an empty object asks for a search
 # Values, besides null, false and empty ones, with which a refused field asks for nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("length_penalty", "n", "best_of", "stream_interval"), (1,)),
@@ -159,7 +160,7 @@ def ignored_header(names: Iterable[str]) -> tuple[bytes, bytes]:
 
 def _refuse(name: str, value: Any) -> None:
     """Raise ApiError 400 unless the value asks for nothing."""
-    if value is None or (value is False and name not in FALSE_ASKS) or value in ("", [], {}):
+    if value is None or (value is False and name not in FALSE_ASKS) or (value in ("", [], {}) and (name, value) != EMPTY_ASKS):
         return
     if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ())):
         return

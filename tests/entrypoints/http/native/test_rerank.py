@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from frame.testing.checkpoints import load_reference, make_checkpoint
+from frame.text.tokenizer import Tokenizer
 from tests.entrypoints.grpc.test_service import Client
+from tests.entrypoints.inprocess import serving
 from tests.entrypoints.offline.test_vectors import DOCUMENTS, QUERY, plain, with_pairs
 from tests.entrypoints.published import check_response
 from tests.entrypoints.serving import RunningServer
@@ -165,6 +167,16 @@ def test_bad_requests(cross_encoder, path: str, body: dict[str, Any], param: str
     reply = cross_encoder[0].post(path, body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("more", [{}, {"max_tokens_per_doc": 4}])
+async def test_an_unknown_model_is_refused_before_anything_is_tokenized(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
+    async with serving({"model": {"task": "embed"}}) as server:
+        for name in ("cut_texts", "encode", "encode_inputs"):
+            monkeypatch.setattr(Tokenizer, name, lambda *_, **__: pytest.fail("the text was tokenized"))
+        for path, body in (("/v1/rerank", {"query": "a", "documents": ["b"], **more}), ("/v1/score", {"text_1": "a", "text_2": "b"})):
+            reply = await server.post(path, {"model": "another", **body})
+            assert (reply.status, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_classify_equals_transformers(classifier) -> None:

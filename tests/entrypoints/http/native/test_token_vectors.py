@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
 
+from frame import Client, Engine
+from frame.entrypoints.engine_client.limits import InvalidRequestError
 from frame.testing.checkpoints import make_checkpoint
+from tests.entrypoints.grpc.test_service import Client as GrpcClient
 from tests.entrypoints.http.openai.test_embeddings import TEXTS, folder_of_minilm, posted, refused
 from tests.entrypoints.serving import RunningServer
 
@@ -24,7 +28,8 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     template: Path = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
-    with RunningServer(folder_of_minilm(), "--served-model-name", "minilm", "--chat-template", str(template), fake=False) as running:
+    flags = ("--served-model-name", "minilm", "--chat-template", str(template), "--grpc-port", "0")
+    with RunningServer(folder_of_minilm(), *flags, fake=False) as running:
         yield running
 
 
@@ -59,6 +64,29 @@ def test_embed_all(server: RunningServer) -> None:
     assert [len(each) for each in posted(server, "/embed_all", {"inputs": [LONG], "truncate": True})] == [256]
     assert "truncate: true" in refused(server, "/embed_all", {"inputs": LONG})["error"]
     assert "exceed the bound of a response, 4194304 numbers" in refused(server, "/embed_all", {"inputs": ["x " * 250] * 50})["error"]
+
+
+def test_grpc_and_python(server: RunningServer) -> None:
+    """The same vectors by the other front ends, and the same refusals."""
+    expected, long = wanted(TEXTS), "x " * 250
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        rpc = GrpcClient(channel)
+        reply = rpc.call("Embed", {"texts": TEXTS, "per_token": True})
+        with pytest.raises(grpc.RpcError, match="exceed the bound of a response, 4194304 numbers"):
+            rpc.call("Embed", {"texts": [long] * 50, "per_token": True})
+    assert (reply.prompt_tokens, list(reply.vectors)) == (sum(map(len, expected)), [])
+    by_grpc = [np.array([vector.values for vector in each.vectors]) for each in reply.token_vectors]
+    with Engine(str(folder_of_minilm()), max_total_tokens=4096, threads=1) as engine, Client(server.url) as client:
+        by_engine, by_client = (front.embed(TEXTS, per_token=True) for front in (engine, client))
+        assert engine.embed(TEXTS[0], per_token=True, dimensions=8).shape == (len(expected[0]), 8)
+        assert len(engine.embed([LONG], per_token=True, truncate=True)[0]) == 256
+        np.testing.assert_allclose(engine.embed(TEXTS[:2]), client.embed(TEXTS[:2]), atol=1e-5)
+        with pytest.raises(InvalidRequestError, match="maximum context length is 256"):
+            client.embed([LONG], per_token=True)
+    for found in (by_grpc, by_engine, by_client):
+        assert [len(each) for each in found] == [len(each) for each in expected]
+        for each, want in zip(found, expected, strict=True):
+            np.testing.assert_allclose(each, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("task", ["token_embed", "encode"])

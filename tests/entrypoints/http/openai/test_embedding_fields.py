@@ -142,6 +142,16 @@ def test_older_routes_of_ollama_and_cohere(server: RunningServer) -> None:
     plain = vectors_of(posted(server, "/v1/embeddings", {"input": TEXTS}))
     np.testing.assert_allclose(posted(server, "/api/embeddings", {"model": "minilm", "prompt": TEXTS[0]})["embedding"], plain[0], atol=1e-5)
     assert "error" in refused(server, "/api/embeddings", {"model": "other", "prompt": "x"}, status=404)
+    fixed = {"num_ctx": 512, "num_gpu": 1, "use_mmap": True, "mirostat": 0, "temperature": None}
+    wrong = {
+        "options.temperature is not an option of this route": {"temperature": 0.5},
+        "options.num_ctxt is unknown; did you mean 'num_ctx'?": {"num_ctxt": 512},
+        "options.num_ctx is a string": {"num_ctx": "512"},
+    }
+    for path, text in (("/api/embed", {"input": TEXTS[0]}), ("/api/embeddings", {"prompt": TEXTS[0]})):
+        assert posted(server, path, {"model": "minilm", **text, "options": fixed})
+        for says, options in wrong.items():
+            assert says in refused(server, path, {"model": "minilm", **text, "options": options})["error"]
     body = {"model": "minilm", "texts": TEXTS, "input_type": "search_query"}
     floats = posted(server, "/v1/embed", body)
     assert (floats["response_type"], floats["meta"]["api_version"]["version"]) == ("embeddings_floats", "1")

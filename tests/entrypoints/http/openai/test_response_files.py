@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,23 +55,23 @@ def list_files(folder: Path) -> list[Path]:
     return sorted((folder / "state/responses").iterdir())
 
 
-def test_entries_outlive_the_server(open_store: Open, tmp_path: Path) -> None:
+async def test_entries_outlive_the_server(open_store: Open, tmp_path: Path) -> None:
     first = open_store()
     assert first.put("resp_1", "tenant", DONE, b'[{"a":1}]', 1)
     assert first.put("conv_1", "", b'{"id":"conv_1"}', b"[]")
     first.close()
     second = open_store()
-    stored = second.get("resp_1", "tenant")
+    stored = await second.find("resp_1", "tenant")
     assert stored is not None
     assert (stored.body, stored.items, stored.num_input, stored.tenant) == (DONE, b'[{"a":1}]', 1, "tenant")
-    assert second.get("resp_1", "") is None
-    assert second.get("conv_1", "") is not None
+    assert await second.find("resp_1", "") is None
+    assert await second.find("conv_1", "") is not None
     assert {path.stat().st_mode & 0o777 for path in list_files(tmp_path)} == {0o600}
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
     assert "tenant" not in " ".join(path.name for path in list_files(tmp_path))
 
 
-def test_two_servers_see_each_others_changes(open_store: Open) -> None:
+async def test_two_servers_see_each_others_changes(open_store: Open) -> None:
     one, two = open_store(), open_store()
     one.put("conv_1", "t", b'{"id":"conv_1"}', b"[]")
     wait_until_written(one)
@@ -77,16 +79,16 @@ def test_two_servers_see_each_others_changes(open_store: Open) -> None:
     wait_until_written(two)
     assert one.append_items("conv_1", "t", [{"n": 2}])
     wait_until_written(one)
-    stored = two.get("conv_1", "t")
+    stored = await two.find("conv_1", "t")
     assert stored is not None
     assert stored.decode_items() == [{"n": 1}, {"n": 2}]
     assert one.delete("conv_1", "t")
     wait_until_written(one)
-    assert two.get("conv_1", "t") is None
+    assert await two.find("conv_1", "t") is None
     assert (len(one), one.num_bytes, len(two), two.num_bytes) == (0, 0, 0, 0)
 
 
-def test_a_running_response_is_its_servers_until_that_dies(open_store: Open, tmp_path: Path) -> None:
+async def test_a_running_response_is_its_servers_until_that_dies(open_store: Open, tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from pathlib import Path\n"
         "from frame.entrypoints.http.openai.response_files import ResponseFiles\n"
@@ -95,13 +97,13 @@ def test_a_running_response_is_its_servers_until_that_dies(open_store: Open, tmp
         "while files._pending or files._writing: time.sleep(0.01)\n"
         "print('written', flush=True); time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "state")], stdout=subprocess.PIPE) as server:
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "state")], stdout=subprocess.PIPE) as server:  # noqa: ASYNC220 - it prints at once
         assert server.stdout is not None
         assert server.stdout.readline() == b"written\n"
         store = open_store()
-        assert store.get("resp_1", "t") is None  # so a router asks the other server
+        assert await store.find("resp_1", "t") is None  # so a router asks the other server
         server.kill()
-    stored = store.get("resp_1", "t")
+    stored = await store.find("resp_1", "t")
     assert stored is not None
     body: dict[str, Any] = msgspec.json.decode(stored.body)
     assert (body["status"], body["error"]["code"]) == ("failed", "server_error")
@@ -145,16 +147,16 @@ def test_damaged_and_foreign_files_are_left_out(open_store: Open, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "resp_\x00", "é" * 500, ""])
-def test_names_of_clients_reach_no_other_file(open_store: Open, tmp_path: Path, name: str) -> None:
+async def test_names_of_clients_reach_no_other_file(open_store: Open, tmp_path: Path, name: str) -> None:
     store = open_store()
-    assert store.get(name, "t") is None
+    assert await store.find(name, "t") is None
     assert store.put(name, "t", DONE, b"[]")
     wait_until_written(store)
     assert [len(path.name) for path in list_files(tmp_path)] == [69]
     assert store.delete(name, "t")
 
 
-def test_a_full_disk_loses_files_and_no_request(
+async def test_a_full_disk_loses_files_and_no_request(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store()
@@ -167,7 +169,7 @@ def test_a_full_disk_loses_files_and_no_request(
     wait_until_written(store)
     monkeypatch.undo()
     assert "No space left on device" in caplog.text
-    assert store.get("resp_1", "t") is not None
+    assert await store.find("resp_1", "t") is not None
 
 
 def test_a_folder_for_all_users_is_refused(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_a_folder_for_all_users_is_refused(tmp_path: Path) -> None:
         make_state_folder(Path("/proc/none"))
 
 
-def test_a_full_disk_does_not_bring_back_an_older_version(open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_does_not_bring_back_an_older_version(open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store()
     store.put("resp_1", "t", RUNNING, b"[]")
     store.put("conv_1", "t", b'{"id":"conv_1"}', b'["old"]')
@@ -191,13 +193,13 @@ def test_a_full_disk_does_not_bring_back_an_older_version(open_store: Open, tmp_
     store.put("resp_1", "t", DONE, b"[]")
     store.put("conv_1", "t", b'{"id":"conv_1"}', b'["new"]')
     wait_until_written(store)
-    response, conversation = store.get("resp_1", "t"), store.get("conv_1", "t")
+    response, conversation = await store.find("resp_1", "t"), await store.find("conv_1", "t")
     assert response is not None
     assert conversation is not None
     assert (response.body, conversation.items) == (DONE, b'["new"]')
 
 
-def test_expiry_and_eviction_spare_what_another_server_has_written_since(open_store: Open) -> None:
+async def test_expiry_and_eviction_spare_what_another_server_has_written_since(open_store: Open) -> None:
     one = open_store()
     one.put("conv_1", "t", b'{"id":"conv_1"}', b"[]")
     wait_until_written(one)
@@ -205,17 +207,17 @@ def test_expiry_and_eviction_spare_what_another_server_has_written_since(open_st
     small = open_store(entries=1)
     assert one.append_items("conv_1", "t", [{"n": 1}])
     wait_until_written(one)
-    time.sleep(0.3)
-    assert two.get("another", "t") is None
+    await asyncio.sleep(0.3)
+    assert await two.find("another", "t") is None
     small.put("resp_1", "t", DONE, b"[]")
     wait_until_written(two)
     wait_until_written(small)
-    stored = one.get("conv_1", "t")
+    stored = await one.find("conv_1", "t")
     assert stored is not None
     assert stored.items == b'[{"n":1}]'
 
 
-def test_an_entry_of_another_server_expires_in_time(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_entry_of_another_server_expires_in_time(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     one = open_store()
     two = open_store()
     one.put("resp_1", "t", DONE, b"[]")
@@ -224,11 +226,11 @@ def test_an_entry_of_another_server_expires_in_time(open_store: Open, monkeypatc
     monkeypatch.setattr(response_files.time, "time", lambda: later)
     monkeypatch.setattr(response_files.time, "monotonic", lambda: monotonic() + 50)
     two.put("resp_2", "t", DONE, b"[]")
-    assert two.get("resp_1", "t") is not None
+    assert await two.find("resp_1", "t") is not None
     wait_until_written(two)
     monkeypatch.setattr(response_files.time, "monotonic", lambda: monotonic() + 70)
-    assert two.get("resp_1", "t") is None
-    assert two.get("resp_2", "t") is not None
+    assert await two.find("resp_1", "t") is None
+    assert await two.find("resp_2", "t") is not None
 
 
 def test_entries_expire_though_their_tenant_does_not_return(open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,14 +245,14 @@ def test_entries_expire_though_their_tenant_does_not_return(open_store: Open, tm
 
 
 @pytest.mark.parametrize("bounds", [{"entries": 0}, {"size": 100}])
-def test_a_store_that_is_off_or_small_deletes_nothing(open_store: Open, tmp_path: Path, bounds: dict[str, int]) -> None:
+async def test_a_store_that_is_off_or_small_deletes_nothing(open_store: Open, tmp_path: Path, bounds: dict[str, int]) -> None:
     store = open_store()
     store.put("resp_1", "t", DONE, b"[]")
     wait_until_written(store)
     off = open_store(**bounds)
     wait_until_written(off)
     assert len(off) == 0
-    assert store.get("resp_1", "t") is not None
+    assert await store.find("resp_1", "t") is not None
     assert len(list_files(tmp_path)) == 1
 
 
@@ -268,8 +270,8 @@ def test_locks_of_servers_that_were_killed_are_deleted(open_store: Open, tmp_pat
     assert {*servers, starting} < left
 
 
-def test_a_name_that_no_text_has_is_not_found(open_store: Open) -> None:
-    assert open_store().get("resp_\ud800", "t") is None
+async def test_a_name_that_no_text_has_is_not_found(open_store: Open) -> None:
+    assert await open_store().find("resp_\ud800", "t") is None
 
 
 def test_a_change_deletes_no_file_meanwhile(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,3 +284,48 @@ def test_a_change_deletes_no_file_meanwhile(open_store: Open, monkeypatch: pytes
     assert not store.put("resp_1", "t", DONE, b"[" + b"1," * 60_000 + b"1]")
     wait_until_written(store)
     assert written[-1] is None
+
+
+async def test_files_are_read_beside_the_event_loop(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk delays its own readers alone, all of which find the entry."""
+    one, two = open_store(), open_store()
+    one.put("resp_1", "t", DONE, b"[]")
+    wait_until_written(one)
+    check, is_open, reads, seen = ResponseFiles.check, threading.Event(), threading.Event(), set[int]()
+
+    def slow(files: ResponseFiles, name: str, tenant: str) -> Any:
+        seen.add(threading.get_ident())
+        reads.set()
+        assert is_open.wait(20)
+        return check(files, name, tenant)
+
+    monkeypatch.setattr(ResponseFiles, "check", slow)
+    finds = [asyncio.create_task(two.find("resp_1", "t")) for _ in range(8)]
+    await asyncio.to_thread(reads.wait, 20)
+    is_open.set()
+    found = await asyncio.gather(*finds)
+    assert threading.get_ident() not in seen
+    assert [each is not None and each.body for each in found] == [DONE] * 8
+    assert (len(two), two.num_bytes) == (1, one.num_bytes)
+
+
+async def test_a_change_here_outlasts_what_a_file_said_meanwhile(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = open_store(), open_store()
+    one.put("conv_1", "t", b'{"id":"conv_1"}', b'["theirs"]')
+    wait_until_written(one)
+    check, is_read, goes_on = ResponseFiles.check, threading.Event(), threading.Event()
+
+    def slow(files: ResponseFiles, name: str, tenant: str) -> Any:
+        found = check(files, name, tenant)
+        is_read.set()
+        assert goes_on.wait(20)
+        return found
+
+    monkeypatch.setattr(ResponseFiles, "check", slow)
+    find = asyncio.create_task(two.find("conv_1", "t"))
+    await asyncio.to_thread(is_read.wait, 20)
+    two.put("conv_1", "t", b'{"id":"conv_1"}', b'["mine"]')
+    goes_on.set()
+    stored = await find
+    assert stored is not None
+    assert stored.items == b'["mine"]'

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from frame.core.errors import ConfigurationError
+from frame.core.messages import TokenLogprobs
 from frame.entrypoints import handoff
 from frame.entrypoints.handoff import (
     EVENTS,
@@ -186,14 +187,22 @@ async def test_another_model_prompt_weights_or_shape_is_refused() -> None:
         def started(**changed: Any) -> msgspec.Raw:
             return msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(start, **changed)))
 
-        foreign = msgspec.Raw(msgspec.msgpack.encode([Write(3, [1], 0)]))
+        def record(*ids: int, **changed: Any) -> list[msgspec.Raw]:
+            return [msgspec.Raw(msgspec.msgpack.encode([Write(**({"index": 0, "token_ids": list(ids), "cached": 0} | changed))]))]
+
+        listed = TokenLogprobs([1], [-0.5], [[(1, -0.5), (1 << 31, -1.0)]])
         cases: list[tuple[dict[str, Any], int, str]] = [
             ({"identity": "0" * 32}, 409, "another checkpoint"),
             ({"version": 2}, 409, "version 2"),
             ({"start": started(digest=b"0" * 16)}, 409, "token ids"),
             ({"start": started(weight_version="step-7")}, 409, "weights"),
             ({"start": started(seeds=[1, 2])}, 400, "sequences"),
-            ({"records": [foreign]}, 400, "sequences"),
+            ({"records": record(1, index=3)}, 400, "sequences"),
+            ({"records": record(1 << 31)}, 400, "a token id outside the vocabulary (0 to "),
+            ({"records": record(-1)}, 400, "vocabulary"),
+            ({"records": record(1, 1 << 62)}, 400, "vocabulary"),
+            ({"records": record(1, logprobs=[listed])}, 400, "vocabulary"),
+            ({"records": record(1, prompt_logprobs=listed)}, 400, "vocabulary"),
             ({"records": [msgspec.Raw(b"\x01")]}, 400, "cannot be read"),
         ]
         for changed, status, words in cases:

@@ -11,7 +11,7 @@ import pytest
 
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
-from frame.entrypoints.http.protocol.fields import FALSE_ASKS, MAX_UNKNOWN, NEUTRAL, REFUSED, WITHOUT_EFFECT, check_fields
+from frame.entrypoints.http.protocol.fields import EMPTY_ASKS, FALSE_ASKS, MAX_UNKNOWN, NEUTRAL, REFUSED, WITHOUT_EFFECT, check_fields
 from tests.entrypoints.inprocess import InProcess, Response, serving
 from tests.entrypoints.published import ROUTES
 
@@ -107,6 +107,8 @@ async def test_values_that_ask_for_nothing_are_taken(path: str) -> None:
             reply = await server.post(path, {**BODIES[path], **more})
             assert reply.status == 200, reply.body
             assert "x-frame-ignored-fields" not in reply.headers
+        for name, value in [EMPTY_ASKS] if EMPTY_ASKS[0] in unknown else []:
+            assert (await server.post(path, {**BODIES[path], name: value})).json()["error"]["message"].startswith(f"{name} is not ")
         for name in unknown.keys() & FALSE_ASKS:
             reply = await server.post(path, {**BODIES[path], name: False})
             assert (reply.status, reply.json()["error"]["message"].split()[0]) == (400, name)
