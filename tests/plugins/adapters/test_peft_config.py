@@ -6,7 +6,6 @@ import dataclasses
 import time
 from typing import Any
 
-import peft
 import pytest
 
 from frame.interfaces.adapter import AdapterError
@@ -17,6 +16,8 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 
 
 def test_every_field_of_peft_is_decided() -> None:
+    import peft
+
     decided = set(PeftConfig.__struct_fields__) | peft_config._HARMLESS | set(peft_config._REFUSED)
     assert {field.name for field in dataclasses.fields(peft.LoraConfig)} <= decided
     read_peft_config(peft.LoraConfig(target_modules=["q_proj"]).to_dict() | {"peft_type": "LORA", "target_modules": ["q_proj"]})
