@@ -92,10 +92,10 @@ def test_the_first_pattern_counts() -> None:
 
 def test_many_patterns_take_no_time() -> None:
     patterns = {f"layers.{index}.{'a' * 500}": 3 for index in range(10_000)}
-    start = time.monotonic()
+    start = time.process_time()
     scales = LayerScales(read_peft_config(CONFIG | {"rank_pattern": patterns}))
     assert all(scales.find_rank(f"model.layers.{index}.{'a' * 499}") == 2 for index in range(10_000))
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_hostile_expressions_take_no_time() -> None:
@@ -103,9 +103,9 @@ def test_hostile_expressions_take_no_time() -> None:
     with pytest.raises(AdapterError, match="but 32 expressions"):
         read_peft_config(CONFIG | {"rank_pattern": dict.fromkeys([*keys, "x|y"], 3)})
     scales = LayerScales(read_peft_config(CONFIG | {"rank_pattern": dict.fromkeys(keys, 3)}))
-    start = time.monotonic()
+    start = time.process_time()
     assert scales.find_rank("ab" * 450 + "c") == 3
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_expressions_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
