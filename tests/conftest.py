@@ -1,5 +1,5 @@
 """For all tests: child processes import from this checkout, clients of httpx share the default TLS
-context, and garbage collections skip what imports have made.
+context, and garbage collections skip what the collection of tests has made.
 
 httpx reads the certificates of all authorities for each client and each call without one, 25 ms of
 CPU every time; the tests make thousands, to servers without TLS.
@@ -39,8 +39,12 @@ def _create_once(verify: Any = True, cert: Any = None, trust_env: bool = True) -
 vars(transports)["create_ssl_context"] = _create_once
 
 
+gc.disable()  # till the tests are collected: what imports make stays alive, and was traversed for a fifth of their time
+
+
 def pytest_collection_finish() -> None:
     """The modules of tests and libraries stay alive: a collection, which each capture of graphs
     begins with, would traverse their objects every time."""
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -50,6 +51,15 @@ def _no_network() -> Iterator[None]:
         patch.setenv("LITELLM_TELEMETRY", "False")
         patch.setenv("LANGSMITH_TRACING", "false")
         yield
+
+
+@pytest.fixture(scope="session")
+def litellm(_no_network: None) -> Any:
+    """Imported after the environment is set: it looks for news of itself when it is imported."""
+    import litellm as library
+
+    library.telemetry = False
+    return library
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.clients.conftest import KEY, MODEL, WEATHER_SCHEMA
+
+if TYPE_CHECKING:
+    import anthropic
 
 GREEDY = {"temperature": 0}
 MESSAGES: list[Any] = [{"role": "user", "content": "What is 2 + 5?"}]
@@ -23,6 +25,8 @@ THOUGHT_AND_CALL = r'<think>hm</think>ok<tool_call>\{"name": "get_weather", "arg
 
 @pytest.fixture(scope="module")
 def client(url: str) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
 
 
@@ -49,6 +53,8 @@ def test_events_come_in_order(client: anthropic.Anthropic) -> None:
 
 
 async def test_async(url: str) -> None:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0) as client:
         whole = await client.messages.create(**ASK)
         async with client.messages.stream(**ASK) as stream:
@@ -134,6 +140,8 @@ def test_system_and_cache(client: anthropic.Anthropic) -> None:
     ],
 )
 def test_bad_requests(client: anthropic.Anthropic, change: dict[str, Any], says: str) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match=says) as caught:
         client.messages.create(**(ASK | change))
     assert caught.value.body["type"] == "error"
@@ -145,6 +153,8 @@ def test_models(client: anthropic.Anthropic) -> None:
 
 
 def test_errors_have_their_dialect(url: str, client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**(ASK | {"model": "another"}))
     with pytest.raises(anthropic.AuthenticationError, match="key") as caught:

@@ -3,14 +3,15 @@ and over responses."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_openai import ChatOpenAI, OpenAI
 
 from tests.clients.conftest import CALL, KEY, MODEL, WEATHER_SCHEMA
+
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
 
 ASK = "What is 2 + 5?"
 
@@ -27,11 +28,15 @@ def model(request: pytest.FixtureRequest, url: str) -> ChatOpenAI:
 
 
 def make(url: str, **more: Any) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     ask = {"model": MODEL, "api_key": KEY, "base_url": url + "/v1", "temperature": 0, "max_tokens": 24, "max_retries": 0}
     return ChatOpenAI(**(ask | more))
 
 
 def test_invoke_and_stream(model: ChatOpenAI) -> None:
+    from langchain_core.messages import HumanMessage
+
     found = model.invoke([HumanMessage(ASK)])
     assert found.text == "7"
     assert found.usage_metadata is not None
@@ -41,12 +46,16 @@ def test_invoke_and_stream(model: ChatOpenAI) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")  # LangChain keeps one asynchronous client of a server, with its connections
 async def test_async(model: ChatOpenAI) -> None:
+    from langchain_core.messages import HumanMessage, SystemMessage
+
     assert (await model.ainvoke(ASK)).text == "7"
     assert "".join([chunk.text async for chunk in model.astream([SystemMessage("You add."), HumanMessage(ASK)])]) != ""
 
 
 @pytest.mark.parametrize("is_responses", [False, True], ids=["chat", "responses"])
 def test_tools(url: str, is_responses: bool) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+
     tool = {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": WEATHER_SCHEMA}}
     model = make(url, max_tokens=100, use_responses_api=is_responses, extra_body={"regex": CALL}).bind_tools([tool])
     found = model.invoke(ASK)
@@ -70,5 +79,7 @@ def test_structured_output(model: ChatOpenAI) -> None:
 
 
 def test_completion(url: str) -> None:
+    from langchain_openai import OpenAI
+
     model = OpenAI(model=MODEL, api_key=KEY, base_url=url + "/v1", max_tokens=8, max_retries=0)
     assert model.invoke("def add(a, b):")

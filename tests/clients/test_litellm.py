@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +10,6 @@ import pytest
 from tests.clients.conftest import KEY, MODEL, WEATHER_SCHEMA
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 5?"}]
-
-
-@pytest.fixture(scope="module")
-def litellm() -> Iterator[Any]:
-    import litellm as library  # after the environment is set: it looks for news of itself when it is imported
-
-    library.telemetry = False
-    yield library
 
 
 @pytest.fixture(params=["openai", "anthropic"])

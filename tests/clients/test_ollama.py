@@ -20,14 +20,6 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "description": "
 WRONG_CALL = {"function": {"name": "f", "arguments": 5}}
 
 
-@pytest.fixture(scope="module")
-def litellm() -> Iterator[Any]:
-    import litellm as library  # after the environment is set: it looks for news of itself when it is imported
-
-    library.telemetry = False
-    yield library
-
-
 @pytest.fixture
 def client(url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, trust_env=False, timeout=60) as found:

@@ -155,7 +155,7 @@ def test_an_error_names_function_line_and_branch() -> None:
     with pytest.raises(ProgramError, match=r"^program, line \d+, branch 1\.0: the model choked$") as found:
         program.run(backend=Fake())
     assert isinstance(found.value.__cause__, RuntimeError)
-    backend = Fake(5.0)
+    backend = Fake(60.0)
 
     @function
     def slow(s: Any) -> None:
@@ -166,7 +166,7 @@ def test_an_error_names_function_line_and_branch() -> None:
     began = time.monotonic()
     with pytest.raises(ProgramError, match="program took longer than"):
         function(program_of_waiting).run(backend=backend, timeout=0.1)
-    assert time.monotonic() - began < 3 and backend.running == 0
+    assert time.monotonic() - began < 30 and backend.running == 0
 
 
 def program_of_waiting(s: Any) -> None:

@@ -3,6 +3,7 @@ it writes."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -29,6 +30,15 @@ class Forgetful(SchedulingPolicy):
         return list(waiting)[:-1]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Once for all runs: each unloads what it imports."""
+    importlib.import_module("frame.config.server_sections")
+    registry = loader.load_registry(installed=False)
+    for selector in ("scheduling_policy:fcfs", "prefix_cache:none", "eviction_policy:lru"):
+        conformance.checks(selector.partition(":")[0], conformance.find(registry, selector, conformance.Setting()))
+
+
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs pytest in this process, over our own plugins and a broken policy."""
@@ -39,7 +49,8 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     registry.load = lambda record, load=registry.load: Forgetful if record.name == "forgetful" else load(record)  # type: ignore[method-assign,misc]
     monkeypatch.setattr(loader, "load_registry", lambda *_, **__: registry)
     pytester.makepyfile(test_other="def test_other(): raise RuntimeError('the project own tests are not asked for')")
-    return lambda *arguments: pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider", *arguments)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # tests/examples finds ours by its entry point
+    return lambda *arguments: pytester.runpytest_inprocess("-p", "frame.testing.pytest_plugin", "-p", "no:cacheprovider", *arguments)
 
 
 def test_runs_the_checks_of_a_plugin_and_nothing_else(run: Any, pytester: pytest.Pytester) -> None:

@@ -16,17 +16,16 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
-from peft.utils import transformers_weight_conversion
 from safetensors.torch import load_file, save_file
 
 from frame.testing.checkpoints import make_checkpoint
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 VOCABULARY = 384
 INVOCATION = (300, 301, 302)
@@ -265,6 +264,8 @@ class Reference:
 def make_adapter(base: Any, case: Case, folder: Path) -> Reference:
     """Write the adapter of a case over `base` (a transformers model, which stays as it is). Raises
     NotInPeft."""
+    from peft import LoraConfig, get_peft_model
+
     target = FAMILIES[case.family].targets[case.target]
     base = copy.deepcopy(base)
     keys: dict[str, Any] = {"target_modules": _modules(base, target), "target_parameters": list(target.parameters) or None}
@@ -285,6 +286,8 @@ def make_adapter(base: Any, case: Case, folder: Path) -> Reference:
 def make_single_experts(base: Any, case: Case, folder: Path) -> Reference:
     """The adapter of a checkpoint's experts one by one, as PEFT wrote it before they were
     fused."""
+    from peft import LoraConfig
+
     model, tensors, rank, alpha = copy.deepcopy(base), {}, 6, 9
     for name, module in model.named_modules():
         if not name.endswith("mlp.experts"):
@@ -305,6 +308,8 @@ def make_single_experts(base: Any, case: Case, folder: Path) -> Reference:
 
 def _conversion(is_on: bool) -> Any:
     """PEFT's conversion of targets that transformers 5 fuses."""
+    from peft.utils import transformers_weight_conversion
+
     return contextlib.nullcontext() if is_on else patch.object(transformers_weight_conversion, "_convert_peft_config_moe")
 
 
@@ -338,6 +343,8 @@ def _patterns(base: Any, case: Case, target: Target) -> dict[str, Any]:
 
 def _check_activation(model: PeftModel) -> None:
     """PEFT activates aLoRA in linear layers alone; elsewhere it would ignore the setting."""
+    from peft.tuners.lora import LoraLayer
+
     if model.peft_config["default"].alora_invocation_tokens is not None:
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer) and not module.lora_variant:
@@ -351,6 +358,9 @@ def _check_activation(model: PeftModel) -> None:
 @torch.no_grad()
 def _fill(model: PeftModel, case: Case) -> None:
     """Random factors, with B such that the delta has about the norm of its weight."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
@@ -416,6 +426,8 @@ def change_adapter(source: Path, folder: Path, error: str) -> None:
 
 def load_adapter(base: Any, case: Case, folder: Path) -> Reference:
     """An adapter's files as PEFT reads them."""
+    from peft import PeftModel
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Reference(case, PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.entrypoints.serving import RunningServer
+
+if TYPE_CHECKING:
+    import anthropic
 
 SERVER = {"type": "web_search_20250305", "name": "web_search"}
 IGNORED = "x-frame-ignored-fields"
@@ -16,6 +18,8 @@ IGNORED = "x-frame-ignored-fields"
 
 @pytest.fixture(scope="module")
 def client(scripted_server: RunningServer) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=scripted_server.url, api_key="none", max_retries=0)
 
 
@@ -29,6 +33,8 @@ def say(text: str) -> str:
 
 
 def test_edits_of_the_history(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     turns: list[Any] = []
     for thought in ("first " * 30, "second " * 30):
         thinking = {"type": "thinking", "thinking": thought, "signature": ""}
@@ -52,6 +58,8 @@ def test_edits_of_the_history(client: anthropic.Anthropic) -> None:
 
 
 def test_tools_of_anthropics_servers(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     servers = [{"type": "url", "url": "https://127.0.0.1/none", "name": "mail"}]
     own = {"name": "look", "input_schema": {"type": "object"}}
     tools = [own, SERVER, {"type": "mcp_toolset", "mcp_server_name": "mail"}]
@@ -63,6 +71,8 @@ def test_tools_of_anthropics_servers(client: anthropic.Anthropic) -> None:
 
 
 def test_tools_that_clients_run(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     tools: list[Any] = [{"type": "bash_20250124", "name": "bash"}, {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}]
     call = {"name": "bash", "arguments": {"command": "ls"}}
     message = client.messages.create(**ask(say(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")), tools=tools)
@@ -72,6 +82,8 @@ def test_tools_that_clients_run(client: anthropic.Anthropic) -> None:
 
 
 def test_what_claude_code_sends_besides(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     system = [{"type": "text", "text": "You help.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
     late = {"role": "system", "content": "There are agents."}
     asked = ask(say("ok"), late, system=system, thinking={"type": "adaptive"}, output_config={"effort": "high"}, metadata={"user_id": "{}"})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import litellm
 import pytest
 
 from frame.entrypoints.http.dialects.cohere_chat_v1 import CohereV1Request
@@ -105,7 +104,7 @@ def test_streams(server: RunningServer) -> None:
     assert events[-1]["response"]["tool_calls"] == events[-2]["tool_calls"] == [MADE]
 
 
-def test_litellm(server: RunningServer) -> None:
+def test_litellm(litellm: Any, server: RunningServer) -> None:
     fields: dict[str, Any] = {"model": f"cohere_chat/v1/{MODEL}", "api_key": "none", "api_base": server.url + "/v1/chat"}
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     messages.append({"role": "user", "content": say("hello there")})

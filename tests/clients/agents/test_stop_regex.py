@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -35,6 +34,8 @@ def test_chats_and_completions(client: openai.OpenAI) -> None:
 
 
 def test_other_apis(scripted_server: RunningServer, client: openai.OpenAI) -> None:
+    import anthropic
+
     said = client.responses.create(model="agent-model", input=TEXT, extra_body={"stop_regex": PHONE})
     assert said.output_text == "Call "
     claude = anthropic.Anthropic(base_url=scripted_server.url, api_key="none", max_retries=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -79,6 +78,8 @@ def test_reasoning_within_the_budget_and_none(client: openai.OpenAI) -> None:
 
 
 def test_other_apis(client: openai.OpenAI, marked_server: RunningServer) -> None:
+    import anthropic
+
     response = client.responses.create(model=MODEL, input=ask()["messages"][0]["content"], extra_body={"reasoning": {"max_tokens": 5}})
     assert response.output_text.startswith("a a")
     claude = anthropic.Anthropic(base_url=marked_server.url, api_key="none", max_retries=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -42,6 +41,8 @@ def test_switches(client: openai.OpenAI, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fields", HIDDEN)
 def test_hidden_reasoning(client: openai.OpenAI, scripted_server: RunningServer, fields: dict[str, Any]) -> None:
+    import anthropic
+
     reply = client.chat.completions.create(**ask(**fields))
     assert reply.choices[0].message.content == "7"
     assert "reasoning_content" not in reply.choices[0].message.model_extra

@@ -3,6 +3,7 @@ install` serves. No network."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -20,9 +21,14 @@ ROOT = Path(__file__).parents[3]
 def environment() -> dict[str, str]:
     """What to add to a Python process's environment."""
     folders = [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "FRAME_TEST_BASE_ONLY": _describe_base()}
+
+
+@functools.cache
+def _describe_base() -> str:
+    """The names of all files of all distributions are read for it, once for all servers."""
     kept = base_distributions()
-    given = {"distributions": sorted(kept), "modules": hidden_modules(kept)}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "FRAME_TEST_BASE_ONLY": json.dumps(given)}
+    return json.dumps({"distributions": sorted(kept), "modules": hidden_modules(kept)})
 
 
 def base_distributions() -> set[str]:

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -158,6 +157,8 @@ async def test_openai_library(folder: Path, media: FakeMedia) -> None:
 
 
 async def test_anthropic_library(folder: Path, media: FakeMedia) -> None:
+    import anthropic
+
     media.files["https://example.com/a.png"] = SEVEN
     source = {"type": "base64", "media_type": "image/png", "data": base64_of(TEN)}
     seen = [{"type": "text", "text": "seen"}, {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}]

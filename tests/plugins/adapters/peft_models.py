@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -62,6 +61,8 @@ def load(folder: Path, base: dict[str, torch.Tensor], merged: dict[str, torch.Te
 
 def make_adapter(folder: Path, model_type: str, changes: Mapping[str, Any] | None = None, **options: Any) -> Made:
     """Save an adapter for a random model, with random factors. `options`: those of LoraConfig."""
+    import peft
+
     model = make_model(model_type, **(changes or {}))
     base = {name: value.clone() for name, value in model.state_dict().items()}
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 
@@ -79,6 +78,8 @@ def test_invocation_and_base_model(tmp_path: Path) -> None:
 
 
 def test_pissa_is_read_where_it_is_converted(tmp_path: Path) -> None:
+    import peft
+
     model = make_model("llama")
     base = {name: value.clone() for name, value in model.state_dict().items()}
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=LINEAR, r=4, init_lora_weights="pissa", rank_pattern={"v_proj": 2}))

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from typing import Any
 
-import peft
 import pytest
 
 from frame.interfaces.adapter import AdapterError
@@ -17,6 +16,8 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 
 
 def test_every_field_of_peft_is_decided() -> None:
+    import peft
+
     decided = set(PeftConfig.__struct_fields__) | peft_config._HARMLESS | set(peft_config._REFUSED)
     assert {field.name for field in dataclasses.fields(peft.LoraConfig)} <= decided
     read_peft_config(peft.LoraConfig(target_modules=["q_proj"]).to_dict() | {"peft_type": "LORA", "target_modules": ["q_proj"]})
@@ -91,10 +92,10 @@ def test_the_first_pattern_counts() -> None:
 
 def test_many_patterns_take_no_time() -> None:
     patterns = {f"layers.{index}.{'a' * 500}": 3 for index in range(10_000)}
-    start = time.monotonic()
+    start = time.process_time()
     scales = LayerScales(read_peft_config(CONFIG | {"rank_pattern": patterns}))
     assert all(scales.find_rank(f"model.layers.{index}.{'a' * 499}") == 2 for index in range(10_000))
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_hostile_expressions_take_no_time() -> None:
@@ -102,9 +103,9 @@ def test_hostile_expressions_take_no_time() -> None:
     with pytest.raises(AdapterError, match="but 32 expressions"):
         read_peft_config(CONFIG | {"rank_pattern": dict.fromkeys([*keys, "x|y"], 3)})
     scales = LayerScales(read_peft_config(CONFIG | {"rank_pattern": dict.fromkeys(keys, 3)}))
-    start = time.monotonic()
+    start = time.process_time()
     assert scales.find_rank("ab" * 450 + "c") == 3
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_expressions_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
