@@ -29,7 +29,10 @@ from frame.core.interfaces.platform import (
 )
 from frame.plugins.devices import capture_graph
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.generators import require_bounded, require_fast
 
+MAX_CALL_SECONDS = 1e-3  # of a call that each step makes
+MAX_MEASURE_SECONDS = 0.01  # of a call at a start or with a heartbeat
 _SIZE = 1 << 16
 
 
@@ -102,6 +105,49 @@ def check_pinned_memory_is_separate(platform: Any) -> None:
     for value, tensor in enumerate(held):
         tensor.numpy()[...] = value
     assert all((tensor == value).all() for value, tensor in enumerate(held)), "two calls of allocate_pinned returned the same memory"
+
+
+def check_pinned_memory_has_any_size(platform: Any) -> None:
+    """Staging arrays of a step are small, those of a KV tier large."""
+    _needs_streams(platform)
+    for shape in ((24 << 20,), (3, 1 << 20), (5, 4097), ()):
+        tensor = platform.allocate_pinned(shape, torch.uint8)
+        assert tuple(tensor.shape) == shape, f"allocate_pinned({shape}) has the shape {tuple(tensor.shape)}"
+        tensor.fill_(7)
+        assert bool((tensor == 7).all()), f"pinned memory of the shape {shape} does not keep what is written"
+
+
+def check_memory_that_is_dropped_is_freed(platform: Any) -> None:
+    """A platform keeps no tensor, stream or event that its caller has dropped."""
+    _needs_streams(platform)
+
+    def use(number: int) -> None:
+        platform.allocate_pinned((64,), torch.float32)
+        platform.create_event().record()
+        with platform.use_stream(platform.get_side_stream()):
+            platform.get_current_stream()
+
+    require_bounded(platform, use, 800, "pinned tensors, events and streams")
+
+
+def check_calls_of_a_step_are_fast(platform: Any) -> None:
+    """They cost no more than the library's."""
+    require_fast(platform.measure_memory, MAX_MEASURE_SECONDS, "measure_memory()")
+    require_fast(platform.count_reserved, MAX_MEASURE_SECONDS, "count_reserved()")
+    require_fast(platform.activate, MAX_CALL_SECONDS, "activate()")
+    stream = _needs_streams(platform)
+    event, before = platform.create_event(), platform.get_current_stream()
+    calls: dict[str, Callable[[], object]] = {
+        "create_event()": platform.create_event,
+        "get_current_stream()": platform.get_current_stream,
+        "set_stream()": partial(platform.set_stream, before),
+        "record() of an event": partial(event.record, before),
+        "allocate_pinned() of 64 numbers": partial(platform.allocate_pinned, (64,), torch.float32),
+    }
+    for what, call in calls.items():
+        require_fast(call, MAX_CALL_SECONDS, what)
+    require_fast(platform.create_stream, MAX_MEASURE_SECONDS, "create_stream()")
+    assert platform.get_current_stream() == before and stream != before, "creating streams and events changes the current stream"
 
 
 def check_seeds_repeat(platform: Platform) -> None:

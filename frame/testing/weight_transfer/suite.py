@@ -24,6 +24,7 @@ import torch
 from frame.core.interfaces.weight_transfer import TransferError, TransferPart
 from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferCapabilities, WeightTransferContext
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
+from frame.testing.generators import make_alike, require_bounded
 from frame.testing.weight_transfer.trainers import FOLDER, FileTrainer, GroupTrainer, Named, Trainer
 
 TIMEOUT = 1.0  # seconds of the transfers under test
@@ -215,6 +216,20 @@ def check_flattened_parts(make: Make) -> None:
         return
     with refuses("a flattened part"):
         list(rig.transfer.receive(rig.trainer.offer(tensors, "flattened")))
+
+
+def check_parts_are_not_kept(make: Make) -> None:
+    """A trainer sends thousands of parts over one connection."""
+    rig, tensors = make().open(), [("model.norm.weight", torch.ones(4)), ("lm_head.weight", torch.ones(2, 3))]
+    require_bounded(rig.transfer, lambda number: rig.receive(tensors), 120, "parts that were received", slack=30)
+
+
+def check_names_and_numbers_are_kept(make: Make) -> None:
+    """Names that are equal in up to 128 characters, and integers that are no float64."""
+    numbers = torch.tensor([2**53 + 1, -(2**62) - 1, 2**63 - 1])
+    names = [name for pair in make_alike(fill="w") for name in pair]
+    rig, tensors = make().open(), [(name, numbers + place) for place, name in enumerate(names)]
+    compare(rig.receive(tensors), tensors)
 
 
 def check_ranks_receive_the_same(make: Make) -> None:
