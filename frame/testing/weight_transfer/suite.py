@@ -378,6 +378,17 @@ def check_tensors_outside_of_their_buffer(make: Make) -> None:
     _refuse_part(rig, _mark(part, device="GPU-00000000-0000-0000-0000-000000000000"), "a buffer of another device")
 
 
+def check_a_tensor_may_fill_its_buffer(make: Make) -> None:
+    """From its first byte to its last, in a file of that size."""
+    rig, tensor = make().open(), torch.arange(60, dtype=torch.int32).view(4, 15)
+    rig.require_shares()
+    part = rig.trainer.offer([("whole", tensor)])
+    (buffer,) = part.buffers
+    (FOLDER / buffer.handle).write_bytes(tensor.numpy().tobytes())
+    whole = msgspec.structs.replace(_mark(part, size=tensor.nbytes), tensors=(msgspec.structs.replace(part.tensors[0], offset=0),))
+    compare([(name, received.clone()) for name, received in rig.transfer.receive(whole)], [("whole", tensor)])
+
+
 def check_nothing_is_unpickled(make: Make) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the transfer unpickles what it receives")
