@@ -105,7 +105,9 @@ def parameters_have_their_meaning(can: object, make: Make) -> None:
                 grown.observe_tokens(torch.tensor([setup.slot]), token[None])
             for what, result in (("that comes back", resumed), ("that grew", apply_processor(grown, logits, [0], [setup])[0])):
                 wrong = ~torch.isclose(result, expected, rtol=1e-5, atol=1e-5)
-                assert not wrong.any(), f"{name} of a request {what} with {num_output} output tokens: token {int(wrong.nonzero()[0])} is wrong"
+                assert not wrong.any(), (
+                    f"{name} of a request {what} with {num_output} output tokens: token {int(wrong.nonzero()[0])} is wrong"
+                )
 
 
 # rows and slots -----------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield Check("renders_valid_lines", partial(_renders_valid_lines, make))
         yield Check("renders_all_that_was_recorded", partial(_renders_all_that_was_recorded, make))
         yield Check("renders_no_metric_that_stands_still", partial(_renders_no_metric_that_stands_still, make))
+        yield Check("renders_what_it_recorded_itself", partial(_renders_what_it_recorded_itself, make))
 
 
 def _run(logger: StatLogger, count: int) -> None:
@@ -210,6 +211,18 @@ def _renders_no_metric_that_stands_still(make: Any) -> None:
     logger.close()
     still = [name for name, value in counts.items() if not float(value)]
     assert not still, f"the metric {still[0]} has no values after 60 steps and 20 requests in which each field has one"
+
+
+def _renders_what_it_recorded_itself(make: Any) -> None:
+    """Loggers of two servers in one process, one beside the other or one after the other."""
+    first = make()
+    before = _read_samples(first.render_metrics())
+    second = make()
+    _run(second, 60)
+    for which, logger in (("beside", first), ("after", make())):
+        same = _read_samples(logger.render_metrics()) == before
+        assert same, f"a logger without records shows those of another one {which} it"
+    assert _read_samples(second.render_metrics()) != before, "60 records do not change the metrics"
 
 
 def _read_samples(metrics: RenderedMetrics) -> list[bytes]:

@@ -240,7 +240,10 @@ def check_refuses_an_incomplete_checkpoint(maker: Maker) -> None:
 
 def _list_wrong_indexes(right: dict[str, Any], other: Path) -> Iterator[tuple[str, str]]:
     files = right["weight_map"]
-    for extra in ({"more": "model-00002-of-00002.safetensors"}, {"more": "model-00002-of-00002.safetensors", "most": "model-00001-of-00002.safetensors"}):
+    for extra in (
+        {"more": "model-00002-of-00002.safetensors"},
+        {"more": "model-00002-of-00002.safetensors", "most": "model-00001-of-00002.safetensors"},
+    ):
         yield f"an index of {len(extra)} tensor(s) that no file has", json.dumps({**right, "weight_map": files | extra})
     outside = (f"../{other.name}/model.safetensors", str(other / "model.safetensors"), "n" * 300, "..", "")
     for name in outside:
