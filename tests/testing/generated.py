@@ -271,8 +271,9 @@ def call_apart(work: Callable[[], Any], limit: float) -> Any:
         process.join()
 
 
-def run_kind(kind: str, sample: int, seed: int) -> dict[str, Any]:
-    """The results of a kind, as the documents show them."""
+def run_kind(kind: str, sample: int, seed: int, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The results of a kind, as the documents show them. `known`: earlier results, of which only
+    the survivors run again."""
     subject = find_subject(kind)
     tree = ast.parse(inspect.getsource(importlib.import_module(subject.target.__module__)))
     sites = find_sites(tree, subject.target)
@@ -281,14 +282,17 @@ def run_kind(kind: str, sample: int, seed: int) -> dict[str, Any]:
     if failed := [reach.check for reach in reaches if reach.failure]:
         click.echo(f"{kind}: left out, because the unchanged {subject.target.__name__} fails them here: {', '.join(failed)}")
     reaches = sorted((reach for reach in reaches if not reach.failure), key=lambda reach: reach.seconds)
-    survivors = {}
+    survivors, seen = {}, set[str]()
     chosen = random.Random(seed).sample(sites, min(sample, len(sites)))
     for site in sorted(chosen, key=lambda site: site.place):
+        name = str(site) if str(site) not in seen else f"{site} (line {site.line})"
+        seen.add(name)
+        if known is not None and name not in known["survivors"]:
+            continue
         found = [reach for reach in reaches if site.line in reach.lines]
         limit = max(LIMIT, FACTOR * sum(reach.seconds for reach in found))
         names = [reach.check for reach in found]
         if not names or not call_apart(functools.partial(find_failure, subject, tree, site, names), limit):
-            name = str(site) if str(site) not in survivors else f"{site} (line {site.line})"
             survivors[name] = UNKNOWN if names else f"{UNKNOWN}: no check reaches it"
     return {"member": subject.target.__name__, "sites": len(sites), "made": len(chosen), "seed": seed, "survivors": survivors}
 
@@ -303,11 +307,15 @@ def count(found: Mapping[str, Any]) -> tuple[int, int]:
 @click.argument("kinds", nargs=-1)
 @click.option("--sample", default=20, help="Mutants of a kind.")
 @click.option("--seed", default=1, help="Of the choice among all changes.")
-def main(kinds: tuple[str, ...], sample: int, seed: int) -> None:
+@click.option("--survivors", is_flag=True, help="Run the recorded survivors alone, after a check was added.")
+def main(kinds: tuple[str, ...], sample: int, seed: int, survivors: bool) -> None:
     """Make mutants of KINDS (default: all of the table), and record which survive."""
     for kind in kinds or MEMBERS:
-        found = run_kind(kind, sample, seed)
         recorded = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+        if survivors:
+            sample, seed = recorded[kind]["made"], recorded[kind]["seed"]
+        found = run_kind(kind, sample, seed, recorded[kind] if survivors else None)
+        recorded = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}  # another run may have written
         known = recorded.get(kind, {}).get("survivors", {})
         found["survivors"] = {site: known.get(site, harm) for site, harm in found["survivors"].items()}
         RESULTS.write_text(json.dumps(dict(sorted({**recorded, kind: found}.items())), indent=2, ensure_ascii=False) + "\n")

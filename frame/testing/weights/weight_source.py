@@ -21,9 +21,10 @@ from frame.core.interfaces.platform import HOST
 from frame.interfaces.weights import WeightSource, WeightSourceCapabilities, WeightSourceContext
 from frame.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
-from frame.testing.generators import leaves_nothing, make_alike, require_fast
+from frame.testing.generators import leaves_nothing, make_alike, require_fast, require_growth
 
 MAX_SECONDS = 1.5e-3  # of a small tensor
+WRONG: tuple[Any, ...] = ({"x": [1]}, [[]], ["a"], "text", None, -1, 10**30, 0.5)  # in place of a value of a JSON file
 CPU = torch.device("cpu")
 DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -250,6 +251,71 @@ def _list_wrong_indexes(right: dict[str, Any], other: Path) -> Iterator[tuple[st
         yield f"an index of a file {name:.40}", json.dumps({**right, "weight_map": files | {"model.norm.weight": name}})
     for text in ("", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}', "[" * 100_000):
         yield f"an index with the text {text:.20}", text
+
+
+def check_a_folder_with_another_checkpoint(maker: Maker) -> None:
+    """A source reads what is in the folder when it opens it."""
+    with maker.folder({"a": torch.zeros(3, 4), "old": torch.ones(2)}) as folder:
+        with maker.open(folder) as source:
+            _read_all(source)
+        for path in folder.iterdir():
+            path.unlink()
+        new = {"new": torch.ones(5), "a": torch.full((4, 4), 7.0)}
+        maker.target.write_checkpoint(folder, new)
+        with maker.open(folder) as source:
+            assert set(source.list_names()) == set(new), "a folder that has another checkpoint now has the tensors of the old one"
+            _require_equal(source.open_tensor("a")[...], new["a"], "a tensor of a folder that has another checkpoint now")
+
+
+def check_descriptions_are_not_trusted(maker: Maker) -> None:
+    """JSON files of a checkpoint with wrong values are read, or refused with a sentence. A name of a
+    file does not lead out of the folder."""
+    tensors = {"a": torch.ones(3, 4), "b": torch.ones(2)}
+    with maker.folder(tensors) as folder, maker.folder(tensors) as other:
+        for path in (path for path in folder.rglob("*.json") if path.is_file()):
+            text = path.read_text()
+            names = {each.name for each in folder.iterdir()}
+            for place, value in _list_leaves(json.loads(text)):
+                outside = [f"../{other.name}/{value}", str(other / value)] if isinstance(value, str) and value in names else []
+                for wrong in (*outside, *WRONG):
+                    path.write_text(json.dumps(_replace(json.loads(text), place, wrong)))
+                    try:
+                        with maker.open(folder) as source:
+                            _read_all(source)
+                    except CheckpointError:
+                        continue
+                    except Exception as error:
+                        where = f"{path.name} with {wrong!r:.40} at {'.'.join(map(str, place))}"
+                        raise AssertionError(f"{where} raises {type(error).__name__}, not CheckpointError: {error}") from error
+                    assert wrong not in outside, f"{path.name} names the file {wrong}, which is read"
+            path.write_text(text)
+
+
+def _list_leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(keys, value) of each value of a JSON document, its lists and objects included."""
+    if place:
+        yield place, value
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _list_leaves(part, (*place, key))
+
+
+def _replace(document: Any, place: tuple[Any, ...], value: Any) -> Any:
+    inner = document
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return document
+
+
+def check_slices_are_read_alone(maker: Maker) -> None:
+    """A rank reads its rows of a tensor of 64 MiB, and not the whole of it."""
+    with maker.folder({"small": torch.zeros(1 << 10, 16), "large": torch.zeros(1 << 20, 16)}) as folder, maker.open(folder) as source:
+
+        def make(rows: int) -> Callable[[], object]:
+            return lambda: source.open_tensor("large" if rows > 1 << 10 else "small")[5:8]
+
+        require_growth(make, 1 << 10, 1 << 20, "three rows of a tensor, whose size is its rows", factor=20.0)
 
 
 def check_values_are_kept(maker: Maker) -> None:
