@@ -268,8 +268,8 @@ def check_a_folder_with_another_checkpoint(maker: Maker) -> None:
 
 
 def check_descriptions_are_not_trusted(maker: Maker) -> None:
-    """JSON files of a checkpoint with wrong values are read, or refused with a sentence. A name of a
-    file does not lead out of the folder."""
+    """JSON files of a checkpoint with wrong values are read, or refused with a sentence. A name of
+    a file does not lead out of the folder."""
     tensors = {"a": torch.ones(3, 4), "b": torch.ones(2)}
     with maker.folder(tensors) as folder, maker.folder(tensors) as other:
         for path in (path for path in folder.rglob("*.json") if path.is_file()):
