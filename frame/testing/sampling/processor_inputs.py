@@ -50,8 +50,8 @@ ONE_PARAM: Mapping[str, SamplingParams] = MappingProxyType(
         "thinking_token_budget": SamplingParams(thinking_token_budget=4, thinking_end_id=3),
     }
 )
-# What the API says of a parameter: logits [vocab], ids of the output, ids of prompt and output, and the
-# request's parameters -> the logits then.
+# What the API says of a parameter: logits [vocab], ids of the output, ids of prompt and output, and
+# the request's parameters -> the logits then.
 MEANINGS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, SamplingParams], torch.Tensor]] = MappingProxyType(
     {
         "frequency_penalty": lambda logits, output, _, params: logits - params.frequency_penalty * torch.bincount(output, minlength=VOCAB),
