@@ -98,7 +98,7 @@ class ConformanceRun:
         for name, seconds in report.user_properties if report.when == "call" else ():
             if name == _CPU_SECONDS:
                 selector = next(each for each in self._selectors if f"{each}[" in report.nodeid)
-                self._cpu_seconds[selector] = self._cpu_seconds.get(selector, 0.0) + seconds
+                self._cpu_seconds[selector] = self._cpu_seconds.get(selector, 0.0) + float(str(seconds))
         entry = self._reports.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0, "message": None})
         entry["seconds"] = round(entry["seconds"] + report.duration, 4)
         if report.outcome != "passed":

@@ -207,8 +207,8 @@ def check_reads_several_files(maker: Maker) -> None:
             opened = {name: source.open_tensor(name) for name in names}
             for name, tensor in tensors.items():
                 _require_equal(opened[name][...], tensor, f"the values of {name}, in one of several files,")
-            for name, tensor in read_weights(source, ahead=ReadAhead(HOST, dict.fromkeys(tensors))):
-                _require_equal(tensor[...], tensors[name], f"the values of {name}, read ahead from one of several files,")
+            for name, read in read_weights(source, ahead=ReadAhead(HOST, dict.fromkeys(tensors))):
+                _require_equal(read[...], tensors[name], f"the values of {name}, read ahead from one of several files,")
 
 
 def check_refuses_an_incomplete_checkpoint(maker: Maker) -> None:
