@@ -309,22 +309,26 @@ def conformance() -> str:
     results = {name: json.loads(file.read_text()) for name in KINDS if (file := root / f"tests/testing/mutants/{name}.json").is_file()}
     third_party = json.loads((root / "tests/testing/third_party/results.json").read_text())
     generated = json.loads((root / "tests/testing/generated.json").read_text())
+    strangers = json.loads((root / "tests/testing/third_party_2/results.json").read_text())
     parts = [
         "# Conformance",
         NOTE,
         ("This page is for plugin authors: what the kit has for each kind of plugin, and what its suites find. A mutant is a correct "
         "plugin with one deliberate bug, in `tests/testing/mutants/`. It is killed if a check of the suite fails. "
         "`python -m tests.testing.test_mutants KIND` runs the suites and records the results."),
-        ("Two further sets measure the suites. Third-party mutants, in `tests/testing/third_party/`, were written from the interfaces "
+        ("Three further sets measure the suites. Third-party mutants, in `tests/testing/third_party/`, were written from the interfaces "
         "alone, before the checks that kill them; `python -m tests.testing.test_third_party KIND` records them. Generated mutants are "
-        "small changes of the source of an in-tree member, a sample by a seed. `python -m tests.testing.generated --seed N` makes "
-        "others, and [those that survive](#survivors) are listed with the harm that they do."),
+        "small changes of the source of an in-tree member, a sample by a seed; those that no user can see are counted apart, as "
+        "equivalent. `python -m tests.testing.generated --seed N` makes others. Strangers' plugins, in "
+        "`tests/testing/third_party_2/`, were written by an author who had not seen the suites: the first number is of the suites as they "
+        "were then, the second of those of today. `python -m tests.testing.strangers KIND` records them. "
+        "[Those that survive](#survivors) are listed with the harm that they do."),
         table(
-            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "example"],
-            [[code(kind.name), *_kit(kind, results.get(kind.name), third_party, generated, root)] for kind in KINDS.values()],
+            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "strangers'", "example"],
+            [[code(kind.name), *_kit(kind, results.get(kind.name), (third_party, generated, strangers), root)] for kind in KINDS.values()],
         ),
         "## Survivors",
-        table(["kind", "mutant", "what is wrong", "harm"], [*_survivors(third_party, generated)]),
+        table(["kind", "mutant", "what is wrong", "harm"], [*_survivors(third_party, generated, strangers)]),
     ]  # fmt: skip
     for name, found in results.items():
         rows = [[code(mutant), result["sentence"], _verdict(result)] for mutant, result in found.items()]
@@ -332,7 +336,7 @@ def conformance() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any]) -> Iterator[list[str]]:
+def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any], strangers: Mapping[str, Any]) -> Iterator[list[str]]:
     """The rows of mutants that no check kills."""
     for kind, mutants in third_party.items():
         for name, result in mutants.items():
@@ -341,25 +345,35 @@ def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any]) -> 
     for kind, found in generated.items():
         for site, harm in found["survivors"].items():
             yield [code(kind), f"generated from {code(found['member'])}", site.replace("|", "\\|"), harm]
+    for kind, columns in strangers.items():
+        for name, check in columns.get("after", columns["before"])["killed_by"].items():
+            if not check:
+                yield [code(kind), code(name), "a stranger's plugin", columns["harm"][name]]
 
 
-def _count_killed(kind: str, third_party: Mapping[str, Any], generated: Mapping[str, Any]) -> list[str]:
-    """The cells of third-party and of generated mutants."""
-    mutants, made = third_party.get(kind), generated.get(kind)
-    return [
-        "none" if mutants is None else f"{sum(bool(each['killed_by']) for each in mutants.values())} / {len(mutants)}",
-        "none" if made is None else f"{made['made'] - len(made['survivors'])} / {made['made']}",
-    ]
+def _count_killed(kind: str, sets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The cells of third-party and of generated mutants, and of strangers' plugins."""
+    mutants, made, columns = (each.get(kind) for each in sets)
+    cells = ["none" if mutants is None else f"{sum(bool(each['killed_by']) for each in mutants.values())} / {len(mutants)}"]
+    if made is None:
+        cells.append("none")
+    else:
+        num_equivalent = sum(harm.startswith("equivalent") for harm in made["survivors"].values())
+        apart = f", {num_equivalent} equivalent" if num_equivalent else ""
+        cells.append(f"{made['made'] - len(made['survivors'])} / {made['made'] - num_equivalent}{apart}")
+    counts = [columns[name]["killed_by"].values() for name in ("before", "after") if name in columns] if columns else []
+    cells.append(", ".join(f"{sum(map(bool, checks))} / {len(checks)}" for checks in counts) or "none")
+    return cells
 
 
-def _kit(kind: Any, found: Mapping[str, Any] | None, third_party: Mapping[str, Any], generated: Mapping[str, Any], root: Path) -> list[str]:
-    """The cells of a kind, after its name."""
+def _kit(kind: Any, found: Mapping[str, Any] | None, sets: Sequence[Mapping[str, Any]], root: Path) -> list[str]:
+    """The cells of a kind, after its name. `sets`: results of further sets, by kind."""
     template = root / f"frame/entrypoints/tools/scaffold/templates/{kind.name}.py.tmpl"
     killed = "none written" if found is None else f"{sum(bool(each['killed_by']) for each in found.values())} / {len(found)}"
     suite = "none" if kind.suite_path is None else code(kind.suite_path.replace(":", "."))
     scaffold = code(f"frame plugins new {kind.name}") if template.is_file() else "none"
     interface = code(kind.interface_path.replace(":", "."))
-    return [interface, scaffold, suite, killed, *_count_killed(kind.name, third_party, generated), _example(kind, root)]
+    return [interface, scaffold, suite, killed, *_count_killed(kind.name, sets), _example(kind, root)]
 
 
 def _example(kind: Any, root: Path) -> str:

@@ -110,12 +110,21 @@ class WeightSource(ABC):
         return None
 
     @classmethod
-    def write_checkpoint(cls, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write_checkpoint(cls, folder: Path, tensors: Mapping[str, torch.Tensor], num_files: int = 1) -> None:
         """Write a checkpoint that the source can read into an empty folder; the conformance suite
-        calls it. By default one safetensors file."""
+        calls it. By default safetensors files, with an index if there are several. A source of
+        other files needs no `num_files`."""
+        import json
+
         from safetensors.torch import save_file
 
-        save_file(dict(tensors), folder / "model.safetensors")
+        names = [f"model-{number + 1:05}-of-{num_files:05}.safetensors" for number in range(num_files)]
+        placed = {tensor: names[number % num_files] for number, tensor in enumerate(tensors)}
+        for name in names:
+            file = folder / (name if num_files > 1 else "model.safetensors")
+            save_file({tensor: tensors[tensor] for tensor, at in placed.items() if at == name}, file, metadata={"format": "pt"})
+        if num_files > 1:
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": placed}))
 
     def close(self) -> None:
         """Close files and connections; tensors are not read afterwards."""

@@ -28,6 +28,11 @@ class Gptq(WeightFormat):
     """Reads `quantization_config`, with the overrides per layer of GPTQModel (`dynamic`)."""
 
     conformance_config: ClassVar[dict[str, Any]] = {"bits": 4, "group_size": 32}
+    conformance_variants: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"bits": 8, "group_size": -1, "lm_head": True, "modules_to_not_convert": ["layers.2"]},
+        {"bits": 2, "group_size": 64, "checkpoint_format": "gptq_v2", "modules_in_block_to_quantize": [["mlp.up_proj"]]},
+        {"bits": 4, "group_size": 32, "dynamic": {r"-:.*layers\.1\.": {}, r"+:.*layers\.2\.": {"bits": 8}}},
+    )
 
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)

@@ -70,7 +70,7 @@ SUITES: Mapping[str, str] = MappingProxyType({kind.name: kind.suite_path for kin
 
 THOROUGH: Mapping[str, str] = MappingProxyType(  # what `Setting.thorough` adds, by kind
     {
-        "attention_backend": "every case in every dtype, and wider steps",
+        "attention_backend": "every case in every dtype, and larger ones",
         "gemm_kernel": "real sizes of all schemes of a type",
         "moe_runner": "layers of 64 experts and steps of 2,048 tokens",
         "prefix_cache": "400 in place of 60 runs of random calls",
@@ -127,7 +127,7 @@ def run_suite(subject: Subject, first_failure: bool = False, only: str = "") -> 
     try:
         for check in checks(subject.record.kind, subject):
             if only in ("", check.name):
-                outcomes.append(_run(check))
+                outcomes.append(run_check(check))
             if first_failure and outcomes and outcomes[-1].result == "failed":
                 break
     except Exception as error:  # noqa: BLE001 - the plugin may raise where the suite asks it for its cases
@@ -135,7 +135,8 @@ def run_suite(subject: Subject, first_failure: bool = False, only: str = "") -> 
     return outcomes
 
 
-def _run(check: Check) -> Outcome:
+def run_check(check: Check) -> Outcome:
+    """The result of one check."""
     try:
         check.run()
     except SkipCheck as reason:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import tempfile
 import threading
 import time
@@ -112,6 +113,28 @@ def require_near_reference(call: Callable[[], object], reference: Callable[[], o
     more."""
     best, allowed = _find_round(lambda: (measure_fastest(call), times * measure_fastest(reference) + extra))
     assert best < allowed, f"{what} takes {best * 1e3:.2f} ms; the reference allows {allowed * 1e3:.2f} ms on this machine"
+
+
+def require_no_waiting(call: Callable[[], object], what: str, seconds: float = 1e-3) -> None:
+    """A call does not sleep, or wait for a timer. What a busy machine does to it does not count:
+    the system takes the processor from a call that computes, and a call that waits gives it up."""
+
+    def measure() -> float:
+        waited = []
+        for _ in range(CALLS):
+            pauses, began, computed = _count_pauses(), time.perf_counter(), time.process_time()
+            call()
+            taken = time.perf_counter() - began - (time.process_time() - computed)
+            waited.append(taken if _count_pauses() > pauses else 0.0)
+        return min(waited)
+
+    best, _ = _find_round(lambda: (measure(), seconds))
+    assert best < seconds, f"{what} waits for {best * 1e3:.2f} ms in which it computes nothing"
+
+
+def _count_pauses() -> int:
+    """How often this thread gave up the processor."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def require_growth(

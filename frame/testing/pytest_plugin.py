@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from frame.testing.conformance import Check, Subject
 
 _GROUP = "frame"
+_CPU_SECONDS = "frame_cpu_seconds"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +54,7 @@ class ConformanceRun:
         self._config = config
         self._selectors = selectors
         self._reports: dict[str, dict[str, Any]] = {}
+        self._cpu_seconds: dict[str, float] = {}  # by selector
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool:
@@ -93,6 +95,10 @@ class ConformanceRun:
             raise pytest.UsageError(str(error)) from error
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, seconds in report.user_properties if report.when == "call" else ():
+            if name == _CPU_SECONDS:
+                selector = next(each for each in self._selectors if f"{each}[" in report.nodeid)
+                self._cpu_seconds[selector] = self._cpu_seconds.get(selector, 0.0) + float(str(seconds))
         entry = self._reports.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0, "message": None})
         entry["seconds"] = round(entry["seconds"] + report.duration, 4)
         if report.outcome != "passed":
@@ -100,9 +106,11 @@ class ConformanceRun:
             entry.update(outcome=report.outcome, message=str(reason))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """What the default run leaves out."""
+        """The time of each suite, and what the default run leaves out."""
         from frame.testing.conformance import THOROUGH
 
+        for selector, seconds in self._cpu_seconds.items():
+            terminalreporter.write_line(f"{selector}: {seconds:.1f} s of CPU time")
         kinds = dict.fromkeys(selector.partition(":")[0] for selector in self._selectors)
         for kind in () if self._config.getoption("--frame-conformance-thorough") else kinds:
             if kind in THOROUGH:
@@ -145,10 +153,13 @@ class ConformanceItem(pytest.Item):
     def runtest(self) -> None:
         from frame.testing.conformance import SkipCheck
 
+        began = os.times()
         try:
             self._check.run()
         except SkipCheck as reason:
             pytest.skip(str(reason))
+        finally:  # with processes that have ended
+            self.user_properties.append((_CPU_SECONDS, sum(os.times()[:4]) - sum(began[:4])))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, AssertionError) and excinfo.value.args:

@@ -28,7 +28,7 @@ SKIPPED = {
     "kv_tier": 4,  # files, restarts
     "weight_transfer": 3,  # trainers that join
     "model": 1,  # transformers does not have it
-    "platform": 15,  # streams, events, graphs, releases of memory, the allocator of a device; calls that wait for it
+    "platform": 17,  # streams, events, graphs, releases of memory, the allocator of a device; calls that wait for it
     "weight_format": 6,  # rounded weights of a checkpoint, scales in float32
 }
 

@@ -40,28 +40,28 @@ def find_sites() -> dict[str, generated.Site]:
 
 def test_operators_find_their_places() -> None:
     assert sorted(find_sites()) == [
-        "comparison: `x.size(0) < limit`",
-        "dropped argument: `torch.sub(x, limit, alpha=2)`",
-        "dropped statement: `self.kept.append(x)`",
-        "off by one: `0`",
-        "off by one: `2`",
-        "stale cache: `compute`",
-        "stale cache: `help_it`",
-        "swapped arguments: `torch.sub(x, limit, alpha=2)`",
-        "wrong dtype: `torch.float32`",
+        "comparison in compute: `x.size(0) < limit`",
+        "dropped argument in compute: `torch.sub(x, limit, alpha=2)`",
+        "dropped statement in compute: `self.kept.append(x)`",
+        "off by one in compute: `0`",
+        "off by one in compute: `2`",
+        "stale cache in compute: `compute`",
+        "stale cache in help_it: `help_it`",
+        "swapped arguments in compute: `torch.sub(x, limit, alpha=2)`",
+        "wrong dtype in compute: `torch.float32`",
     ]
 
 
 @pytest.mark.parametrize(
     ("site", "line"),
     [
-        ("comparison: `x.size(0) < limit`", "if x.size(0) <= limit:"),
-        ("dropped argument: `torch.sub(x, limit, alpha=2)`", "return torch.sub(x, limit).to(torch.float32)"),
-        ("dropped statement: `self.kept.append(x)`", "pass"),
-        ("off by one: `2`", "return torch.sub(x, limit, alpha=3).to(torch.float32)"),
-        ("stale cache: `compute`", "@keep_first_result"),
-        ("swapped arguments: `torch.sub(x, limit, alpha=2)`", "return torch.sub(limit, x, alpha=2).to(torch.float32)"),
-        ("wrong dtype: `torch.float32`", "return torch.sub(x, limit, alpha=2).to(torch.float16)"),
+        ("comparison in compute: `x.size(0) < limit`", "if x.size(0) <= limit:"),
+        ("dropped argument in compute: `torch.sub(x, limit, alpha=2)`", "return torch.sub(x, limit).to(torch.float32)"),
+        ("dropped statement in compute: `self.kept.append(x)`", "pass"),
+        ("off by one in compute: `2`", "return torch.sub(x, limit, alpha=3).to(torch.float32)"),
+        ("stale cache in compute: `compute`", "@keep_first_result"),
+        ("swapped arguments in compute: `torch.sub(x, limit, alpha=2)`", "return torch.sub(limit, x, alpha=2).to(torch.float32)"),
+        ("wrong dtype in compute: `torch.float32`", "return torch.sub(x, limit, alpha=2).to(torch.float16)"),
     ],
 )
 def test_operators_change_their_place_alone(site: str, line: str) -> None:

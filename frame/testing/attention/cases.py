@@ -91,7 +91,7 @@ def _heads_cases() -> Iterator[tuple[str, Case]]:
         yield f"mha-large-scores-{name}", Case(rows, head_dim=64, v_head_dim=64, scores=40.0)
         yield f"mha-large-products-{name}", Case(rows, head_dim=64, v_head_dim=64, magnitude=4096.0)
     yield "mha-large-scores-sinks", Case(MIXED, sinks=True, head_dim=64, v_head_dim=64, scores=40.0)
-    yield "mha-long-rows", Case(Rows.of([3000], [(2500, 33)]), heads=2, kv_heads=1, head_dim=64, v_head_dim=64)
+    yield "mha-long-rows", Case(Rows.of([5000], [(4200, 33)]), heads=2, kv_heads=1, head_dim=64, v_head_dim=64)
     many = Rows.of([1 + n % 23 for n in range(68)], [(n, 1 + n % 2) for n in range(5)])
     yield "mha-many-rows", Case(many, heads=2, kv_heads=1, head_dim=64, v_head_dim=64)
     yield "mha-sinks-decodes-window", Case(DECODES, sinks=True, window=40, head_dim=64, v_head_dim=64)

@@ -28,6 +28,7 @@ from frame.entrypoints.tools.bench.paged_batches import (
     widened,
 )
 from frame.plugins.devices import capture_graph, open_platform
+from frame.testing.attention.calls import call_checks
 from frame.testing.attention.cases import Changes, cases, replays, select_positions, with_pages_for
 from frame.testing.attention.invariance import invariance_checks
 from frame.testing.attention.reference import (
@@ -190,6 +191,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     for name, case in named_cases:
         yield Check(name, partial(check_case, make, case))
     yield from step_checks(make, subject)
+    yield from call_checks(make, place, subject)
     yield from invariance_checks(partial(make, deterministic=True), place, subject)
     if device.startswith("cuda"):
         for name, case, changes in replays():

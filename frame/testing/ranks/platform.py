@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 
 from frame.core.errors import ConfigurationError
@@ -29,7 +30,10 @@ from frame.core.interfaces.platform import (
 )
 from frame.plugins.devices import capture_graph
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.generators import require_bounded, require_fast
 
+MAX_CALL_SECONDS = 1e-3  # of a call that each step makes
+MAX_MEASURE_SECONDS = 0.01  # of a call at a start or with a heartbeat
 _SIZE = 1 << 16
 
 
@@ -39,6 +43,8 @@ def suite(subject: Subject) -> Iterable[Check]:
     platform: Platform = subject.target(PlatformContext(int(index or 0)), subject.options)
     yield Check("record_finds_devices", partial(_record_finds_devices, subject, platform))
     yield Check("graphs_match_the_record", partial(_graphs_match_the_record, subject, platform))
+    if getattr(subject.record.capabilities, "is_host", False):
+        yield Check("threads_are_those_of_the_context", partial(_threads_are_those_of_the_context, subject))
     yield from collect(__name__, platform)
 
 
@@ -58,6 +64,17 @@ def _record_finds_devices(subject: Subject, platform: Platform) -> None:
     device = devices.accelerators[platform.context.local_index]
     assert device.memory_bytes > 0 and device.name == platform.device_name, "the platform and its record name different devices"
     assert device.compute_capability == platform.compute_capability, "the platform and its record have different compute capabilities"
+
+
+def _threads_are_those_of_the_context(subject: Subject) -> None:
+    """Ranks of one host divide its cores."""
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            subject.target(PlatformContext(0, threads=count), subject.options).activate()
+            assert torch.get_num_threads() == count, f"with threads={count}, activate() leaves PyTorch {torch.get_num_threads()} threads"
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_device_computes(platform: Platform) -> None:
@@ -102,6 +119,50 @@ def check_pinned_memory_is_separate(platform: Any) -> None:
     for value, tensor in enumerate(held):
         tensor.numpy()[...] = value
     assert all((tensor == value).all() for value, tensor in enumerate(held)), "two calls of allocate_pinned returned the same memory"
+
+
+def check_pinned_memory_has_any_size(platform: Any) -> None:
+    """Staging arrays of a step are small, those of a KV tier large."""
+    _needs_streams(platform)
+    for shape in ((24 << 20,), (3, 1 << 20), (5, 4097), ()):
+        tensor = platform.allocate_pinned(shape, torch.uint8)
+        assert tuple(tensor.shape) == shape, f"allocate_pinned({shape}) has the shape {tuple(tensor.shape)}"
+        tensor.fill_(7)
+        assert bool((tensor == 7).all()), f"pinned memory of the shape {shape} does not keep what is written"
+
+
+def check_memory_that_is_dropped_is_freed(platform: Any) -> None:
+    """A platform keeps no tensor, stream or event that its caller has dropped."""
+    _needs_streams(platform)
+
+    def use(number: int) -> None:
+        platform.allocate_pinned((64,), torch.float32)
+        platform.create_event().record()
+        with platform.use_stream(platform.get_side_stream()):
+            platform.get_current_stream()
+
+    require_bounded(platform, use, 800, "pinned tensors, events and streams")
+
+
+def check_calls_of_a_step_are_fast(platform: Platform) -> None:
+    """They cost no more than the library's."""
+    require_fast(platform.measure_memory, MAX_MEASURE_SECONDS, "measure_memory()")
+    require_fast(platform.count_reserved, MAX_MEASURE_SECONDS, "count_reserved()")
+    require_fast(platform.activate, MAX_CALL_SECONDS, "activate()")
+    if not isinstance(platform, SupportsStreams):
+        return
+    stream, event, before = platform.create_stream(), platform.create_event(), platform.get_current_stream()
+    calls: dict[str, Callable[[], object]] = {
+        "create_event()": platform.create_event,
+        "get_current_stream()": platform.get_current_stream,
+        "set_stream()": partial(platform.set_stream, before),
+        "record() of an event": partial(event.record, before),
+        "allocate_pinned() of 64 numbers": partial(platform.allocate_pinned, (64,), torch.float32),
+    }
+    for what, call in calls.items():
+        require_fast(call, MAX_CALL_SECONDS, what)
+    require_fast(platform.create_stream, MAX_MEASURE_SECONDS, "create_stream()")
+    assert platform.get_current_stream() == before and stream != before, "creating streams and events changes the current stream"
 
 
 def check_seeds_repeat(platform: Platform) -> None:
@@ -221,9 +282,13 @@ def check_tags_are_released_and_mapped(platform: Any) -> None:
         raise SkipCheck(str(error)) from None
     addresses = weights.data_ptr(), pool.data_ptr()
     for _ in range(2):
-        assert platform.release_tag("weights", [weights], keeps_values=True) >= 0
+        held = platform.release_tag("weights", [weights], keeps_values=True)
+        assert held == 0 or held >= weights.nbytes / 2, f"release_tag returns {held} for {weights.nbytes} bytes; return the released bytes"
+        taken = _count_taken(platform)
         released = platform.release_tag("kv_cache", [pool], keeps_values=False)
         assert pool.nbytes / 2 < released, "release_tag returns the released bytes"
+        left = taken - _count_taken(platform)
+        assert left > pool.nbytes / 2, f"release_tag says that it released {released} bytes, and {left} are free again"
         platform.map_tag("kv_cache", [pool])
         platform.map_tag("weights", [weights])
         assert (weights.data_ptr(), pool.data_ptr()) == addresses
@@ -231,6 +296,12 @@ def check_tags_are_released_and_mapped(platform: Any) -> None:
         assert bool(((pool == 0) | (pool == 1)).all()), "other values are zeros, or what they were"
         pool.fill_(1)
         assert float(pool.double().sum()) == pool.numel(), "mapped memory can be written"
+
+
+def _count_taken(platform: Any) -> int:
+    """Bytes that this process takes on the device; of the host, those that are in memory."""
+    memory = platform.measure_memory()
+    return psutil.Process().memory_info().rss if memory.is_shared else memory.total - memory.free
 
 
 # graphs -------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from frame.testing.sampling.processor_inputs import (
     LARGE_VOCAB,
     MANY_SLOTS,
     MAX_IDLE_BYTES,
+    MEANINGS,
     ONE_PARAM,
     OUTPUT,
     PROMPT,
@@ -64,6 +65,7 @@ def suite(subject: Subject) -> Iterable[Check]:
     if examples:
         yield from checks_of(make, examples)
         yield Check("record_names_its_parameters", partial(record_names_its_parameters, subject.record.capabilities, make, examples))
+        yield Check("parameters_have_their_meaning", partial(parameters_have_their_meaning, subject.record.capabilities, make))
 
 
 def checks_of(make: Make, examples: Sequence[SamplingParams]) -> Iterator[Check]:
@@ -84,6 +86,28 @@ def record_names_its_parameters(can: object, make: Make, examples: Sequence[Samp
         )
     for key in {key for params in examples for key in params.custom}:
         assert can.custom is None or key in can.custom, f"the processor reads custom[{key!r}], which ProcessorCapabilities.custom lacks"
+
+
+def parameters_have_their_meaning(can: object, make: Make) -> None:
+    """A parameter of the API that the record names changes the logits as the API says, after a
+    prompt alone, few output tokens and many, of which some are equal."""
+    for name in (name for name in getattr(can, "params", ()) if name in MEANINGS):
+        params = ONE_PARAM[name]
+        for seed, num_output in enumerate((0, 1, 3, 7, 7)):
+            (setup,) = make_setups([params], 1, 30, seed=seed)
+            setup = cut_setup(setup, PROMPT + num_output)
+            setup.token_ids[PROMPT + 1 :: 2] = setup.token_ids[-1]
+            ids, logits = torch.from_numpy(setup.token_ids.astype(np.int64)), make_logits(1)
+            expected = MEANINGS[name](logits[0], ids[PROMPT:], ids, params)
+            resumed = apply_processor(fill_processor(make, [setup]), logits, [0], [setup])[0]
+            grown = fill_processor(make, [cut_setup(setup, PROMPT)])
+            for token in ids[PROMPT:]:
+                grown.observe_tokens(torch.tensor([setup.slot]), token[None])
+            for what, result in (("that comes back", resumed), ("that grew", apply_processor(grown, logits, [0], [setup])[0])):
+                wrong = ~torch.isclose(result, expected, rtol=1e-5, atol=1e-5)
+                assert not wrong.any(), (
+                    f"{name} of a request {what} with {num_output} output tokens: token {int(wrong.nonzero()[0])} is wrong"
+                )
 
 
 # rows and slots -----------------------------------------------------------------------------------

@@ -50,8 +50,33 @@ ONE_PARAM: Mapping[str, SamplingParams] = MappingProxyType(
         "thinking_token_budget": SamplingParams(thinking_token_budget=4, thinking_end_id=3),
     }
 )
+# What the API says of a parameter: logits [vocab], ids of the output, ids of prompt and output, and
+# the request's parameters -> the logits then.
+MEANINGS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, SamplingParams], torch.Tensor]] = MappingProxyType(
+    {
+        "frequency_penalty": lambda logits, output, _, params: logits - params.frequency_penalty * torch.bincount(output, minlength=VOCAB),
+        "presence_penalty": lambda logits, output, _, params: logits - params.presence_penalty * _is_among(output),
+        "repetition_penalty": lambda logits, _, every, params: torch.where(
+            _is_among(every), torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty), logits
+        ),
+        "logit_bias": lambda logits, _, __, params: logits.index_add(
+            0, torch.tensor([*(params.logit_bias or {})]), torch.tensor([*(params.logit_bias or {}).values()])
+        ),
+        "bad_words": lambda logits, _, __, params: _ban(logits, [ids[0] for ids in params.bad_words_ids]),
+        "min_tokens": lambda logits, output, _, params: _ban(logits, params.stop_token_ids if len(output) < params.min_tokens else ()),
+    }
+)
 # Values of a client's own parameter, `custom`, which are texts.
 BAD_VALUES = ("", "abc", "1,,2", "-1", str(VOCAB), "1e999", "nan", "9" * 40, "\0", "[]", "{", "🙂")
+
+
+def _is_among(ids: torch.Tensor) -> torch.Tensor:
+    """bool [vocab]"""
+    return torch.bincount(ids, minlength=VOCAB) > 0
+
+
+def _ban(logits: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    return logits.index_fill(0, torch.tensor(list(ids), dtype=torch.int64), -torch.inf)
 
 
 def make_setups(

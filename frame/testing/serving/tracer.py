@@ -10,6 +10,7 @@ time in nanoseconds), attributes, and error.
 
 from __future__ import annotations
 
+import random
 import tempfile
 import threading
 import time
@@ -23,6 +24,7 @@ from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_
 from frame.testing.generators import make_alike
 
 MAX_SECONDS = 1e-3  # of one call; an event loop waits for it
+MAX_CLOSE_SECONDS = 2.0
 NOWHERE = "http://127.0.0.1:9"  # where no collector listens
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ODD_PARENTS = (
@@ -98,6 +100,32 @@ def check_spans_have_names_of_their_own(place: Callable[[], Any]) -> None:
     assert len({child.span_id for child in children} - {PARENT}) == 300, "two spans of a trace have one name"
     assert all(each.is_sampled for each in (*roots, *children)), "a sampled trace is marked as one that is not"
     tracer.close()
+
+
+def check_names_are_drawn_anew(place: Callable[[], Any]) -> None:
+    """Spans of two processes of a server differ, also where a library sets the seed of `random`."""
+    names = []
+    for process in ("main", "engine"):
+        random.seed(0)
+        tracer = place().make(process)
+        spans = [start(tracer, name_parent())[1] for _ in range(50)] + [start(tracer)[1] for _ in range(50)]
+        names.append({each.span_id for each in spans} | {each.trace_id for each in spans} - {TRACE})
+        tracer.close()
+    assert not names[0] & names[1], "the spans of two processes have the same names"
+
+
+def check_close_is_soon(place: Callable[[], Any]) -> None:
+    """A server that stops waits for it."""
+    taken = []
+    for _ in range(3):
+        tracer = place().make()
+        start(tracer)[0].end({})
+        began = time.perf_counter()
+        tracer.close()
+        taken.append(time.perf_counter() - began)
+        if taken[-1] < MAX_CLOSE_SECONDS:
+            return
+    raise AssertionError(f"close takes {min(taken):.1f} s")
 
 
 def check_odd_headers(place: Callable[[], Any]) -> None:

@@ -24,6 +24,7 @@ import torch
 from frame.core.interfaces.weight_transfer import TransferError, TransferPart
 from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferCapabilities, WeightTransferContext
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
+from frame.testing.generators import make_alike, require_bounded
 from frame.testing.weight_transfer.trainers import FOLDER, FileTrainer, GroupTrainer, Named, Trainer
 
 TIMEOUT = 1.0  # seconds of the transfers under test
@@ -217,6 +218,20 @@ def check_flattened_parts(make: Make) -> None:
         list(rig.transfer.receive(rig.trainer.offer(tensors, "flattened")))
 
 
+def check_parts_are_not_kept(make: Make) -> None:
+    """A trainer sends thousands of parts over one connection."""
+    rig, tensors = make().open(), [("model.norm.weight", torch.ones(4)), ("lm_head.weight", torch.ones(2, 3))]
+    require_bounded(rig.transfer, lambda number: rig.receive(tensors), 120, "parts that were received", slack=30)
+
+
+def check_names_and_numbers_are_kept(make: Make) -> None:
+    """Names that are equal in up to 128 characters, and integers that are no float64."""
+    numbers = torch.tensor([2**53 + 1, -(2**62) - 1, 2**63 - 1])
+    names = [name for pair in make_alike(fill="w") for name in pair]
+    rig, tensors = make().open(), [(name, numbers + place) for place, name in enumerate(names)]
+    compare(rig.receive(tensors), tensors)
+
+
 def check_ranks_receive_the_same(make: Make) -> None:
     rig, tensors = make(2).open(), make_tensors()
     part = rig.trainer.offer(tensors)
@@ -361,6 +376,17 @@ def check_tensors_outside_of_their_buffer(make: Make) -> None:
     _refuse_part(rig, _mark(part, size=buffer.size + 1), "a buffer that is larger than its file")
     _refuse_part(rig, _mark(part, number=1), "a tensor of a buffer that the part does not have")
     _refuse_part(rig, _mark(part, device="GPU-00000000-0000-0000-0000-000000000000"), "a buffer of another device")
+
+
+def check_a_tensor_may_fill_its_buffer(make: Make) -> None:
+    """From its first byte to its last, in a file of that size."""
+    rig, tensor = make().open(), torch.arange(60, dtype=torch.int32).view(4, 15)
+    rig.require_shares()
+    part = rig.trainer.offer([("whole", tensor)])
+    (buffer,) = part.buffers
+    (FOLDER / buffer.handle).write_bytes(tensor.numpy().tobytes())
+    whole = msgspec.structs.replace(_mark(part, size=tensor.nbytes), tensors=(msgspec.structs.replace(part.tensors[0], offset=0),))
+    compare([(name, received.clone()) for name, received in rig.transfer.receive(whole)], [("whole", tensor)])
 
 
 def check_nothing_is_unpickled(make: Make) -> None:

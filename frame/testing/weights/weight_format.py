@@ -3,18 +3,24 @@ parts, ranks and experts.
 
 Checkpoint tensors are random numbers of their dtype, or what the class's `make_conformance_tensor`
 returns. Whether stored weights are read correctly is a test of the format itself.
+
+Two attributes of the class say which `quantization_config`s it reads: `conformance_config`, with
+which all checks run, and `conformance_variants`, a tuple of others (group sizes, layers that are
+left out or have settings of their own).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, PackedWeight, WeightFormat
 from frame.models.layers.parameter import Range
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
@@ -27,6 +33,7 @@ INPUTS, OUTPUTS = 256, (256, 128, 128)  # sizes that block scales of 128 divide
 LARGE_INPUTS, LARGE_OUTPUTS = 2048, (8960, 128, 128)
 EXPERTS = 3
 NAME = "model.layers.0.mlp.up_proj"
+WRONG: tuple[Any, ...] = ({"x": [1]}, {"": None}, [[]], ["a"], "text", "", None, -3, 0, 10**30, 0.5, float("nan"), True, False)
 
 
 def suite(subject: Subject) -> Iterator[Check]:
@@ -34,6 +41,9 @@ def suite(subject: Subject) -> Iterator[Check]:
     yield Check("layers_are_described", partial(_check_described, subject))
     yield Check("ignored_weights_are_patterns", partial(_check_ignored, subject))
     yield Check("names_are_not_kept", partial(_check_names, subject))
+    yield Check("layers_are_described_in_any_order", partial(_check_orders, subject))
+    yield Check("variants_have_canonical_form", partial(_check_variants, subject))
+    yield Check("wrong_settings_are_refused", partial(_check_wrong_settings, subject))
     for name in ("linear", "experts", "head"):
         layout = _describe(subject, name)
         yield from collect(__name__, subject, layout, suffix=f"-{name}")
@@ -70,9 +80,7 @@ USUAL, LARGE = WeightCase(), WeightCase(LARGE_INPUTS)
 class Weight:
     """A weight whose tensors come from a random checkpoint: `parts` layers of `outputs` outputs."""
 
-    def __init__(
-        self, subject: Subject, layout: LayerFormat, place: Place = WHOLE, case: WeightCase = USUAL, experts: int = 0
-    ) -> None:
+    def __init__(self, subject: Subject, layout: LayerFormat, place: Place = WHOLE, case: WeightCase = USUAL, experts: int = 0) -> None:
         rank, split, ranks = place
         self.inputs = Range.split(case.inputs, rank, ranks) if split == "input" else Range.whole(case.inputs)
         self.outputs = [Range.split(size, rank, ranks) if split == "output" else Range.whole(size) for size in case.outputs]
@@ -142,6 +150,56 @@ def _check_names(subject: Subject) -> None:
     require_bounded(
         made, lambda number: made.describe_layer(f"model.layers.{number}.mlp.up_proj", "linear"), 2000, "layers that were described"
     )
+
+
+def _list_configs(subject: Subject) -> list[Mapping[str, Any] | None]:
+    return [getattr(subject.target, "conformance_config", None), *getattr(subject.target, "conformance_variants", ())]
+
+
+def _check_orders(subject: Subject) -> None:
+    """A layer is stored as it is, whichever layers were described before it."""
+    ends = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.gate_proj", "mlp.down_proj")
+    layers: list[tuple[str, Any]] = [(f"model.layers.{number}.{end}", "linear") for number in range(4) for end in ends]
+    layers += [(f"model.layers.{number}.mlp.experts", "experts") for number in range(4)] + [("lm_head", "head")]
+    for config in _list_configs(subject):
+
+        def make(config: Mapping[str, Any] | None = config) -> WeightFormat:
+            made: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
+            return made
+
+        alone = {layer: make().describe_layer(*layer) for layer in layers}
+        for order in (layers, layers[::-1]):
+            one = make()
+            for layer in order:
+                same = one.describe_layer(*layer) == alone[layer]
+                assert same, f"{layer[0]} is described otherwise after other layers than alone, with the configuration {config}"
+
+
+def _check_variants(subject: Subject) -> None:
+    for config in getattr(subject.target, "conformance_variants", ()):
+        made: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
+        for number in range(4):
+            layout = made.describe_layer(f"model.layers.{number}.mlp.up_proj", "linear")
+            for weight in Weight(subject, layout).load():
+                check_form(weight, weight.outputs, INPUTS)
+                assert torch.isfinite(weight.dequantize(DTYPE)).all(), f"a weight is not finite, with the configuration {config}"
+
+
+def _check_wrong_settings(subject: Subject) -> None:
+    """A setting of another type is read, or refused with CheckpointError at the start or where a
+    layer is described. A pattern that is none is refused."""
+    for config in (config for config in _list_configs(subject) if config):
+        for key, value in config.items():
+            wrong = [*WRONG, *([{"(": {}}, {"+:(": {"bits": 4}}] if isinstance(value, Mapping) else [])]
+            for each in wrong:
+                try:
+                    made: WeightFormat = subject.target(FormatContext(DTYPE, {**config, key: each}), subject.options)
+                    for number in range(3):
+                        made.describe_layer(f"model.layers.{number}.mlp.up_proj", "linear")
+                except CheckpointError as error:
+                    assert "\n" not in str(error), f"{key}: {each!r:.40} raises an error of several lines"
+                except Exception as error:
+                    raise AssertionError(f"{key}: {each!r:.40} raises {type(error).__name__}, not CheckpointError: {error}") from error
 
 
 def check_tensors_have_axes(subject: Subject, layout: LayerFormat) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
+import json
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +20,11 @@ from frame.core.errors import CheckpointError
 from frame.core.interfaces.platform import HOST
 from frame.interfaces.weights import WeightSource, WeightSourceCapabilities, WeightSourceContext
 from frame.loading.weight_reader import ReadAhead, read_weights
-from frame.testing.conformance import Check, Subject, collect
-from frame.testing.generators import leaves_nothing, make_alike, require_fast
+from frame.testing.conformance import Check, SkipCheck, Subject, collect
+from frame.testing.generators import leaves_nothing, make_alike, require_fast, require_growth
 
 MAX_SECONDS = 1.5e-3  # of a small tensor
+WRONG: tuple[Any, ...] = ({"x": [1]}, [[]], ["a"], "text", None, -1, 10**30, 0.5)  # in place of a value of a JSON file
 CPU = torch.device("cpu")
 DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -54,6 +57,15 @@ class Maker:
             if tensors is not None:
                 self.target.write_checkpoint(Path(name), tensors)
             yield Path(name)
+
+    @property
+    def writes_safetensors(self) -> bool:
+        return getattr(self.target.write_checkpoint, "__func__", None) is WeightSource.write_checkpoint.__func__  # type: ignore[attr-defined]
+
+    def write_files(self, folder: Path, tensors: Mapping[str, torch.Tensor], count: int) -> None:
+        if "num_files" not in inspect.signature(self.target.write_checkpoint).parameters:
+            raise SkipCheck("its write_checkpoint() takes no num_files: its checkpoints are single files")
+        self.target.write_checkpoint(folder, tensors, num_files=count)
 
     @contextlib.contextmanager
     def open(self, folder: Path, seed: int = 0, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Iterator[WeightSource]:
@@ -143,6 +155,8 @@ def check_reads_ahead(maker: Maker) -> None:
     rows: dict[str, slice | None] = {name: None for name in tensors if name != "model.norm.weight"}
     rows |= {"model.embed.weight": slice(4, 12), "experts": slice(1, 3)}
     with maker.folder(tensors) as folder, maker.open(folder) as source:
+        if type(source).find_range is not WeightSource.find_range:
+            assert any(source.find_range(name) is not None for name in tensors), "find_range finds no tensor, so that none is read ahead"
         for name, tensor in read_weights(source, ahead=ReadAhead(HOST, rows)):
             cut = rows.get(name)
             index: Any = Ellipsis if cut is None else (cut, slice(1, 4))
@@ -179,6 +193,129 @@ def check_real_sizes(maker: Maker) -> None:
         for name, tensor in read_weights(source, ahead=ReadAhead(HOST, {"large": None, "numbers": None})):
             if name in ("large", "numbers"):
                 _require_equal(tensor[-3:], tensors[name][-3:], f"the end of {name}, read from find_range,")
+
+
+def check_reads_several_files(maker: Maker) -> None:
+    """A large checkpoint is divided into files. Tensors of one file are read beside those of
+    another, whole, in slices and ahead."""
+    tensors = _tensors() | {"numbers": torch.arange(12).view(3, 4)}
+    with maker.folder() as folder:
+        maker.write_files(folder, tensors, 3)
+        with maker.open(folder) as source:
+            names = list(source.list_names())
+            assert len(names) == len(set(names)) == len(tensors), f"of {len(tensors)} tensors in 3 files, {len(names)} are listed"
+            opened = {name: source.open_tensor(name) for name in names}
+            for name, tensor in tensors.items():
+                _require_equal(opened[name][...], tensor, f"the values of {name}, in one of several files,")
+            for name, read in read_weights(source, ahead=ReadAhead(HOST, dict.fromkeys(tensors))):
+                _require_equal(read[...], tensors[name], f"the values of {name}, read ahead from one of several files,")
+
+
+def check_refuses_an_incomplete_checkpoint(maker: Maker) -> None:
+    """Of three files one is missing, or damaged; of the tensors of an index one is in no file; the
+    index is damaged, or names a file elsewhere."""
+    tensors = _tensors()
+    for what in ("a checkpoint of which a file is missing", "a checkpoint of which a file is damaged"):
+        with maker.folder() as folder:
+            maker.write_files(folder, tensors, 3)
+            last = max(path for path in folder.iterdir() if path.suffix != ".json")
+            if what.endswith("missing"):
+                last.unlink()
+            else:
+                last.write_bytes(last.read_bytes()[:60])
+            _require_refused(maker, folder, what)
+    if not maker.writes_safetensors:
+        raise SkipCheck("its checkpoints have no safetensors index")
+    with maker.folder({"a": torch.ones(2), "b": torch.ones(2)}) as folder:
+        (file,) = folder.iterdir()
+        file.write_bytes(file.read_bytes().replace(b'"F32"', b'"Q32"', 1))
+        _require_refused(maker, folder, "a checkpoint with a tensor of an unknown type")
+    with maker.folder(tensors) as other, maker.folder() as folder:
+        maker.write_files(folder, tensors, 2)
+        index = folder / "model.safetensors.index.json"
+        right = json.loads(index.read_text())
+        for what, wrong in _list_wrong_indexes(right, other):
+            index.write_text(wrong)
+            _require_refused(maker, folder, what)
+
+
+def _list_wrong_indexes(right: dict[str, Any], other: Path) -> Iterator[tuple[str, str]]:
+    files = right["weight_map"]
+    for extra in (
+        {"more": "model-00002-of-00002.safetensors"},
+        {"more": "model-00002-of-00002.safetensors", "most": "model-00001-of-00002.safetensors"},
+    ):
+        yield f"an index of {len(extra)} tensor(s) that no file has", json.dumps({**right, "weight_map": files | extra})
+    outside = (f"../{other.name}/model.safetensors", str(other / "model.safetensors"), "n" * 300, "..", "")
+    for name in outside:
+        yield f"an index of a file {name:.40}", json.dumps({**right, "weight_map": files | {"model.norm.weight": name}})
+    for text in ("", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}', "[" * 100_000):
+        yield f"an index with the text {text:.20}", text
+
+
+def check_a_folder_with_another_checkpoint(maker: Maker) -> None:
+    """A source reads what is in the folder when it opens it."""
+    with maker.folder({"a": torch.zeros(3, 4), "old": torch.ones(2)}) as folder:
+        with maker.open(folder) as source:
+            _read_all(source)
+        for path in folder.iterdir():
+            path.unlink()
+        new = {"new": torch.ones(5), "a": torch.full((4, 4), 7.0)}
+        maker.target.write_checkpoint(folder, new)
+        with maker.open(folder) as source:
+            assert set(source.list_names()) == set(new), "a folder that has another checkpoint now has the tensors of the old one"
+            _require_equal(source.open_tensor("a")[...], new["a"], "a tensor of a folder that has another checkpoint now")
+
+
+def check_descriptions_are_not_trusted(maker: Maker) -> None:
+    """JSON files of a checkpoint with wrong values are read, or refused with a sentence. A name of
+    a file does not lead out of the folder."""
+    tensors = {"a": torch.ones(3, 4), "b": torch.ones(2)}
+    with maker.folder(tensors) as folder, maker.folder(tensors) as other:
+        for path in (path for path in folder.rglob("*.json") if path.is_file()):
+            text = path.read_text()
+            names = {each.name for each in folder.iterdir()}
+            for place, value in _list_leaves(json.loads(text)):
+                outside = [f"../{other.name}/{value}", str(other / value)] if isinstance(value, str) and value in names else []
+                for wrong in (*outside, *WRONG):
+                    path.write_text(json.dumps(_replace(json.loads(text), place, wrong)))
+                    try:
+                        with maker.open(folder) as source:
+                            _read_all(source)
+                    except CheckpointError:
+                        continue
+                    except Exception as error:
+                        where = f"{path.name} with {wrong!r:.40} at {'.'.join(map(str, place))}"
+                        raise AssertionError(f"{where} raises {type(error).__name__}, not CheckpointError: {error}") from error
+                    assert wrong not in outside, f"{path.name} names the file {wrong}, which is read"
+            path.write_text(text)
+
+
+def _list_leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(keys, value) of each value of a JSON document, its lists and objects included."""
+    if place:
+        yield place, value
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _list_leaves(part, (*place, key))
+
+
+def _replace(document: Any, place: tuple[Any, ...], value: Any) -> Any:
+    inner = document
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return document
+
+
+def check_slices_are_read_alone(maker: Maker) -> None:
+    """A rank reads its rows of a tensor of 64 MiB, and not the whole of it."""
+    with maker.folder({"small": torch.zeros(1 << 10, 16), "large": torch.zeros(1 << 20, 16)}) as folder, maker.open(folder) as source:
+
+        def make(rows: int) -> Callable[[], object]:
+            return lambda: source.open_tensor("large" if rows > 1 << 10 else "small")[5:8]
+
+        require_growth(make, 1 << 10, 1 << 20, "three rows of a tensor, whose size is its rows", factor=20.0)
 
 
 def check_values_are_kept(maker: Maker) -> None:

@@ -21,17 +21,28 @@ TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 class PlainSource(WeightSource):
-    """Reads `model.safetensors` whole."""
+    """Reads the files of a folder whole: those of its index, or `model.safetensors`."""
 
     def __init__(self, context: WeightSourceContext, options: Any = None) -> None:
+        self.places: dict[str, Path] = {}  # the files, by tensor
         self.file = context.folder / "model.safetensors"
         self.tensors = self.load(context.folder)
 
     def load(self, folder: Path) -> dict[str, torch.Tensor]:
         try:
-            return load_file(self.file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.file} is missing or damaged: download it again.") from error
+            index = folder / "model.safetensors.index.json"
+            named = json.loads(index.read_text())["weight_map"].copy() if index.is_file() else {"": "model.safetensors"}
+            names = sorted(set(named.values()))
+            assert names and all(Path(name).name == name for name in names)
+            tensors: dict[str, torch.Tensor] = {}
+            for name in names:
+                found = load_file(folder / name)
+                self.places |= dict.fromkeys(found, folder / name)
+                tensors |= found
+            assert set(named) - {""} <= set(tensors)
+        except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError, AssertionError) as error:
+            raise CheckpointError(f"{folder} is missing or damaged: download it again.") from error
+        return tensors
 
     def list_names(self) -> Sequence[str]:
         return list(self.tensors)
@@ -40,12 +51,12 @@ class PlainSource(WeightSource):
         return Stored(self.tensors[name])
 
     def find_range(self, name: str) -> FileRange | None:
-        with self.file.open("rb") as file:
+        with self.places[name].open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             entry = json.loads(file.read(size))[name]
         if entry["dtype"] not in TYPES:
             return None
-        return FileRange(self.file, TYPES[entry["dtype"]], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+        return FileRange(self.places[name], TYPES[entry["dtype"]], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
 
 
 mutant = MUTANTS = MutantList("weight_source", reference=PlainSource, capabilities=WeightSourceCapabilities())

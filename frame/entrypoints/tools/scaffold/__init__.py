@@ -23,7 +23,17 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 # `capabilities=` in the manifest with its import. Kinds without an entry have no requirements.
 _CAPABILITIES: Mapping[str, tuple[str, str]] = {
     "adapter": ("frame.interfaces.adapter", 'AdapterCapabilities(selects=(("format", "$name"),))'),
-    "attention_backend": ("frame.core.interfaces.attention", 'AttentionCapabilities(devices=("cpu", "cuda"), kinds=("mha", "mla"))'),
+    "attention_backend": (
+        "frame.core.interfaces.attention",
+        """AttentionCapabilities(
+    devices=("cpu", "cuda"),
+    kinds=("mha", "mla"),
+    kv_dtypes=("fp8_e4m3",),  # beside the model's own dtype
+    sliding_window=True,
+    soft_cap=True,
+    sinks=True,
+)""",
+    ),
     "collective": ("frame.core.interfaces.collective", 'CollectiveCapabilities(devices=("cpu",))'),
     "drafter": ("frame.core.interfaces.drafter", "DrafterCapabilities()"),
     "grammar_backend": ("frame.core.interfaces.sampling", 'GrammarCapabilities(kinds=("choice",))'),

@@ -1,0 +1,101 @@
+"""Checks of attention backends over several calls and for large caches: results that are kept,
+other steps at the addresses of one, KV slots above 65,536, and time.
+
+One case of decodes within the capabilities is checked. Must not know a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from frame.core.interfaces.attention import AttentionBackend
+from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, Pages, Rows, planned, requirements
+from frame.testing.attention.cases import DECODES, LATENT, with_pages_for
+from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, reference
+from frame.testing.conformance import Check, Subject
+from frame.testing.generators import require_growth, require_no_waiting
+from frame.testing.tensors import require_near
+
+Place = Callable[[AttentionBackend, Case, Inputs], Placed]
+Make = Callable[[Case], AttentionBackend]
+MANY_SLOTS = 70_000  # more than 16 bits count
+FEW_KEYS, MANY_KEYS, MAX_GROWTH = 1000, 8000, 24.0  # of a decode, whose time grows with its keys
+
+
+def call_checks(make: Make, place: Place, subject: Subject) -> Iterator[Check]:
+    """The checks for the first case that the capabilities cover."""
+    capabilities, device = subject.record.capabilities, subject.setting.device
+    for case in (Case(DECODES, page_size=1, head_dim=64, v_head_dim=64), Case(DECODES, page_size=1, **LATENT)):
+        for name in getattr(capabilities, "dtypes", DTYPES):
+            placed = replace(with_pages_for(case, capabilities), dtype=DTYPES[name], device=device)
+            if not capabilities.unsupported(replace(requirements(placed), phases=("decode",))):
+                for function in (_keeps_results, _has_many_slots, _grows_with_keys, *(() if device != "cpu" else (_waits_for_nothing,))):
+                    yield Check(f"{function.__name__.strip('_')}-{name}", partial(function, make, place, placed))
+                return
+
+
+def _compare(got: torch.Tensor, case: Case, inputs: Inputs, what: str) -> None:
+    require_near(got.double().cpu(), reference(case, inputs), what, TOLERANCE[case.dtype], is_relative=False)
+
+
+def _keeps_results(make: Make, place: Place, case: Case) -> None:
+    """A result stays as it is, and steps with other queries and another cache at the same addresses
+    have results of their own."""
+    inputs, backend = make_inputs(case), make(case)
+    placed = place(backend, case, inputs).spread()
+    first = placed.run(backend, inputs.spec, planned(backend, placed.batch))
+    before = first.clone()
+    others = make_inputs(replace(case, seed=case.seed + 1))
+    for what, changed in (
+        ("other queries", replace(inputs, queries=others.queries)),
+        ("another cache", replace(inputs, queries=others.queries, cached=others.cached)),
+    ):
+        source = place(backend, case, changed).spread()
+        pairs = zip(
+            (placed.q, *placed.step_kv, *placed.batch.kv.layer(0)), (source.q, *source.step_kv, *source.batch.kv.layer(0)), strict=True
+        )
+        for target, values in pairs:
+            target.copy_(values)
+        result = placed.run(backend, inputs.spec, planned(backend, placed.batch))
+        _compare(result, case, changed, f"a step with {what} at the same addresses")
+        assert torch.equal(first, before), "a result changes with the next call; return memory of its own"
+
+
+def _has_many_slots(make: Make, place: Place, case: Case) -> None:
+    """The rows' pages are behind 70,000 KV slots of others."""
+    inputs, backend = make_inputs(case), make(case)
+    moved = -(-MANY_SLOTS // case.page_size)
+    old = inputs.pages
+    table = old.table.copy()
+    table[table < old.num_pages] += moved
+    places = [each + moved * case.page_size for each in old.places]
+    inputs.pages = Pages(case.page_size, old.num_pages + moved, table, old.slots, places)
+    placed = place(backend, case, inputs).spread()
+    result = placed.run(backend, inputs.spec, planned(backend, placed.batch))
+    _compare(result, case, inputs, f"rows in KV slots above {MANY_SLOTS}")
+
+
+def _prepare(make: Make, place: Place, case: Case, rows: Rows) -> Callable[[], torch.Tensor]:
+    case = replace(case, rows=rows)
+    inputs, backend = make_inputs(case), make(case)
+    placed = place(backend, case, inputs).spread()
+    return lambda: placed.run(backend, inputs.spec, planned(backend, placed.batch))
+
+
+def _grows_with_keys(make: Make, place: Place, case: Case) -> None:
+    require_growth(
+        lambda keys: _prepare(make, place, case, Rows.of([keys])), FEW_KEYS, MANY_KEYS, "a decode, whose size is its keys", MAX_GROWTH
+    )
+
+
+def _waits_for_nothing(make: Make, place: Place, case: Case) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for one another
+    try:
+        require_no_waiting(_prepare(make, place, case, Rows.of([7, 3])), "a step of two decodes")
+    finally:
+        torch.set_num_threads(threads)
