@@ -19,11 +19,12 @@ import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache_groups import RESERVED_PAGES
-from frame.core.interfaces.kv_tier import BlockMover, KVTier, KVTierCapabilities, KVTierContext, TransferSettings
+from frame.core.interfaces.kv_tier import BlockMover, KeptMemory, KVTier, KVTierCapabilities, KVTierContext, TransferSettings
 from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
 from frame.core.interfaces.platform import HOST, Platform, SupportsStreams
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.host.authenticated_link import read_key
+from frame.host.kept_memory import open_kept
 from frame.kv_tiers.block_keys import MAX_BLOCKS
 from frame.kv_tiers.block_layout import KINDS
 from frame.kv_tiers.controller import NamedTier, TierController, TierOptions, WritePolicy
@@ -84,6 +85,7 @@ class TierSettings:
     min_load_tokens: int
     plan: ParallelPlan = ONE_RANK
     transfer: TransferSettings | None = None  # without the properties of the cache
+    kept: KeptMemory | None = None  # of the rank
 
 
 def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Callable[[PluginChoice, Any], KVTier]) -> TierSettings:
@@ -99,15 +101,24 @@ def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Ca
         tiers.append(ChosenTier(choice.name, can, partial(create, choice.model_copy(update={"options": options})), options))
         if can.folder:
             folders.append(choice.options[can.folder])
-    secret = (
-        make_secret()
-        if all(tier.is_local for tier in tiers)
-        else read_secret(Path(next(iter(folders), DEFAULT_FOLDER)).expanduser().absolute())
-    )
+    kept = _open_kept()
+    if not all(tier.is_local for tier in tiers):
+        secret = read_secret(Path(next(iter(folders), DEFAULT_FOLDER)).expanduser().absolute())
+    else:
+        secret = make_secret() if kept is None else kept.secret
     policy: WritePolicy = "write_through_selective" if cache.write_policy == "write_through_selective" else "write_through"
     return TierSettings(
-        tiers, digest_model(resolved), secret, policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved)
+        tiers, digest_model(resolved), secret, policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved), kept
     )
+
+
+def _open_kept() -> KeptMemory | None:
+    """The memory of this rank that outlives its process; None: there is none."""
+    try:
+        return open_kept()
+    except OSError as error:
+        _log.warning("blocks of KV cache tiers will end with this process: %s", error)
+        return None
 
 
 def _prepare_transfer(resolved: Resolved) -> TransferSettings | None:
@@ -175,11 +186,13 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
     transfer = settings.transfer
     if transfer is not None:
         transfer = replace(transfer, properties={**transfer.properties, **list_properties(settings.model, pool.geometry)})
-    context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), pool_bytes, transfer)
+    pin = platform.pin_memory if isinstance(platform, SupportsStreams) else lambda _: None
+    context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), pin, pool_bytes, transfer)
+    keeping = next((chosen for chosen in settings.tiers if chosen.capabilities.keeps), None)
     tiers: list[KVTier] = []
     try:
         for chosen in settings.tiers:
-            tiers.append(chosen.create(context))  # noqa: PERF401 - those before a failure are closed
+            tiers.append(chosen.create(replace(context, kept=settings.kept) if chosen is keeping else context))
     except BaseException:
         for tier in tiers:
             tier.close()

@@ -38,6 +38,7 @@ class KVTierCapabilities(Anything):
     memory: tuple[str, ...] = ()  # its options with GiB of host memory that it takes
     folder: str = ""  # its option with the folder of its blocks, where the secret of their keys is kept; "": there is none
     transfers: bool = False  # it implements `SupportsTransfers`, and serves disaggregated engines alone
+    keeps: bool = False  # its blocks outlive the engine, where the context has memory for it; one of an engine's tiers
 
 
 class KVTransfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -61,6 +62,17 @@ class TransferSettings:
     properties: Mapping[str, str]
 
 
+class KeptMemory(Protocol):
+    """Memory that outlives the engine, of a tier of one rank."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes now."""
+
+    def map(self, num_bytes: int) -> np.ndarray:
+        """uint8 [num_bytes], with what an earlier engine left; zeros beyond."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVTierContext:
     """What a tier is built for. Each rank has a tier; options of sizes are the rank's share."""
@@ -71,8 +83,10 @@ class KVTierContext:
     identity: str
     # (bytes) -> zeroed uint8 [bytes] of host memory, page-locked where the device copies faster so.
     allocate: Callable[[int], torch.Tensor]
+    pin: Callable[[torch.Tensor], None] = lambda _: None  # page-locks memory that was allocated otherwise
     pool_bytes: int = 0  # of the blocks that the device holds
     transfer: TransferSettings | None = None  # None: the server computes whole requests
+    kept: KeptMemory | None = None  # None: no memory outlives the engine
 
 
 @dataclass(frozen=True, slots=True)
