@@ -19,12 +19,12 @@ import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache_groups import RESERVED_PAGES
-from frame.core.interfaces.kv_tier import BlockMover, KeptMemory, KVTier, KVTierCapabilities, KVTierContext, TransferSettings
+from frame.core.interfaces.kv_tier import BlockMover, KVTier, KVTierCapabilities, KVTierContext, TransferSettings
 from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
 from frame.core.interfaces.platform import HOST, Platform, SupportsStreams
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.host.authenticated_link import read_key
-from frame.host.kept_memory import open_kept
+from frame.host.kept_memory import KeptMemory, open_kept
 from frame.kv_tiers.block_keys import MAX_BLOCKS
 from frame.kv_tiers.block_layout import KINDS
 from frame.kv_tiers.controller import NamedTier, TierController, TierOptions, WritePolicy
@@ -188,11 +188,15 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
         transfer = replace(transfer, properties={**transfer.properties, **list_properties(settings.model, pool.geometry)})
     pin = platform.pin_memory if isinstance(platform, SupportsStreams) else lambda _: None
     context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), pin, pool_bytes, transfer)
-    keeping = next((chosen for chosen in settings.tiers if chosen.capabilities.keeps), None)
     tiers: list[KVTier] = []
+    kept = settings.kept  # for the first tier that uses it
     try:
         for chosen in settings.tiers:
-            tiers.append(chosen.create(replace(context, kept=settings.kept) if chosen is keeping else context))
+            if kept is not None and chosen.capabilities.keeps:
+                tiers.append(chosen.create(replace(context, map_kept=kept.map, kept_bytes=kept.num_bytes)))
+                kept = None
+            else:
+                tiers.append(chosen.create(context))
     except BaseException:
         for tier in tiers:
             tier.close()

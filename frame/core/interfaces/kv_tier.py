@@ -62,17 +62,6 @@ class TransferSettings:
     properties: Mapping[str, str]
 
 
-class KeptMemory(Protocol):
-    """Memory that outlives the engine, of a tier of one rank."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it takes now."""
-
-    def map(self, num_bytes: int) -> np.ndarray:
-        """uint8 [num_bytes], with what an earlier engine left; zeros beyond."""
-
-
 @dataclass(frozen=True, slots=True)
 class KVTierContext:
     """What a tier is built for. Each rank has a tier; options of sizes are the rank's share."""
@@ -86,7 +75,9 @@ class KVTierContext:
     pin: Callable[[torch.Tensor], None] = lambda _: None  # page-locks memory that was allocated otherwise
     pool_bytes: int = 0  # of the blocks that the device holds
     transfer: TransferSettings | None = None  # None: the server computes whole requests
-    kept: KeptMemory | None = None  # None: no memory outlives the engine
+    # (bytes) -> uint8 [bytes] of memory that outlives the engine, with what an earlier one left, zeros beyond.
+    map_kept: Callable[[int], np.ndarray] | None = None
+    kept_bytes: int = 0  # that this memory takes already
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def count_host_blocks(plugin: str, option: str, gib: float, context: KVTierConte
     """The blocks that an option's GiB of host memory hold. Raises ConfigurationError for none, and
     for more than are free."""
     num_blocks = count_blocks(f"size_gib of {plugin}", gib, context.block_bytes)
-    available = (measure_host_memory()[1] + (0 if context.kept is None else context.kept.num_bytes)) / GIB
+    available = (measure_host_memory()[1] + context.kept_bytes) / GIB
     if num_blocks * context.block_bytes > available * GIB:
         raise ConfigurationError(f"{option} of {plugin} asks for {gib:.1f} GiB, and {available:.1f} GiB of host memory are free; lower it.")
     return num_blocks
@@ -53,10 +53,10 @@ class HostTier(ThreadedTier[HostJob]):
         settings = options if isinstance(options, HostTierOptions) else HostTierOptions()
         size = settings.size_gib if settings.ratio is None else settings.ratio * context.pool_bytes / GIB
         num_blocks = count_host_blocks("kv_tier/host", "size_gib" if settings.ratio is None else "ratio", size, context)
-        if context.kept is None:
+        if context.map_kept is None:
             self._start(context, BufferPool(context, num_blocks))
             return
-        pool = KeptPool(context, context.kept, num_blocks)
+        pool = KeptPool(context, context.map_kept, num_blocks)
         self._start(context, pool)
         for key, buffer, digest in pool.list_blocks():
             self._index.add_block(key, HostBlock(buffer=buffer, digest=digest))

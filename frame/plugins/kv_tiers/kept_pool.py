@@ -6,7 +6,7 @@ that is killed leaves whole blocks. Used by the tier `host`. Must not know a job
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 from frame.plugins.kv_tiers.buffers import BufferPool
 
 if TYPE_CHECKING:
-    from frame.core.interfaces.kv_tier import KeptMemory, KVTierContext
+    from frame.core.interfaces.kv_tier import KVTierContext
 
 _FORMAT = 1  # of the memory
 _KEY_BYTES, _DIGEST_BYTES, _NAME_BYTES = 32, 16, 32
@@ -28,11 +28,11 @@ class KeptPool(BufferPool):
     block in the order of their stores (0: it holds none), the block's key and its digest; and the
     buffers."""
 
-    def __init__(self, context: KVTierContext, kept: KeptMemory, num_buffers: int) -> None:
+    def __init__(self, context: KVTierContext, map_kept: Callable[[int], np.ndarray], num_buffers: int) -> None:
         size = context.block_bytes
         ends = np.cumsum([_NAME_BYTES, 8 * num_buffers, _KEY_BYTES * num_buffers, _DIGEST_BYTES * num_buffers])
         start = -(-int(ends[-1]) // _PAGE) * _PAGE
-        memory = kept.map(start + num_buffers * size)
+        memory = map_kept(start + num_buffers * size)
         name, orders, keys, digests = np.split(memory[: ends[-1]], ends[:-1])
         self._orders, self._keys, self._digests = orders.view(np.uint64), keys.reshape(-1, _KEY_BYTES), digests.reshape(-1, _DIGEST_BYTES)
         self._blocks = torch.from_numpy(memory[start:]).view(num_buffers, size)
