@@ -106,9 +106,8 @@ def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Ca
         secret = read_secret(Path(next(iter(folders), DEFAULT_FOLDER)).expanduser().absolute())
     else:
         secret = make_secret() if kept is None else kept.secret
-    policy: WritePolicy = "write_through_selective" if cache.write_policy == "write_through_selective" else "write_through"
     return TierSettings(
-        tiers, digest_model(resolved), secret, policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved), kept
+        tiers, digest_model(resolved), secret, cache.write_policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved), kept
     )
 
 
@@ -150,6 +149,11 @@ def check_groups(geometry: KVGeometry, settings: TierSettings) -> None:
         )
     if geometry.num_pools == 1:
         return
+    if settings.write_policy == "write_back":
+        raise ConfigurationError(
+            "cache.write_policy is write_back, which stores single pages, but a match of this model needs windows or states beside them; "
+            "set cache.write_policy to write_through"
+        )
     further = " and ".join(sorted({group.kind for group in geometry.groups[1 : geometry.num_pools]}))
     if settings.transfer is not None:
         raise ConfigurationError(

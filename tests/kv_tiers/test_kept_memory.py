@@ -191,7 +191,12 @@ def test_recovered_texts_are_equal_in_bfloat16() -> None:
     output, which are not computed otherwise a second time."""
     flags = [*(flag if flag != "float32" else "bfloat16" for flag in FLAGS), *TIER, "--min-load-tokens", "4"]
     bodies = [
-        {"prompt": [7 + (n * 31 + i * i * 3 + i * n) % 900 for i in range(60 + 10 * n)], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        {
+            "prompt": [7 + (n * 31 + i * i * 3 + i * n) % 900 for i in range(60 + 10 * n)],
+            "max_tokens": 200,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         for n in range(16)
     ]
     for body in bodies:

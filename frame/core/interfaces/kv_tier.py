@@ -75,7 +75,7 @@ class KVTierContext:
     pin: Callable[[torch.Tensor], None] = lambda _: None  # page-locks memory that was allocated otherwise
     pool_bytes: int = 0  # of the blocks that the device holds
     transfer: TransferSettings | None = None  # None: the server computes whole requests
-    # (bytes) -> uint8 [bytes] of memory that outlives the engine, with what an earlier one left, zeros beyond.
+    # (bytes) -> uint8 [bytes] of memory that outlives the engine, with what earlier ones left
     map_kept: Callable[[int], np.ndarray] | None = None
     kept_bytes: int = 0  # that this memory takes already
 
