@@ -64,7 +64,7 @@ def test_the_next_engine_reads_what_was_stored(memory: KeptMemory, tmp_path: Pat
     keys = make_keys(6)
     first = KeptRig(memory, tmp_path)
     first.store(keys[:4])
-    job, _ = first.begin_store(keys[4:])  # filled, and not committed
+    first.begin_store(keys[4:])  # filled, and not committed
     second = KeptRig(memory, tmp_path)
     assert second.tier.match(keys) == 4
     second.load_all(keys[:4])
