@@ -110,6 +110,7 @@ async def test_a_name_has_a_replica_an_address(monkeypatch: pytest.MonkeyPatch) 
     assert await source.read() is None
 
 
+
 async def test_health_checks_outlive_what_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A name that no client can look up, and an error of a source: the other replicas are checked
     on."""
@@ -351,3 +352,5 @@ def test_requests_avoid_a_slow_replica() -> None:
             assert json.loads((await client.get("/health")).text)["replicas"][slow.url] == "ok"
 
     run(main)
+
+
