@@ -103,7 +103,7 @@ class Rig:
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder, fault = tmp_path_factory.mktemp("blocks"), tmp_path_factory.mktemp("fault") / "fault"
     fault.write_text("")
-    tiers = {"faulty_host": {"size_gib": 0.002}, "faulty_disk": {"folder": str(folder / "blocks"), "size_gib": 0.1, "buffer_gib": 0.02}}
+    tiers = {"faulty_host": {"size_gib": 0.008}, "faulty_disk": {"folder": str(folder / "blocks"), "size_gib": 0.1, "buffer_gib": 0.02}}
     options = [f"plugins.options.kv_tier/{name}.{key}={value}" for name, row in tiers.items() for key, value in row.items()]
     flags = [*FLAGS, "--cache-tiers", "faulty_host,faulty_disk", *(flag for each in options for flag in ("--set", each))]
     flags += ["--max-restarts", "100000"]
@@ -139,7 +139,7 @@ def copy_foreign(folder: Path) -> int:
 def test_a_tier_fails(rig: Rig, name: str) -> None:
     waited, number, before, foreign = 0.0, 0, rig.num_faults, 0
     while number < 4 or rig.num_faults - before + foreign < NUM_FAULTS:
-        first = STREAMS * (number % 2)
+        first = 0 if name == "host_flip" else STREAMS * (number % 2)  # the tier `host` holds half of the prompts
         if name == "other_model":
             foreign += copy_foreign(rig.folder)
         else:
