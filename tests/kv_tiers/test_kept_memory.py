@@ -26,6 +26,7 @@ from frame.host.kept_memory import KeptMemory, create_memory, get_path, open_kep
 from frame.kv_tiers.block_keys import BlockKeys
 from frame.plugins.kv_tiers import HostTierOptions
 from frame.plugins.kv_tiers.host import HostTier
+from frame.plugins.kv_tiers.kept_pool import KeptPool
 from frame.testing.kv_tier.rig import Rig, make_keys
 from tests.disaggregation.servers import ask
 from tests.entrypoints.chaos.storm import restarts
@@ -96,6 +97,8 @@ def test_the_order_of_use_is_kept(memory: KeptMemory, tmp_path: Path) -> None:
     first = KeptRig(memory, tmp_path)
     first.store(keys[4:])
     first.store(keys[:4])
+    listed = [key for key, _, _ in KeptPool(KVTierContext(4096, "model", first._allocate), memory.map, 8).list_blocks()]
+    assert listed == [*reversed(keys[4:]), *reversed(keys[:4])]  # the first block of a prefix is the most recent
     second = KeptRig(memory, tmp_path)
     second.store(make_keys(4, "more"))
     assert second.tier.match(keys) == 4, "the blocks that were stored first are evicted first"
