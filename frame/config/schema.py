@@ -161,7 +161,8 @@ class CacheSection(Section):
     )
     write_policy: WritePolicy = setting(
         WRITE_POLICY,
-        "When a block is stored in cache.tiers: write_through (as soon as it is computed) or write_through_selective (at its second use).",
+        "When a block is stored in cache.tiers: write_through (as soon as it is computed), write_through_selective (at its second use) "
+        "or write_back (when it is evicted).",
         flag="hicache-write-policy",
     )
     min_load_tokens: int = setting(

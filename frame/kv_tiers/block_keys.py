@@ -18,12 +18,14 @@ from frame.core.scheduling.request import Request, RequestStatus
 KEY_BYTES = 32
 MAX_BLOCKS = 1 << 18  # keys that are kept for all requests together: about 20 MB
 _DTYPE = np.dtype("<i4")
+_PROCESS = os.urandom(16)  # the name of this process
 
 
 class BlockKeys:
     """The keys of one sequence. Key i is the hash of key i - 1 and the cache keys of block i, so
     that equal keys are equal prefixes. `num_public`: leading blocks whose cache keys have the same
-    meaning in every process, which negative ones have not. `BlockStores` sets the other counters:
+    meaning in every process, which negative ones have not: the keys of later blocks are this
+    process's own. `BlockStores` sets the other counters:
     leading blocks that were offered to it, that it may store, and that no tier lacks any more."""
 
     __slots__ = ("_page_size", "_root", "keys", "num_allowed", "num_offered", "num_public", "num_stored")
@@ -49,7 +51,9 @@ class BlockKeys:
             self.num_public = start + first // size if negative[first] else end
         data, width = new.tobytes(), size * _DTYPE.itemsize
         key = self.keys[-1] if start else self._root
-        for at in range(0, len(data), width):
+        for number, at in enumerate(range(0, len(data), width), start):
+            if number == self.num_public:
+                key += _PROCESS
             key = blake2b(key + data[at : at + width], digest_size=KEY_BYTES).digest()
             self.keys.append(key)
         return end - start

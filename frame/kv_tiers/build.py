@@ -24,6 +24,7 @@ from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
 from frame.core.interfaces.platform import HOST, Platform, SupportsStreams
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.host.authenticated_link import read_key
+from frame.host.kept_memory import KeptMemory, open_kept
 from frame.kv_tiers.block_keys import MAX_BLOCKS
 from frame.kv_tiers.block_layout import KINDS
 from frame.kv_tiers.controller import NamedTier, TierController, TierOptions, WritePolicy
@@ -84,6 +85,7 @@ class TierSettings:
     min_load_tokens: int
     plan: ParallelPlan = ONE_RANK
     transfer: TransferSettings | None = None  # without the properties of the cache
+    kept: KeptMemory | None = None  # of the rank
 
 
 def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Callable[[PluginChoice, Any], KVTier]) -> TierSettings:
@@ -99,15 +101,23 @@ def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Ca
         tiers.append(ChosenTier(choice.name, can, partial(create, choice.model_copy(update={"options": options})), options))
         if can.folder:
             folders.append(choice.options[can.folder])
-    secret = (
-        make_secret()
-        if all(tier.is_local for tier in tiers)
-        else read_secret(Path(next(iter(folders), DEFAULT_FOLDER)).expanduser().absolute())
-    )
-    policy: WritePolicy = "write_through_selective" if cache.write_policy == "write_through_selective" else "write_through"
+    kept = _open_kept()
+    if not all(tier.is_local for tier in tiers):
+        secret = read_secret(Path(next(iter(folders), DEFAULT_FOLDER)).expanduser().absolute())
+    else:
+        secret = make_secret() if kept is None else kept.secret
     return TierSettings(
-        tiers, digest_model(resolved), secret, policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved)
+        tiers, digest_model(resolved), secret, cache.write_policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved), kept
     )
+
+
+def _open_kept() -> KeptMemory | None:
+    """The memory of this rank that outlives its process; None: there is none."""
+    try:
+        return open_kept()
+    except OSError as error:
+        _log.warning("blocks of KV cache tiers will end with this process: %s", error)
+        return None
 
 
 def _prepare_transfer(resolved: Resolved) -> TransferSettings | None:
@@ -139,6 +149,11 @@ def check_groups(geometry: KVGeometry, settings: TierSettings) -> None:
         )
     if geometry.num_pools == 1:
         return
+    if settings.write_policy == "write_back":
+        raise ConfigurationError(
+            "cache.write_policy is write_back, which stores single pages, but a match of this model needs windows or states beside them; "
+            "set cache.write_policy to write_through"
+        )
     further = " and ".join(sorted({group.kind for group in geometry.groups[1 : geometry.num_pools]}))
     if settings.transfer is not None:
         raise ConfigurationError(
@@ -175,11 +190,17 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
     transfer = settings.transfer
     if transfer is not None:
         transfer = replace(transfer, properties={**transfer.properties, **list_properties(settings.model, pool.geometry)})
-    context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), pool_bytes, transfer)
+    pin = platform.pin_memory if isinstance(platform, SupportsStreams) else lambda _: None
+    context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), pin, pool_bytes, transfer)
     tiers: list[KVTier] = []
+    kept = settings.kept  # for the first tier that uses it
     try:
         for chosen in settings.tiers:
-            tiers.append(chosen.create(context))  # noqa: PERF401 - those before a failure are closed
+            if kept is not None and chosen.capabilities.keeps:
+                tiers.append(chosen.create(replace(context, map_kept=kept.map, kept_bytes=kept.num_bytes)))
+                kept = None
+            else:
+                tiers.append(chosen.create(context))
     except BaseException:
         for tier in tiers:
             tier.close()

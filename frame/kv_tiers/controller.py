@@ -55,6 +55,8 @@ class TierController:
     def poll(self, now: float) -> None:
         if self.is_busy:
             self._take_results()
+        self._stores.write_back()
+        self._update_busy()
 
     def _take_results(self) -> None:
         for index, named in enumerate(self._set.tiers):
@@ -105,12 +107,13 @@ class TierController:
             time.sleep(0.001)
         self._transfers.close_all()
         self._keys.renew_roots()
+        self._set.noted.clear()
         for named in self._set.tiers:
             named.tier.clear()
         self._update_busy()
 
     def list_held_pages(self) -> tuple[np.ndarray, np.ndarray]:
-        transit = np.concatenate([NO_PAGES, *(load.list_pages() for load in self._loads)])
+        transit = np.concatenate([NO_PAGES, *(load.list_pages() for load in self._loads), *self._stores.list_evicted_pages()])
         locked = [load.match.pages for load in self._loads] + self._stores.list_locked_pages()
         return transit, np.unique(np.concatenate([NO_PAGES, *locked]))
 

@@ -338,6 +338,8 @@ class PrefixLoads:
         groups, count = self._set.groups, min(len(ready), load.num_blocks)
         self._finish(load)
         pages = np.concatenate((load.match.pages, load.pages[:count]))
+        for page in load.pages.tolist() if self._set.noted else ():
+            self._set.noted.pop(page, None)  # of a block that it held before
         offers = () if groups is None else groups.make_offers(len(pages), load.further)
         inserted = kv_manager.insert_prefix(load.tokens[: len(pages) * size], pages, load.namespace, load.priority, offers)
         kv_manager.cache.unlock(load.match.handle)

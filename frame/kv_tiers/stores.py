@@ -1,14 +1,15 @@
 """`BlockStores`: stores of blocks of the prefix cache to tiers.
 
 A store locks a cached prefix, gets buffers of all tiers that lack its blocks, lets the mover copy
-the pages to them, and commits. Used by `TierController`. Must not know requests.
+the pages to them, and commits. With the policy `write_back` it has pages that were evicted, and
+frees them afterwards. Used by `TierController`. Must not know requests.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from frame.kv_tiers.tier_set import NO_PAGES, TierSet
 if TYPE_CHECKING:
     import torch
 
+LOW, HIGH = 16, 8  # parts of the pages: `write_back` evicts where fewer than 1 / LOW are free, up to 1 / HIGH
 MAX_SEEN = 1 << 18  # keys of blocks that were offered once, of which `write_through_selective` keeps note
 
 
@@ -29,9 +31,10 @@ MAX_SEEN = 1 << 18  # keys of blocks that were offered once, of which `write_thr
 class Store:
     """Pages that are being copied to buffers."""
 
-    match: Match  # locked
+    match: Match | None  # locked; None: the pages were evicted
     num_blocks: int  # of tokens
     tiers: Mapping[int, int]  # by tier: blocks of tokens that it is given
+    evicted: np.ndarray = field(default_factory=lambda: NO_PAGES)  # int32; freed once they are copied
 
 
 class BlockStores:
@@ -45,6 +48,7 @@ class BlockStores:
         # By tier and job: blocks of tokens; buffers are full, and the tier keeps them
         self._commits: dict[tuple[int, int], int] = {}
         self._is_selective = tiers.options.write_policy == "write_through_selective"
+        self._is_late = tiers.options.write_policy == "write_back"
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def __bool__(self) -> bool:
@@ -64,8 +68,45 @@ class BlockStores:
             allowed = self._count_seen(chain.keys, first, count) if self._is_selective and not at_once else count
             chain.num_allowed = allowed if chain.num_allowed == first else chain.num_allowed
             chain.num_offered = count
-        if chain.num_stored < chain.num_allowed:
+        if self._is_late:
+            self._note(chain, cache_keys, namespace, first)
+        elif chain.num_stored < chain.num_allowed:
             chain.num_stored = self._store(chain, cache_keys, namespace)
+
+    def _note(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str, first: int) -> None:
+        """Take note of the keys of pages that the prefix cache has now."""
+        noted = self._set.noted
+        pages = self._set.kv_manager.cache.match(cache_keys, namespace).pages.tolist()
+        for place in range(first, min(len(pages), len(chain.keys))):
+            note = chain.keys[place], place < chain.num_public
+            self.num_dropped += noted.get(pages[place], note)[0] != note[0]
+            noted[pages[place]] = note
+
+    def write_back(self) -> None:
+        """Where few pages are free, evict the next ones, and store those that a tier lacks. What is
+        evicted without this, at once, is dropped."""
+        if not self._is_late:
+            return
+        manager, total = self._set.kv_manager, self._set.options.num_pages
+        held = sum(len(store.evicted) for store in self._stores.values())
+        free = manager.allocator.num_free + held
+        if free >= max(1, total // LOW) or held > total // HIGH:
+            return
+        pages = manager.cache.evict(min(max(1, total // HIGH) - free, manager.cache.num_evictable))
+        if not len(pages):
+            return
+        if manager.events is not None:
+            manager.events.record_removed(pages)
+        notes = sorted(
+            ((page, *self._set.noted.pop(page)) for page in pages.tolist() if page in self._set.noted), key=lambda note: not note[2]
+        )
+        kept, keys = np.array([note[0] for note in notes], np.int32), [note[1] for note in notes]
+        gaps = {
+            index: (0, end)
+            for index, named in enumerate(self._set.tiers)
+            if (end := len(notes) if named.is_local else sum(note[2] for note in notes))
+        }
+        manager.allocator.free(np.setdiff1d(pages, kept if self._begin(keys, kept, None, (0, len(keys)), gaps) else NO_PAGES))
 
     def _store(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str) -> int:
         """Store the allowed blocks that a tier lacks. -> the end of those for which there was
@@ -123,7 +164,7 @@ class BlockStores:
         return end
 
     def _begin(
-        self, keys: Sequence[bytes], numbers: np.ndarray, match: Match, span: tuple[int, int], gaps: dict[int, tuple[int, int]]
+        self, keys: Sequence[bytes], numbers: np.ndarray, match: Match | None, span: tuple[int, int], gaps: dict[int, tuple[int, int]]
     ) -> bool:
         """Get buffers and start the copies. numbers: of the blocks of all keys. -> whether there is
         any copy: tiers may hold all blocks, or have no room."""
@@ -144,9 +185,10 @@ class BlockStores:
                 self._set.tiers[index].tier.finish(job, commit=False)
             return False
         blocks = [[row[column] for column in columns] for row in rows.values()]
-        num_tokens = len(match.pages)
+        num_tokens = len(keys) if match is None else len(match.pages)
         num_stored = {index: max(0, min(gaps[index][1], end, num_tokens) - gaps[index][0]) for index in rows}
-        self._stores[job] = Store(match, sum(begin + column < num_tokens for column in columns), num_stored)
+        evicted = numbers if match is None else NO_PAGES
+        self._stores[job] = Store(match, sum(begin + column < num_tokens for column in columns), num_stored, evicted)
         self._set.mover.store(job, numbers[begin:end][columns], blocks)
         return True
 
@@ -155,7 +197,9 @@ class BlockStores:
         store = self._stores.pop(job, None)
         if store is None:
             return
-        self._set.kv_manager.cache.unlock(store.match.handle)
+        if store.match is not None:
+            self._set.kv_manager.cache.unlock(store.match.handle)
+        self._set.kv_manager.allocator.free(store.evicted)
         for index, count in store.tiers.items():
             self._commits[index, job] = count
             self._set.tiers[index].tier.finish(job, commit=True)
@@ -167,11 +211,15 @@ class BlockStores:
             self._set.log_error(index, result.error)
 
     def list_handles(self) -> list[Any]:
-        return [store.match.handle for store in self._stores.values()]
+        return [store.match.handle for store in self._stores.values() if store.match is not None]
 
     def list_locked_pages(self) -> list[np.ndarray]:
         """The pages that each store locks."""
-        return [store.match.pages for store in self._stores.values()]
+        return [store.match.pages for store in self._stores.values() if store.match is not None]
+
+    def list_evicted_pages(self) -> list[np.ndarray]:
+        """The pages that each store frees at its end."""
+        return [store.evicted for store in self._stores.values()]
 
     def _exceeds_room(self, pages: np.ndarray) -> bool:
         """Whether these pages and those of the stores under way are too many to lock."""

@@ -21,7 +21,7 @@ from frame.kv_tiers.group_blocks import GroupBlocks, find_groups
 
 log = logging.getLogger(__name__)
 
-WritePolicy = Literal["write_through", "write_through_selective"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 NO_PAGES = np.empty(0, np.int32)
 LOG_INTERVAL = 60.0  # seconds after which the same error of a tier is logged again
 MAX_LOGGED = 16  # different errors in that time
@@ -48,7 +48,7 @@ class TierOptions:
 
     secret: bytes  # of the keys; at most 64 bytes
     identity: str  # see `KVTierContext.identity`
-    write_policy: WritePolicy  # store a block at its first offer, or at its second one
+    write_policy: WritePolicy  # store a block at its first offer, at its second one, or when it is evicted
     min_load_tokens: int  # fewer tokens are computed rather than loaded
     num_pages: int  # of the KV pool, the reserved page 0 included
     layout: BlockLayout | None = None  # of blocks; None: the model has no cache group besides `tokens`
@@ -80,6 +80,7 @@ class TierSet:
         self.counts = [TierCounts() for _ in self.tiers]
         self.max_pages = max(1, self.options.num_pages // 2)
         self.groups = find_groups(self.kv_manager, self.options.layout)
+        self.noted: dict[int, tuple[bytes, bool]] = {}  # by page, where blocks are stored late: its key, and whether others know it
         self._last_job = 0
         self._no_log_until: dict[tuple[int, str], float] = {}  # by tier and error
 

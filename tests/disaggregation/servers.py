@@ -18,6 +18,7 @@ import httpx
 from frame.checkpoint.model_config import find_model
 from frame.host.authenticated_link import KEY_VARIABLE
 from tests.entrypoints.serving import RunningServer, free_port, wait_until
+from tests.kv_tiers import faulty_plugin
 
 PATIENCE = 120.0
 FLAGS = (
@@ -54,23 +55,31 @@ class Deployment:
     port: int
     stack: ExitStack
 
+    fault: Path | None
+
     def start(self, mode: str, *flags: str) -> RunningServer:
-        return self.stack.enter_context(start(mode, self.port, *flags))
+        return self.stack.enter_context(start(mode, self.port, self.fault, *flags))
 
 
-def start(mode: str, port: int, *flags: str) -> RunningServer:
-    more = () if mode == "whole" else ("--disaggregation-mode", mode, "--disaggregation-port", str(port), *PARTS)
-    return RunningServer(Path(find_model("frame-tiny")), *FLAGS, *more, *flags, fake=False, env=SECRET)
+def start(mode: str, port: int, fault: Path | None, *flags: str) -> RunningServer:
+    more: tuple[str, ...] = () if mode == "whole" else ("--disaggregation-mode", mode, "--disaggregation-port", str(port), *PARTS)
+    env = SECRET
+    if mode == "decode" and fault is not None:
+        more = tuple(flag.replace("kv_tier/nixl", "kv_tier/faulty_nixl") for flag in more)
+        more += ("--plugin", str(faulty_plugin.__file__), "--cache-tiers", "faulty_nixl")
+        env = {**SECRET, "FAULT_FILE": str(fault)}
+    return RunningServer(Path(find_model("frame-tiny")), *FLAGS, *more, *flags, fake=False, env=env)
 
 
 @contextlib.contextmanager
-def deploy() -> Iterator[Deployment]:
+def deploy(fault: Path | None = None) -> Iterator[Deployment]:
+    """fault: the file that says how the decode server's tier fails; see `faulty_tiers`."""
     port = free_port()
     with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
-        started = [pool.submit(start, mode, port) for mode in ("whole", "prefill", "decode")]
+        started = [pool.submit(start, mode, port, fault) for mode in ("whole", "prefill", "decode")]
         whole, prefill, decode = (stack.enter_context(each.result()) for each in started)
         router = stack.enter_context(DividingRouter([prefill.url], [decode.url]))
-        yield Deployment(whole, prefill, decode, router, port, stack)
+        yield Deployment(whole, prefill, decode, router, port, stack, fault)
 
 
 def make_body(number: int, **changes: Any) -> dict[str, Any]:

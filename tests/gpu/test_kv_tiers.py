@@ -1,8 +1,9 @@
 """The mover of KV tiers on a GPU: its kernel, round trips beside steps on another stream, and many
-pages."""
+pages; memory that is page-locked after it was mapped."""
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from frame.core.interfaces.platform import PlatformContext
+from frame.host.kept_memory import KeptMemory, create_memory, get_path
 from frame.kv_tiers.mover import PoolBlockMover
 from tests.kv_tiers.mover_rig import CASES, check_round_trip, list_bytes, make_buffers, make_pool, wait_for
 
@@ -86,3 +88,16 @@ def test_a_large_job_reaches_the_rate_of_the_link():
         seconds.append(time.perf_counter() - began)
     mover.close()
     assert min(seconds) <= 2 * start.elapsed_time(end) / 1e3 + 0.002
+
+
+def test_mapped_memory_is_page_locked():
+    """That of the tier `host`, which outlives the engine."""
+    descriptor = create_memory()
+    assert descriptor is not None
+    memory = torch.from_numpy(KeptMemory(get_path(descriptor)).map(1 << 20))
+    os.close(descriptor)
+    assert not memory.is_pinned()
+    PLATFORM.pin_memory(memory)
+    assert memory.is_pinned()
+    memory.fill_(7)
+    assert (memory.to(PLATFORM.device, non_blocking=True) == 7).all()

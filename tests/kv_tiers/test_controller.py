@@ -23,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 def make_rig(prompts: Sequence[Sequence[int]] = (PROMPT,), **changes: Any) -> TierRig:
     """A rig whose tiers hold these prompts and whose device cache is empty."""
-    names = ("sizes", "is_local", "min_load_tokens", "selective", "in_memory")
+    names = ("sizes", "is_local", "min_load_tokens", "write_policy", "in_memory")
     options = {name: changes.pop(name) for name in names if name in changes}
     rig = TierRig(config(**changes), policy(), **options)
     for prompt in prompts:
@@ -280,7 +280,7 @@ def test_flush_names_copies_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_selective_policy_stores_at_the_second_offer() -> None:
-    rig = make_rig(selective=True)
+    rig = make_rig(write_policy="write_through_selective")
     assert not rig.tiers[0].blocks  # its prompt and its release are one offer
     rig.add([*PROMPT, 1, 2, 3, 4], PARAMS)
     rig.run_until(lambda: rig.scheduler.is_idle)
@@ -426,7 +426,7 @@ def test_usage_tells_which_tier_the_tokens_came_from(monkeypatch: pytest.MonkeyP
 
 
 def test_a_session_is_stored_at_its_first_offer() -> None:
-    rig = make_rig((), selective=True, max_pinned_pages=8)
+    rig = make_rig((), write_policy="write_through_selective", max_pinned_pages=8)
     rig.add(PROMPT, PARAMS)
     rig.run_until(lambda: rig.scheduler.is_idle)
     assert not rig.tiers[0].blocks
@@ -435,4 +435,37 @@ def test_a_session_is_stored_at_its_first_offer() -> None:
     assert len(rig.tiers[0].blocks) == 6
     rig.drop_device_cache()
     assert cached_of(rig, rig.add([7, *PROMPT, 1], PARAMS)) == 24
+    rig.run()
+
+
+def test_write_back_stores_what_is_evicted() -> None:
+    """Nothing is stored before; evicted pages are free once they are copied; a tier without room
+    drops them."""
+    rig = make_rig((), write_policy="write_back", num_pages=33, max_running=1)
+
+    def fill(number: int) -> None:
+        rig.add([number, *range(25)], PARAMS)  # 7 pages of 32
+        rig.run_until(lambda: rig.scheduler._running.requests == [] and not rig.scheduler._requests)
+
+    for number in range(4):
+        fill(number)
+    assert not rig.tiers[0].blocks
+    rig.mover.is_held = True
+    fill(4)
+    rig.step()
+    transit, _ = rig.controller.list_held_pages()
+    assert len(transit)
+    allocator = rig.scheduler._running.kv_manager.allocator
+    free = allocator.num_free
+    assert not rig.tiers[0].blocks
+    rig.mover.is_held = False
+    rig.run_until(lambda: not rig.controller.is_busy)
+    assert allocator.num_free == free + len(transit)
+    assert len(rig.tiers[0].blocks) == len(transit)
+    dropped = rig.load["tier_dropped_blocks"]  # whose pages were needed before the copies had ended
+    rig.tiers[0].max_jobs = 0
+    for number in range(5, 9):
+        fill(number)
+    assert rig.load["tier_dropped_blocks"] > dropped
+    assert len(rig.tiers[0].blocks) == len(transit)
     rig.run()

@@ -58,7 +58,14 @@ class GroupedTierMachine(TierMachine):
         changes["max_pinned_pages"] = pool // page_size // 3
         limits = config(page_size=page_size, num_pages=1 + pool // page_size, overlap=overlap, min_shared_tokens=4, eos_ids=(5,), **changes)
         further = make_pools(page_size, pool, window, states)
-        self.rig = GroupedTierRig(limits, policy(), sizes=sizes, selective=selective, in_memory=in_memory, further=further)
+        self.rig = GroupedTierRig(
+            limits,
+            policy(),
+            sizes=sizes,
+            write_policy="write_through_selective" if selective else "write_through",
+            in_memory=in_memory,
+            further=further,
+        )
         for tier in self.rig.tiers:
             tier.max_jobs = max_jobs
 

@@ -172,13 +172,12 @@ class TierRig(SchedulerRig):
         sizes: Sequence[int] = (1000,),
         is_local: Sequence[bool] = (True, True),
         min_load_tokens: int = 1,
-        selective: bool = False,
+        write_policy: WritePolicy = "write_through",
         in_memory: bool = False,
         **more: Any,
     ) -> None:
         self._sizes, self._is_local, self._in_memory = sizes, is_local, in_memory
-        policy: WritePolicy = "write_through_selective" if selective else "write_through"
-        self._options = TierOptions(b"secret", "model", policy, min_load_tokens, config.num_pages)
+        self._options = TierOptions(b"secret", "model", write_policy, min_load_tokens, config.num_pages)
         super().__init__(config, *args, **more)
 
     def make_tiers(self, kv_manager: KVCacheManager) -> TierController:

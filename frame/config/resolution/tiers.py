@@ -65,9 +65,6 @@ def _find_obstacles(chosen: Choices, config: FrameConfig, plan: ParallelPlan) ->
     if plan.hosts > 1:
         sentence = f"{KEY} is set, but the engine's ranks are on {plan.hosts} hosts; tiers serve the ranks of one host."
         yield ResolveError(sentence, change=_NO_TIERS)
-    if config.cache.write_policy == "write_back":
-        sentence = "cache.write_policy is write_back, which frame does not have: blocks are stored while they are on the device."
-        yield ResolveError(sentence, change=f"cache.write_policy: {WRITE_POLICY}")
     for selection in chosen.selected.get("prefix_cache", ()):
         capabilities = selection.record.capabilities
         if isinstance(capabilities, PrefixCacheCapabilities) and not capabilities.reuses:
@@ -134,9 +131,9 @@ def find_disaggregation_conflicts(
         )
     elif plan.num_ranks > 1:
         yield ResolveError(f"{here} the engine has {plan.num_ranks} ranks ({plan}); such servers have one rank.", change=_NO_MODE)
-    if mode == "prefill" and config.cache.write_policy == "write_through_selective":
+    if mode == "prefill" and config.cache.write_policy != "write_through":
         yield ResolveError(
-            f"{here} cache.write_policy is write_through_selective, which stores no block at its first use.",
+            f"{here} cache.write_policy is {config.cache.write_policy}, which stores no block at its first use.",
             change="cache.write_policy: write_through",
         )
 

@@ -38,6 +38,7 @@ class KVTierCapabilities(Anything):
     memory: tuple[str, ...] = ()  # its options with GiB of host memory that it takes
     folder: str = ""  # its option with the folder of its blocks, where the secret of their keys is kept; "": there is none
     transfers: bool = False  # it implements `SupportsTransfers`, and serves disaggregated engines alone
+    keeps: bool = False  # its blocks outlive the engine, where the context has memory for it; one of an engine's tiers
 
 
 class KVTransfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -71,8 +72,12 @@ class KVTierContext:
     identity: str
     # (bytes) -> zeroed uint8 [bytes] of host memory, page-locked where the device copies faster so.
     allocate: Callable[[int], torch.Tensor]
+    pin: Callable[[torch.Tensor], None] = lambda _: None  # page-locks memory that was allocated otherwise
     pool_bytes: int = 0  # of the blocks that the device holds
     transfer: TransferSettings | None = None  # None: the server computes whole requests
+    # (bytes) -> uint8 [bytes] of memory that outlives the engine, with what earlier ones left
+    map_kept: Callable[[int], np.ndarray] | None = None
+    kept_bytes: int = 0  # that this memory takes already
 
 
 @dataclass(frozen=True, slots=True)

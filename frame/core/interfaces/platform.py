@@ -208,6 +208,9 @@ class SupportsStreams(ABC):
 
         return torch.empty(shape, dtype=dtype)
 
+    def pin_memory(self, memory: torch.Tensor) -> None:
+        """Make mapped memory like that of `allocate_pinned`, until the process ends."""
+
 
 @contextlib.contextmanager
 def _switch_stream(platform: SupportsStreams, stream: DeviceStream) -> Iterator[None]:

@@ -102,6 +102,8 @@ class OutputProcessor:
             if slot in slots:
                 message.pooled[slots.index(slot)] = matrix.tobytes()
         self._cache_prefills(sampled, record)
+        if self._running.on_cached is not None and self._running.kv_manager.groups is None:
+            self._cache_output(sampled)
         for i, finish in sampled.finishes.items():
             self._end(self._table.get_request(slots[i]), finish, i not in sampled.discarded)
         return message
@@ -291,6 +293,17 @@ class OutputProcessor:
                 continue
             request = self._running.prefilling.pop(slot)
             self._running.cache_prefill(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
+
+    def _cache_output(self, sampled: SampledRows) -> None:
+        """Insert what one request has generated into the prefix cache, and so into the tiers, which
+        may outlive the engine: that which has the most, so that a step costs little."""
+        a, slots = self._table.arrays, sampled.slots
+        gaps = a.num_computed_tokens[slots] // self._running.kv_manager.page_size - a.num_shared[slots]
+        if gaps.size and gaps[i := int(gaps.argmax())] > 1 and i not in sampled.finishes and int(slots[i]) not in self._running.extending:
+            request = self._table.get_request(int(slots[i]))
+            self._table.flush_tokens(request.slot)
+            request.tokens = request.all_tokens()
+            self._running.cache_prefill(request, self._running.count_committed(request.slot))
 
     def _cache_chunks(self, record: StepRecord) -> None:
         """Insert what this step computed of prompts that it does not complete."""

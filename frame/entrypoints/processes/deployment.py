@@ -9,6 +9,7 @@ request; `frame.entrypoints.processes.supervisor` decides when to restart.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import threading
 import time
@@ -29,6 +30,8 @@ from frame.entrypoints.processes.early_process import EarlyProcess
 from frame.entrypoints.processes.hang_dump import DUMP_SIGNAL
 from frame.host.child_process import is_stopped, start_process
 from frame.host.interpreter import python_command
+from frame.host.kept_memory import VARIABLE as KEPT_MEMORY
+from frame.host.kept_memory import create_memory, get_path
 from frame.host.socket_directory import SocketDirectory
 from frame.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
 from frame.plugins.registry import Registry
@@ -127,6 +130,9 @@ class Deployment:
         routes: dict[type[Message], str] = {}
         if layout.detokenizer:
             routes = {StartDetokenize: address("detokenizer")}
+        names = [choice.name for choice in resolved.plugins.get("kv_tier", ())]
+        self._keeps = any(getattr(registry.get("kv_tier", name).capabilities, "keeps", False) for name in names)
+        self._kept: list[int] = []  # descriptors of memory of ranks that outlives them
         self._plan(resolved)
         # This process binds no socket: libzmq aborts a process that has no descriptor left for an
         # accepted connection.
@@ -154,7 +160,11 @@ class Deployment:
         command = python_command("-m", self.layout.module, role, "--sockets", str(self._sockets.path), *arguments)
         if self.layout.replica is not None:
             command += ["--replica", str(self.layout.replica)]
-        self.children[name] = Child(name, command, environment or {}, rank)
+        environment = dict(environment or {})
+        if rank is not None and self._keeps and (memory := create_memory()) is not None:
+            self._kept.append(memory)
+            environment[KEPT_MEMORY] = get_path(memory)
+        self.children[name] = Child(name, command, environment, rank)
 
     def start_children(self, names: Sequence[str]) -> None:
         """Start these children, none of which may be running. Messages sent to their predecessors
@@ -320,6 +330,8 @@ class Deployment:
         self.transport.close()
         self._launcher.close()
         self._sockets.remove()
+        while self._kept:
+            os.close(self._kept.pop())
 
 
 def create_launcher(resolved: Resolved, registry: Registry, ranks: int, folder: Path, early: EarlyProcess | None = None) -> Launcher:

@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from frame.host.child_process import start_process
+from frame.host.kept_memory import VARIABLE as KEPT_MEMORY
 
-SETTABLE = frozenset({"OMP_NUM_THREADS"})  # variables that take effect after the imports: the platform sets torch's threads
+# Variables that take effect after the imports: the platform sets torch's threads.
+SETTABLE = frozenset({"OMP_NUM_THREADS", KEPT_MEMORY})
 
 
 class EarlyProcess:

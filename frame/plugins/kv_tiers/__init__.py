@@ -73,7 +73,7 @@ def register_kv_tiers(registry: KindRegistry) -> None:
     registry.add(
         "host",
         "frame.plugins.kv_tiers.host:HostTier",
-        capabilities=KVTierCapabilities(in_memory=True, size="size_gib", ratio="ratio", memory=("size_gib",)),
+        capabilities=KVTierCapabilities(in_memory=True, size="size_gib", ratio="ratio", memory=("size_gib",), keeps=True),
         options=HostTierOptions,
         rank=-1,  # `builtin` in a list does not mean it
         summary="Keeps blocks of the KV cache in host memory.",

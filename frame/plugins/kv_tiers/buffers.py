@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class BufferPool:
     def __init__(self, context: KVTierContext, num_buffers: int, on_piece: Callable[[torch.Tensor], None] | None = None) -> None:
         self._context, self._num_buffers, self._on_piece = context, num_buffers, on_piece
         self._free: list[torch.Tensor] = []
-        self._pieces: SimpleQueue[torch.Tensor] = SimpleQueue()  # uint8 [buffers * block_bytes] each
+        self._pieces: SimpleQueue[Sequence[torch.Tensor]] = SimpleQueue()  # buffers
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._allocate, name="kv-tier-memory", daemon=True)
         self._thread.start()
@@ -49,7 +49,7 @@ class BufferPool:
     def num_free(self) -> int:
         """Free buffers, those that have been allocated so far."""
         while not self._pieces.empty():
-            self._free += self._pieces.get().view(-1, self._context.block_bytes).unbind()
+            self._free += self._pieces.get()
         return len(self._free)
 
     def take_buffers(self, count: int) -> list[torch.Tensor] | None:
@@ -63,6 +63,13 @@ class BufferPool:
     def return_buffers(self, buffers: Iterable[torch.Tensor]) -> None:
         """Nothing may use them any more."""
         self._free += buffers
+
+    def record_block(self, key: bytes, buffer: torch.Tensor, digest: bytes) -> None:
+        """A buffer holds a block, until it is returned. Where memory outlives the process, the
+        block counts for the next one from now on."""
+
+    def end_records(self) -> None:
+        """No block counts for the next process any more, also none that is recorded later."""
 
     def close(self, timeout: float) -> None:
         """Stop the allocation, waiting up to `timeout` seconds for the piece in progress."""
@@ -79,13 +86,21 @@ class BufferPool:
                 return
             count = min(per_piece, self._num_buffers - start)
             try:
-                piece = self._context.allocate(count * self._context.block_bytes)
+                piece = self._allocate_piece(start, count)
             except (MemoryError, RuntimeError) as error:
                 _log.warning("A KV cache tier has memory for %d of %d blocks: %s", start, self._num_buffers, error)
                 return
             if self._on_piece is not None:
                 self._on_piece(piece)
-            self._pieces.put(piece)
+            self._pieces.put(self._list_free(start, piece.view(-1, self._context.block_bytes).unbind()))
+
+    def _allocate_piece(self, start: int, count: int) -> torch.Tensor:
+        """Memory of `count` buffers from number `start` on."""
+        return self._context.allocate(count * self._context.block_bytes)
+
+    def _list_free(self, start: int, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Those of new buffers that hold nothing."""
+        return buffers
 
 
 def compute_digest(block: memoryview) -> bytes:

@@ -1,5 +1,5 @@
 """`host`: keeps blocks in the memory of the host, with a digest that each load checks. The blocks
-end with the process."""
+end with the process, or are in memory that outlives it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from frame.host.host_memory import measure_host_memory
 from frame.plugins.kv_tiers import HostTierOptions
 from frame.plugins.kv_tiers.block_index import BlockIndex, IndexedBlock
 from frame.plugins.kv_tiers.buffers import GIB, BufferPool, compute_digest, count_blocks
+from frame.plugins.kv_tiers.kept_pool import KeptPool
 from frame.plugins.kv_tiers.threaded_tier import CLOSE_SECONDS, MAX_JOBS, BlockError, ThreadedTier, TierJob, Workers
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def count_host_blocks(plugin: str, option: str, gib: float, context: KVTierConte
     """The blocks that an option's GiB of host memory hold. Raises ConfigurationError for none, and
     for more than are free."""
     num_blocks = count_blocks(f"size_gib of {plugin}", gib, context.block_bytes)
-    available = measure_host_memory()[1] / GIB
+    available = (measure_host_memory()[1] + context.kept_bytes) / GIB
     if num_blocks * context.block_bytes > available * GIB:
         raise ConfigurationError(f"{option} of {plugin} asks for {gib:.1f} GiB, and {available:.1f} GiB of host memory are free; lower it.")
     return num_blocks
@@ -52,7 +53,13 @@ class HostTier(ThreadedTier[HostJob]):
         settings = options if isinstance(options, HostTierOptions) else HostTierOptions()
         size = settings.size_gib if settings.ratio is None else settings.ratio * context.pool_bytes / GIB
         num_blocks = count_host_blocks("kv_tier/host", "size_gib" if settings.ratio is None else "ratio", size, context)
-        self._start(context, BufferPool(context, num_blocks))
+        if context.map_kept is None:
+            self._start(context, BufferPool(context, num_blocks))
+            return
+        pool = KeptPool(context, context.map_kept, num_blocks)
+        self._start(context, pool)
+        for key, buffer, digest in pool.list_blocks():
+            self._index.add_block(key, HostBlock(buffer=buffer, digest=digest))
 
     def _start(self, context: KVTierContext, pool: BufferPool) -> None:
         """Called by a constructor."""
@@ -96,6 +103,7 @@ class HostTier(ThreadedTier[HostJob]):
     def clear(self) -> None:
         evicted = self._index.evict(self._index.num_unused) or []
         self._pool.return_buffers(block.buffer for _, block in evicted)
+        self._pool.end_records()  # the keys of later blocks are this process's own
 
     def close(self) -> None:
         began = time.monotonic()
@@ -140,6 +148,7 @@ class HostTier(ThreadedTier[HostJob]):
                 self._pool.return_buffers((block.buffer,))
             else:
                 self._index.add_block(key, block)
+                self._pool.record_block(key, block.buffer, block.digest)
 
     def _release_load(self, job: HostJob) -> None:
         for key, block in zip(job.keys, job.blocks, strict=True):

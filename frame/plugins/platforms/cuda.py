@@ -83,6 +83,10 @@ class CudaPlatform(Platform, SupportsStreams, SupportsGraphs, SupportsSleep, Sup
     def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    def pin_memory(self, memory: torch.Tensor) -> None:
+        if code := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1)):
+            raise RuntimeError(f"memory cannot be page-locked (CUDA error {code})")
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 

@@ -49,7 +49,6 @@ def test_an_unknown_tier():
     ("sections", "words"),
     [
         (tiers("ram", "ram"), r"cache.tiers has ram twice.\nNearest change: cache.tiers: \[ram\]"),
-        (tiers("ram", write_policy="write_back"), "cache.write_policy is write_back, which frame does not have"),
         (tiers("far", size=1), r"plugins.options has kv_tier/ram, but cache.tiers does not name ram"),
         (tiers(write_policy="write_through_selective"), "cache.write_policy is write_through_selective, but cache.tiers names no tier"),
         (tiers(min_load_tokens=8), "cache.min_load_tokens is 8, but cache.tiers names no tier"),
