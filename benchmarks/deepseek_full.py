@@ -222,12 +222,15 @@ def compare_texts(server: Server, arguments: argparse.Namespace, found: Report) 
     def count_equal(first: list[Any], second: list[Any]) -> int:
         return sum(a == b for a, b in zip(first, second, strict=True))
 
-    plain = asyncio.run(generate(None))
-    found.add("texts undisturbed", {"equal": count_equal(plain, asyncio.run(generate(None))), "of": len(plain)})
+    plain, began = asyncio.run(generate(None)), time.monotonic()
+    again = asyncio.run(generate(None))
+    undisturbed = {"equal": count_equal(plain, again), "of": len(plain), "seconds": round(time.monotonic() - began, 1)}
+    found.add("texts undisturbed", undisturbed)
     for number in range(2):
         if found.left < server.seconds + 20:
             return
-        role, pid = draw.choice(sorted(server.find_ranks().items()))
+        ranks = sorted(server.find_ranks().items())
+        role, pid = ranks[(draw.randrange(len(ranks)) if len(ranks) > 2 else 0) - number]  # of two ranks, one after the other
         began = time.monotonic()
         texts = asyncio.run(generate(lambda pid=pid: os.kill(pid, signal.SIGKILL)))  # type: ignore[misc]
         complete = sum(isinstance(text, list) and len(text) == length for text in texts)
