@@ -391,7 +391,10 @@ def measure_transfer(bench: Bench, decode: str) -> None:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("frame_kv_transfer_bytes_total"))
 
     def gap(length: int, seed: int) -> float:
-        (timing,) = asyncio.run(run(Target(f"http://127.0.0.1:{DIVIDED[2]}", "m"), Shape(1, (length, length), (3, 3)).jobs(500, seed)))
+        target, one = Target(f"http://127.0.0.1:{DIVIDED[2]}", "m"), Shape(1, (length, length), (32, 32))
+        (timing,) = asyncio.run(run(target, one.jobs(500, seed)))
+        if len(timing.events) < 2:
+            raise RuntimeError(f"a prompt of {length} tokens: {timing.error or 'one event'}")
         return timing.events[1] - timing.events[0]
 
     size, rows = 256 if bench.arguments.tiny else 8192, []
