@@ -191,6 +191,8 @@ class Scheduler:
         record = self._running.begin_commit(batch.step)
         tokens = self._output.process_step(record, result)
         self._running.end_commit(record)
+        if (budget := self._planner.prompt_budget) is not None:
+            budget.record_step(record, self._clock())
         if self.speculation.is_active:
             self.speculation.record_step(record, self._clock())
         self._hold_slow_grammars()

@@ -169,5 +169,3 @@ async def read_short(reply: httpx.Response) -> ShortReply:
 
 async def next_chunk(chunks: Any) -> bytes | None:
     return await anext(chunks, None)
-
-

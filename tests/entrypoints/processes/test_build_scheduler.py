@@ -31,7 +31,7 @@ def test_every_setting_reaches_the_scheduler() -> None:
     assert found.max_running == 3
     assert found.max_queued == 17
     assert found.token_budget == 48
-    assert found.short_budget == 12
+    assert found.short_prompt_share == 0.25
     assert found.request_timeout == 5.0
     assert found.preemption is False
     assert found.overlap is False
