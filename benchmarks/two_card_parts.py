@@ -21,6 +21,7 @@ import httpx
 import psutil
 
 HERE = Path(__file__).parent
+TOKENS = {"return_token_ids": True}  # otherwise tokens without text make no event
 SECRET = {"FRAME_DIST_KEY": "0123456789abcdef0123456789abcdef"}  # of servers of this run, on this host
 REPLICAS, DIVIDED = (30601, 30602, 30600), (30611, 30612, 30610)  # ports: two servers and their router
 ALL_WORKLOADS, EXPERT_WORKLOADS = "single,batch8,prefill,mixed256", "single,prefill,mixed256"
@@ -378,7 +379,9 @@ def load(port: int, rate: float, bench: Bench, seed: int) -> dict[str, Any]:
 
     small = bench.arguments.tiny
     one = Shape(8, (32, 96), (8, 16)) if small else Shape(int(10 * rate), (512, 1536), (96, 288))
-    return row(asyncio.run(run(Target(f"http://127.0.0.1:{port}", "m"), one.jobs(500 if small else 10_000, seed, Arrivals(rate)))))
+    return row(
+        asyncio.run(run(Target(f"http://127.0.0.1:{port}", "m", extra=TOKENS), one.jobs(500 if small else 10_000, seed, Arrivals(rate))))
+    )
 
 
 def measure_transfer(bench: Bench, decode: str) -> None:
@@ -391,7 +394,7 @@ def measure_transfer(bench: Bench, decode: str) -> None:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("frame_kv_transfer_bytes_total"))
 
     def gap(length: int, seed: int) -> float:
-        target, one = Target(f"http://127.0.0.1:{DIVIDED[2]}", "m"), Shape(1, (length, length), (32, 32))
+        target, one = Target(f"http://127.0.0.1:{DIVIDED[2]}", "m", extra=TOKENS), Shape(1, (length, length), (32, 32))
         (timing,) = asyncio.run(run(target, one.jobs(500, seed)))
         if len(timing.events) < 2:
             raise RuntimeError(f"a prompt of {length} tokens: {timing.error or 'one event'}")

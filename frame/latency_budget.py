@@ -8,7 +8,6 @@ request or a device.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from frame.core.scheduling.running import StepRecord
 
@@ -18,34 +17,23 @@ AIM = 0.9  # share of the target that a step is planned for: steps differ
 WEIGHT = 0.2  # of a new step in a mean
 
 
-@dataclass(slots=True)
-class _Mean:
-    """A mean over recent values. One of less than half begins a new mean: those before may have
-    compiled kernels. Of a greater one at most twice the mean counts."""
-
-    value: float | None = None
-
-    def add(self, value: float) -> None:
-        if self.value is None or value < self.value / 2:
-            self.value = value
-        else:
-            self.value += WEIGHT * (min(value, 2 * self.value) - self.value)
-
-
 class LatencyBudget:
     """Learns the seconds of a step of decodes alone, and what each prompt token adds to it.
 
     Only steps that used at least half of their budget count for the latter, so that it is the mean
     up to the sizes that are chosen: the first hundred tokens of a step may cost nothing, because
-    the step waits for weights. A step without decodes has the whole budget, and no step less than
-    `TILE` tokens: prompts go on even where decodes alone exceed the target.
+    the step waits for weights. It rises at once and falls slowly, for the slowest steps make the
+    tail. A value of less than half is taken at once: those before may have compiled kernels. A step
+    without decodes has the whole budget, and no step less than `TILE` tokens: prompts go on even
+    where decodes alone exceed the target.
     """
 
     def __init__(self, target: float, token_budget: int) -> None:
         """target: seconds. token_budget: most prompt tokens of a step."""
         self._aim, self._maximum = AIM * target, token_budget
         self._last = min(FIRST, token_budget)  # the last budget beside decodes
-        self._decodes, self._token = _Mean(), _Mean()  # seconds
+        self._decodes = 0.0  # seconds of a step of decodes alone; 0: unknown
+        self._token: float | None = None  # seconds that a prompt token adds
         self._planned: deque[tuple[int, float, int]] = deque()  # step, when it was planned, its budget
         self._committed = float("-inf")  # when the last step was committed
 
@@ -63,18 +51,23 @@ class LatencyBudget:
         seconds, self._committed = now - max(start, self._committed), now  # a planned step waits for the one in flight
         num_prompt_tokens = int(record.num_scheduled[record.num_decodes :].sum())
         if not num_prompt_tokens:
-            self._decodes.add(seconds)
-        elif 2 * num_prompt_tokens >= budget or self._token.value is None:
-            self._token.add(max(0.0, seconds - (self._decodes.value or 0.0)) / num_prompt_tokens)
+            self._decodes = _follow(self._decodes, min(seconds, 2 * self._decodes or seconds))
+        elif 2 * num_prompt_tokens >= budget or self._token is None:
+            added = max(0.0, seconds - self._decodes) / num_prompt_tokens
+            self._token = added if self._token is None else max(added, _follow(self._token, added))
 
     def _fit(self, num_decodes: int) -> int:
         """The most tokens that end within the target; all rows together are whole tiles. It grows
         twofold at most, because a greater step may cost more a token."""
-        if self._token.value is None:
+        if self._token is None:
             return self._last
-        slack = max(0.0, self._aim - (self._decodes.value or 0.0))
-        most = min(self._maximum, 2 * self._last)
-        tokens = most if slack >= self._token.value * most else int(slack / self._token.value)
+        slack, most = self._aim - self._decodes, min(self._maximum, 2 * self._last)
+        tokens = most if slack > self._token * most else int(max(0.0, slack) / self._token) if self._token else 0
         tokens = (tokens + num_decodes) // TILE * TILE - num_decodes
         self._last = min(max(tokens, TILE), self._maximum)
         return self._last
+
+
+def _follow(mean: float, value: float) -> float:
+    """The mean after a new value."""
+    return value if value < mean / 2 or not mean else mean + WEIGHT * (value - mean)
