@@ -125,7 +125,7 @@ class LimitedRig(SchedulerRig):
     def __init__(self, config: SchedulerConfig, seed: int, target: float) -> None:
         super().__init__(config, InOrder())
         self.numbers, self.limits = random.Random(seed), dict[int, int]()
-        self.scheduler._planner.prompt_budget = self
+        self.scheduler._running.prompt_budget = self
         self._budget = LatencyBudget(target, config.token_budget)
 
     def choose(self, step: int, num_decodes: int, now: float) -> int:
@@ -167,7 +167,7 @@ def test_tokens_are_those_without_a_target() -> None:
     numbers = random.Random(3)
     prompts = [[numbers.randrange(10, 900) for _ in range(numbers.randrange(200, 500))] for _ in range(8)]
     params = [SamplingParams(temperature=0.0, max_tokens=16 + 4 * row, ignore_eos=True) for row in range(8)]
-    keys: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 8192, "chunked_prefill_size": 1024}
+    keys: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 8192, "chunked_prefill_size": 1024, "threads": 1}
 
     def generate(**more: Any) -> tuple[list[list[int]], int]:
         with Engine(model="frame-tiny", skip_tokenizer_init=True, max_running_requests=4, **keys, **more) as engine:
