@@ -93,7 +93,7 @@ class StepPlanner:
 
     def preempt(self, request: Request, *, is_shortage: bool = True) -> None:
         """Preempt a running request: it returns to the head of the queue with its tokens, and its
-        pages stay in the prefix cache. `is_shortage`: pages ran out, so the growth reserve is doubled."""
+        pages stay in the prefix cache. is_shortage: pages ran out; the reserve is doubled."""
         self._running.remove_request(request, keep=True, state=RequestStatus.WAITING)
         request.num_preemptions += 1
         request.prompt_logprobs, request.hidden_states = [], []  # the prompt is computed again
