@@ -105,7 +105,9 @@ def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Ca
         else read_secret(Path(next(iter(folders), DEFAULT_FOLDER)).expanduser().absolute())
     )
     policy: WritePolicy = "write_through_selective" if cache.write_policy == "write_through_selective" else "write_through"
-    return TierSettings(tiers, digest_model(resolved), secret, policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved))
+    return TierSettings(
+        tiers, digest_model(resolved), secret, policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved)
+    )
 
 
 def _prepare_transfer(resolved: Resolved) -> TransferSettings | None:

@@ -212,8 +212,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         "unpacked",
         "frame.quantization.gemm.unpacked:UnpackedKernel",
         capabilities=GemmCapabilities(
-            devices=("cpu", "cuda"),
-            batch_invariant=True,
+            devices=("cpu", "cuda"), batch_invariant=True,
             speeds=(Speed("e4m3", 0, 1.0), *(Speed(quantized, 0, 1.0, automatic=False) for quantized in ("int4", "int8", "e2m1", "nf4"))),
         ),
         rank=20,

@@ -88,7 +88,9 @@ def attend_tiled(spec: AttentionSpec, q: torch.Tensor, read: ReadRows, value_wid
     return out
 
 
-def _attend_blocks(spec: AttentionSpec, q: torch.Tensor, read: ReadRows, value_width: int, blocks: Blocks, step: TiledStep) -> torch.Tensor:
+def _attend_blocks(
+    spec: AttentionSpec, q: torch.Tensor, read: ReadRows, value_width: int, blocks: Blocks, step: TiledStep
+) -> torch.Tensor:
     """q [n, queries, heads, d] -> float32 [n, queries, heads, value_width]."""
     (count, queries, heads, width), kv_heads, device = q.shape, spec.num_kv_heads, q.device
     group = heads // kv_heads

@@ -169,3 +169,5 @@ async def read_short(reply: httpx.Response) -> ShortReply:
 
 async def next_chunk(chunks: Any) -> bytes | None:
     return await anext(chunks, None)
+
+

@@ -291,7 +291,9 @@ class RouterMetrics:
         )
 
         self._desired = Gauge("frame_desired_replicas", "Replicas that the latency targets need.", registry=None)
-        self._limit = Gauge("frame_router_replica_limit", "Requests of a replica within the targets; 0: not known.", registry=None)
+        self._limit = Gauge(
+            "frame_router_replica_limit", "Requests of a replica within the targets; 0: not known.", registry=None
+        )
         if backends.desired is not None:
             self._registry.register(self._desired)
             self._registry.register(self._limit)

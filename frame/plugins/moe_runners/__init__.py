@@ -34,7 +34,9 @@ def register_moe_runners(registry: KindRegistry) -> None:
     registry.add(
         "triton",
         "frame.plugins.moe_runners.triton:Triton",
-        capabilities=KernelCapabilities(devices=("cuda",), min_compute_capability=(8, 0), graphs=True, biased=True, batch_invariant=True),
+        capabilities=KernelCapabilities(
+            devices=("cuda",), min_compute_capability=(8, 0), graphs=True, biased=True, batch_invariant=True
+        ),
         requires=("triton>=3.4",),
         rank=30,
         summary="Triton kernels: bound by memory bandwidth for few tokens, on tensor cores for many.",

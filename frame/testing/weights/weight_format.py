@@ -70,7 +70,9 @@ USUAL, LARGE = WeightCase(), WeightCase(LARGE_INPUTS)
 class Weight:
     """A weight whose tensors come from a random checkpoint: `parts` layers of `outputs` outputs."""
 
-    def __init__(self, subject: Subject, layout: LayerFormat, place: Place = WHOLE, case: WeightCase = USUAL, experts: int = 0) -> None:
+    def __init__(
+        self, subject: Subject, layout: LayerFormat, place: Place = WHOLE, case: WeightCase = USUAL, experts: int = 0
+    ) -> None:
         rank, split, ranks = place
         self.inputs = Range.split(case.inputs, rank, ranks) if split == "input" else Range.whole(case.inputs)
         self.outputs = [Range.split(size, rank, ranks) if split == "output" else Range.whole(size) for size in case.outputs]

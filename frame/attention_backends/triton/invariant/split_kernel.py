@@ -86,10 +86,8 @@ def split_kernel(
     visible = first_visible(prefix + first_query, WINDOW)
     columns = tl.arange(0, BLOCK_VALUE)
     for split in range(visible // SPLIT + tl.program_id(2), (end + SPLIT - 1) // SPLIT, tl.num_programs(2)):
-        state = (
-            tl.full([BLOCK_QUERIES], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_QUERIES], tl.float32),
-            tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32),
+        state = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32), tl.zeros([BLOCK_QUERIES], tl.float32), tl.zeros(
+            [BLOCK_QUERIES, BLOCK_VALUE], tl.float32
         )
         row_max, row_sum, acc = attend_keys(
             queries, prefix + query, query, state, tl.maximum(split * SPLIT, visible // BLOCK_KEYS * BLOCK_KEYS),
