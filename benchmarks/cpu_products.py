@@ -48,7 +48,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BYTES = 192 << 20  # of bfloat16 weights that the launches go through
 
 
-def make_gemms(registry: Registry, name: str, outputs: int, inputs: int, copies: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+def make_gemms(
+    registry: Registry, name: str, outputs: int, inputs: int, copies: int
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     kernel: GemmKernel = registry.load(registry.get("gemm_kernel", name.partition(",")[0]))(build_context("cpu", torch.bfloat16, 16), None)
     found = []
     for _ in range(copies):

@@ -19,7 +19,7 @@ import pytest
 from scripts.rolling_upgrade import main
 from tests.entrypoints.serving import free_port
 
-SERVER = """
+SERVER = '''
 import http.server, json, signal, sys, threading
 port, version = int(sys.argv[1]), sys.argv[2]
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -36,16 +36,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
 server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
 signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
 server.serve_forever()
-"""
-START = """
+'''
+START = '''
 import subprocess, sys
 done = subprocess.Popen([sys.executable, sys.argv[1] + "/server.py", sys.argv[2], sys.argv[3]], start_new_session=True)
 open(f"{sys.argv[1]}/{sys.argv[2]}.pid", "w").write(str(done.pid))
-"""
-STOP = """
+'''
+STOP = '''
 import os, signal, sys
 os.kill(int(open(f"{sys.argv[1]}/{sys.argv[2]}.pid").read()), signal.SIGTERM)
-"""
+'''
 
 
 class Fleet:
