@@ -51,6 +51,7 @@ READY = re.compile(r"ready on (http://\S+) after ([\d.]+) s")
 ORDER = ("single", "batch8", "prefill", "prefix", "longctx", "mixed256")
 ENDING = 25.0  # seconds of the budget kept for the end of the server and the report
 KEY = "benchmark"
+TOKENS = {"return_token_ids": True}  # otherwise tokens without text make no event
 HEADERS = {"authorization": f"Bearer {KEY}"}
 RANKS = ("scheduler", "follower")  # roles of the processes of ranks
 
@@ -175,7 +176,7 @@ def compare_memory(folder: Path, arguments: argparse.Namespace, server: Server) 
 def measure_workloads(server: Server, arguments: argparse.Namespace, found: Report, prefix: str = "") -> None:
     """The reference workloads, as far as the time suffices."""
     vocabulary = server.get("/server_info")["vocab_size"]
-    target = Target(server.url, "deepseek", KEY)
+    target = Target(server.url, "deepseek", KEY, TOKENS)
     every = {name: workload.shrunk(arguments.shrink) for name, workload in reference_workloads().items()}
     asyncio.run(run(target, every["batch8"].jobs(vocabulary, -1)))
     for name in ORDER:
@@ -193,7 +194,7 @@ def measure_workloads(server: Server, arguments: argparse.Namespace, found: Repo
 
 def measure_latency(server: Server, arguments: argparse.Namespace, found: Report) -> None:
     """TTFT and ITL percentiles at each rate, Poisson arrivals."""
-    vocabulary, target = server.get("/server_info")["vocab_size"], Target(server.url, "deepseek", KEY)
+    vocabulary, target = server.get("/server_info")["vocab_size"], Target(server.url, "deepseek", KEY, TOKENS)
     for rate in map(float, arguments.rates.split(",")):
         if found.left < arguments.seconds:
             return
@@ -222,12 +223,15 @@ def compare_texts(server: Server, arguments: argparse.Namespace, found: Report) 
     def count_equal(first: list[Any], second: list[Any]) -> int:
         return sum(a == b for a, b in zip(first, second, strict=True))
 
-    plain = asyncio.run(generate(None))
-    found.add("texts undisturbed", {"equal": count_equal(plain, asyncio.run(generate(None))), "of": len(plain)})
+    plain, began = asyncio.run(generate(None)), time.monotonic()
+    again = asyncio.run(generate(None))
+    undisturbed = {"equal": count_equal(plain, again), "of": len(plain), "seconds": round(time.monotonic() - began, 1)}
+    found.add("texts undisturbed", undisturbed)
     for number in range(2):
         if found.left < server.seconds + 20:
             return
-        role, pid = draw.choice(sorted(server.find_ranks().items()))
+        ranks = sorted(server.find_ranks().items())
+        role, pid = ranks[(draw.randrange(len(ranks)) if len(ranks) > 2 else 0) - number]  # of two ranks, one after the other
         began = time.monotonic()
         texts = asyncio.run(generate(lambda pid=pid: os.kill(pid, signal.SIGKILL)))  # type: ignore[misc]
         complete = sum(isinstance(text, list) and len(text) == length for text in texts)

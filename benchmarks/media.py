@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,9 @@ def make_body(text: str, image: str | None = None, tokens: int = 1, **fields: An
 
 
 class Server:
-    def __init__(self, model: Path, port: int, *flags: str) -> None:
+    def __init__(self, model: Path, port: int, *flags: str, env: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "frame", "serve", "--model", str(model), "--load-format", "dummy", "--port", str(port)]
-        self.process = subprocess.Popen([*command, "--served-model-name", "m", *flags])
+        self.process = subprocess.Popen([*command, "--served-model-name", "m", *flags], env=env)
         self.url = f"http://127.0.0.1:{port}"
 
     def wait(self) -> None:

@@ -2,6 +2,7 @@
 process, and of sleep and wake; prints one JSON object.
 
     python benchmarks/weight_updates.py --model .gpu/models/llama-3.1-8b --updates 4
+    python benchmarks/weight_updates.py --model … --server-card 0 --ways group-cuda
 
 The server has random weights of the shape of `--model`, and the trainer, this process, a copy of
 that shape on the same card. `update`: each way of `--ways`; `engine_bytes`: how much more of the
@@ -39,10 +40,11 @@ PROMPT = list(range(100, 164))
 class Server:
     """`frame serve` with random weights, in a process of its own."""
 
-    def __init__(self, model: Path, flags: list[str]) -> None:
+    def __init__(self, model: Path, flags: list[str], card: int | None = None) -> None:
         start = time.perf_counter()
+        chosen = {} if card is None or not torch.cuda.is_available() else {"CUDA_VISIBLE_DEVICES": str(card)}
         command = [sys.executable, "-m", "frame", "serve", "--model", str(model), "--load-format", "dummy", "--port", "30555", *flags]
-        self.process = subprocess.Popen([*command, "--skip-tokenizer-init"], env={**os.environ})
+        self.process = subprocess.Popen([*command, "--skip-tokenizer-init"], env={**os.environ, **chosen})
         self.http = httpx.Client(base_url="http://127.0.0.1:30555", timeout=300)
         while True:
             if self.process.poll() is not None:
@@ -72,7 +74,10 @@ class Server:
 
 
 def used_bytes() -> int:
-    free, total = torch.cuda.mem_get_info()
+    """Of the server's card, the first one; 0 without a card."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info(0)
     return total - free
 
 
@@ -115,16 +120,33 @@ def copy_rate() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with config.json")
-    parser.add_argument("--ways", nargs="+", default=["ipc-cuda", "ipc-cpu"], help="ipc-cuda, ipc-cpu, group-cpu")
+    parser.add_argument("--ways", nargs="+", default=["ipc-cuda", "ipc-cpu"], help="ipc-cuda, ipc-cpu, group-cuda, group-cpu")
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--sleep", action="store_true", help="measure sleep too, which needs torch-memory-saver")
     parser.add_argument("--max-total-tokens", default="32768")
+    parser.add_argument(
+        "--server-card", type=int, choices=(0,), help="the server has card 0, the trainer card 1; default: both have card 0"
+    )
+    parser.add_argument("--tp", default="1", help="ranks of the server")
+    parser.add_argument("--device", default="cuda", help="of the server")
     arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    if on_gpu and arguments.server_card is not None:
+        torch.cuda.set_device(1)
     before = used_bytes()
     flags = ["--weight-transfer", "ipc", "--weight-transfer", "group", "--max-total-tokens", arguments.max_total_tokens]
-    flags += ["--max-model-len", "4096", *(("--sleep-mode", "wait") if arguments.sleep else ())]
-    server = Server(arguments.model, flags)
-    report: dict[str, Any] = {"arguments": {**vars(arguments), "model": arguments.model.name}, "card": torch.cuda.get_device_name()}
+    flags += [
+        "--tp",
+        arguments.tp,
+        "--device",
+        arguments.device,
+        "--max-model-len",
+        "4096",
+        *(("--sleep-mode", "wait") if arguments.sleep else ()),
+    ]
+    server = Server(arguments.model, flags, arguments.server_card)
+    card = torch.cuda.get_device_name() if on_gpu else "cpu"
+    report: dict[str, Any] = {"arguments": {**vars(arguments), "model": arguments.model.name}, "card": card}
     report |= {"start_seconds": server.start_seconds, "engine_bytes": used_bytes() - before, "update": {}}
     try:
         client = WeightClient("http://127.0.0.1:30555")
@@ -136,19 +158,22 @@ def main() -> None:
             row: dict[str, Any] = {"seconds": [], "engine_bytes": [], "same_tokens": True}
             for number in range(arguments.updates):
                 weights = make_weights(arguments.model, number % 2, device)
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+                if on_gpu:
+                    torch.cuda.synchronize()
+                    torch.cuda.empty_cache()
                 with watch_memory() as most:
                     start = time.perf_counter()
                     client.update(weights, f"{way}-{number}")
                     row["seconds"].append(time.perf_counter() - start)
                 row["engine_bytes"].append(most["bytes"] - (BUCKET_BYTES if device == "cuda" else 0))
                 row["same_tokens"] &= tokens.setdefault(number % 2, server.generate()) == server.generate()
-            row["weights_bytes"] = sum(each.nbytes for each in weights.values())
-            row["differ"] = tokens[0] != tokens.get(1)
+            if arguments.updates:
+                row["weights_bytes"] = sum(each.nbytes for each in weights.values())
+                row["differ"] = tokens[0] != tokens.get(1)
+                del weights
             report["update"][way] = row
-            del weights
-        torch.cuda.empty_cache()
+        if on_gpu:
+            torch.cuda.empty_cache()
         if arguments.sleep:
             rows = []
             for _ in range(3):
@@ -160,7 +185,7 @@ def main() -> None:
                 same = server.generate() == tokens_before
                 seconds = {"sleep_seconds": released, "wake_seconds": woken, "first_request_seconds": time.perf_counter() - first}
                 rows.append({**seconds, "held_bytes": held, "left_bytes": asleep, "same_tokens": same})
-            report["sleep"] = {"rows": rows, "copy_bytes_per_second": copy_rate()}
+            report["sleep"] = {"rows": rows, "copy_bytes_per_second": copy_rate() if on_gpu else None}
     finally:
         server.process.terminate()
         server.process.wait()

@@ -234,6 +234,13 @@ class SchedulerSection(Section):
         ge=0.0,
         le=0.9,
     )
+    target_itl_ms: float | None = setting(
+        None,
+        "Milliseconds between tokens of running requests that chunks of prompts keep within where they can, by measured steps. "
+        "Default: none; chunks have up to chunked_prefill_size tokens.",
+        flag="target-itl-ms",
+        gt=0,
+    )
 
 
 class MoESection(Section):

@@ -14,7 +14,8 @@ from tests.architecture.source import ROOT, Module, module, package
 
 ORDER: dict[str, tuple[str, ...]] = {
     "frame": (
-        "core", "interfaces", "forward", "kv_events", "fair_queue", "host", "kernels", "checkpoint", "config", "text", "parallel",
+        "core", "interfaces", "forward", "kv_events", "fair_queue", "latency_budget", "host", "kernels", "checkpoint", "config",
+        "text", "parallel",
         "speculation", "structured_output",
         "pooling", "adapters", "media", "kv_tiers", "loading", "diagnostics", "registration", "models", "attention_backends",
         "quantization", "plugins", "entrypoints", "testing", "lang", "rl", "__main__",

@@ -51,11 +51,6 @@ class SchedulerConfig:
     max_pinned_pages: int = 0  # of each tenant's sessions; 0: sessions keep nothing
 
     @property
-    def short_budget(self) -> int:
-        """Prompt tokens of a step that long prompts may not take while short ones are there."""
-        return int(self.token_budget * self.short_prompt_share)
-
-    @property
     def capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return (self.num_pages - 1) * self.page_size

@@ -64,14 +64,19 @@ class StepPlanner:
         if self._config.preemption and not self._suspects and len(self._queue) and (self._policy.may_preempt or self._usage.is_shared):
             self._preempt_for_waiting(now)
         before = -1 if self._suspects else self.num_preempted  # no request is admitted before a suspect
-        plan = StepPlan(self._schedule_decodes(now), budget=self._config.token_budget)
+        slots, budget = self._schedule_decodes(now), self._running.prompt_budget
+        limit = self._config.token_budget if budget is None else budget.choose(step, len(slots), now)
+        plan = StepPlan(slots, budget=limit, limit=limit)
         if self.speculation.is_active:
             self._schedule_drafts(plan)
-        if self._exceeds_long_prompt_budget():
+        if self._exceeds_long_prompt_budget(plan.limit - int(plan.limit * self._config.short_prompt_share)):
             self._schedule_short_prompts(plan, now, may_admit=self.num_preempted == before)
         if self._usage.is_shared and self._running.extending and self.num_preempted == before:
             self._admit_waiting(plan, now, only_underserved=True)
         self._schedule_running_prompts(plan)
+        if not plan.chunks and self._running.extending and plan.limit < self._config.token_budget:  # what is not divided
+            plan.budget = plan.limit = self._config.token_budget
+            self._schedule_running_prompts(plan)
         while not plan and self._running.extending and not self._running.in_flight:
             if not self._preempt_one(now):
                 break
@@ -88,10 +93,7 @@ class StepPlanner:
 
     def preempt(self, request: Request, *, is_shortage: bool = True) -> None:
         """Preempt a running request: it returns to the head of the queue with its tokens, and its
-        pages stay in the prefix cache.
-
-        `is_shortage`: pages ran out, so the growth reserve is doubled.
-        """
+        pages stay in the prefix cache. is_shortage: pages ran out; the reserve is doubled."""
         self._running.remove_request(request, keep=True, state=RequestStatus.WAITING)
         request.num_preemptions += 1
         request.prompt_logprobs, request.hidden_states = [], []  # the prompt is computed again
@@ -193,10 +195,10 @@ class StepPlanner:
 
     # prompts --------------------------------------------------------------------------------------
 
-    def _exceeds_long_prompt_budget(self) -> bool:
+    def _exceeds_long_prompt_budget(self, limit: int) -> bool:
         """Whether the running prompts would use more than the long prompts' part of the token
         budget. Not if one of them goes on with an item that needs more: it gets its turn."""
-        extending, limit = self._running.extending.values(), self._config.token_budget - self._config.short_budget
+        extending = self._running.extending.values()
         if not extending or sum(map(self._count_unscheduled, extending)) <= limit:
             return False
         start_of = self._running.table.arrays.num_computed_tokens
@@ -210,11 +212,11 @@ class StepPlanner:
         """Schedule prompts that end within the budget kept for short ones, so that they do not wait
         for long ones. Long prompts get the rest of the budget, and all of it while there is no
         short prompt."""
-        kept, served = self._config.short_budget, self._usage.get_tokens
+        kept, served = int(plan.limit * self._config.short_prompt_share), self._usage.get_tokens
         for request in sorted(self._running.extending.values(), key=lambda r: (served(r.tenant), self._count_unscheduled(r))):
-            if self._count_unscheduled(request) <= kept + plan.budget - self._config.token_budget:
+            if self._count_unscheduled(request) <= kept + plan.budget - plan.limit:
                 self._schedule_chunk(plan, request)
-        max_uncached = kept + plan.budget - self._config.token_budget
+        max_uncached = kept + plan.budget - plan.limit
         if may_admit and max_uncached > 0:
             self._admit_waiting(plan, now, max_uncached)
 

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class StepPlan:
     drafts: Drafts | None = None  # of `draft_slots`; None: there are none
     chunks: list[tuple[Request, int, int]] = field(default_factory=list)  # extend rows: request, first token, number of tokens
     budget: int = 0  # prompt tokens that may still be added
+    limit: int = 0  # all prompt tokens that may be added
     is_retry: bool = False  # one request runs alone because a step with it failed
     has_device_drafts: bool = False  # the tokens of `drafts` are on the device
 
@@ -79,6 +81,7 @@ class RunningSet:
         self.prefilling: dict[int, Request] = {}  # by slot; their prompt is not in the prefix cache yet
         self.num_of_tenant: Counter[str] = Counter()  # running requests
         self.in_flight: deque[StepRecord] = deque()
+        self.prompt_budget: Any = None  # see `PromptBudget`; the scheduler sets it
         self.admits_new = True  # False: only requests that have run before are admitted
         self._setups: list[SlotSetup] = []
         self._renewed: dict[int, SlotSetup] = {}  # by slot; of requests extended by tokens that were not sampled

@@ -26,6 +26,16 @@ _NO_PAGES = np.empty(0, np.int32)
 _NO_MEDIA = Finish("error", error="this server reads text alone; remove images, videos and audio", code="invalid_request", param="messages")
 
 
+class PromptBudget(Protocol):
+    """Chooses how many prompt tokens a step has, by the time that earlier ones took."""
+
+    def choose(self, step: int, num_decodes: int, now: float) -> int:
+        """Most prompt tokens of a step beside so many decodes. It is planned at `now`."""
+
+    def record_step(self, record: StepRecord, now: float) -> None:
+        """A step is committed at `now`."""
+
+
 class StepGrammars(Protocol):
     """Grammars of running requests: accepts sampled tokens and fills token masks. After each step
     `take_stopped` returns the requests that must leave the device because of a slow call, and
@@ -384,6 +394,7 @@ class StepFeatures:
     adapters: RequestAdapters = NoAdapters()  # noqa: RUF009 - it has no state
     media: RequestMedia = NoMedia()  # noqa: RUF009 - it has no state
     tiers: RequestTiers = NoTiers()  # noqa: RUF009 - it has no state
+    prompt_budget: PromptBudget | None = None  # None: `SchedulerConfig.token_budget`
 
     def release(self, request: Request) -> None:
         """A request leaves the device."""

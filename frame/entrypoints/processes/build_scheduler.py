@@ -23,8 +23,18 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
 from frame.core.scheduling.running import RunningSet
 from frame.core.scheduling.scheduler import Scheduler, SchedulerConfig
-from frame.core.scheduling.step_features import NoAdapters, NoMedia, NoTiers, RequestAdapters, RequestMedia, RequestTiers, StepFeatures
+from frame.core.scheduling.step_features import (
+    NoAdapters,
+    NoMedia,
+    NoTiers,
+    PromptBudget,
+    RequestAdapters,
+    RequestMedia,
+    RequestTiers,
+    StepFeatures,
+)
 from frame.interfaces.routing import RoutingContext
+from frame.latency_budget import LatencyBudget
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.registry import Registry
 from frame.speculation.draft_scheduler import DraftScheduler
@@ -127,6 +137,8 @@ def build_scheduler(
     )
     allocator = create_allocator(resolved, registry, pools)
     features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved), "make_tiers": make_tiers}
+    if (target := user.scheduler.target_itl_ms) is not None:
+        features["prompt_budget"] = LatencyBudget(target / 1e3, config.token_budget)
     scheduler = assemble_scheduler(config, cache, allocator, policy, clock, on_finish, **features)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
@@ -155,6 +167,7 @@ def assemble_scheduler(
     adapters: RequestAdapters | None = None,
     media: RequestMedia | None = None,
     make_tiers: MakeTiers = no_tiers,
+    prompt_budget: PromptBudget | None = None,
 ) -> Scheduler:
     """A scheduler with its grammar calls and speculation, which has no drafter yet."""
     table = RequestTable(config.max_running, config.max_pages)
@@ -163,7 +176,7 @@ def assemble_scheduler(
     jumps = JumpForward(running, config.jump_forward, config.jump_rows, config.jump_tokens) if config.jump_forward else None
     grammars = GrammarCalls(config.vocab_size, jumps=jumps)
     speculation = DraftScheduler(table, config.vocab_size, grammars, may_overlap=config.overlaps_drafts)
-    features = StepFeatures(grammars, speculation, adapters or NoAdapters(), media or NoMedia(), make_tiers(kv_manager))
+    features = StepFeatures(grammars, speculation, adapters or NoAdapters(), media or NoMedia(), make_tiers(kv_manager), prompt_budget)
     return Scheduler(config, running, policy, features, clock, on_finish)
 
 

@@ -8,6 +8,7 @@ from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.latency_budget import LatencyBudget
 
 CHOSEN = {
     "policy": "priority",
@@ -18,6 +19,7 @@ CHOSEN = {
     "preemption": False,
     "short_prompt_share": 0.25,
     "overlap": False,
+    "target_itl_ms": 30.0,
 }
 
 
@@ -31,12 +33,14 @@ def test_every_setting_reaches_the_scheduler() -> None:
     assert found.max_running == 3
     assert found.max_queued == 17
     assert found.token_budget == 48
-    assert found.short_budget == 12
+    assert found.short_prompt_share == 0.25
     assert found.request_timeout == 5.0
     assert found.preemption is False
     assert found.overlap is False
     assert found.seed == 9
     assert found.jump_forward == 4
+    budget = scheduler._running.prompt_budget
+    assert isinstance(budget, LatencyBudget) and (budget._aim, budget._maximum) == (pytest.approx(0.027), 48)
     assert type(scheduler._planner._policy._policy).__name__ == "PriorityFirst"
 
 
