@@ -309,7 +309,7 @@ def conformance() -> str:
     results = {name: json.loads(file.read_text()) for name in KINDS if (file := root / f"tests/testing/mutants/{name}.json").is_file()}
     third_party = json.loads((root / "tests/testing/third_party/results.json").read_text())
     generated = json.loads((root / "tests/testing/generated.json").read_text())
-    strangers = json.loads((root / "tests/testing/third_party_2/results.json").read_text())
+    held_out = json.loads((root / "tests/testing/held_out/results.json").read_text())
     parts = [
         "# Conformance",
         NOTE,
@@ -319,16 +319,16 @@ def conformance() -> str:
         ("Three further sets measure the suites. Third-party mutants, in `tests/testing/third_party/`, were written from the interfaces "
         "alone, before the checks that kill them; `python -m tests.testing.test_third_party KIND` records them. Generated mutants are "
         "small changes of the source of an in-tree member, a sample by a seed; those that no user can see are counted apart, as "
-        "equivalent. `python -m tests.testing.generated --seed N` makes others. Strangers' plugins, in "
-        "`tests/testing/third_party_2/`, were written by an author who had not seen the suites: the first number is of the suites as they "
-        "were then, the second of those of today. `python -m tests.testing.strangers KIND` records them. "
+        "equivalent. `python -m tests.testing.generated --seed N` makes others. Held-out plugins, in "
+        "`tests/testing/held_out/`, were written by an author who had not seen the suites: the first number is of the suites as they "
+        "were then, the second of those of today. `python -m tests.testing.measure_held_out KIND` records them. "
         "[Those that survive](#survivors) are listed with the harm that they do."),
         table(
-            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "strangers'", "example"],
-            [[code(kind.name), *_kit(kind, results.get(kind.name), (third_party, generated, strangers), root)] for kind in KINDS.values()],
+            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "held-out", "example"],
+            [[code(kind.name), *_kit(kind, results.get(kind.name), (third_party, generated, held_out), root)] for kind in KINDS.values()],
         ),
         "## Survivors",
-        table(["kind", "mutant", "what is wrong", "harm"], [*_survivors(third_party, generated, strangers)]),
+        table(["kind", "mutant", "what is wrong", "harm"], [*_survivors(third_party, generated, held_out)]),
     ]  # fmt: skip
     for name, found in results.items():
         rows = [[code(mutant), result["sentence"], _verdict(result)] for mutant, result in found.items()]
@@ -336,7 +336,7 @@ def conformance() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any], strangers: Mapping[str, Any]) -> Iterator[list[str]]:
+def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any], held_out: Mapping[str, Any]) -> Iterator[list[str]]:
     """The rows of mutants that no check kills."""
     for kind, mutants in third_party.items():
         for name, result in mutants.items():
@@ -345,14 +345,14 @@ def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any], str
     for kind, found in generated.items():
         for site, harm in found["survivors"].items():
             yield [code(kind), f"generated from {code(found['member'])}", site.replace("|", "\\|"), harm]
-    for kind, columns in strangers.items():
+    for kind, columns in held_out.items():
         for name, check in columns.get("after", columns["before"])["killed_by"].items():
             if not check:
-                yield [code(kind), code(name), "a stranger's plugin", columns["harm"][name]]
+                yield [code(kind), code(name), "a held-out plugin", columns["harm"][name]]
 
 
 def _count_killed(kind: str, sets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The cells of third-party and of generated mutants, and of strangers' plugins."""
+    """The cells of third-party and of generated mutants, and of held-out plugins."""
     mutants, made, columns = (each.get(kind) for each in sets)
     cells = ["none" if mutants is None else f"{sum(bool(each['killed_by']) for each in mutants.values())} / {len(mutants)}"]
     if made is None:

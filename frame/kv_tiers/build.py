@@ -21,7 +21,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache_groups import RESERVED_PAGES
 from frame.core.interfaces.kv_tier import BlockMover, KVTier, KVTierCapabilities, KVTierContext, TransferSettings
 from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
-from frame.core.interfaces.platform import HOST, Platform, SupportsStreams
+from frame.core.interfaces.platform import HOST, Platform, SupportsPinning, SupportsStreams
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.host.authenticated_link import read_key
 from frame.host.kept_memory import KeptMemory, open_kept
@@ -190,7 +190,7 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
     transfer = settings.transfer
     if transfer is not None:
         transfer = replace(transfer, properties={**transfer.properties, **list_properties(settings.model, pool.geometry)})
-    pin = platform.pin_memory if isinstance(platform, SupportsStreams) else lambda _: None
+    pin = platform.pin_memory if isinstance(platform, SupportsPinning) else lambda _: None
     context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), pin, pool_bytes, transfer)
     tiers: list[KVTier] = []
     kept = settings.kept  # for the first tier that uses it

@@ -217,6 +217,11 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         rank=90,
         summary="int8 weights and activations (w8a8): skinny Triton kernels and PyTorch's matmuls. Activations are rounded per token.",
     )
+    _register_for_all_devices(registry)
+
+
+def _register_for_all_devices(registry: KindRegistry) -> None:
+    """The kernels for CPUs, and those that run everywhere."""
     registry.add(
         "unpacked",
         "frame.quantization.gemm.unpacked:UnpackedKernel",
@@ -237,7 +242,6 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         rank=10,
         summary="The reference: dequantizes the weight in every matmul, with PyTorch.",
     )
-
     int8 = GemmCapabilities(devices=("cpu",), speeds=(Speed("int8", 8, 1.5), Speed("int8", 32, 1.0), Speed("int8", 0, 0.6)))
     int4 = GemmCapabilities(devices=("cpu",), speeds=(Speed("int4", 8, 1.3), Speed("int4", 256, 0.3)), dtypes=("bfloat16",))
     for name, capabilities, summary in (
