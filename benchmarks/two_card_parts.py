@@ -359,13 +359,15 @@ def pd(bench: Bench) -> None:
             for name, port in both.items():
                 bench.tell(f"{name} at {rate:g}/s", load(port, rate, bench, 2 * number + 1))
             pages = {"prefill": urls[2], "decode": urls[3], "router": f"http://127.0.0.1:{DIVIDED[2]}"}
-            bench.tell(f"pd counters after {rate:g}/s", {name: read_counters(httpx.get(f"{url}/metrics").text) for name, url in pages.items()})
+            counters = {name: read_counters(httpx.get(f"{url}/metrics").text) for name, url in pages.items()}
+            bench.tell(f"pd counters after {rate:g}/s", counters)
 
 
 def read_counters(metrics: str) -> dict[str, float]:
     """What a page of metrics says of tiers, transfers and divided requests: whether prompts were
     transferred, or computed by the decode server."""
-    lines = (line.rpartition(" ") for line in metrics.splitlines() if line.startswith(("frame_kv_t", "frame_kv_l", "frame_router_prefills")))
+    begins = "frame_kv_t", "frame_kv_l", "frame_router_prefills"
+    lines = (line.rpartition(" ") for line in metrics.splitlines() if line.startswith(begins))
     return {name: float(value) for name, _, value in lines}
 
 

@@ -23,10 +23,10 @@ class LatencyBudget:
     Only steps that used at least half of their budget count for the latter, so that it is the mean
     up to the sizes that are chosen: the first hundred tokens of a step may cost nothing, because
     the step waits for weights. Steps beyond the target count too: where small steps have led to a
-    budget that no prompt fills, nothing else would correct it. It rises at once and falls slowly, for the slowest steps make the
-    tail. A value of less than half is taken at once: those before may have compiled kernels. A step
-    without decodes has the whole budget, and no step less than `TILE` tokens: prompts go on even
-    where decodes alone exceed the target.
+    budget that no prompt fills, nothing else would correct it. It rises at once and falls slowly,
+    for the slowest steps make the tail. A value of less than half is taken at once: those before
+    may have compiled kernels. A step without decodes has the whole budget, and no step less than
+    `TILE` tokens: prompts go on even where decodes alone exceed the target.
     """
 
     def __init__(self, target: float, token_budget: int) -> None:
