@@ -22,11 +22,10 @@ class LatencyBudget:
 
     Only steps that used at least half of their budget count for the latter, so that it is the mean
     up to the sizes that are chosen: the first hundred tokens of a step may cost nothing, because
-    the step waits for weights. Steps beyond the target count too: where small steps have led to a
-    budget that no prompt fills, nothing else would correct it. It rises at once and falls slowly,
-    for the slowest steps make the tail. A value of less than half is taken at once: those before
-    may have compiled kernels. A step without decodes has the whole budget, and no step less than
-    `TILE` tokens: prompts go on even where decodes alone exceed the target.
+    the step waits for weights. It rises at once and falls slowly, for the slowest steps make the
+    tail. A value of less than half is taken at once: those before may have compiled kernels. A step
+    without decodes has the whole budget, and no step less than `TILE` tokens: prompts go on even
+    where decodes alone exceed the target.
     """
 
     def __init__(self, target: float, token_budget: int) -> None:
@@ -53,7 +52,7 @@ class LatencyBudget:
         num_prompt_tokens = int(record.num_scheduled[record.num_decodes :].sum())
         if not num_prompt_tokens:
             self._decodes = _follow(self._decodes, min(seconds, 2 * self._decodes or seconds))
-        elif 2 * num_prompt_tokens >= budget or self._token is None or (record.num_decodes and seconds > self._aim):
+        elif 2 * num_prompt_tokens >= budget or self._token is None:
             added = max(0.0, seconds - self._decodes) / num_prompt_tokens
             self._token = added if self._token is None else max(added, _follow(self._token, added))
 

@@ -68,23 +68,6 @@ def test_prompts_of_arrivals_stay_within_the_target() -> None:
     assert mixed > 500 and late <= 0.01 * mixed
 
 
-def test_small_steps_that_cost_nothing_do_not_lift_the_target() -> None:
-    """After them the budget is greater than any prompt, so that no step fills half of it."""
-    clock = Clock(0.03)
-    for _ in range(40):
-        clock.run(8, 0)
-        clock.run(8, TILE // 2)
-    assert clock.budget.choose(clock.step, 8, clock.now) > MAXIMUM / 2
-    late = 0
-    for _ in range(200):
-        clock.run(24, 0)
-        waiting = 2000
-        while waiting:
-            tokens, seconds = clock.run(24, waiting)
-            waiting, late = waiting - tokens, late + (seconds > 0.03)
-    assert late <= 1
-
-
 def test_a_step_without_decodes_has_the_whole_budget() -> None:
     clock = Clock(0.005)
     clock.run(24, 10**6)

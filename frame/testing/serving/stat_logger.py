@@ -210,11 +210,11 @@ def _renders_no_metric_that_stands_still(make: Any) -> None:
     _run(logger, 60)
     lines = _render_text(logger).body.decode().splitlines()
     logger.close()
-    histograms = {found[1] for line in lines if (found := HISTOGRAM.fullmatch(line))}
+    histograms = {match[1] for match in map(HISTOGRAM.fullmatch, lines) if match}
     counts: dict[str, float] = {}  # over all labels
-    for found in filter(None, map(COUNT.fullmatch, lines)):
-        if found[1] in histograms:
-            counts[found[1]] = counts.get(found[1], 0.0) + float(found[2])
+    for match in filter(None, map(COUNT.fullmatch, lines)):
+        if match[1] in histograms:
+            counts[match[1]] = counts.get(match[1], 0.0) + float(match[2])
     still = [name for name, value in counts.items() if not value]
     assert not still, f"the metric {still[0]} has no values after 60 steps and 20 requests in which each field has one"
 
