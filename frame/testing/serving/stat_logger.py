@@ -207,7 +207,7 @@ def _renders_no_metric_that_stands_still(make: Any) -> None:
     """Every histogram that is shown has values after records in which every field has one."""
     logger = make()
     _run(logger, 60)
-    counts = {found[1]: found[2] for line in _render_text(logger).body.decode().splitlines() if (found := COUNT.fullmatch(line))}
+    counts = {match[1]: match[2] for line in _render_text(logger).body.decode().splitlines() if (match := COUNT.fullmatch(line))}
     logger.close()
     still = [name for name, value in counts.items() if not float(value)]
     assert not still, f"the metric {still[0]} has no values after 60 steps and 20 requests in which each field has one"
