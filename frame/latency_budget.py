@@ -15,25 +15,31 @@ TILE = 128  # rows of a step that matrix products compute together; also the lea
 FIRST = 4 * TILE  # prompt tokens beside decodes while no step was measured
 AIM = 0.9  # share of the target that a step is planned for: steps differ
 WEIGHT = 0.2  # of a new step in a mean
+MOST = 4.0  # times the mean that a step counts for: it may have compiled a kernel
 
 
 class LatencyBudget:
-    """Learns the seconds of a step of decodes alone, and what each prompt token adds to it.
+    """Learns the seconds of a row of steps with prompts and decodes. A row of a larger step costs
+    no more, because weights are read once: a budget from a smaller step is within the target.
 
-    Only steps that used at least half of their budget count for the latter, so that it is the mean
-    up to the sizes that are chosen: the first hundred tokens of a step may cost nothing, because
-    the step waits for weights. It rises at once and falls slowly, for the slowest steps make the
-    tail. A value of less than half is taken at once: those before may have compiled kernels. A step
-    without decodes has the whole budget, and no step less than `TILE` tokens: prompts go on even
-    where decodes alone exceed the target.
+    A step that used less than half of its budget says little of a full one, so it counts only if it
+    was late. The budget grows to twice the last step that counted, not further: no size is chosen
+    of which the half was not measured. The mean rises at once and falls slowly, for the slowest
+    steps make the tail. A step without decodes has the whole budget, and no step less than `TILE`
+    tokens: prompts go on even where decodes alone exceed the target.
+
+    Steps overlap: one is launched before the previous one is committed. If the launch takes long,
+    that commit is late and the next one comes soon after. So what a step of decodes takes longer
+    than others counts for the prompts of the step after it.
     """
 
     def __init__(self, target: float, token_budget: int) -> None:
         """target: seconds. token_budget: most prompt tokens of a step."""
         self._aim, self._maximum = AIM * target, token_budget
-        self._last = min(FIRST, token_budget)  # the last budget beside decodes
-        self._decodes = 0.0  # seconds of a step of decodes alone; 0: unknown
-        self._token: float | None = None  # seconds that a prompt token adds
+        self._row = 0.0  # seconds of a row; 0: unknown
+        self._size = FIRST // 2  # prompt tokens of the last step that counted
+        self._decodes = 0.0  # seconds of a step of decodes alone, with one after it
+        self._before = 0.0  # seconds of the last step, if it had decodes alone
         self._planned: deque[tuple[int, float, int]] = deque()  # step, when it was planned, its budget
         self._committed = float("-inf")  # when the last step was committed
 
@@ -49,25 +55,32 @@ class LatencyBudget:
             return
         _, start, budget = self._planned.popleft()
         seconds, self._committed = now - max(start, self._committed), now  # a planned step waits for the one in flight
-        num_prompt_tokens = int(record.num_scheduled[record.num_decodes :].sum())
+        num_rows, num_prompt_tokens = int(record.num_scheduled.sum()), _count_prompt_tokens(record)
         if not num_prompt_tokens:
-            self._decodes = _follow(self._decodes, min(seconds, 2 * self._decodes or seconds))
-        elif 2 * num_prompt_tokens >= budget or self._token is None:
-            added = max(0.0, seconds - self._decodes) / num_prompt_tokens
-            self._token = added if self._token is None else max(added, _follow(self._token, added))
+            if before := self._before:  # nothing of a launch of prompts is in it
+                self._decodes = min(before, _follow(self._decodes, before)) if self._decodes else before
+            self._before = seconds
+            return
+        seconds, self._before = seconds + max(0.0, self._before - self._decodes), 0.0
+        is_late = seconds > self._aim and num_prompt_tokens >= TILE
+        if num_prompt_tokens < num_rows and (is_late or 2 * num_prompt_tokens >= budget):
+            row, self._size = seconds / num_rows, num_prompt_tokens
+            row = min(row, MOST * self._row) if self._row else row
+            self._row = max(row, _follow(self._row, row))
 
     def _fit(self, num_decodes: int) -> int:
-        """The most tokens that end within the target; all rows together are whole tiles. It grows
-        twofold at most, because a greater step may cost more a token."""
-        if self._token is None:
-            return self._last
-        slack, most = self._aim - self._decodes, min(self._maximum, 2 * self._last)
-        tokens = most if slack > self._token * most else int(max(0.0, slack) / self._token) if self._token else 0
-        tokens = (tokens + num_decodes) // TILE * TILE - num_decodes
-        self._last = min(max(tokens, TILE), self._maximum)
-        return self._last
+        """The most tokens that end within the target; all rows together are whole tiles."""
+        rows = 2 * self._size + num_decodes
+        if self._row * rows > self._aim:
+            rows = int(self._aim / self._row)
+        return min(max(rows // TILE * TILE - num_decodes, TILE), self._maximum)
 
 
 def _follow(mean: float, value: float) -> float:
-    """The mean after a new value."""
-    return value if value < mean / 2 or not mean else mean + WEIGHT * (value - mean)
+    return mean + WEIGHT * (value - mean)
+
+
+def _count_prompt_tokens(record: StepRecord) -> int:
+    """Tokens of the extend rows without a draft."""
+    counts = record.num_scheduled[record.num_decodes :]
+    return int(counts.sum() if record.num_drafts is None else counts[record.num_drafts[record.num_decodes :] == 0].sum())

@@ -83,7 +83,7 @@ RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.ren
 SMALL_ROOMS = ("frame.checkpoint", "frame.fair_queue", "frame.host")
 ROOMS = (
     *("frame.adapters", "frame.config", "frame.diagnostics", "frame.loading", "frame.parallel", "frame.pooling", "frame.speculation"),
-    *("frame.forward", "frame.latency_budget", "frame.kv_events", "frame.kv_tiers", "frame.media", "frame.structured_output", "frame.text"),
+    *("frame.forward", "frame.kv_events", "frame.kv_tiers", "frame.latency_budget", "frame.media", "frame.structured_output", "frame.text"),
     *SMALL_ROOMS,
 )
 

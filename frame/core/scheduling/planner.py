@@ -75,7 +75,7 @@ class StepPlanner:
             self._admit_waiting(plan, now, only_underserved=True)
         self._schedule_running_prompts(plan)
         if not plan.chunks and self._running.extending and plan.limit < self._config.token_budget:  # what is not divided
-            plan.budget = plan.limit = self._config.token_budget
+            plan.budget = self._config.token_budget
             self._schedule_running_prompts(plan)
         while not plan and self._running.extending and not self._running.in_flight:
             if not self._preempt_one(now):

@@ -207,11 +207,12 @@ class RequestAdapters(Protocol):
 class NoAdapters:
     """The scheduler's adapters where they are off; implements `RequestAdapters`."""
 
+    def end_request(self, request: Request) -> None: ...
+    def release(self, request: Request) -> None: ...
+    def repeat_loads(self, loads: Sequence[AdapterLoad]) -> None: ...
+
     def start_request(self, request: Request) -> Finish | None:
         return _OFF if request.adapter else None
-
-    def end_request(self, request: Request) -> None:
-        pass
 
     def begin_pass(self, queue: Iterable[Request], count: int, now: float) -> list[Request]:
         return list(islice(queue, count))
@@ -219,14 +220,8 @@ class NoAdapters:
     def acquire(self, request: Request, *, is_idle: bool) -> bool:
         return True
 
-    def release(self, request: Request) -> None:
-        pass
-
     def take_loads(self) -> list[AdapterLoad]:
         return []
-
-    def repeat_loads(self, loads: Sequence[AdapterLoad]) -> None:
-        pass
 
     def is_on_device(self, request: Request) -> bool:
         return True
@@ -277,6 +272,9 @@ class NoMedia:
     """The scheduler's media where the model or the server reads none; implements
     `RequestMedia`."""
 
+    def schedule_chunk(self, request: Request, start: int, count: int, step: int) -> None: ...
+    def release(self, request: Request) -> None: ...
+
     def start_request(self, request: Request) -> Finish | None:
         return _NO_MEDIA if request.media else None
 
@@ -288,12 +286,6 @@ class NoMedia:
 
     def limit_chunk(self, request: Request, start: int, count: int) -> int:
         return count
-
-    def schedule_chunk(self, request: Request, start: int, count: int, step: int) -> None:
-        pass
-
-    def release(self, request: Request) -> None:
-        pass
 
     def take_inputs(self, chunks: Sequence[tuple[Request, int, int]], num_tokens: int) -> dict[str, Any]:
         return {}
@@ -354,23 +346,17 @@ class NoTiers:
 
     is_busy = False
 
-    def poll(self, now: float) -> None:
-        pass
+    def poll(self, now: float) -> None: ...
+    def forget(self, request: Request) -> None: ...
+    def offer(self, request: Request, keys: np.ndarray) -> None: ...
+    def invalidate_blocks(self) -> None: ...
+    def close(self) -> None: ...
 
     def may_start(self, request: Request) -> bool:
         return True
 
     def is_loading(self, request: Request) -> bool:
         return False
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def offer(self, request: Request, keys: np.ndarray) -> None:
-        pass
-
-    def invalidate_blocks(self) -> None:
-        pass
 
     def list_held_pages(self) -> tuple[np.ndarray, np.ndarray]:
         return _NO_PAGES, _NO_PAGES
@@ -380,9 +366,6 @@ class NoTiers:
 
     def describe_load(self) -> dict[str, Any]:
         return {}
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)

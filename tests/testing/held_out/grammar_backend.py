@@ -146,7 +146,7 @@ TWIN = SortedTexts
 WRONG = Wrong()
 
 
-class SharedStart(CompiledTexts):
+class OneState(CompiledTexts):
     def start(self) -> OneOf:
         if not hasattr(self, "first"):
             self.first = super().start()
@@ -155,7 +155,7 @@ class SharedStart(CompiledTexts):
 
 @WRONG.add("Two requests with one grammar advance each other: both get the same state.")
 class SharesState(SortedTexts):
-    compiled = SharedStart
+    compiled = OneState
 
 
 @WRONG.add("A request gets the choices of another one whose list begins alike: compiled grammars are found by 64 characters.")

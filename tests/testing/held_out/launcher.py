@@ -80,7 +80,7 @@ class NeverPipes(ThisHost):
         return start_process(command, environment, pipes_errors=False)
 
 
-@WRONG.add("Ranks hang after they have written some errors: these are always piped, and nobody reads them.")
+@WRONG.add("Ranks hang after they have written some errors: these are always piped, and are not read.")
 class AlwaysPipes(ThisHost):
     def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
         return start_process(command, environment, pipes_errors=True)

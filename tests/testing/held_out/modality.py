@@ -152,7 +152,7 @@ class NoLimit(Patches):
         return
 
 
-@WRONG.add("Half of a picture that was cut off is grey, and nobody is told: the library is set to accept such files, for all plugins.")
+@WRONG.add("Half of a picture that was cut off is grey, and no error tells so: the library is set to accept such files, for all plugins.")
 class TakesTruncated(Patches):
     def __init__(self, context: ModalityContext, options: object = None) -> None:
         super().__init__(context)

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 CAP = 30.0
 
 
-class Stranger(Decoder):
-    """Serves `StrangerForCausalLM`."""
+class HeldOut(Decoder):
+    """Serves `HeldOutForCausalLM`."""
 
-    capabilities: ClassVar[ModelCapabilities] = ModelCapabilities(architectures=("StrangerForCausalLM",))
+    capabilities: ClassVar[ModelCapabilities] = ModelCapabilities(architectures=("HeldOutForCausalLM",))
     conformance_config: ClassVar[dict[str, Any]] = {
-        "architectures": ["StrangerForCausalLM"],
-        "model_type": "stranger",
+        "architectures": ["HeldOutForCausalLM"],
+        "model_type": "held_out",
         "hidden_size": 48,
         "intermediate_size": 80,
         "num_hidden_layers": 3,
@@ -64,12 +64,12 @@ class Stranger(Decoder):
         return CAP * (logits / CAP).tanh()
 
 
-TWIN = Stranger
+TWIN = HeldOut
 WRONG = Wrong()
 
 
 @WRONG.add("Prompts that continue a cached prefix or a chunk answer noise: positions of prompts are counted from 0.")
-class CountsFromZero(Stranger):
+class CountsFromZero(HeldOut):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         if not batch.num_decodes:
             tokens = torch.arange(batch.num_tokens, device=batch.positions.device)
@@ -79,7 +79,7 @@ class CountsFromZero(Stranger):
 
 
 @WRONG.add("A step computes the tokens of an earlier one: embeddings are remembered by the address of the token ids.")
-class RemembersByAddress(Stranger):
+class RemembersByAddress(HeldOut):
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self.known: dict[Any, torch.Tensor] = {}
@@ -94,7 +94,7 @@ class RemembersByAddress(Stranger):
 
 
 @WRONG.add("A checkpoint of another model loads, and answers noise: tensors with unknown names are left out.")
-class SkipsUnknown(Stranger):
+class SkipsUnknown(HeldOut):
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
         parts = ("embed_tokens", "_proj.weight", "norm", "lm_head")
         return ((name, tensor) for name, tensor in weights if any(part in name for part in parts) and "extra" not in name)
@@ -104,19 +104,19 @@ class SkipsUnknown(Stranger):
 
 
 @WRONG.add("A checkpoint without some tensors is served with what the memory held: all parameters are named as loaded.")
-class ClaimsLoaded(Stranger):
+class ClaimsLoaded(HeldOut):
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
         return super().load_weights(weights) | {name for name, _ in self.named_parameters()}
 
 
 @WRONG.add("From the second token on the text is noise: all layers but the last store their keys at one place.")
-class SharesCache(Stranger):
+class SharesCache(HeldOut):
     def build_attention(self, layer: int, prefix: str) -> nn.Module:
         return super().build_attention(0 if layer < self.model_config.num_layers - 1 else 1, prefix)
 
 
 @WRONG.add("After an update of the weights answers are noise: the embedding is scaled at the first step alone.")
-class ScalesOnce(Stranger):
+class ScalesOnce(HeldOut):
     is_scaled = False
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -138,19 +138,19 @@ class Centred(nn.Module):
 
 
 @WRONG.add("A request's text depends on the others of its step: a mean over the tokens is subtracted.")
-class CentresTokens(Stranger):
+class CentresTokens(HeldOut):
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         return Centred(super().build_mlp(layer, prefix))
 
 
 @WRONG.add("A request whose numbers overflowed goes on with noise instead of an error: logits that are not finite are replaced.")
-class HidesNan(Stranger):
+class HidesNan(HeldOut):
     def cap(self, logits: torch.Tensor) -> torch.Tensor:
         return super().cap(logits).nan_to_num(0.0)
 
 
 @WRONG.add("Contexts above 512 tokens lose the order of words: the table of positions ends there.")
-class ClampsPositions(Stranger):
+class ClampsPositions(HeldOut):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return super().forward(replace(batch, positions=batch.positions.clamp(max=511)))
 
@@ -166,19 +166,19 @@ class SummedTwice(nn.Module):
 
 
 @WRONG.add("On several ranks answers are noise: the feed-forward part is summed over the ranks twice.")
-class SumsTwice(Stranger):
+class SumsTwice(HeldOut):
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         return SummedTwice(super().build_mlp(layer, prefix), self.context.tp)
 
 
 @WRONG.add("Long prompts end the engine: a step whose chunk samples no token has no greatest logit.")
-class NeedsRows(Stranger):
+class NeedsRows(HeldOut):
     def cap(self, logits: torch.Tensor) -> torch.Tensor:
         return super().cap(logits - 0 * logits.max())
 
 
 @WRONG.add("Each request changes the text of the next: a running mean of the hidden states is added.")
-class KeepsMean(Stranger):
+class KeepsMean(HeldOut):
     mean: torch.Tensor | None = None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ class KeepsMean(Stranger):
 
 
 @WRONG.add("An update of the weights leaves the norms as they were: names that were loaded before are taken for copies.")
-class LoadsOnce(Stranger):
+class LoadsOnce(HeldOut):
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
         seen: set[str] = getattr(self, "seen", set())
         self.seen = seen

@@ -29,7 +29,7 @@ from tests.testing.held_out import Wrong
 if TYPE_CHECKING:
     import torch
 
-NAME = "Stranger's host"
+NAME = "Other host"
 
 
 def find_devices() -> UsableDevices:

@@ -69,7 +69,7 @@ class KeepsRecords(Sums):
         self.records.append(request)
 
 
-@WRONG.add("Memory grows with each step of a busy server: latencies of tokens are kept for a percentile that nobody reads.")
+@WRONG.add("Memory grows with each step of a busy server: latencies of tokens are kept for a percentile that is never read.")
 class KeepsLatencies(Sums):
     def __init__(self, context: StatLoggerContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
