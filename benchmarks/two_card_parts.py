@@ -358,6 +358,17 @@ def pd(bench: Bench) -> None:
         for number, rate in enumerate((8.0,) if small else (16.0, 32.0)):
             for name, port in both.items():
                 bench.tell(f"{name} at {rate:g}/s", load(port, rate, bench, 2 * number + 1))
+            pages = {"prefill": urls[2], "decode": urls[3], "router": f"http://127.0.0.1:{DIVIDED[2]}"}
+            counters = {name: read_counters(httpx.get(f"{url}/metrics").text) for name, url in pages.items()}
+            bench.tell(f"pd counters after {rate:g}/s", counters)
+
+
+def read_counters(metrics: str) -> dict[str, float]:
+    """What a page of metrics says of tiers, transfers and divided requests: whether prompts were
+    transferred, or computed by the decode server."""
+    begins = "frame_kv_t", "frame_kv_l", "frame_router_prefills"
+    lines = (line.rpartition(" ") for line in metrics.splitlines() if line.startswith(begins))
+    return {name: float(value) for name, _, value in lines}
 
 
 def wait(url: str) -> None:

@@ -321,7 +321,8 @@ def conformance() -> str:
         "small changes of the source of an in-tree member, a sample by a seed; those that no user can see are counted apart, as "
         "equivalent. `python -m tests.testing.generated --seed N` makes others. Held-out plugins, in "
         "`tests/testing/held_out/`, were written by an author who had not seen the suites: the first number is of the suites as they "
-        "were then, the second of those of today. `python -m tests.testing.measure_held_out KIND` records them. "
+        "were then, the second of those of today where they have run again. `python -m tests.testing.measure_held_out KIND` "
+        "records them. `none`: nothing was written, or no run is recorded. "
         "[Those that survive](#survivors) are listed with the harm that they do."),
         table(
             ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "held-out", "example"],

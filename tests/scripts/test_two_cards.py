@@ -53,6 +53,12 @@ def test_ratios_have_both_rows(two_cards: Any) -> None:
     ]
 
 
+def test_counters_of_transfers_are_read(two_cards: Any) -> None:
+    late, lost = 'frame_kv_tier_failed_loads_total{reason="late"}', 'frame_router_prefills_total{outcome="lost"}'
+    page = f"# TYPE frame_kv_transfers_total counter\nframe_kv_transfers_total 5\n{late} 2\n{lost} 1\nframe_steps_total 9\n"
+    assert importlib.import_module("two_card_parts").read_counters(page) == {"frame_kv_transfers_total": 5.0, late: 2.0, lost: 1.0}
+
+
 def test_a_late_part_is_stored_as_late(tmp_path: Path) -> None:
     report = run(tmp_path / "out.json", "--parts", "tp", "--part-seconds", "1")
     assert report["parts"]["tp"]["status"] == "late"

@@ -44,3 +44,11 @@ def test_a_backend_for_another_device_cannot_be_checked_here() -> None:
     subject = conformance.Subject(record, TorchNativeBackend, None, conformance.Setting())
     with pytest.raises(PluginError, match="No conformance check"):
         conformance.checks("attention_backend", subject)
+
+
+def test_a_backend_of_float16_alone_has_checks_of_invariance_left_out() -> None:
+    record = PluginRecord(
+        "attention_backend", "b", "m:C", "attention/2", AttentionCapabilities(devices=("cpu",), dtypes=("float16",), batch_invariant=True)
+    )
+    checks = conformance.checks("attention_backend", conformance.Subject(record, TorchNativeBackend, None, conformance.Setting()))
+    assert checks and not [check for check in checks if check.name.startswith("batch_invariant")]

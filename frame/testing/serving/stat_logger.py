@@ -33,7 +33,8 @@ METRICS = (
     Metric("start_seconds", "Seconds by phase.", [], ("phase",)),
 )
 TEXT_FORMATS = ("text/plain", "application/openmetrics-text")
-SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{([a-zA-Z_]\w*=\"(\\.|[^\"\\])*\",?)*\})? [^ ]+( [0-9.e+-]+)?( # .*)?")
+SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{([a-zA-Z_]\w*=\"(\\.|[^\"\\])*\",? ?)*\})? [^ ]+( [0-9.e+-]+)?( # .*)?")
+HISTOGRAM = re.compile(r"# TYPE ([a-zA-Z_:][a-zA-Z0-9_:]*) (?:histogram|summary)")
 COUNT = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)_count(?:\{.*\})? ([0-9.e+]+)")
 REQUEST = RequestRecord("r", "tiny", "alice", "stop", 20, 16, 5, 0.5, 0.01, 0.1, 0.1, inference_time=0.49, max_tokens=8)
 
@@ -207,9 +208,14 @@ def _renders_no_metric_that_stands_still(make: Any) -> None:
     """Every histogram that is shown has values after records in which every field has one."""
     logger = make()
     _run(logger, 60)
-    counts = {match[1]: match[2] for line in _render_text(logger).body.decode().splitlines() if (match := COUNT.fullmatch(line))}
+    lines = _render_text(logger).body.decode().splitlines()
     logger.close()
-    still = [name for name, value in counts.items() if not float(value)]
+    histograms = {match[1] for match in map(HISTOGRAM.fullmatch, lines) if match}
+    counts: dict[str, float] = {}  # over all labels
+    for match in filter(None, map(COUNT.fullmatch, lines)):
+        if match[1] in histograms:
+            counts[match[1]] = counts.get(match[1], 0.0) + float(match[2])
+    still = [name for name, value in counts.items() if not value]
     assert not still, f"the metric {still[0]} has no values after 60 steps and 20 requests in which each field has one"
 
 
