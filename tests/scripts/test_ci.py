@@ -1,0 +1,40 @@
+"""`.ci/run` with commands that do as told: what becomes of the checks of the page."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / ".ci/run"
+AXE = "axe-core cannot be fetched (npm is missing, or its registry does not answer)"
+LATE = "The checks of the page have not ended"
+
+
+@pytest.mark.parametrize(
+    ("axe", "page", "status", "says"),
+    [(0, 0, 0, "page: 1 passed"), (2, 0, 0, AXE), (124, 0, 0, AXE), (0, 2, 2, "page: 1 failed"), (0, 124, 0, LATE), (0, 137, 0, LATE)],
+)
+def test_checks_of_the_page(tmp_path: Path, axe: int, page: int, status: int, says: str) -> None:
+    """`axe`, `page`: the status of the two steps, 124 and 137 at their time limit."""
+    commands = {
+        "make": 'case "$*" in test-page*) echo "page: 1 $([ $PAGE = 0 ] && echo passed || echo failed)"; exit $PAGE ;; axe) exit $AXE ;; esac',
+        "timeout": 'while [ "$1" != make ]; do shift; done; exec "$@"',
+        "chromium": "exit 0",
+    }
+    for name, line in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "AXE": str(axe), "PAGE": str(page)}
+    done = subprocess.run([str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert says in done.stdout
+    assert (AXE in done.stdout) == (axe != 0)
+
+
+def test_checks_of_the_page_end_within_five_minutes() -> None:
+    steps = re.findall(r"timeout .*?--kill-after=(\d+) (\d+) make (?:axe|test-page)", SCRIPT.read_text())
+    assert len(steps) == 2
+    assert sum(int(part) for step in steps for part in step) <= 300
