@@ -89,7 +89,7 @@ clean:  ## remove the environment and all caches
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "frame needs Python 3.11 or later with venv; install it or run: make PYTHON=/path/to/python3.11 …" >&2; exit 1; }
 	@echo "Setting up $(VENV), once: this takes one to five minutes."
-	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
 # torch first: where there is no GPU the CPU build spares a few gigabytes. What is installed already stays.
