@@ -16,8 +16,8 @@ from frame.core.interfaces.platform import (
     Platform,
     PlatformContext,
     SupportsGraphs,
-    SupportsSleep,
     SupportsPinning,
+    SupportsSleep,
     SupportsStreams,
     SupportsSynchronisationChecks,
 )
