@@ -41,12 +41,12 @@ class Pooling:
         reply, is_each = self._schema["EmbedReply"](), request.per_token
         with _named("texts" if request.texts else "token_ids"):
             compute: Any = compute_token_vectors if is_each else compute_embeddings
-            found, reply.prompt_tokens = await compute(caller, self._services, body)
+            vectors_of_inputs, reply.prompt_tokens = await compute(caller, self._services, body)
         if is_each:
-            places = ((reply.token_vectors.add(), vectors) for vectors in found)
+            places = ((reply.token_vectors.add(), vectors) for vectors in vectors_of_inputs)
             steps = (place.vectors.add(values=row.tolist()) for place, vectors in places for row in vectors)
         else:
-            steps = (reply.vectors.add(values=row.tolist()) for row in found)
+            steps = (reply.vectors.add(values=row.tolist()) for row in vectors_of_inputs)
         await run_turns(self._services.formatting, caller.tenant, steps)
         return reply
 
