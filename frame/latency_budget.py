@@ -61,8 +61,8 @@ class LatencyBudget:
         twofold at most, because a greater step may cost more a token."""
         if self._token is None:
             return self._last
-        slack, most = self._aim - self._decodes, min(self._maximum, 2 * self._last)
-        tokens = most if slack > self._token * most else int(max(0.0, slack) / self._token) if self._token else 0
+        slack, maximum = self._aim - self._decodes, min(self._maximum, 2 * self._last)
+        tokens = maximum if slack > self._token * maximum else int(max(0.0, slack) / self._token) if self._token else 0
         tokens = (tokens + num_decodes) // TILE * TILE - num_decodes
         self._last = min(max(tokens, TILE), self._maximum)
         return self._last
