@@ -28,7 +28,7 @@ RERUN := { echo "=== the failed tests once more, one by one ==="; \
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu test-page soak check lint types agents docs bench clean setup setup-dev
+.PHONY: help serve test test-gpu test-page axe soak check lint types agents docs bench clean setup setup-dev
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,13 +44,17 @@ test-gpu: $(STAMPS)/dev  ## the tests that need a GPU, of every backend, in proc
 	$(BIN)/python -m pytest tests/gpu -m alone $(ARGS)
 
 # Debian's Chromium, or the one that is there; axe-core from npm.
-test-page: $(STAMPS)/dev  ## the web page in Chromium, which is installed where it is missing; pictures go to build/screenshots
+test-page: $(STAMPS)/dev axe  ## the web page in Chromium, which is installed where it is missing; pictures go to build/screenshots
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
 		{ sudo=$$(test "$$(id -u)" = 0 || echo sudo); $$sudo apt-get update && $$sudo apt-get install --yes chromium; }
-	npm install --prefix build/page --no-save --ignore-scripts $(AXE)
 	@mkdir -p build/screenshots
 	FRAME_SCREENSHOTS=build/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak or not soak" -s \
 		tests/entrypoints/http/operations -k "page or live" $(ARGS)
+
+axe: build/page/axe-core
+build/page/axe-core: Makefile
+	npm install --prefix build/page --no-save --ignore-scripts $(AXE)
+	@touch $@
 
 soak: $(STAMPS)/dev  ## the long form of the chaos, fuzzing, overload and structured-output tests (hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 0 --hypothesis-profile=default $(ARGS)
@@ -85,7 +89,7 @@ clean:  ## remove the environment and all caches
 $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "frame needs Python 3.11 or later with venv; install it or run: make PYTHON=/path/to/python3.11 …" >&2; exit 1; }
 	@echo "Setting up $(VENV), once: this takes one to five minutes."
-	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
 # torch first: where there is no GPU the CPU build spares a few gigabytes. What is installed already stays.

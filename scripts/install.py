@@ -47,6 +47,10 @@ class Display:
         self._advance: Advance = int
         self._is_collecting, self._collected = False, 0
 
+    def start(self) -> None:
+        """Begin: pip says nothing as long as an index does not answer, which may take minutes."""
+        self._begin(show_progress("asking the package index"))
+
     def read_line(self, line: str) -> None:
         """Take a line of pip's output."""
         if line.startswith("Collecting "):
@@ -142,6 +146,7 @@ def _size(file: Path) -> int:
 def show(lines: Iterable[str], display: Display) -> list[str]:
     """Show the phases. -> the last lines."""
     last: list[str] = []
+    display.start()
     for line in lines:
         last = [*last, line][-SHOWN_LINES:]
         display.read_line(line.rstrip("\n"))

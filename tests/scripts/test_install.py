@@ -81,6 +81,7 @@ def test_the_phases_of_an_installation(shown: Shown, tmp_path: Path) -> None:
 
     assert show(lines(), Display(files, packages))[-1] == "Successfully installed torch-2.11.0\n"
     assert [(title, total, sum(amounts)) for title, total, amounts in shown.phases] == [
+        ("asking the package index", None, 0),
         ("collecting packages", None, 1),
         ("downloading torch", 12_500_000, 1000),
         ("collecting packages", None, 3),  # those before the download count
@@ -109,6 +110,21 @@ case "$*" in -) exit 1 ;; *--try*) exit 1 ;; esac
     tries = [line.partition("install.py ")[2] for line in log.read_text().splitlines()[1:]]
     assert [each.startswith("--try") for each in tries] == [True, True, False]
     assert tries[2] == "torch>=2.11"
+
+
+@pytest.mark.parametrize(("status", "calls"), [(0, ""), (1, "-m venv")])
+def test_an_environment_without_pip_is_made_again(tmp_path: Path, status: int, calls: str) -> None:
+    """`make serve` was interrupted between the folder and its pip."""
+    environment, python, log = tmp_path / "venv", tmp_path / "python", tmp_path / "log"
+    (environment / "bin").mkdir(parents=True)
+    for path, line in ((environment / "bin/python", f"exit {status}"), (python, f'echo "$*" > {log}')):
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+    log.touch()
+    make = ["make", "-C", str(Path(install.__file__).parents[1]), f"VENV={environment}", f"PYTHON={python}", f"{environment}/stamps/venv"]
+    done = subprocess.run(make, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert log.read_text().partition(f" {environment}")[0].strip() == calls
 
 
 def test_what_pip_says_is_shown_if_it_fails(capfd: pytest.CaptureFixture[str]) -> None:

@@ -141,9 +141,11 @@ def check_num_states(limits: ClientLimits, num_tokens: int) -> None:
     exceed the bound."""
     if num_tokens * limits.hidden_size > MAX_STATE_VALUES:
         size = f"hidden states of up to {num_tokens} tokens with {limits.hidden_size} numbers each"
-        remedy = "shorten the input" if limits.is_pooling else "lower max_tokens, or shorten the prompt"
+        remedy, param = "lower max_tokens, or shorten the prompt", "return_hidden_states"
+        if limits.is_pooling:  # such a request has no field of this name
+            remedy, param = "send fewer or shorter inputs", "prompt"
         sentence = f"{size} exceed the bound of a response, {MAX_STATE_VALUES} numbers ({MAX_STATE_VALUES // limits.hidden_size} tokens)"
-        raise InvalidRequestError(f"{sentence}; {remedy}", "return_hidden_states")
+        raise InvalidRequestError(f"{sentence}; {remedy}", param)
 
 
 def _check_ids(limits: ClientLimits, prompt: Sequence[int]) -> None:

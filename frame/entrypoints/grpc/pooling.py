@@ -3,11 +3,13 @@ functions of the HTTP routes. Must not know a socket."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from frame.entrypoints.grpc.calls import GrpcCaller
 from frame.entrypoints.grpc.schema import Schema
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import sent_as
 from frame.entrypoints.http.native.pooling import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -36,14 +38,15 @@ class Pooling:
         body = EmbeddingRequest(
             input=inputs, dimensions=_set(request, "dimensions"), prompt_name=_set(request, "prompt_name"), **_options(request, caller)
         )
-        reply = self._schema["EmbedReply"]()
-        if request.per_token:
-            each, reply.prompt_tokens = await compute_token_vectors(caller, self._services, body)
-            places = ((reply.token_vectors.add(), vectors) for vectors in each)
+        reply, is_each = self._schema["EmbedReply"](), request.per_token
+        with _named("texts" if request.texts else "token_ids"):
+            compute: Any = compute_token_vectors if is_each else compute_embeddings
+            vectors_of_inputs, reply.prompt_tokens = await compute(caller, self._services, body)
+        if is_each:
+            places = ((reply.token_vectors.add(), vectors) for vectors in vectors_of_inputs)
             steps = (place.vectors.add(values=row.tolist()) for place, vectors in places for row in vectors)
         else:
-            pooled, reply.prompt_tokens = await compute_embeddings(caller, self._services, body)
-            steps = (reply.vectors.add(values=row.tolist()) for row in pooled)
+            steps = (reply.vectors.add(values=row.tolist()) for row in vectors_of_inputs)
         await run_turns(self._services.formatting, caller.tenant, steps)
         return reply
 
@@ -66,7 +69,8 @@ class Pooling:
 
     async def classify(self, request: Any, caller: GrpcCaller) -> Any:
         body = ClassifyRequest(input=list(request.texts), **_options(request, caller))
-        vectors, count = await classify_texts(caller, self._services, body)
+        with _named("texts"):
+            vectors, count = await classify_texts(caller, self._services, body)
         names = get_labels(self._services)
         reply = self._schema["ClassifyReply"](labels=names, prompt_tokens=count)
         steps = (reply.classes.add(label=names[int(row.argmax())], probabilities=row.tolist()) for row in vectors)
@@ -75,10 +79,16 @@ class Pooling:
 
     async def moderate(self, request: Any, caller: GrpcCaller) -> Any:
         body = ModerationRequest(input=list(request.texts), **_options(request, caller))
-        scores_of_texts = await moderate_texts(caller, self._services, body)
+        with _named("texts"):
+            scores_of_texts = await moderate_texts(caller, self._services, body)
         make_verdict = self._schema["Verdict"]
         results = [make_verdict(flagged=any(map(is_flagged, scores.values())), category_scores=scores) for scores in scores_of_texts]
         return self._schema["ModerateReply"](results=results)
+
+
+def _named(name: str) -> AbstractContextManager[None]:
+    """Errors of the field `input` name this field, which the client sent."""
+    return sent_as({"the input": "the input", "input": name})
 
 
 def _set(request: Any, name: str) -> Any:

@@ -109,9 +109,8 @@ class ResponseFiles:
     def check(self, name: str, tenant: str) -> StoredFile | bool:
         """The entry if another server has written it since; else whether the store's own holds."""
         file_name = _name_file(name, tenant)
-        with self._changed:
-            if file_name in self._pending or file_name == self._writing:
-                return True
+        if self.is_pending(name, tenant):
+            return True
         try:
             stamp = _stamp((self._folder / file_name).stat())
         except FileNotFoundError:
@@ -121,6 +120,12 @@ class ResponseFiles:
         if self._stamps.get(file_name) == stamp:
             return True
         return self._read(self._folder / file_name) or False
+
+    def is_pending(self, name: str, tenant: str) -> bool:
+        """Whether the thread has yet to write or delete the entry."""
+        file_name = _name_file(name, tenant)
+        with self._changed:
+            return file_name in self._pending or file_name == self._writing
 
     def load_all(self) -> Iterator[StoredFile]:
         """All entries, in the order of their writing. Removes what a killed server did not

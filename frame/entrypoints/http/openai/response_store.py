@@ -179,7 +179,8 @@ class ResponseStore:
         file."""
         if self._files is not None and not self._runs(stored := self._peek(name, tenant)):
             file = await asyncio.to_thread(self._files.check, name, tenant)
-            if self._peek(name, tenant) is stored:  # nothing has changed the entry meanwhile
+            # Nothing has changed the entry meanwhile: one taken over and deleted is pending.
+            if self._peek(name, tenant) is stored and not self._files.is_pending(name, tenant):
                 self._take_change(name, tenant, file)
         return self.get(name, tenant)
 

@@ -106,6 +106,8 @@ def test_pooling(server: RunningServer, task: str) -> None:
     np.testing.assert_allclose(short, cut / np.linalg.norm(cut, axis=1, keepdims=True), atol=1e-5)
     coded = posted(server, "/pooling", {"input": TEXTS[:1], "task": task, "encoding_format": "base64"})["data"][0]["data"]
     np.testing.assert_allclose([np.frombuffer(base64.b64decode(each), "<f4") for each in coded], unit[0], atol=1e-5)
+    error = refused(server, "/pooling", {"input": ["x " * 250] * 50, "task": task})["error"]
+    assert (error["param"], error["message"].rpartition("; ")[2]) == ("input", "send fewer or shorter inputs")
     assert "use base64" in refused(server, "/pooling", {"input": "x", "task": task, "encoding_format": "bytes"})["error"]["message"]
 
 

@@ -93,6 +93,8 @@ def test_grpc_vectors_equal_those_of_http(minilm: RunningServer) -> None:
             ({"texts": ["a"], "token_ids": [{"ids": [5]}]}, "send either"),
             ({"texts": ["a"], "dimensions": 999}, "dimensions is 999"),
             ({"token_ids": [{}]}, "empty"),
+            ({"texts": ["a"] * 2049}, "texts has 2049 entries"),
+            ({"token_ids": [{"ids": [5]}] * 2049, "per_token": True}, "token_ids has 2049 entries"),
         ):
             with pytest.raises(grpc.RpcError, match=part) as caught:
                 client.call("Embed", request)

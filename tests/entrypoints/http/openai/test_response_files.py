@@ -329,3 +329,33 @@ async def test_a_change_here_outlasts_what_a_file_said_meanwhile(open_store: Ope
     stored = await find
     assert stored is not None
     assert stored.items == b'["mine"]'
+
+
+async def test_a_deletion_here_outlasts_what_a_file_said_meanwhile(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request has taken the entry over and deleted it, and the file is not deleted yet."""
+    one, two = open_store(), open_store()
+    one.put("conv_1", "t", b'{"id":"conv_1"}', b"[]")
+    wait_until_written(one)
+    check, write, is_read, goes_on, deletes = ResponseFiles.check, ResponseFiles._write, *(threading.Event() for _ in range(3))
+
+    def slow(files: ResponseFiles, name: str, tenant: str) -> Any:
+        found, is_first = check(files, name, tenant), not is_read.is_set()
+        is_read.set()
+        assert not is_first or goes_on.wait(20)
+        return found
+
+    def slow_write(files: ResponseFiles, path: Path, data: bytes | None) -> None:
+        assert deletes.wait(20)
+        write(files, path, data)
+
+    monkeypatch.setattr(ResponseFiles, "check", slow)
+    monkeypatch.setattr(ResponseFiles, "_write", slow_write)
+    find = asyncio.create_task(two.find("conv_1", "t"))
+    await asyncio.to_thread(is_read.wait, 20)
+    assert await two.find("conv_1", "t") is not None
+    assert two.delete("conv_1", "t")
+    goes_on.set()
+    assert await find is None
+    deletes.set()
+    wait_until_written(two)
+    assert await two.find("conv_1", "t") is None
