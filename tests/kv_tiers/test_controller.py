@@ -469,3 +469,23 @@ def test_write_back_stores_what_is_evicted() -> None:
     assert rig.load["tier_dropped_blocks"] > dropped
     assert len(rig.tiers[0].blocks) == len(transit)
     rig.run()
+
+
+def test_write_back_knows_the_pages_of_a_prompt_that_was_computed_again() -> None:
+    """A preempted request gets other pages, which held other blocks before: their notes are of what they
+    hold now, or the tier would be given blocks under the keys of others."""
+    rig = make_rig((), write_policy="write_back", num_pages=33, max_running=1)
+    rig.add([*range(1, 100)], SamplingParams(max_tokens=1, temperature=0.0))  # its blocks have been on most pages
+    rig.run_until(lambda: rig.scheduler.is_idle)
+    rig.drop_device_cache()
+    rid = rig.add([7, *range(60, 90)], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
+    rig.run_until(lambda: len(rig.requests[rid].got) > 2)
+    planner, kv_manager = rig.scheduler._planner, rig.scheduler._running.kv_manager
+    planner.preempt(planner._running.requests[-1])
+    rig.drop_device_cache()
+    rig.run_until(lambda: len(rig.requests[rid].got) > 8)
+    request = planner._running.requests[-1]
+    chain, pages = rig.controller._keys.extend(request, request.tokens), kv_manager.shared_pages(request.slot).tolist()
+    assert len(pages) > 6
+    assert [rig.controller._set.noted[page][0] for page in pages] == chain.keys[: len(pages)]
+    rig.run()
