@@ -15,7 +15,7 @@ import torch
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
-from frame.core.interfaces.kv_tier import KVTierCapabilities
+from frame.core.interfaces.kv_tier import KVTierCapabilities, KVTierContext
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.platform import HOST, PlatformContext, SupportsPinning
 from frame.core.interfaces.plugin import Anything
@@ -91,11 +91,14 @@ def test_memory_is_pinned_for_the_device_of_the_rank() -> None:
         def pin_memory(self, memory: torch.Tensor) -> None:
             calls.append("pin")
 
+    def create(context: KVTierContext) -> Any:
+        calls.clear()
+        context.pin(torch.zeros(8, dtype=torch.uint8))
+
     pool = make_pool("uniform", 16, 8, torch.device("cpu"))
-    pinned = ChosenTier("pinned", KVTierCapabilities(), lambda context: context.pin(torch.zeros(8, dtype=torch.uint8)) or SimpleNamespace())
-    opened = open_tiers(TierSettings([pinned], "model", b"secret", "write_through", 1), pool, Pinning(PlatformContext()))
-    opened.mover.close()
-    assert calls[-2:] == ["activate", "pin"]
+    settings = TierSettings([ChosenTier("pinned", KVTierCapabilities(), create)], "model", b"secret", "write_through", 1)
+    open_tiers(settings, pool, Pinning(PlatformContext())).mover.close()
+    assert calls == ["activate", "pin"]
 
 
 @pytest.mark.parametrize(

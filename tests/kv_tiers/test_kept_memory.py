@@ -146,6 +146,15 @@ def test_the_memory_of_another_process_is_opened_alone(monkeypatch: pytest.Monke
             open_kept()
 
 
+def test_the_memory_of_another_server_is_not_opened(memory: KeptMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a process in another container may have the same number and descriptor."""
+    path = get_path(memory._file)
+    monkeypatch.setattr(kept_memory, "_NAME", "frame-kept-other")
+    assert get_path(memory._file) != path
+    with pytest.raises(OSError, match="another file"):
+        KeptMemory(get_path(memory._file))
+
+
 def test_another_process_sees_the_memory(memory: KeptMemory) -> None:
     memory.map(100)[7] = 42
     descriptor = memory._file
@@ -176,6 +185,7 @@ def test_an_engine_that_was_killed_is_warm() -> None:
     prompts = [[7 + (number * 31 + index * index * 3 + index * number) % 900 for index in range(4096)] for number in range(2)]
     with RunningServer(Path(find_model("frame-tiny")), *FLAGS, *TIER, fake=False) as server:
         cold = [_measure(server, prompt) for prompt in prompts]
+        wait_until(lambda: server.get("/server_info")["tiers"][0]["stored_tokens"] >= 8192)
         server.children()["scheduler"].kill()
         wait_until(lambda: restarts(server) == 1)
         assert _measure(server, [7, 8, 9])[2] == 0
