@@ -104,11 +104,24 @@ def test_the_order_of_use_is_kept(memory: KeptMemory, tmp_path: Path) -> None:
     assert second.tier.match(keys) == 4, "the blocks that were stored first are evicted first"
 
 
-@pytest.mark.parametrize("change", [{"identity": "other"}, {"num_blocks": 7}])
+@pytest.mark.parametrize("change", [{"identity": "other"}, {"num_blocks": 9}])
 def test_blocks_of_another_model_or_size_are_not_served(memory: KeptMemory, tmp_path: Path, change: dict[str, Any]) -> None:
     keys = make_keys(3)
     KeptRig(memory, tmp_path).store(keys)
     assert KeptRig(memory, tmp_path, **change).count_held(keys) == 0
+
+
+def test_blocks_outlive_a_slight_change_of_their_number(memory: KeptMemory, tmp_path: Path) -> None:
+    """That of `ratio` follows the device's free memory, which each start measures."""
+    keys = make_keys(7)
+    KeptRig(memory, tmp_path, num_blocks=7).store(keys)
+    second = KeptRig(memory, tmp_path, num_blocks=8)
+    second.load_all(keys)
+    third = KeptRig(memory, tmp_path, num_blocks=6)
+    held = [key for key in keys if third.count_held([key])]
+    assert len(held) == 6
+    third.load_all(held)
+    assert KeptRig(memory, tmp_path, num_blocks=8).count_held(keys) == 6
 
 
 def test_nothing_is_kept_after_a_flush(memory: KeptMemory, tmp_path: Path) -> None:
