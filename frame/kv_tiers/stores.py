@@ -74,8 +74,8 @@ class BlockStores:
             chain.num_stored = self._store(chain, cache_keys, namespace)
 
     def _note(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str) -> None:
-        """Take note of the keys of pages that the prefix cache has now: of all, since a sequence that
-        was preempted has other pages, which may be noted for what they held before."""
+        """Take note of the keys of pages that the prefix cache has now: of all, since a sequence
+        that was preempted has other pages, which may be noted for what they held before."""
         noted = self._set.noted
         pages = self._set.kv_manager.cache.match(cache_keys, namespace).pages.tolist()
         for place in range(min(len(pages), len(chain.keys))):

@@ -472,8 +472,8 @@ def test_write_back_stores_what_is_evicted() -> None:
 
 
 def test_write_back_knows_the_pages_of_a_prompt_that_was_computed_again() -> None:
-    """A preempted request gets other pages, which held other blocks before: their notes are of what they
-    hold now, or the tier would be given blocks under the keys of others."""
+    """A preempted request gets other pages, which held other blocks before: their notes are of what
+    they hold now, or the tier would be given blocks under the keys of others."""
     rig = make_rig((), write_policy="write_back", num_pages=33, max_running=1)
     rig.add([*range(1, 100)], SamplingParams(max_tokens=1, temperature=0.0))  # its blocks have been on most pages
     rig.run_until(lambda: rig.scheduler.is_idle)

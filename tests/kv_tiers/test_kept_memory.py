@@ -3,6 +3,7 @@ next one, and nothing of it is left when the server ends."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -122,6 +123,16 @@ def test_blocks_outlive_a_slight_change_of_their_number(memory: KeptMemory, tmp_
     assert len(held) == 6
     third.load_all(held)
     assert KeptRig(memory, tmp_path, num_blocks=8).count_held(keys) == 6
+
+
+def test_no_page_of_memory_is_pinned_twice(memory: KeptMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame.plugins.kv_tiers.buffers.PIECE_BYTES", 1 << 17)
+    pinned: list[torch.Tensor] = []
+    context = KVTierContext(mmap.PAGESIZE + mmap.PAGESIZE // 4, "model", torch.empty, pin=pinned.append)
+    KeptPool(context, memory.map, 100)._thread.join()
+    assert len(pinned) > 3
+    assert all(each.data_ptr() % mmap.PAGESIZE == 0 for each in pinned)
+    assert sum(each.nbytes for each in pinned) == 100 * context.block_bytes
 
 
 def test_nothing_is_kept_after_a_flush(memory: KeptMemory, tmp_path: Path) -> None:

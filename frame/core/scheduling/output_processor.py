@@ -304,7 +304,8 @@ class OutputProcessor:
             if i not in sampled.finishes and request.slot not in self._running.extending and not request.next_namespace:
                 self._table.flush_tokens(request.slot)
                 request.tokens = request.all_tokens()
-                return self._running.cache_prefill(request, self._running.count_committed(request.slot))
+                self._running.cache_prefill(request, self._running.count_committed(request.slot))
+                return
 
     def _cache_chunks(self, record: StepRecord) -> None:
         """Insert what this step computed of prompts that it does not complete."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from mmap import PAGESIZE
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 _FORMAT = 1  # of the memory
 _KEY_BYTES, _DIGEST_BYTES, _NAME_BYTES = 32, 16, 32
-_PAGE = 4096
 
 
 class KeptPool(BufferPool):
@@ -32,7 +32,7 @@ class KeptPool(BufferPool):
         size = context.block_bytes
         capacity = 1 << (num_buffers - 1).bit_length()  # so that few more or fewer buffers have the same places
         ends = np.cumsum([_NAME_BYTES, 8 * capacity, _KEY_BYTES * capacity, _DIGEST_BYTES * capacity])
-        start = -(-int(ends[-1]) // _PAGE) * _PAGE
+        start = -(-int(ends[-1]) // PAGESIZE) * PAGESIZE
         memory = map_kept(start + num_buffers * size)
         name, orders, keys, digests = np.split(memory[: ends[-1]], ends[:-1])
         self._orders, self._keys, self._digests = orders.view(np.uint64), keys.reshape(-1, _KEY_BYTES), digests.reshape(-1, _DIGEST_BYTES)

@@ -17,14 +17,13 @@ from frame.core.interfaces.platform import (
     PlatformContext,
     SupportsGraphs,
     SupportsSleep,
-    SupportsPinning,
     SupportsStreams,
     SupportsSynchronisationChecks,
 )
 from frame.host.installation import install_command
 
 
-class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, SupportsSleep, SupportsSynchronisationChecks):
+class CudaPlatform(Platform, SupportsStreams, SupportsGraphs, SupportsSleep, SupportsSynchronisationChecks):
     """One GPU. Streams, events and graphs are PyTorch's own objects. Memory is released by
     torch-memory-saver, from a pool of PyTorch's allocator for each tag."""
 
