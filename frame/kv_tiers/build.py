@@ -21,7 +21,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache_groups import RESERVED_PAGES
 from frame.core.interfaces.kv_tier import BlockMover, KVTier, KVTierCapabilities, KVTierContext, TransferSettings
 from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
-from frame.core.interfaces.platform import HOST, Platform, SupportsStreams
+from frame.core.interfaces.platform import HOST, Platform, SupportsPinning, SupportsStreams
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.host.authenticated_link import read_key
 from frame.host.kept_memory import KeptMemory, open_kept
@@ -284,7 +284,7 @@ def allocate(platform: Platform, num_bytes: int) -> torch.Tensor:
 
 def pin(platform: Platform, memory: torch.Tensor) -> None:
     """See `KVTierContext.pin`."""
-    if isinstance(platform, SupportsStreams):
+    if isinstance(platform, SupportsPinning):
         platform.activate()  # for the tier's thread, which would use another device
         platform.pin_memory(memory)
 

@@ -17,7 +17,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.core.interfaces.kv_tier import KVTierCapabilities, KVTierContext
 from frame.core.interfaces.parallel import ParallelPlan
-from frame.core.interfaces.platform import HOST, PlatformContext
+from frame.core.interfaces.platform import HOST, PlatformContext, SupportsPinning
 from frame.core.interfaces.plugin import Anything
 from frame.core.kv_cache.geometry import group_layers
 from frame.core.kv_cache.kv_pool import KVPool
@@ -84,7 +84,7 @@ def test_memory_is_pinned_for_the_device_of_the_rank() -> None:
     """The thread that pins it has none."""
     calls: list[str] = []
 
-    class Pinning(FakePlatform):
+    class Pinning(FakePlatform, SupportsPinning):
         def activate(self) -> None:
             calls.append("activate")
 

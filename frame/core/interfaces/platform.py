@@ -208,9 +208,6 @@ class SupportsStreams(ABC):
 
         return torch.empty(shape, dtype=dtype)
 
-    def pin_memory(self, memory: torch.Tensor) -> None:
-        """Make whole pages of mapped memory like that memory, until the process ends."""
-
 
 @contextlib.contextmanager
 def _switch_stream(platform: SupportsStreams, stream: DeviceStream) -> Iterator[None]:
@@ -220,6 +217,14 @@ def _switch_stream(platform: SupportsStreams, stream: DeviceStream) -> Iterator[
         yield
     finally:
         platform.set_stream(before)
+
+
+class SupportsPinning(ABC):
+    """Optional, of a platform with streams: pins memory that others allocated."""
+
+    @abstractmethod
+    def pin_memory(self, memory: torch.Tensor) -> None:
+        """Make mapped memory like that of `allocate_pinned`, until the process ends."""
 
 
 class SupportsGraphs(ABC):

@@ -282,8 +282,7 @@ class OutputProcessor:
         requests match them while these run. With several cache groups, also the chunks before
         them: a match can only end where a window or a state was kept.
 
-        The prefill of a preempted or recovered request covers its output too. A run of forced
-        tokens is not inserted here but when its request leaves.
+        The prefill of a preempted or recovered request covers its output too.
         """
         if self._running.kv_manager.groups is not None:
             self._cache_chunks(record)
@@ -295,8 +294,7 @@ class OutputProcessor:
             self._running.cache_prefill(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
 
     def _cache_output(self, sampled: SampledRows) -> None:
-        """Insert what one request has generated into the prefix cache, and so into the tiers: that
-        which has most, once it has 1/32 more than the cache. Each costs as much as it is long."""
+        """Insert one request's output, so that tiers have it; rarely, as its whole length counts."""
         shared = self._table.arrays.num_shared[sampled.slots]
         gaps = self._table.arrays.num_computed_tokens[sampled.slots] // self._running.kv_manager.page_size - shared - shared // 32
         for i in np.argsort(-gaps)[: np.count_nonzero(gaps > 1)].tolist():
@@ -305,7 +303,7 @@ class OutputProcessor:
                 self._table.flush_tokens(request.slot)
                 request.tokens = request.all_tokens()
                 self._running.cache_prefill(request, self._running.count_committed(request.slot))
-                return
+                break
 
     def _cache_chunks(self, record: StepRecord) -> None:
         """Insert what this step computed of prompts that it does not complete."""

@@ -16,6 +16,7 @@ from frame.core.interfaces.platform import (
     Platform,
     PlatformContext,
     SupportsGraphs,
+    SupportsPinning,
     SupportsSleep,
     SupportsStreams,
     SupportsSynchronisationChecks,
@@ -23,7 +24,7 @@ from frame.core.interfaces.platform import (
 from frame.host.installation import install_command
 
 
-class CudaPlatform(Platform, SupportsStreams, SupportsGraphs, SupportsSleep, SupportsSynchronisationChecks):
+class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, SupportsSleep, SupportsSynchronisationChecks):
     """One GPU. Streams, events and graphs are PyTorch's own objects. Memory is released by
     torch-memory-saver, from a pool of PyTorch's allocator for each tag."""
 
