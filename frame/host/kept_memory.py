@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-VARIABLE = "FRAME_KEPT_MEMORY"  # of a child's environment: the path of the memory that its parent keeps for it
+VARIABLE = "FRAME_KEPT_MEMORY"  # of a child's environment: `get_path` of the memory that its parent keeps for it
 SECRET_BYTES = 32  # at its start, random
-_NAME = "frame-kept"
+_NAME = f"frame-kept-{os.urandom(8).hex()}"  # in this process
 _START = mmap.ALLOCATIONGRANULARITY  # of what is mapped
 
 
@@ -34,16 +34,17 @@ def create_memory() -> int | None:
 
 
 def get_path(descriptor: int) -> str:
-    """Where other processes of this user open memory of this process."""
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
+    """Where other processes of this user open memory of this process: a path and its name."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}:{_NAME}"
 
 
 class KeptMemory:
     """Memory that another process keeps. Raises OSError where it cannot be opened."""
 
     def __init__(self, path: str) -> None:
-        if not Path(path).readlink().name.startswith(f"memfd:{_NAME}"):
-            raise OSError(f"{path} is another file")  # the process has ended, and another one has its number
+        path, _, name = path.partition(":")
+        if not Path(path).readlink().name.startswith(f"memfd:{name} "):
+            raise OSError(f"{path} is another file")  # of another process with this number, perhaps in another container
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     @property

@@ -190,8 +190,7 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
     transfer = settings.transfer
     if transfer is not None:
         transfer = replace(transfer, properties={**transfer.properties, **list_properties(settings.model, pool.geometry)})
-    pin = platform.pin_memory if isinstance(platform, SupportsPinning) else lambda _: None
-    context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), pin, pool_bytes, transfer)
+    context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), partial(pin, platform), pool_bytes, transfer)
     tiers: list[KVTier] = []
     kept = settings.kept  # for the first tier that uses it
     try:
@@ -283,6 +282,13 @@ def allocate(platform: Platform, num_bytes: int) -> torch.Tensor:
     return torch.from_numpy(np.zeros(num_bytes, np.uint8))  # pages that are never written do not become resident
 
 
+def pin(platform: Platform, memory: torch.Tensor) -> None:
+    """See `KVTierContext.pin`."""
+    if isinstance(platform, SupportsPinning):
+        platform.activate()  # for the tier's thread, which would use another device
+        platform.pin_memory(memory)
+
+
 def describe_blocks(model: str, geometry: KVGeometry, place: Sequence[int] = (0, 1, 0, 1)) -> str:
     """The identity of blocks of this model with this geometry. place: of the rank; its stage, their
     number, its rank in the attention group, and their number."""
@@ -312,7 +318,7 @@ def digest_model(resolved: Resolved) -> str:
     plugins = [choice.model_dump() for kind in _COMPUTING for choice in resolved.plugins.get(kind, ())]
     values = [asdict(resolved.model), resolved.dtype, resolved.kv_dtype, resolved.max_context, user.model.seed, plugins]
     digest = hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=32)
-    for folder in (resolved.model_path, user.speculative.draft_model_path):
+    for folder in (resolved.weights_folder, user.speculative.draft_model_path):
         for file in sorted(Path(folder).iterdir()) if folder else ():
             if file.is_file():
                 status = file.stat()

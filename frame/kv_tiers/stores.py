@@ -69,15 +69,16 @@ class BlockStores:
             chain.num_allowed = allowed if chain.num_allowed == first else chain.num_allowed
             chain.num_offered = count
         if self._is_late:
-            self._note(chain, cache_keys, namespace, first)
+            self._note(chain, cache_keys, namespace)
         elif chain.num_stored < chain.num_allowed:
             chain.num_stored = self._store(chain, cache_keys, namespace)
 
-    def _note(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str, first: int) -> None:
-        """Take note of the keys of pages that the prefix cache has now."""
+    def _note(self, chain: BlockKeys, cache_keys: np.ndarray, namespace: str) -> None:
+        """Take note of the keys of pages that the prefix cache has now: of all, since a sequence
+        that was preempted has other pages, which may be noted for what they held before."""
         noted = self._set.noted
         pages = self._set.kv_manager.cache.match(cache_keys, namespace).pages.tolist()
-        for place in range(first, min(len(pages), len(chain.keys))):
+        for place in range(min(len(pages), len(chain.keys))):
             note = chain.keys[place], place < chain.num_public
             self.num_dropped += noted.get(pages[place], note)[0] != note[0]
             noted[pages[place]] = note

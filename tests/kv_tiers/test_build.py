@@ -15,9 +15,9 @@ import torch
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
-from frame.core.interfaces.kv_tier import KVTierCapabilities
+from frame.core.interfaces.kv_tier import KVTierCapabilities, KVTierContext
 from frame.core.interfaces.parallel import ParallelPlan
-from frame.core.interfaces.platform import HOST, PlatformContext
+from frame.core.interfaces.platform import HOST, PlatformContext, SupportsPinning
 from frame.core.interfaces.plugin import Anything
 from frame.core.kv_cache.geometry import group_layers
 from frame.core.kv_cache.kv_pool import KVPool
@@ -31,6 +31,7 @@ from frame.kv_tiers.build import (
     describe_blocks,
     digest_model,
     divide_options,
+    open_tiers,
     prepare_tiers,
 )
 from tests.kv_tiers.mover_rig import make_geometry, make_pool
@@ -67,6 +68,37 @@ def test_the_identity_changes_with_what_computes_keys_and_values(tmp_path: Path)
     assert len({describe_blocks(first, geometry) for geometry in geometries}) == 6
     places = [(0, 1, 0, 1), (0, 1, 0, 2), (0, 1, 1, 2), (0, 2, 0, 1), (1, 2, 0, 1)]
     assert len({describe_blocks(first, geometries[0], place) for place in places}) == 5
+
+
+def test_an_engine_that_starts_after_an_update_has_other_blocks(tmp_path: Path) -> None:
+    """Its model's folder is the same, and it loads the weights of another one."""
+    import frame.models
+
+    tiny = Path(frame.models.__file__).parent / "frame_tiny"
+    shutil.copytree(tiny, tmp_path / "later", copy_function=shutil.copy)  # without the times of the files
+    resolved = prepare(FrameConfig.model_validate({"model": {"path": str(tiny)}, "execution": {"device": "cpu"}})).resolved
+    assert digest_model(resolved.with_weights(str(tmp_path / "later"), "2")) != digest_model(resolved)
+
+
+def test_memory_is_pinned_for_the_device_of_the_rank() -> None:
+    """The thread that pins it has none."""
+    calls: list[str] = []
+
+    class Pinning(FakePlatform, SupportsPinning):
+        def activate(self) -> None:
+            calls.append("activate")
+
+        def pin_memory(self, memory: torch.Tensor) -> None:
+            calls.append("pin")
+
+    def create(context: KVTierContext) -> Any:
+        calls.clear()
+        context.pin(torch.zeros(8, dtype=torch.uint8))
+
+    pool = make_pool("uniform", 16, 8, torch.device("cpu"))
+    settings = TierSettings([ChosenTier("pinned", KVTierCapabilities(), create)], "model", b"secret", "write_through", 1)
+    open_tiers(settings, pool, Pinning(PlatformContext())).mover.close()
+    assert calls == ["activate", "pin"]
 
 
 @pytest.mark.parametrize(

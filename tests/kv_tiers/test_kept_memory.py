@@ -3,6 +3,7 @@ next one, and nothing of it is left when the server ends."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -104,11 +105,34 @@ def test_the_order_of_use_is_kept(memory: KeptMemory, tmp_path: Path) -> None:
     assert second.tier.match(keys) == 4, "the blocks that were stored first are evicted first"
 
 
-@pytest.mark.parametrize("change", [{"identity": "other"}, {"num_blocks": 7}])
+@pytest.mark.parametrize("change", [{"identity": "other"}, {"num_blocks": 9}])
 def test_blocks_of_another_model_or_size_are_not_served(memory: KeptMemory, tmp_path: Path, change: dict[str, Any]) -> None:
     keys = make_keys(3)
     KeptRig(memory, tmp_path).store(keys)
     assert KeptRig(memory, tmp_path, **change).count_held(keys) == 0
+
+
+def test_blocks_outlive_a_slight_change_of_their_number(memory: KeptMemory, tmp_path: Path) -> None:
+    """That of `ratio` follows the device's free memory, which each start measures."""
+    keys = make_keys(7)
+    KeptRig(memory, tmp_path, num_blocks=7).store(keys)
+    second = KeptRig(memory, tmp_path, num_blocks=8)
+    second.load_all(keys)
+    third = KeptRig(memory, tmp_path, num_blocks=6)
+    held = [key for key in keys if third.count_held([key])]
+    assert len(held) == 6
+    third.load_all(held)
+    assert KeptRig(memory, tmp_path, num_blocks=8).count_held(keys) == 6
+
+
+def test_no_page_of_memory_is_pinned_twice(memory: KeptMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frame.plugins.kv_tiers.buffers.PIECE_BYTES", 1 << 17)
+    pinned: list[torch.Tensor] = []
+    context = KVTierContext(mmap.PAGESIZE + mmap.PAGESIZE // 4, "model", torch.empty, pin=pinned.append)
+    KeptPool(context, memory.map, 100)._thread.join()
+    assert len(pinned) > 3
+    assert all(each.data_ptr() % mmap.PAGESIZE == 0 for each in pinned)
+    assert sum(each.nbytes for each in pinned) == 100 * context.block_bytes
 
 
 def test_nothing_is_kept_after_a_flush(memory: KeptMemory, tmp_path: Path) -> None:
@@ -146,6 +170,15 @@ def test_the_memory_of_another_process_is_opened_alone(monkeypatch: pytest.Monke
             open_kept()
 
 
+def test_the_memory_of_another_server_is_not_opened(memory: KeptMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a process in another container may have the same number and descriptor."""
+    path = get_path(memory._file)
+    monkeypatch.setattr(kept_memory, "_NAME", "frame-kept-other")
+    assert get_path(memory._file) != path
+    with pytest.raises(OSError, match="another file"):
+        KeptMemory(get_path(memory._file))
+
+
 def test_another_process_sees_the_memory(memory: KeptMemory) -> None:
     memory.map(100)[7] = 42
     descriptor = memory._file
@@ -176,6 +209,7 @@ def test_an_engine_that_was_killed_is_warm() -> None:
     prompts = [[7 + (number * 31 + index * index * 3 + index * number) % 900 for index in range(4096)] for number in range(2)]
     with RunningServer(Path(find_model("frame-tiny")), *FLAGS, *TIER, fake=False) as server:
         cold = [_measure(server, prompt) for prompt in prompts]
+        wait_until(lambda: server.get("/server_info")["tiers"][0]["stored_tokens"] >= 8192)
         server.children()["scheduler"].kill()
         wait_until(lambda: restarts(server) == 1)
         assert _measure(server, [7, 8, 9])[2] == 0

@@ -282,8 +282,7 @@ class OutputProcessor:
         requests match them while these run. With several cache groups, also the chunks before
         them: a match can only end where a window or a state was kept.
 
-        The prefill of a preempted or recovered request covers its output too. A run of forced
-        tokens is not inserted here but when its request leaves.
+        The prefill of a preempted or recovered request covers its output too.
         """
         if self._running.kv_manager.groups is not None:
             self._cache_chunks(record)
@@ -295,15 +294,16 @@ class OutputProcessor:
             self._running.cache_prefill(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
 
     def _cache_output(self, sampled: SampledRows) -> None:
-        """Insert what one request has generated into the prefix cache, and so into the tiers, which
-        may outlive the engine: that which has the most, so that a step costs little."""
-        a, slots = self._table.arrays, sampled.slots
-        gaps = a.num_computed_tokens[slots] // self._running.kv_manager.page_size - a.num_shared[slots]
-        if gaps.size and gaps[i := int(gaps.argmax())] > 1 and i not in sampled.finishes and int(slots[i]) not in self._running.extending:
-            request = self._table.get_request(int(slots[i]))
-            self._table.flush_tokens(request.slot)
-            request.tokens = request.all_tokens()
-            self._running.cache_prefill(request, self._running.count_committed(request.slot))
+        """Insert one request's output, so that tiers have it; rarely: its whole length counts."""
+        shared = self._table.arrays.num_shared[sampled.slots]
+        gaps = self._table.arrays.num_computed_tokens[sampled.slots] // self._running.kv_manager.page_size - shared - shared // 32
+        for i in np.argsort(-gaps)[: np.count_nonzero(gaps > 1)].tolist():
+            request = self._table.get_request(sampled.slots[i])
+            if i not in sampled.finishes and request.slot not in self._running.extending and not request.next_namespace:
+                self._table.flush_tokens(request.slot)
+                request.tokens = request.all_tokens()
+                self._running.cache_prefill(request, self._running.count_committed(request.slot))
+                break
 
     def _cache_chunks(self, record: StepRecord) -> None:
         """Insert what this step computed of prompts that it does not complete."""

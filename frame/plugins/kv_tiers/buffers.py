@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from math import gcd
+from mmap import PAGESIZE
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -80,7 +82,8 @@ class BufferPool:
             self._pieces.get()
 
     def _allocate(self) -> None:
-        per_piece = max(1, PIECE_BYTES // self._context.block_bytes)
+        whole = PAGESIZE // gcd(PAGESIZE, self._context.block_bytes)  # buffers: a page of memory is locked once
+        per_piece = max(1, PIECE_BYTES // self._context.block_bytes // whole) * whole
         for start in range(0, self._num_buffers, per_piece):
             if self._is_closed.is_set():
                 return

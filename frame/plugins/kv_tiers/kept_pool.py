@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from mmap import PAGESIZE
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 _FORMAT = 1  # of the memory
 _KEY_BYTES, _DIGEST_BYTES, _NAME_BYTES = 32, 16, 32
-_PAGE = 4096
 
 
 class KeptPool(BufferPool):
@@ -30,16 +30,18 @@ class KeptPool(BufferPool):
 
     def __init__(self, context: KVTierContext, map_kept: Callable[[int], np.ndarray], num_buffers: int) -> None:
         size = context.block_bytes
-        ends = np.cumsum([_NAME_BYTES, 8 * num_buffers, _KEY_BYTES * num_buffers, _DIGEST_BYTES * num_buffers])
-        start = -(-int(ends[-1]) // _PAGE) * _PAGE
+        capacity = 1 << (num_buffers - 1).bit_length()  # so that few more or fewer buffers have the same places
+        ends = np.cumsum([_NAME_BYTES, 8 * capacity, _KEY_BYTES * capacity, _DIGEST_BYTES * capacity])
+        start = -(-int(ends[-1]) // PAGESIZE) * PAGESIZE
         memory = map_kept(start + num_buffers * size)
         name, orders, keys, digests = np.split(memory[: ends[-1]], ends[:-1])
         self._orders, self._keys, self._digests = orders.view(np.uint64), keys.reshape(-1, _KEY_BYTES), digests.reshape(-1, _DIGEST_BYTES)
         self._blocks = torch.from_numpy(memory[start:]).view(num_buffers, size)
-        layout = blake2b(f"{_FORMAT} {size} {num_buffers} {context.identity}".encode(), digest_size=_NAME_BYTES).digest()
+        layout = blake2b(f"{_FORMAT} {size} {capacity} {context.identity}".encode(), digest_size=_NAME_BYTES).digest()
         if name.tobytes() != layout:
             self._orders[:] = 0
             name[:] = np.frombuffer(layout, np.uint8)
+        self._orders[num_buffers:] = 0
         self._held = self._orders > 0  # when this pool began
         self._last = int(self._orders.max(initial=0))
         self._is_recording = True
