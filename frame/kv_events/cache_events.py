@@ -133,6 +133,8 @@ class EventBuilder:
         for block in stored.keys.reshape(-1, size):
             parent = hash_block(parent, block)
             hashes.append(parent)
+        if stored.parent == _UNKNOWN and not (self._hashes == hashes[-count - 1]).any():
+            return  # as above: the cache's page of the parent is not listed
         is_first = stored.parent == _ROOT
         above = None if is_first else int(self._hashes[stored.parent]) if stored.parent >= 0 else hashes[-count - 1]
         self._hashes[stored.pages] = hashes[-count:]
