@@ -21,7 +21,7 @@ from tests.disaggregation.servers import Deployment, DividingRouter, ask, deploy
 from tests.entrypoints.serving import RunningServer, wait_until
 
 pytest.importorskip("nixl_cu13")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 NUM_ROUNDS = int(os.environ.get("NUM_ROUNDS", "2"))
 STREAMS = 16
 STOPPED = 2.0  # seconds for which a server is stopped

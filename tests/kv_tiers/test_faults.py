@@ -24,7 +24,7 @@ from tests.entrypoints.chaos.storm import restarts
 from tests.entrypoints.serving import RunningServer, wait_until
 from tests.kv_tiers import faulty_plugin
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 NUM_FAULTS = int(os.environ.get("NUM_FAULTS", "50"))
 NUM_KILLS = int(os.environ.get("NUM_KILLS", "5"))
 STREAMS = 32
