@@ -247,7 +247,7 @@ def test_media_adapters_and_weights_have_keys_of_their_own(tmp_path: Path, conte
 def test_too_many_changes_are_forgotten_not_wrong(
     tmp_path: Path, context: zmq.Context, monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
-    """`is_shared`: the child shares the cached page of its parent, or its request computed one anew."""
+    """`is_shared`: the child shares its parent's cached page, or its request computed one anew."""
     monkeypatch.setattr(random, "random", lambda: 0.0 if is_shared else 1.0)
     rig, index = Rig(tmp_path, max_waiting=3), Index()
     rig.insert([1, 2, 3, 4])
