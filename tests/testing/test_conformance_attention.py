@@ -3,6 +3,8 @@ what it finds."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
@@ -33,10 +35,15 @@ def test_only_what_the_capabilities_cover_is_asked() -> None:
 def test_bits_are_compared_where_the_capabilities_claim_it(claims: bool) -> None:
     able = AttentionCapabilities(devices=("cpu",), kinds=("mha",), dtypes=("float32", "bfloat16"), batch_invariant=claims)
     record = PluginRecord("attention_backend", "b", "m:C", "attention/2", able)
-    subject = conformance.Subject(record, TorchNativeBackend, None, conformance.Setting())
+    subject = conformance.Subject(record, TorchNativeBackend, None, conformance.Setting(thorough=True))
     found = [check.name for check in conformance.checks("attention_backend", subject) if check.name.startswith("batch_invariant-")]
     names = [name for name, case in CASES.items() if not case.rank and case.window is None]
     assert found == [f"batch_invariant-{name}-{dtype}" for name in names for dtype in able.dtypes if claims]
+    short = conformance.checks("attention_backend", replace(subject, setting=conformance.Setting()))
+    some = [check.name for check in short if check.name.startswith("batch_invariant-")]
+    assert set(some) < set(found) if claims else not some
+    assert [name.rsplit("-", 1)[0] for name in some] == [f"batch_invariant-{name}" for name in names if claims], "a case is left out"
+    assert len({name.rsplit("-", 1)[1] for name in some}) == 2 * claims, "a dtype is left out"
 
 
 def test_a_backend_for_another_device_cannot_be_checked_here() -> None:
