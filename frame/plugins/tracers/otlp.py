@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 EXPORT_TIMEOUT = 5  # seconds
 EXPORT_INTERVAL = 1000  # milliseconds
 CLOSE_TIMEOUT = 2.0  # seconds for sending the last spans
+
+
+class SecretIdGenerator(RandomIdGenerator):
+    """Draws from the operating system: a plugin that sets the seed of `random` in two processes would
+    give their spans the same ids."""
+
+    def generate_span_id(self) -> int:
+        return secrets.randbits(64) or 1  # 0 is invalid
+
+    def generate_trace_id(self) -> int:
+        return secrets.randbits(128) or 1
 
 
 class OtlpSpan(Span):
@@ -47,7 +60,8 @@ class OtlpTracer(Tracer):
     def __init__(self, context: TracerContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         name = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "frame"}
-        self._provider = TracerProvider(resource=Resource.create({**name, "frame.process": context.process}), shutdown_on_exit=False)
+        resource = Resource.create({**name, "frame.process": context.process})
+        self._provider = TracerProvider(resource=resource, id_generator=SecretIdGenerator(), shutdown_on_exit=False)
         exporter = self.make_exporter(context.endpoint)
         self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL))
         self._tracer = self._provider.get_tracer("frame")
