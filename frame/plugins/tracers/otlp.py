@@ -29,8 +29,8 @@ CLOSE_TIMEOUT = 2.0  # seconds for sending the last spans
 
 
 class SecretIdGenerator(RandomIdGenerator):
-    """Draws from the operating system: a plugin that sets the seed of `random` in two processes would
-    give their spans the same ids."""
+    """Draws from the operating system: a plugin that sets the seed of `random` in two processes
+    would give their spans the same ids."""
 
     def generate_span_id(self) -> int:
         return secrets.randbits(64) or 1  # 0 is invalid
