@@ -46,7 +46,7 @@ def read_format(config: Mapping[str, Any]) -> Fp8Format:
     weights are not fp8."""
     readers = {"fp8": _read_fp8}
     method = config.get("quant_method")
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise CheckpointError(f"quantization_config.quant_method is {method!r}; fp8 supports {', '.join(readers)}.")
     return readers[method](config)
 
