@@ -15,7 +15,7 @@ TILE = 128  # rows of a step that matrix products compute together; also the lea
 FIRST = 4 * TILE  # prompt tokens beside decodes while no step was measured
 AIM = 0.9  # share of the target that a step is planned for: steps differ
 WEIGHT = 0.2  # of a new step in a mean
-MOST = 4.0  # times the mean that a step counts for: it may have compiled a kernel
+MAX_RATIO = 4.0  # of a step to the mean, above which it counts for less: it may have compiled a kernel
 
 
 class LatencyBudget:
@@ -65,7 +65,7 @@ class LatencyBudget:
         is_late = seconds > self._aim and num_prompt_tokens >= TILE
         if num_prompt_tokens < num_rows and (is_late or 2 * num_prompt_tokens >= budget):
             row, self._size = seconds / num_rows, num_prompt_tokens
-            row = min(row, MOST * self._row) if self._row else row
+            row = min(row, MAX_RATIO * self._row) if self._row else row
             self._row = max(row, _follow(self._row, row))
 
     def _fit(self, num_decodes: int) -> int:

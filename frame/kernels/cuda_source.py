@@ -56,6 +56,16 @@ def find_obstacle() -> str | None:
     return None
 
 
+def find_hopper_obstacle(device: torch.device) -> str | None:
+    """Why kernels for compute capability 9.0 do not run on this device; None: they do, or it is the
+    meta device."""
+    if device.type == "meta":
+        return None
+    if device.type != "cuda" or nvidia.get_compute_capability(device)[0] != 9:
+        return "the device does not have compute capability 9.0"
+    return find_obstacle()
+
+
 def start_compilation(source: str, constants: Sequence[tuple[str, int]], architecture: str) -> Future[bytes]:
     """Compile a source with these macros, in another thread, once in a process. -> a cubin.
 

@@ -152,7 +152,9 @@ _HUMMING_SPEEDS = (
     *(Speed("int4", 16, 1.5), Speed("int4", 64, 1.28), Speed("int4", 0, 0.91)),
     *(Speed("e2m1", 16, 1.9), Speed("e2m1", 64, 1.5), Speed("e2m1", 0, 0.93)),
 )
-_CUDA_MXFP4_SPEEDS = (Speed("e2m1", 16, 2.5), Speed("e2m1", 64, 2.0), Speed("e2m1", 0, 1.0))
+# Experts of gpt-oss-20b beside bfloat16 (2026-11-22-quantized-experts-gpt-oss-20b-h200.json,
+# 2026-11-28-mxfp4-experts-h200.json and its note).
+_CUDA_MXFP4_SPEEDS = (Speed("e2m1", 64, 2.0), Speed("e2m1", 512, 1.4), Speed("e2m1", 0, 1.0))
 _CUDA_INT4_SPEEDS = (Speed("int4", 8, 2.5), Speed("int4", 16, 2.0), Speed("int4", 64, 1.31), Speed("int4", 0, 0.92))
 
 
@@ -205,7 +207,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         capabilities=HopperCapabilities(devices=("cuda",), speeds=_CUDA_MXFP4_SPEEDS, dtypes=("bfloat16",), min_compute_capability=(9, 0)),
         requires=("triton>=3.4",),
         rank=85,
-        summary="Experts in MXFP4, unquantized activations: a CUDA kernel for compute capability 9.0, compiled at the start by NVRTC.",
+        summary="Experts in MXFP4, unquantized activations: CUDA kernels for compute capability 9.0, compiled at the start by NVRTC.",
     )
     registry.add(
         "int8",

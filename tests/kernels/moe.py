@@ -22,7 +22,7 @@ from frame.core.interfaces.weight_format import FormatContext
 from frame.kernels.elementwise.norm import add_rms_norm
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe import align as align_module
-from frame.kernels.moe.align import align_tokens
+from frame.kernels.moe.align import align_tokens, copy_rows
 from frame.kernels.moe.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors, list_token_thresholds
 from frame.kernels.moe.grouped_gemm import (
     Pairs,
@@ -313,6 +313,18 @@ def test_float8_experts_are_close_to_plain_ones(form: str) -> None:
     round_experts(experts)
     got = Triton(CONTEXT).run(tokens, experts).double()
     assert (got - want).norm() < 0.08 * want.norm()
+
+
+@pytest.mark.parametrize("width", [8, 72])
+def test_rows_are_copied_into_their_order(width: int) -> None:
+    ids = torch.randint(0, 4, (11, 2), device=DEVICE)
+    x = torch.randn(11, width + 8, device=DEVICE)[:, :width]
+    order = align_tokens(ids, 4, 16)
+    found = copy_rows(x, order, ids)
+    pairs = order.pairs[: int(order.rows)].long()
+    is_pair = pairs < ids.numel()
+    assert int(is_pair.sum()) == ids.numel()
+    assert torch.equal(found[: len(pairs)][is_pair], x[pairs[is_pair] // 2])
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 40])

@@ -16,14 +16,18 @@ import torch
 
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.kv_tier import BlockMover, KVTier, KVTierResult
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.kv_tiers.controller import TierController
 from frame.kv_tiers.tier_set import NamedTier, TierOptions, WritePolicy
 from frame.testing.fake_runner import FakeRunner
 from frame.testing.scheduler_rig import SchedulerRig
+from tests.core.scheduling.small_rig import config, policy
 
 SPOILED = -2  # as a token of a page
+PROMPT = list(range(40, 64))  # 6 pages
+PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 
 class MemoryTier(KVTier):
@@ -264,3 +268,16 @@ class TierRig(SchedulerRig):
             self._kept_waiting = {}
         else:
             super()._check_admission(batch, has_preempted)
+
+
+def make_rig(prompts: Sequence[Sequence[int]] = (PROMPT,), **changes: Any) -> TierRig:
+    """A rig whose tiers hold these prompts and whose device cache is empty."""
+    names = ("sizes", "is_local", "min_load_tokens", "write_policy", "in_memory")
+    options = {name: changes.pop(name) for name in names if name in changes}
+    rig = TierRig(config(**changes), policy(), **options)
+    for prompt in prompts:
+        rig.add(prompt, PARAMS)
+    if prompts:
+        rig.run_until(lambda: rig.scheduler.is_idle)
+    rig.drop_device_cache()
+    return rig

@@ -294,7 +294,7 @@ class OutputProcessor:
             self._running.cache_prefill(request, int(record.num_computed[row]) + int(record.num_scheduled[row]))
 
     def _cache_output(self, sampled: SampledRows) -> None:
-        """Insert one request's output, so that tiers have it; rarely: its whole length counts."""
+        """Insert a running request's output, for the tiers, each time it has grown by a 32nd."""
         shared = self._table.arrays.num_shared[sampled.slots]
         gaps = self._table.arrays.num_computed_tokens[sampled.slots] // self._running.kv_manager.page_size - shared - shared // 32
         for i in np.argsort(-gaps)[: np.count_nonzero(gaps > 1)].tolist():

@@ -47,7 +47,7 @@ class StepPlanner:
         self._kv_manager = running.kv_manager
         self._queue = queue
         self.speculation, self.adapters, self.media, self.tiers = features.speculation, features.adapters, features.media, features.tiers
-        self._policy = GuardedPolicy(policy)
+        self._policy, self._prompt_budget = GuardedPolicy(policy), features.prompt_budget
         self._growth_reserve = config.growth_reserve
         self._last_preemption = -1
         self._step = 0
@@ -64,8 +64,9 @@ class StepPlanner:
         if self._config.preemption and not self._suspects and len(self._queue) and (self._policy.may_preempt or self._usage.is_shared):
             self._preempt_for_waiting(now)
         before = -1 if self._suspects else self.num_preempted  # no request is admitted before a suspect
-        slots, budget = self._schedule_decodes(now), self._running.prompt_budget
-        limit = self._config.token_budget if budget is None else budget.choose(step, len(slots), now)
+        slots, limit = self._schedule_decodes(now), self._config.token_budget
+        if self._prompt_budget is not None:
+            limit = self._prompt_budget.choose(step, len(slots), now)
         plan = StepPlan(slots, budget=limit, limit=limit)
         if self.speculation.is_active:
             self._schedule_drafts(plan)
@@ -74,7 +75,7 @@ class StepPlanner:
         if self._usage.is_shared and self._running.extending and self.num_preempted == before:
             self._admit_waiting(plan, now, only_underserved=True)
         self._schedule_running_prompts(plan)
-        if not plan.chunks and self._running.extending and plan.limit < self._config.token_budget:  # what is not divided
+        if not plan.chunks and self._running.extending and plan.limit < self._config.token_budget:  # an undivided item
             plan.budget = self._config.token_budget
             self._schedule_running_prompts(plan)
         while not plan and self._running.extending and not self._running.in_flight:

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -81,7 +80,6 @@ class RunningSet:
         self.prefilling: dict[int, Request] = {}  # by slot; their prompt is not in the prefix cache yet
         self.num_of_tenant: Counter[str] = Counter()  # running requests
         self.in_flight: deque[StepRecord] = deque()
-        self.prompt_budget: Any = None  # see `PromptBudget`; the scheduler sets it
         self.admits_new = True  # False: only requests that have run before are admitted
         self._setups: list[SlotSetup] = []
         self._renewed: dict[int, SlotSetup] = {}  # by slot; of requests extended by tokens that were not sampled

@@ -198,6 +198,6 @@ def _copy_kernel(
         return
     pair = tl.load(pairs_of + row)
     lanes = tl.arange(0, LANES)
-    inside = (lanes < WIDTH) & (pair < pairs)
+    inside = lanes < tl.where(pair < pairs, WIDTH, 0)
     values = tl.load(x + (pair // TOP).to(tl.int64) * x_stride + lanes, mask=inside)
     tl.store(out + row.to(tl.int64) * WIDTH + lanes, values, mask=inside)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
-from frame.kernels import cuda_source, nvidia
+from frame.kernels import cuda_source
 from frame.kernels.linear import blocked_int4
 
 
@@ -17,13 +17,7 @@ class CudaInt4Kernel(GemmKernel):
     weight."""
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        device = weight.quantized.device
-        if device.type != "meta":
-            if device.type != "cuda" or nvidia.get_compute_capability(device)[0] != 9:
-                return "the device does not have compute capability 9.0"
-            if (obstacle := cuda_source.find_obstacle()) is not None:
-                return obstacle
-        return blocked_int4.find_obstacle(weight, self.context.dtype)
+        return cuda_source.find_hopper_obstacle(weight.quantized.device) or blocked_int4.find_obstacle(weight, self.context.dtype)
 
     def prepare(self, weight: PackedWeight) -> Gemm:
         return CudaInt4Gemm(weight)

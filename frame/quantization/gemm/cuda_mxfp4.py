@@ -23,13 +23,7 @@ class CudaMxfp4Kernel(GemmKernel):
     """Multiplies e2m1 values as it reads them, for any number of rows."""
 
     def find_obstacle(self, weight: PackedWeight) -> str | None:
-        device = weight.quantized.device
-        if device.type != "meta":
-            if device.type != "cuda" or nvidia.get_compute_capability(device)[0] != 9:
-                return "the device does not have compute capability 9.0"
-            if (obstacle := cuda_source.find_obstacle()) is not None:
-                return obstacle
-        return blocked_mxfp4.find_obstacle(weight, self.context.dtype)
+        return cuda_source.find_hopper_obstacle(weight.quantized.device) or blocked_mxfp4.find_obstacle(weight, self.context.dtype)
 
     def prepare(self, weight: PackedWeight) -> Gemm:
         raise NotImplementedError("it multiplies experts only")
@@ -62,7 +56,7 @@ class CudaMxfp4Gemm:
         return self._kernel.multiply(copy_rows(x, order, pairs.ids), None, pairs, order, plan, is_weighted=False)
 
     def mix(self, down: GroupedGemm, tokens: DispatchOutput, experts: nn.Module, parts: bool) -> torch.Tensor | None:
-        """The whole experts; the kernel reads tokens where they are."""
+        """The whole experts."""
         activation = find_activation(experts)
         if not isinstance(down, CudaMxfp4Gemm) or activation.name not in _ACTIVATIONS:
             return None

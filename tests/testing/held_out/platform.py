@@ -159,7 +159,7 @@ class OneCurrentStream(InlineHost):
         return self.default
 
 
-@WRONG.add("After an error in a side computation everything runs on the side stream: it is not set back.")
+@WRONG.add("After an error on the side stream all later work runs there: the stream before is not set again.")
 class StaysOnSide(InlineHost):
     def use_stream(self, stream: DeviceStream) -> contextlib.AbstractContextManager[object]:
         return self.switch(stream)
