@@ -143,7 +143,7 @@ class LimitedRig(SchedulerRig):
     def __init__(self, config: SchedulerConfig, seed: int, target: float) -> None:
         super().__init__(config, InOrder())
         self.numbers, self.limits = random.Random(seed), dict[int, int]()
-        self.scheduler._prompt_budget = self.scheduler._planner._prompt_budget = self
+        self.scheduler._planner.prompt_budget = self
         self._budget = LatencyBudget(target, config.token_budget)
 
     def choose(self, step: int, num_decodes: int, now: float) -> int:

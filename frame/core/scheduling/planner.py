@@ -44,10 +44,9 @@ class StepPlanner:
         self.num_cached_tokens = 0
         self._config = config
         self._running = running
-        self._kv_manager = running.kv_manager
         self._queue = queue
         self.speculation, self.adapters, self.media, self.tiers = features.speculation, features.adapters, features.media, features.tiers
-        self._policy, self._prompt_budget = GuardedPolicy(policy), features.prompt_budget
+        self._policy, self.prompt_budget = GuardedPolicy(policy), features.prompt_budget
         self._growth_reserve = config.growth_reserve
         self._last_preemption = -1
         self._step = 0
@@ -57,16 +56,16 @@ class StepPlanner:
         """Plan step number `step` at the time `now` (seconds, monotonic). Counters, pages and
         page-table rows are advanced as if the step had run."""
         self._step = step
-        if self._kv_manager.groups is not None:
-            self._kv_manager.groups.trim_rows()
+        if self._running.kv_manager.groups is not None:
+            self._running.kv_manager.groups.trim_rows()
         if self._suspects and (retry := self._plan_suspect(now)):
             return retry
         if self._config.preemption and not self._suspects and len(self._queue) and (self._policy.may_preempt or self._usage.is_shared):
             self._preempt_for_waiting(now)
         before = -1 if self._suspects else self.num_preempted  # no request is admitted before a suspect
         slots, limit = self._schedule_decodes(now), self._config.token_budget
-        if self._prompt_budget is not None:
-            limit = self._prompt_budget.choose(step, len(slots), now)
+        if self.prompt_budget is not None:
+            limit = self.prompt_budget.choose(step, len(slots), now)
         plan = StepPlan(slots, budget=limit, limit=limit)
         if self.speculation.is_active:
             self._schedule_drafts(plan)
@@ -144,9 +143,9 @@ class StepPlanner:
             computed = a.num_computed_tokens[slots]
             crosses = computed >= a.num_pages[slots] * page_size
             crossing = slots[crosses]
-            if not crossing.size or self._kv_manager.grow_rows(crossing):
+            if not crossing.size or self._running.kv_manager.grow_rows(crossing):
                 break
-            coming = self._kv_manager.num_growable + self._running.num_deferred_pages
+            coming = self._running.kv_manager.num_growable + self._running.num_deferred_pages
             if coming >= crossing.size or not self._preempt_one(now):
                 slots, computed = slots[~crosses], computed[~crosses]  # these slots wait for deferred pages
                 break
@@ -155,8 +154,8 @@ class StepPlanner:
         a.num_tokens[slots] = total
         a.can_decode[slots] = total < a.max_num_tokens[slots]
         a.last_step[slots] = self._step
-        if self._kv_manager.groups is not None:
-            self._kv_manager.groups.save_decodes(slots, computed + 1)
+        if self._running.kv_manager.groups is not None:
+            self._running.kv_manager.groups.save_decodes(slots, computed + 1)
         return slots
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
@@ -167,10 +166,10 @@ class StepPlanner:
         if drafts is None:
             return
         a, page_size = self._running.table.arrays, self._config.page_size
-        self._kv_manager.grow_rows_to(slots, a.num_computed_tokens[slots] + drafts.counts)
+        self._running.kv_manager.grow_rows_to(slots, a.num_computed_tokens[slots] + drafts.counts)
         room = a.num_pages[slots] * page_size - a.num_computed_tokens[slots]
-        if self._kv_manager.groups is not None:
-            room = np.minimum(room, self._kv_manager.groups.limit_drafts(a.num_computed_tokens[slots]))
+        if self._running.kv_manager.groups is not None:
+            room = np.minimum(room, self._running.kv_manager.groups.limit_drafts(a.num_computed_tokens[slots]))
         drafts = drafts.shorten(np.minimum(drafts.counts, room))
         has_draft = drafts.counts > 0
         if not has_draft.any():
@@ -192,7 +191,7 @@ class StepPlanner:
         reached = a.num_computed_tokens[slots] + self.speculation.num_ahead
         # of a chain, entries after the last output token are not read
         maximum = a.max_num_tokens[slots] if self.speculation.tree is None else self._config.max_context
-        self._kv_manager.grow_rows_to(slots, np.minimum(reached, maximum))
+        self._running.kv_manager.grow_rows_to(slots, np.minimum(reached, maximum))
 
     # prompts --------------------------------------------------------------------------------------
 
@@ -235,16 +234,16 @@ class StepPlanner:
         `whole_prompts` the whole prompt or nothing."""
         a, slot = self._running.table.arrays, request.slot
         start, end = int(a.num_computed_tokens[slot]), len(request.tokens)
-        room = (int(a.num_pages[slot]) + self._kv_manager.num_growable) * self._config.page_size - start
+        room = (int(a.num_pages[slot]) + self._running.kv_manager.num_growable) * self._config.page_size - start
         count = min(end - start, plan.budget, room)
-        groups, maximum = self._kv_manager.groups, count
+        groups, maximum = self._running.kv_manager.groups, count
         if groups is not None and count > 0:
             count = groups.limit_chunk(start, count, end, request.branch)
         if request.media and count > 0:  # an item that must not be divided is more important than a checkpoint in it
             count = self.media.limit_chunk(request, start, count) or self.media.limit_chunk(request, start, maximum)
         if self._config.whole_prompts and count < end - start:
             return
-        if count <= 0 or not self._kv_manager.grow_row(slot, start + count):
+        if count <= 0 or not self._running.kv_manager.grow_row(slot, start + count):
             return
         if groups is not None:
             groups.save_chunk(slot, start + count)
@@ -272,7 +271,7 @@ class StepPlanner:
         if not len(self._queue) or plan.budget <= 0 or not self._running.table.num_free:
             return
         reserved = self._count_reserved_pages()
-        if len(self._running) and reserved >= self._kv_manager.num_available:
+        if len(self._running) and reserved >= self._running.kv_manager.num_available:
             return
         if self._step - self._last_preemption > RESERVE_DECAY_STEPS:
             self._growth_reserve, self._last_preemption = max(self._growth_reserve // 2, self._config.growth_reserve // 2), self._step
@@ -280,7 +279,7 @@ class StepPlanner:
         max_tokens = self._min_served_tokens() if only_underserved else None
         lookups = MAX_PREFIX_LOOKUPS
         prefills = InBatchPrefixSharing(
-            self._running.prefilling.values() if self._kv_manager.cache.reuses else (), self._config.min_shared_tokens
+            self._running.prefilling.values() if self._running.kv_manager.cache.reuses else (), self._config.min_shared_tokens
         )
         for request in self._order_waiting(now):
             if plan.budget <= floor or not self._running.table.num_free:
@@ -300,7 +299,7 @@ class StepPlanner:
             need = self._admit_request(request, reserved, now)
             if need is None:
                 return
-            if self._kv_manager.cache.reuses:
+            if self._running.kv_manager.cache.reuses:
                 prefills.add(request)
             held = int(self._running.table.arrays.num_pages[request.slot])
             self._schedule_chunk(plan, request)
@@ -316,7 +315,7 @@ class StepPlanner:
         try:
             if self._policy.needs_matches:
                 for request in window:
-                    request.match = self._kv_manager.cache.match(request.cache_keys(request.all_tokens()), request.namespace)
+                    request.match = self._running.kv_manager.cache.match(request.cache_keys(request.all_tokens()), request.namespace)
             ordered = self._policy.sort_waiting(window, self._make_view(now))
             yield from self._interleave_tenants(ordered) if self._usage.is_shared else ordered
         finally:
@@ -344,7 +343,7 @@ class StepPlanner:
         if other is None:
             return False
         shared -= shared % self._config.page_size
-        groups = self._kv_manager.groups
+        groups = self._running.kv_manager.groups
         if groups is not None and groups.snapshot is not None:  # the other prompt leaves no state at the end of the prefix
             return False
         if self._count_unscheduled(other) > max(self._config.token_budget, 2 * shared):
@@ -354,7 +353,7 @@ class StepPlanner:
     def _count_uncached(self, request: Request) -> int:
         """Tokens of a waiting request that are not in the prefix cache, at least 1."""
         tokens = request.all_tokens()
-        return max(1, len(tokens) - self._kv_manager.cache.match(request.cache_keys(tokens), request.namespace).num_tokens)
+        return max(1, len(tokens) - self._running.kv_manager.cache.match(request.cache_keys(tokens), request.namespace).num_tokens)
 
     def _admit_request(self, request: Request, reserved: int, now: float) -> int | None:
         """Put a request on the device if its prompt and the growth reserve of all requests fit.
@@ -363,12 +362,12 @@ class StepPlanner:
         needs; None: it does not fit.
         """
         request.tokens = request.all_tokens()
-        cached = self._kv_manager.lock_prefix(request)
+        cached = self._running.kv_manager.lock_prefix(request)
         need = self._count_pages_for(request) - len(cached)
-        groups = self._kv_manager.groups
-        is_full = len(self._running) and reserved + need > self._kv_manager.num_available
+        groups = self._running.kv_manager.groups
+        is_full = len(self._running) and reserved + need > self._running.kv_manager.num_available
         if is_full or (groups is not None and not groups.has_room(request.num_tokens, self._growth_reserve, len(cached))):
-            self._kv_manager.unlock_prefix(request)
+            self._running.kv_manager.unlock_prefix(request)
             self.adapters.release(request)
             return None
         self._queue.remove(request)
@@ -431,10 +430,10 @@ class StepPlanner:
         if not self.adapters.is_on_device(first) or not self.tiers.may_start(first):
             return
         first.tokens = first.all_tokens()
-        cached = self._kv_manager.lock_prefix(first)
+        cached = self._running.kv_manager.lock_prefix(first)
         for victim in self._choose_victims_for(first, cached, now):
             self.preempt(victim, is_shortage=False)
-        self._kv_manager.unlock_prefix(first)
+        self._running.kv_manager.unlock_prefix(first)
 
     def _choose_victims_for(self, first: Request, cached: np.ndarray, now: float) -> list[Request]:
         """Running requests whose preemption makes room for `first`, whose locked prefix has the
@@ -470,7 +469,7 @@ class StepPlanner:
         """Whether `first` fits without the requests in `leaving`, once the steps in flight are
         committed."""
         running = self._running
-        pages = self._kv_manager.num_available + running.num_deferred_pages + self._count_freed_pages(cached, leaving)
+        pages = self._running.kv_manager.num_available + running.num_deferred_pages + self._count_freed_pages(cached, leaving)
         need = self._count_pages_for(first) - len(cached)
         slots = running.table.num_free + running.num_deferred_slots + len(leaving)
         return slots > 0 and self._count_reserved_pages(leaving) + need <= pages
@@ -480,7 +479,7 @@ class StepPlanner:
         that are not in `cached`."""
         if not leaving:
             return 0
-        kv_manager, a, is_freed = self._kv_manager, self._running.table.arrays, np.zeros(self._config.num_pages, np.bool_)
+        kv_manager, a, is_freed = self._running.kv_manager, self._running.table.arrays, np.zeros(self._config.num_pages, np.bool_)
         for request in leaving:
             is_freed[a.page_table[request.slot, : a.num_pages[request.slot]]] = True
         for request in self._running.requests:
@@ -494,7 +493,7 @@ class StepPlanner:
             now=now,
             num_running=len(self._running),
             token_budget=self._config.token_budget,
-            free_pages=self._kv_manager.allocator.num_free,
-            evictable_pages=self._kv_manager.cache.num_evictable,
+            free_pages=self._running.kv_manager.allocator.num_free,
+            evictable_pages=self._running.kv_manager.cache.num_evictable,
             page_size=self._config.page_size,
         )

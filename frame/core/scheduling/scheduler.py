@@ -80,7 +80,6 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._admission = Admission(config)
         self._grammars, self.speculation = features.grammars, features.speculation
-        self._prompt_budget = features.prompt_budget
         running.on_remove = features.release
         running.on_cached = None if isinstance(features.tiers, NoTiers) else features.tiers.offer
         running.pins = PrefixPins(running.kv_manager.cache, config.page_size, config.max_pinned_pages, clock)
@@ -192,8 +191,8 @@ class Scheduler:
         record = self._running.begin_commit(batch.step)
         tokens = self._output.process_step(record, result)
         self._running.end_commit(record)
-        if self._prompt_budget is not None:
-            self._prompt_budget.record_step(record, self._clock())
+        if self._planner.prompt_budget is not None:
+            self._planner.prompt_budget.record_step(record, self._clock())
         if self.speculation.is_active:
             self.speculation.record_step(record, self._clock())
         self._hold_slow_grammars()

@@ -39,7 +39,7 @@ def test_every_setting_reaches_the_scheduler() -> None:
     assert found.overlap is False
     assert found.seed == 9
     assert found.jump_forward == 4
-    budget = scheduler._planner._prompt_budget
+    budget = scheduler._planner.prompt_budget
     assert isinstance(budget, LatencyBudget) and (budget._aim, budget._maximum) == (pytest.approx(0.027), 48)
     assert type(scheduler._planner._policy._policy).__name__ == "PriorityFirst"
 
