@@ -76,6 +76,8 @@ SHARED = (
     "frame.plugins.grammar_backends.sources",
     "frame.plugins.grammar_backends.states",
 )
+# The source that others add to: of files whose tensors are stored in another form.
+STORED = "frame.plugins.weight_sources.safetensors"
 # What launchers in packages of their own may use of the in-tree family.
 RENDEZVOUS = ("frame.plugins.launchers.rendezvous", "frame.plugins.launchers.rendezvous_node")
 
@@ -117,7 +119,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frame", ("frame",)),
     ("frame_quantize", (*DATA, "frame.host.progress")),
     ("frame_x86", (*DATA, MARKER)),
-    ("frame_bitsandbytes", (*DATA, MARKER)),
+    ("frame_bitsandbytes", (*DATA, MARKER, STORED)),
     ("frame_gguf", (*DATA, MARKER)),
     ("frame_ray", (*DATA, MARKER, "frame.host.child_process", "frame.host.interpreter", "frame.entrypoints.router", *RENDEZVOUS)),
     ("frame_automata", (*DATA, MARKER, "frame.plugins.loader", *SHARED)),
@@ -171,7 +173,7 @@ def _allowed(name: str, target: str) -> bool:
     home, rooms = next((prefix, rooms) for prefix, rooms in MAY_USE if is_under(name, prefix))
     family = next((family for family in FAMILIES if is_under(target, family)), None)
     if family is not None and not is_under(name, family):
-        return is_under(target, *(room for room in (LAYERS, *SHARED, *RENDEZVOUS) if room in rooms))
+        return is_under(target, *(room for room in (LAYERS, STORED, *SHARED, *RENDEZVOUS) if room in rooms))
     own = home if home != "frame" else name
     return target in ("frame", "frame.hookimpl") or is_under(target, own, *rooms)
 

@@ -225,7 +225,7 @@ def check_refuses_an_incomplete_checkpoint(maker: Maker) -> None:
                 last.write_bytes(last.read_bytes()[:60])
             _require_refused(maker, folder, what)
     if not maker.writes_safetensors:
-        raise SkipCheck("its checkpoints have no safetensors index")
+        return  # there is no safetensors index
     with maker.folder({"a": torch.ones(2), "b": torch.ones(2)}) as folder:
         (file,) = folder.iterdir()
         file.write_bytes(file.read_bytes().replace(b'"F32"', b'"Q32"', 1))

@@ -8,18 +8,17 @@ in `W.quant_state.bitsandbytes__nf4`, and, with double quantization, `W.nested_a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import NF4
-from frame.interfaces.weights import WeightSource, WeightSourceContext
+from frame.interfaces.weights import FileRange, WeightSource, WeightSourceContext
+from frame.plugins.weight_sources.safetensors import SafetensorsSource
 from frame_bitsandbytes.format import NF4_BLOCK
 
 if TYPE_CHECKING:
@@ -46,49 +45,43 @@ class BitsAndBytesSource(WeightSource):
     """The safetensors files of a folder. Of each NF4 layer `weight` and `absmax` are listed."""
 
     def __init__(self, context: WeightSourceContext, options: BaseModel | None = None) -> None:
-        paths = sorted(context.folder.glob("*.safetensors"))
-        if not paths:
-            raise CheckpointError(f"{context.folder} holds no safetensors weights: check model.path.")
-        self._stack = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}  # by tensor name
-        for path in paths:
-            try:
-                file = self._stack.enter_context(safe_open(path, "pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is no whole safetensors file ({error}): download the checkpoint again.") from error
-            self._files.update(dict.fromkeys(file.offset_keys(), file))
-        states = [name.partition(_STATE) for name in self._files if _STATE in name]
+        self._stored = SafetensorsSource(context)
+        self._names = frozenset(self._stored.list_names())
+        states = [name.partition(_STATE) for name in self._stored.list_names() if _STATE in name]
         self._states = {weight: self._read_state(weight, kind) for weight, _, kind in states}
 
     def list_names(self) -> Sequence[str]:
-        listed = [name for name in self._files if _STATE not in name and not name.endswith(_PARTS)]
+        listed = [name for name in self._stored.list_names() if _STATE not in name and not name.endswith(_PARTS)]
         return [*listed, *(name.removesuffix("weight") + "absmax" for name in self._states)]
 
     def open_tensor(self, name: str) -> LazyTensor:
         weight = name.removesuffix("absmax") + "weight" if name.endswith(".absmax") else name
         if weight not in self._states:
-            return MadeTensor(tuple(self._files[name].get_slice(name).get_shape()), lambda: self._read(name))
+            return self._stored.open_tensor(name)
         outputs, inputs = self._states[weight]["shape"]
         if weight == name:
             return MadeTensor((outputs, inputs // 2), lambda: self._read(name).view(outputs, inputs // 2))
         return MadeTensor((outputs, inputs // NF4_BLOCK), lambda: self._read_scales(weight).view(outputs, inputs // NF4_BLOCK))
 
+    def find_range(self, name: str) -> FileRange | None:
+        made = name.endswith(".absmax") or name in self._states
+        return None if made else self._stored.find_range(name)
+
     def close(self) -> None:
-        self._stack.close()
+        self._stored.close()
 
     def _read(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self._files[name].get_tensor(name)
-        return found
+        return self._stored.open_tensor(name)[...]
 
     def _read_state(self, weight: str, kind: str) -> dict[str, Any]:
         """The JSON text of a layer, checked. Raises CheckpointError that names what is wrong."""
         name = f"{weight}{_STATE}{kind}"
         try:
-            if math.prod(self._files[name].get_slice(name).get_shape()) > _LARGEST_STATE:
+            if math.prod(self._stored.open_tensor(name).shape) > _LARGEST_STATE:
                 raise ValueError(f"it is longer than {_LARGEST_STATE} bytes")
             state: dict[str, Any] = json.loads(bytes(self._read(name).tolist()))
             outputs, inputs = state["shape"]
-            block, nested = state["blocksize"], f"{weight}.nested_absmax" in self._files
+            block, nested = state["blocksize"], f"{weight}.nested_absmax" in self._names
             sizes = (outputs, inputs, block, *([state["nested_blocksize"]] if nested else ()))
             if nested:
                 float(state["nested_offset"])
@@ -106,13 +99,14 @@ class BitsAndBytesSource(WeightSource):
         if nested:
             wanted |= {f"{weight}.nested_absmax": -(-blocks // state["nested_blocksize"]), f"{weight}.nested_quant_map": 256}
         for part, size in wanted.items():
-            if part not in self._files:
+            if part not in self._names:
                 raise CheckpointError(f"the checkpoint lacks {part}: download it again.")
-            stored = self._files[part].get_slice(part)
-            shape, dtype = list(stored.get_shape()), stored.get_dtype()
+            shape, found = list(self._stored.open_tensor(part).shape), self._stored.find_range(part)
+            dtype = None if found is None else found.dtype
             bytes_expected = part == weight or (nested and part == f"{weight}.absmax")
-            if dtype != ("U8" if bytes_expected else "F32"):
-                raise CheckpointError(f"{part} is stored as {dtype}, which is not read: {'U8' if bytes_expected else 'F32'} is expected.")
+            expected = torch.uint8 if bytes_expected else torch.float32
+            if dtype != expected:
+                raise CheckpointError(f"{part} is stored as {dtype}, which is not read: {expected} is expected.")
             if shape not in ([size], [size, 1]):
                 raise CheckpointError(f"{part} has the shape {shape}, but {size} entries are expected: download the checkpoint again.")
         if not torch.equal(self._read(f"{weight}.quant_map"), torch.tensor(NF4)):
@@ -124,7 +118,7 @@ class BitsAndBytesSource(WeightSource):
         repeated. Of double quantization the values times a scale per block,
         plus an offset."""
         scales, state = self._read(f"{weight}.absmax"), self._states[weight]
-        if f"{weight}.nested_absmax" in self._files:
+        if f"{weight}.nested_absmax" in self._names:
             outer = self._read(f"{weight}.nested_absmax")[torch.arange(len(scales)) // state["nested_blocksize"]]
             scales = self._read(f"{weight}.nested_quant_map")[scales.long()] * outer + state["nested_offset"]
         outputs, inputs = state["shape"]

@@ -102,7 +102,10 @@ def test_raw_scores(cross_encoder) -> None:
     pairs = [[QUERY, document] for document in DOCUMENTS]
     predicted = ask(server, "/predict", inputs=pairs, raw_scores=True)
     np.testing.assert_allclose([each[0]["score"] for each in predicted], logits, atol=1e-4)
-    assert ask(server, "/", query=QUERY, texts=DOCUMENTS) == ask(server, "/rerank", query=QUERY, texts=DOCUMENTS)
+    root, ranked = (ask(server, path, query=QUERY, texts=DOCUMENTS) for path in ("/", "/rerank"))
+    assert [each["index"] for each in root] == [each["index"] for each in ranked]
+    # how the texts of a request fall into batches is not fixed, and with it the last bits
+    np.testing.assert_allclose([each["score"] for each in root], [each["score"] for each in ranked], atol=1e-6)
     assert list(server.get("/info")["model_type"]) == ["reranker"]
 
 

@@ -34,6 +34,22 @@ class Options(BaseModel):
     file: str = "weights.tar"
 
 
+class MappedTensor:
+    """Reads what an index asks for, and copies nothing else."""
+
+    def __init__(self, file: mmap.mmap, place: FileRange) -> None:
+        self.file, self.place, self.shape = file, place, place.shape
+
+    def __getitem__(self, index):
+        import torch
+
+        count = math.prod(self.shape)
+        if not count:
+            return torch.empty(self.shape, dtype=self.place.dtype)[index]
+        whole = torch.frombuffer(self.file, dtype=self.place.dtype, count=count, offset=self.place.offset)
+        return whole.view(self.shape)[index].clone()
+
+
 class TarSource(WeightSource):
     """Tensors are ranges of one file: the CPU reads them from its memory map, a GPU ahead."""
 
@@ -42,7 +58,7 @@ class TarSource(WeightSource):
         self.ranges: dict[str, FileRange] = {}
         try:
             with tarfile.open(self.path, "r:") as archive, self.path.open("rb") as file:
-                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 for member in archive:
                     if member.name.endswith(".safetensors"):
                         self.add_file(member.offset_data, member.size)
@@ -66,14 +82,7 @@ class TarSource(WeightSource):
         return sorted(self.ranges, key=lambda name: self.ranges[name].offset)
 
     def open_tensor(self, name: str):
-        import torch
-
-        found = self.ranges[name]
-        count = math.prod(found.shape)
-        if not count:
-            return torch.empty(found.shape, dtype=found.dtype)
-        data = self.map[found.offset : found.offset + count * found.dtype.itemsize]
-        return torch.frombuffer(bytearray(data), dtype=found.dtype).view(found.shape)
+        return MappedTensor(self.map, self.ranges[name])
 
     def close(self) -> None:
         self.map.close()
@@ -82,8 +91,10 @@ class TarSource(WeightSource):
         return self.ranges[name]
 
     @classmethod
-    def write_checkpoint(cls, folder: Path, tensors: Mapping) -> None:
-        super().write_checkpoint(folder, tensors)
+    def write_checkpoint(cls, folder: Path, tensors: Mapping, num_files: int = 1) -> None:
+        super().write_checkpoint(folder, tensors, num_files)
         with tarfile.open(folder / "weights.tar", "w") as archive:
-            archive.add(folder / "model.safetensors", "model.safetensors")
-        (folder / "model.safetensors").unlink()
+            for file in sorted(folder.glob("*.safetensors")):
+                archive.add(file, file.name)
+                file.unlink()
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
