@@ -33,9 +33,12 @@ class ReplicaChooser:
     def __init__(self, policy: RoutingPolicy | None) -> None:
         self._policy = policy
 
-    def choose_replica(self, prompt: Sequence[int], namespace: str, loads: Mapping[int, int], media: Sequence[MediaItem] = ()) -> int:
-        """`loads`: outstanding sequences by replica, of those that take requests."""
-        return self.choose(RoutingRequest(_hash_blocks(prompt, namespace, media)), loads)
+    def choose_replica(
+        self, prompt: Sequence[int], namespace: str, loads: Mapping[int, int], media: Sequence[MediaItem] = (), adapter: str = ""
+    ) -> int:
+        """`loads`: outstanding sequences by replica, of those that take requests. `adapter`: the
+        digest of the request's adapter."""
+        return self.choose(RoutingRequest(_hash_blocks(prompt, namespace, media, adapter)), loads)
 
     def choose(self, request: RoutingRequest, loads: Mapping[int, int]) -> int:
         """The replica of a request, one of `loads`."""
@@ -64,10 +67,12 @@ class ReplicaChooser:
         )
 
 
-def _hash_blocks(prompt: Sequence[int], namespace: str, media: Sequence[MediaItem]) -> list[int]:
-    """A hash of each prefix of whole blocks. An item counts in the block in which it begins: those
-    after it contain it, and its digest stands for what no token id shows."""
-    hashes, last = [], hash(namespace)
+def _hash_blocks(prompt: Sequence[int], namespace: str, media: Sequence[MediaItem], adapter: str) -> list[int]:
+    """A hash of each prefix of whole blocks. An adapter counts as a block before the prompt, which
+    every namespace shares: a replica that has served it holds its weights. An item counts in the
+    block in which it begins: those after it contain it, and its digest stands for what no token id
+    shows."""
+    hashes, last = [hash(adapter)] if adapter else [], hash((namespace, adapter))
     begun: dict[int, tuple[bytes, ...]] = {}
     for item in media:
         block = item.runs[0].start // BLOCK if item.runs else 0

@@ -195,7 +195,7 @@ class ReplicaClient:
             self._chooser.forget_replica(number)
         self._away = away
         adapter = "" if (use := sequence.recovery.adapter) is None else use.version.digest
-        chosen = self._chooser.choose_replica(sequence.prompt, f"{namespace}{adapter}", loads, sequence.recovery.media)
+        chosen = self._chooser.choose_replica(sequence.prompt, namespace, loads, sequence.recovery.media, adapter)
         self.clients[chosen].start_sequence(sequence, priority, namespace, deadline)
 
     def abandon_request(self, request: RequestState) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import httpx
 from frame.entrypoints.handoff import HEADER, FleetKey
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError, ResponseCutError
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, Bodies
-from frame.entrypoints.http.request_context import BODY_PAUSE, RequestContext
+from frame.entrypoints.http.request_context import ADAPTER, BODY_PAUSE, RequestContext
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 from frame.entrypoints.router.divided_requests import make_decode_body, make_prefill_body, read_divisible
 from frame.entrypoints.router.exchange import (
@@ -36,7 +37,16 @@ from frame.entrypoints.router.exchange import (
 )
 from frame.entrypoints.router.moving import StreamMover
 from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted, timed
-from frame.entrypoints.router.requests import BROADCAST, STATES, hash_prompt, is_pinned, is_repeatable, is_stored, is_streamed
+from frame.entrypoints.router.requests import (
+    BROADCAST,
+    STATES,
+    hash_prompt,
+    is_pinned,
+    is_repeatable,
+    is_stored,
+    is_streamed,
+    read_adapter,
+)
 from frame.interfaces.routing import RoutingRequest
 
 log = logging.getLogger(__name__)
@@ -45,6 +55,7 @@ REFUSAL_TIME = 5.0  # seconds in which a replica sends the body of a refusal
 BROADCAST_TIME = 40.0  # seconds in which each replica answers a request for all; its engine has 30
 STATES_TIME = 910.0  # the same for those that may wait for running requests, or load weights
 STATUS = {"serving": "ok", "joining": "joining", "draining": "draining"}  # of /health, by state
+MAX_ADAPTERS, MAX_ADAPTER_NAME = 4096, 1024  # names that are remembered, and the bytes of one
 MAX_LOST = 2  # replicas that may be lost while they have the same request
 
 
@@ -68,6 +79,7 @@ class Proxy:
         self._exchange = Exchange(client, self.metrics)
         self._mover = None if key is None else StreamMover(key, backends, self._exchange, self.metrics)
         self._bodies = Bodies(AT_ONCE * max_body, pause)
+        self._adapters: OrderedDict[bytes, None] = OrderedDict()  # models of requests that an adapter has served
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -146,7 +158,7 @@ class Proxy:
 
     async def _route(self, request: RoutedRequest) -> None:
         """Send the request to a replica; to another one where that duplicates nothing."""
-        blocks = hash_prompt(request.body) if request.method == "POST" else []
+        blocks = hash_prompt(request.body, self._adapters) if request.method == "POST" else []
         routing = RoutingRequest(blocks, request.session)
         whole = request  # which another replica continues
         request = await self._begin(request, routing)
@@ -158,6 +170,8 @@ class Proxy:
                 try:
                     with timed(backend, is_streamed(request.body)):
                         reply = await self._exchange.open(request, backend, signature)
+                    if ADAPTER.decode() in reply.headers:
+                        self._note_adapter(read_adapter(request.body))
                     if self._mover is not None and signature and HEADER.decode() in reply.headers:
                         await self._mover.pass_on(whole, routing, place, reply)
                         return
@@ -187,6 +201,14 @@ class Proxy:
             raise ApiError(503, f"{reason}; try again later", retry_after=RETRY_AFTER)
         self.metrics.count("refused" if last.status in REFUSED else "answered")
         await last.send(request.send)
+
+    def _note_adapter(self, name: bytes) -> None:
+        """Later requests that name it prefer the replicas that have served it."""
+        if 0 < len(name) <= MAX_ADAPTER_NAME:
+            self._adapters[name] = None
+            self._adapters.move_to_end(name)
+            if len(self._adapters) > MAX_ADAPTERS:
+                self._adapters.popitem(last=False)
 
     def _choose(self, request: RoutedRequest, routing: RoutingRequest) -> Backend | None:
         if is_pinned(request.path):

@@ -54,6 +54,25 @@ def test_turns_of_a_conversation_stay_together() -> None:
     assert chosen == 2  # namespaces share no prefix
 
 
+def test_an_adapter_stays_where_it_is() -> None:
+    """A replica that has served an adapter is preferred for other prompts of other tenants, until
+    it has too many of them."""
+    chooser, even = make_chooser(), {0: 0, 1: 0, 2: 0}
+    homes = {name: chooser.choose_replica([1], "", {number: load + (number != home) for number, load in even.items()}, (), name)
+             for home, name in enumerate(("a", "b", "c"))}  # fmt: skip
+    assert homes == {"a": 0, "b": 1, "c": 2}
+    for name, home in homes.items():
+        for tenant, text in (("", [2]), ("tenant", prompt(3))):
+            assert chooser.choose_replica(text, tenant, {number: 2 * (number == home) for number in even}, (), name) == home
+    shared = prompt(2)
+    chooser.choose_replica(shared, "", {0: 9, 1: 9, 2: 0})
+    assert chooser.choose_replica(shared, "", {0: 0, 1: 1, 2: 1}, (), "d") == 0  # no prefix is shared with the base
+    loads = dict.fromkeys(even, 0)
+    for _ in range(300):
+        loads[chooser.choose_replica([3], "", loads, (), "a")] += 1
+    assert max(loads.values()) <= 2 * min(loads.values())
+
+
 def test_a_hot_prefix_overloads_no_replica() -> None:
     chooser, loads, hot = make_chooser(), {0: 0, 1: 0, 2: 0, 3: 0}, prompt(4)
     for _ in range(200):

@@ -36,6 +36,8 @@ class FakeReplica:
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.hits = self.blocks = self.requests = self.running = self.maximum = 0
         self.half_event = b""  # the last bytes before a `break`
+        self.adapters: tuple[str, ...] = ()  # models that an adapter serves
+        self.models: list[str] = []
         self.keys: list[str] = []
         self.targets: list[tuple[bytes, bytes]] = []
         self.addresses: list[list[str]] = []  # X-Forwarded-For of each request
@@ -100,7 +102,10 @@ class FakeReplica:
         while len(self.cache) > CACHE:
             self.cache.popitem(last=False)
         await asyncio.sleep(self.slowness * (1 + len(missing)))
-        kind = json.loads(body).get("kind") if body else None
+        fields = json.loads(body) if body else {}
+        kind, model = fields.get("kind"), fields.get("model", "")
+        self.models.append(model)
+        named = [(b"x-frame-adapter", f"{model}@1".encode())] if model in self.adapters else []
         if kind == "hang":
             await asyncio.sleep(60)
         if kind == "die":
@@ -109,7 +114,7 @@ class FakeReplica:
         stream = kind == "break" or b'"stream":true' in body.replace(b" ", b"")
         kind = "break" if kind == "break whole" else kind
         content_type = b"text/event-stream" if stream else b"application/json"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]})
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type), *named]})
         for number in range(3):
             await send({"type": "http.response.body", "body": b'data: {"token": %d}\n\n' % number, "more_body": True})
             await asyncio.sleep(0.002)

@@ -22,8 +22,8 @@ from frame.entrypoints.http.protocol.bodies import AT_ONCE
 from frame.entrypoints.router import proxy
 from frame.entrypoints.router.discovery import check_url
 from frame.entrypoints.router.exchange import MAX_REFUSAL_LENGTH
-from frame.entrypoints.router.replicas import Backends
-from frame.entrypoints.router.requests import BROADCAST, MAX_READ_LENGTH, hash_prompt, is_pinned, is_repeatable, is_stored
+from frame.entrypoints.router.replicas import Backends, counted
+from frame.entrypoints.router.requests import BROADCAST, MAX_READ_LENGTH, hash_prompt, is_pinned, is_repeatable, is_stored, read_adapter
 from tests.entrypoints.published import ROUTES
 from tests.entrypoints.router.fake_replica import FakeReplica, check_reply, raw_replica, routed
 
@@ -76,6 +76,24 @@ def test_a_hot_prefix_is_not_slower_than_by_turns() -> None:
         shares = sorted(replica.requests for replica in replicas)
         assert shares[1] <= 1.05 * 60 + 4  # the difference of loads that counts as none
         assert min(replica.hits / replica.blocks for replica in replicas) > 0.9
+
+    run(main)
+
+
+def test_an_adapter_stays_on_its_replica() -> None:
+    """Once a response has named the adapter of a model, its requests go where the others went, and
+    those to the base model where the load is least."""
+
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        first.adapters = second.adapters = ("sql",)
+        async with routed(first, second) as (client, backends, _):
+            with counted(backends.all[0]):  # it is busy
+                for text in ("a", "b"):  # the response to the first one names the adapter
+                    await client.post("/v1/chat/completions", json=chat(text, model="sql"))
+            for text, fields in (("c", {"model": "sql"}), ("d" * 900, {"model": "sql"}), ("e", {"model": "base"}), ("f", {})):
+                assert (await client.post("/v1/chat/completions", json=chat(text, **fields))).status_code == 200
+        assert (first.models, second.models) == (["base", ""], ["sql"] * 4)
 
     run(main)
 
@@ -474,6 +492,9 @@ def test_prompts_are_compared_from_their_beginning() -> None:
     assert hash_prompt(b'{"prompt":[[' + b"1," * 600 + b"1],[2]]}")[:4] == hash_prompt(b'{"prompt":[' + b"1," * 600 + b"1]}")[:4] != []
     texts = [json.dumps({**nulls, "text": "a" * 600}).encode() for nulls in ({}, {"input_ids": None, "prompt": None})]
     assert hash_prompt(texts[0]) == hash_prompt(texts[1]) != []
+    named = (b'{"model":"sql","prompt":"a"}', b'{"model":"base","lora_path":"/sql","text":"a"}', b'{"model":"base","prompt":"a"}')
+    assert [len(hash_prompt(body, {b'"sql"'})) for body in named] == [1, 1, 0]
+    assert [read_adapter(body) for body in (*named, b"no JSON")] == [b'"sql"', b'"/sql"', b'"base"', b""]
     objects = b'{"prompt":[' + b'{"a":1},' * 50_000 + b"1]}"
     tracemalloc.start()
     assert len(hash_prompt(objects)) == 64 * 1024 // 256
