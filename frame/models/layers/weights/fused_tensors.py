@@ -139,9 +139,9 @@ def split_layers(
             yield name, tensor
             continue
         parts, sizes = list(fused[layer]), list(fused[layer].values())
-        found = _find_outputs(weight_format, f"{parent}.{parts[0]}", rest, sizes)
+        outputs = _find_outputs(weight_format, f"{parent}.{parts[0]}", rest, sizes)
         is_number = all(size == 1 for size in tensor.shape)
-        pieces = [tensor] * len(parts) if found is None or is_number else _split_outputs(name, tensor, sizes, *found)
+        pieces = [tensor] * len(parts) if outputs is None or is_number else _split_outputs(name, tensor, sizes, *outputs)
         for part, piece in zip(parts, pieces, strict=True):
             yield f"{parent}.{part}.{rest}", piece
 
