@@ -165,6 +165,40 @@ class LimitedRig(SchedulerRig):
         super().commit()
 
 
+class NarrowRig(SchedulerRig):
+    """A scheduler whose steps with decodes have room for 64 prompt tokens."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config, InOrder())
+        self.scheduler._planner.prompt_budget = self
+        self.chunks: list[int] = []  # of each step, the prompts
+
+    def choose(self, step: int, num_decodes: int, now: float) -> int:
+        return 64 if num_decodes else self.config.token_budget
+
+    def record_step(self, record: StepRecord, now: float) -> None:
+        """The room never changes."""
+
+    def _check_budget(self, batch: ScheduledBatch) -> None:
+        super()._check_budget(batch)
+        self.chunks.append(len(batch.num_scheduled) - batch.num_decodes)
+
+    def _check_admission(self, batch: ScheduledBatch | None, has_preempted: bool) -> None:
+        """A request may wait: the budget is smaller than the configured one."""
+
+
+def test_what_cannot_be_divided_goes_alone() -> None:
+    """A prompt that is computed whole exceeds the target by itself, and takes no other with it."""
+    sizes: dict[str, Any] = {"page_size": 16, "num_pages": 200, "max_running": 8, "max_context": 1000, "vocab_size": 97}
+    rig = NarrowRig(SchedulerConfig(token_budget=1024, overlap=False, short_prompt_share=0.0, whole_prompts=True, **sizes))
+    rig.add([3] * 8, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    rig.step()
+    for number in range(3):
+        rig.add([5 + number] * 200, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    rig.run(max_steps=200)
+    assert sum(rig.chunks) == 4 and max(rig.chunks) == 1
+
+
 @settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**6), overlap=st.booleans(), share=st.sampled_from([0.0, 0.5, 0.9]), target=st.sampled_from([1e-6, 0.02, 10.0]),

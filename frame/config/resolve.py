@@ -17,7 +17,7 @@ from frame.checkpoint.model_config import find_model, name_model
 from frame.config.hardware import Hardware
 from frame.config.resolution.attention import choose_attention, choose_page_size
 from frame.config.resolution.drafter import check_speculation, find_tree
-from frame.config.resolution.machine import budgets, choose_jump, dtypes_to_try, graph_sizes
+from frame.config.resolution.machine import budgets, choose_graph_sizes, choose_jump, dtypes_to_try
 from frame.config.resolution.media import choose_media, may_serve, plan_media
 from frame.config.resolution.parallel import (
     check_transfers,
@@ -274,7 +274,7 @@ class _Solver:
         tokens, platform = -(-max_running // self.config.parallel.pp), self.platform.record
         if self.config.speculative.algorithm is not None:  # a graph has a row for each drafted token
             tokens *= 1 + (self.tree.num_nodes if self.tree else self.config.speculative.num_steps)
-        sizes = graph_sizes(self.chosen, self.config, self.model_config, platform, task, tokens)
+        sizes = choose_graph_sizes(self.chosen, self.config, self.model_config, platform, task, tokens)
         return {key.partition(".")[2]: self._value(key, explicit, value, why) for key, explicit, value, why in sizes}
 
     @property

@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 
 from frame.core.ipc.inflight_file import INFLIGHT
+from frame.host.folder_lock import lock_folder
 
 MAX_SOCKET_LENGTH = "frame-12345678/tokenizer-63-out"  # the longest socket path below the folder of temporary files
 NAME = re.compile(r"frame-[a-z0-9_]{8}")  # as mkdtemp makes it
@@ -57,7 +58,7 @@ class SocketDirectory:
             raise PermissionError(f"{self.path} must belong to this user alone (mode 0700); sockets in it would be open to others")
         if self._owned and self._lock is None:
             with contextlib.suppress(OSError):  # a file system without locks
-                self._lock = _open_locked(self.path, fcntl.LOCK_SH)
+                self._lock = lock_folder(self.path, fcntl.LOCK_SH)
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -86,7 +87,7 @@ def _remove_stale(base: str, before: float) -> None:
             status = entry.stat(follow_symlinks=False)
             if not stat.S_ISDIR(status.st_mode) or not _is_private(status) or status.st_mtime > before:
                 continue
-            lock = _open_locked(Path(entry.path), fcntl.LOCK_EX)
+            lock = lock_folder(Path(entry.path))
             try:
                 files = list(os.scandir(entry.path))
                 if all(_is_ours(file) for file in files):
@@ -104,14 +105,3 @@ def _is_ours(file: os.DirEntry[str]) -> bool:
 
 def _is_private(status: os.stat_result) -> bool:
     return not stat.S_IMODE(status.st_mode) & 0o077 and status.st_uid == os.getuid()
-
-
-def _open_locked(path: Path, kind: int) -> int:
-    """A descriptor of the directory with the lock. Raises OSError where another process has one."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor

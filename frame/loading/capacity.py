@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GIB = 1024**3
 CPU_SHARE = 0.25  # most of the machine's memory for the cache, unless the user sets cache.max_total_tokens
 CPU_MIN_TOKENS = 65_536
-MIN_TOKENS = 256  # a start with a smaller cache is refused
+MIN_TOKENS = 256  # a start with a smaller cache is refused, unless cache.max_total_tokens asks for it
 WINDOW_DIVISOR = 4  # a window group has room for one of so many tokens
 MIN_STATES = 4
 TOKENS_PER_STATE = 4096  # of a model that stores no tokens
@@ -43,7 +43,7 @@ class Memory:
 
     total: int
     free: int  # what this process may still allocate
-    weights: int  # the loaded weights
+    weights: int  # the loaded weights; of a device with its own memory, all that is in use
     activations: int  # what a step needs
     is_shared: bool = False  # the host's memory, which others take from as well
 
@@ -138,7 +138,8 @@ def _plan_groups(geometry: KVGeometry, limits: Limits, memory: Memory, fraction:
         return num_tokens * geometry.bytes_per_token + sum(pages)
 
     available = memory.count_available(1.0 if max_total_tokens is not None else fraction)
-    requested = max_total_tokens or max(limits.max_running_requests * limits.max_context, CPU_MIN_TOKENS)
+    asked_for = None if max_total_tokens is None else max(page_size, max_total_tokens)
+    requested = asked_for or max(limits.max_running_requests * limits.max_context, CPU_MIN_TOKENS)
     if max_total_tokens is None and not memory.is_shared and geometry.bytes_per_token:
         requested = available // geometry.bytes_per_token
     elif max_total_tokens is None and memory.is_shared:
@@ -147,19 +148,19 @@ def _plan_groups(geometry: KVGeometry, limits: Limits, memory: Memory, fraction:
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if count_bytes(middle * page_size) <= available else (low, middle - 1)
-    minimum = max(page_size, max_total_tokens or min(limits.max_context, MIN_TOKENS)) // page_size
+    minimum = (asked_for or max(page_size, min(limits.max_context, MIN_TOKENS))) // page_size
     if low < minimum:
         each = -(-count_bytes(minimum * page_size) // (minimum * page_size))
         asked, share = (max_total_tokens, 1.0) if max_total_tokens is not None else (minimum * page_size, fraction)
-        change = f"cache.max_total_tokens: {max(16, low * page_size)}" if max_total_tokens else _remedy(memory, each * asked)
+        change = f"cache.max_total_tokens: {max(page_size, low * page_size)}" if max_total_tokens else _remedy(memory, each * asked)
         raise CapacityError(_sentence(memory, share, each, asked, change))
     return max(1, low) + RESERVED_PAGES
 
 
 def _sentence(memory: Memory, fraction: float, each: int, min_tokens: int, change: str) -> str:
-    left = memory.count_available(fraction)
+    left, used = memory.count_available(fraction), "weights" if memory.is_shared else "in use (weights, other processes)"
     return (
-        f"the KV cache does not fit: {fraction:g} of {memory.total / GIB:.2f} GiB - {memory.weights / GIB:.2f} GiB weights"
+        f"the KV cache does not fit: {fraction:g} of {memory.total / GIB:.2f} GiB - {memory.weights / GIB:.2f} GiB {used}"
         f" - {memory.activations / GIB:.2f} GiB activations = {left / GIB:.2f} GiB for the cache"
         f" ({max(0, left) // each} tokens of {each} bytes), and at least {min_tokens} tokens are needed; try {change}"
     )

@@ -4,7 +4,6 @@ Used by rank 0's `TensorUpdates`. Must not know a model."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from frame.core.errors import CheckpointError, ConfigurationError
+from frame.host.folder_lock import lock_folder
 
 PREFIX, UNFINISHED = "frame-weights-", "frame-unfinished-"  # of folders
 
@@ -43,7 +43,7 @@ class UpdateCopy:
         try:
             if self._next is None:
                 self._next, self._count = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self._parent)), 0
-                self._lock = _lock(self._next)
+                self._lock = lock_folder(self._next)
                 shutil.copyfile(self._model / "config.json", self._next / "config.json")
             self._count += 1
             self._last = self._next / f"part-{self._count:05}.safetensors"
@@ -81,22 +81,11 @@ class UpdateCopy:
         self._next = self._lock = self._last = None
 
 
-def _lock(folder: Path) -> int:
-    """A descriptor with the lock of a folder. Raises OSError where another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def _remove_unfinished(parent: Path) -> None:
     """Delete the copies that no process is writing."""
     for folder in parent.glob(f"{UNFINISHED}*"):
         with contextlib.suppress(OSError):
-            descriptor = _lock(folder)
+            descriptor = lock_folder(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(descriptor)
 

@@ -76,7 +76,7 @@ class FalconH1ForCausalLM(Decoder):
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         renamed = ((name.replace(_LAST_NORM, "model.norm."), tensor) for name, tensor in weights)
-        return split_layers(renamed, self.sizes.fused)
+        return split_layers(renamed, self.sizes.fused, self.context.weight_format)
 
 
 class Scaled(nn.Module):

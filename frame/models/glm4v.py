@@ -43,4 +43,5 @@ class Glm4vForConditionalGeneration(ReadsMedia):
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         inner = self.model_config.config["intermediate_size"]
-        return split_layers(super().map_weights(weights), {"gate_up_proj": {"gate_proj": inner, "up_proj": inner}})
+        fused = {"gate_up_proj": {"gate_proj": inner, "up_proj": inner}}
+        return split_layers(super().map_weights(weights), fused, self.context.weight_format)

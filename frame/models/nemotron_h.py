@@ -94,7 +94,7 @@ class NemotronHForCausalLM(Decoder):
         return MoE(self.context, prefix, sizes, rule, shared)
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
-        return split_layers(self._rename_body(weights), self.sizes.fused)
+        return split_layers(self._rename_body(weights), self.sizes.fused, self.context.weight_format)
 
     @staticmethod
     def _rename_body(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:

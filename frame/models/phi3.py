@@ -33,4 +33,4 @@ class Phi3ForCausalLM(Decoder):
             "qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
             "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
         }
-        return split_layers(weights, fused)
+        return split_layers(weights, fused, self.context.weight_format)

@@ -81,4 +81,4 @@ class Qwen3NextForCausalLM(ReadsMedia):
         return MoE(self.context, prefix, sizes, rule, shared)
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
-        return split_layers(split_stacked_experts(super().map_weights(weights)), self.sizes.fused)
+        return split_layers(split_stacked_experts(super().map_weights(weights)), self.sizes.fused, self.context.weight_format)

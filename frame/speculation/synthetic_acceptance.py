@@ -1,8 +1,8 @@
 """`SyntheticAcceptance`: accepts drafted tokens at random, for benchmarks of models with random
 weights (vLLM: `synthetic_acceptance_length`; SGLang: `SGLANG_SIMULATE_ACC_LEN`).
 
-Its `choose` is `StepPlanner.choose_accepted`. The output is not what the model draws. Imports no
-torch.
+Its `choose` is `SamplingPlanner.choose_accepted`. The output is not what the model draws. Imports
+no torch.
 """
 
 from __future__ import annotations

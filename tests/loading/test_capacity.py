@@ -55,7 +55,7 @@ def test_too_little_memory_shows_the_arithmetic_and_a_remedy():
     with pytest.raises(CapacityError) as error:
         plan(gpu(), 0.2)
     text = str(error.value)
-    assert "0.2 of 80.00 GiB - 16.00 GiB weights - 2.75 GiB activations = -2.75 GiB" in text
+    assert "0.2 of 80.00 GiB - 16.00 GiB in use (weights, other processes) - 2.75 GiB activations = -2.75 GiB" in text
     assert text.count("\n") == 0
     fraction = float(text.rsplit("cache.mem_fraction: ", 1)[1])
     assert plan(gpu(), fraction) > 1
@@ -145,6 +145,7 @@ def test_cache_groups_share_the_memory(layers):
 def test_max_total_tokens_and_too_little_memory_with_cache_groups():
     geometry = group_layers([*TOKEN_LAYERS, *WINDOW_LAYERS], 16, torch.bfloat16)
     assert plan_pages(geometry, LIMITS, gpu(), 0.1, 4096) == 4096 // 16 + 1
+    assert plan_pages(geometry, LIMITS, gpu(), 0.1, 15) == plan(gpu(), 0.1, 15) == 2  # less than a page is one
     with pytest.raises(CapacityError, match="does not fit.*mem_fraction"):
         plan_pages(geometry, LIMITS, gpu(), 0.2345, None)
     with pytest.raises(CapacityError, match="max_total_tokens"):

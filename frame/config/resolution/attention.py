@@ -76,7 +76,7 @@ def _fitting(
     """The candidates for a phase, best first; only the named one, if there is one, which must
     fit."""
     if name is not None:
-        selection = select(KEY, candidates, requirements, name, None, chosen.impossible)
+        selection = select(KEY, candidates, requirements, name, None, chosen.impossible, KIND)
         return [Selection(selection.record, "set by the user")] if selection is not None else []
     fits = [record for record in sorted(candidates, key=by_rank) if not objections(record, requirements, chosen.impossible)]
     card, speeds = _comparable(fits, requirements, phase)

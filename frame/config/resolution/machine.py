@@ -165,7 +165,7 @@ def budgets(
     ]
 
 
-def graph_sizes(
+def choose_graph_sizes(
     chosen: Choices, config: FrameConfig, model_config: ModelConfig, platform: PluginRecord, task: Task, tokens: int
 ) -> list[tuple[str, int | None, int, str]]:
     """(setting, user's value, default, reason) of the largest steps captured as CUDA graphs; 0:

@@ -27,7 +27,6 @@ from frame.core.interfaces.rank_context import Track, track_silently
 if TYPE_CHECKING:
     from frame.core.execution.input_batch import InputBatch, TokenRows
     from frame.core.interfaces.adapter_layers import StepAdapters
-    from frame.core.interfaces.platform import Platform
     from frame.core.sampling.sampling_metadata import GrammarArrays
 
 _NUM_BUFFERS = 3
@@ -62,7 +61,7 @@ _DRAW: dict[str, np.generic] = {"temperature": np.float32(0.0), "key": np.int64(
 _FILTERS: dict[str, np.generic] = {"top_k": np.int32(0), "top_p": np.float32(1.0), "log_min_p": np.float32(-np.inf)}
 
 
-def graph_sizes(maximum: int, multiple: int = 1) -> tuple[int, ...]:
+def list_graph_sizes(maximum: int, multiple: int = 1) -> tuple[int, ...]:
     """The batch sizes to capture, for batches of up to `maximum` rows: multiples of `multiple`, and
     the maximum. Small sizes are closer together, because padding costs a larger part of their
     time."""

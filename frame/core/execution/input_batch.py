@@ -25,7 +25,7 @@ from frame.core.kv_cache.group_inputs import GroupInputs
 from frame.core.kv_cache.kv_pool import MAX_HOST_TOKENS, DeviceTable, KVPool
 from frame.core.sampling.batch_layout import A, BatchLayout, compute_layout
 from frame.core.sampling.sampling_metadata import GrammarArrays, SamplingTable, find_limited_rows
-from frame.core.sampling.step_plan import StepArrays, StepPlanner, StepPlans
+from frame.core.sampling.step_plan import SamplingPlanner, StepArrays, StepPlans
 
 if TYPE_CHECKING:
     from frame.core.interfaces.attention import AttentionBackend
@@ -164,7 +164,7 @@ class InputBatch:
         )  # None: the model has one cache group
         windows = {} if self.groups is None else self.groups.windows
         sampling = SamplingTable(limits.max_running_requests, by_row=sampler.by_row)
-        self.planner = StepPlanner(sampling, sampler.processors, self.table, tuple(windows.values()))
+        self.planner = SamplingPlanner(sampling, sampler.processors, self.table, tuple(windows.values()))
         self.pending = PendingRows(self.table)
         self.max_graph_rows = 0
         self.draws_masked = False

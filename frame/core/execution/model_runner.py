@@ -19,7 +19,7 @@ import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.execution.async_output import MaskedStep, StepOutput, fetch
-from frame.core.execution.decode_graphs import PADDED_ROWS, DecodeGraphs, DecodeOutputs, Redraw, graph_sizes
+from frame.core.execution.decode_graphs import PADDED_ROWS, DecodeGraphs, DecodeOutputs, Redraw, list_graph_sizes
 from frame.core.execution.input_batch import ForwardInputs, InputBatch, ReplayInputs
 from frame.core.execution.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from frame.core.execution.warmup import idle_decodes, idle_extends, idle_mixed, idle_prompts
@@ -206,7 +206,7 @@ class TorchModelRunner(ModelRunner):
         cannot be captured or memory does not suffice."""
         # matmuls then pad no rows; experts would be read for rows of padding
         multiple = PADDED_ROWS if self.context.deterministic and self.context.moe_runner is None else 1
-        sizes, platform = graph_sizes(max_rows, multiple), self.context.platform
+        sizes, platform = list_graph_sizes(max_rows, multiple), self.context.platform
         is_last = self.context.pipeline is None or self.context.pipeline.is_last
         vocab_size = self.vocab_size if is_last and self.context.tp.rank == 0 else 0  # the other ranks get rank 0's tokens
         graphs = DecodeGraphs(self._decode, self.inputs, sizes, platform, self._graph_redraw, vocab_size)

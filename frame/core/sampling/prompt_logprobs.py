@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, computed in blocks, because the logits of a long prompt over
 a large vocabulary would take too much memory; and the hidden states of prompt tokens.
 
-Used by the step planner and the model runner. Must not know pages or sampling.
+Used by `SamplingPlanner` and by runners. Must not know pages or how tokens are drawn.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def row_max(logits: torch.Tensor, heights: torch.Tensor | None = None) -> tuple[
         values, ids = logits.max(dim=-1)
         return values, ids
     values, group = (gumbel_race.find_heights(logits) if heights is None else heights).max(dim=-1)
-    columns = group.unsqueeze(1) * gumbel_race.GROUP + torch.arange(gumbel_race.GROUP)
+    columns = group.unsqueeze(1) * gumbel_race.GROUP + torch.arange(gumbel_race.GROUP, device=logits.device)
     inside = logits.gather(1, columns.clamp_(max=vocab - 1)).max(dim=-1).indices
     return values, group * gumbel_race.GROUP + inside
 

@@ -1,7 +1,7 @@
 """The host's plans of one step: what is sampled, verified, drafted and still pending, with the
 arrays that each of them reads on the device.
 
-`StepPlanner` makes them for the input batch; the model runner, the verification and the draft
+`SamplingPlanner` makes them for the input batch; the model runner, the verification and the draft
 runner carry them out. A dataclass of arrays exists twice: of numpy arrays in a plan, and of tensors
 once they are on the device. Must not know a drafter, a request or a layer.
 """
@@ -161,7 +161,7 @@ class StepPlans:
     pending: PendingPlan | None = None  # None: the host has all ids and lengths
 
 
-class StepPlanner:
+class SamplingPlanner:
     """Plans the steps of one runner, in launch order.
 
     choose_accepted: of benchmarks, set by the builder; None: drafts are compared with draws.

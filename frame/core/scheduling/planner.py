@@ -76,7 +76,8 @@ class StepPlanner:
         self._schedule_running_prompts(plan)
         if not plan.chunks and self._running.extending and plan.limit < self._config.token_budget:  # an undivided item
             plan.budget = self._config.token_budget
-            self._schedule_running_prompts(plan)
+            self._schedule_running_prompts(plan, only_one=True)
+            plan.budget = 0
         while not plan and self._running.extending and not self._running.in_flight:
             if not self._preempt_one(now):
                 break
@@ -220,11 +221,11 @@ class StepPlanner:
         if may_admit and max_uncached > 0:
             self._admit_waiting(plan, now, max_uncached)
 
-    def _schedule_running_prompts(self, plan: StepPlan) -> None:
+    def _schedule_running_prompts(self, plan: StepPlan, only_one: bool = False) -> None:
         """Schedule the next chunks of running prompts, those of the least served tenant first."""
         begun, served = {request.slot for request, _, _ in plan.chunks}, self._usage.get_tokens
         for request in sorted(self._running.extending.values(), key=lambda r: (served(r.tenant), r.index)):
-            if plan.budget <= 0:
+            if plan.budget <= 0 or (only_one and plan.chunks):
                 return
             if request.slot not in begun:
                 self._schedule_chunk(plan, request)
@@ -396,8 +397,8 @@ class StepPlanner:
     # preemption -----------------------------------------------------------------------------------
 
     def _preempt_one(self, now: float) -> bool:
-        """Preempt the policy's victim, or the newest request if it chooses none; False when only
-        the oldest request is left."""
+        """Preempt the policy's victim, or the newest request if it chooses none, of the tenant with
+        most of them; False when only the oldest request is left."""
         running = self._running.requests
         if len(running) < 2:
             return False

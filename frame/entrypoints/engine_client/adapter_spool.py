@@ -8,7 +8,6 @@ not know a request or HTTP.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import msgspec
 
+from frame.host.folder_lock import lock_folder
 from frame.host.interpreter import child_environment, python_command
 from frame.interfaces.adapter import AdapterError
 
@@ -144,7 +144,7 @@ class AdapterSpool:
             if self._path is None:
                 path = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700
                 _remove_stale(path.parent, path.stat().st_mtime - STALE_AFTER)
-                self._remove = weakref.finalize(self, _remove_locked, path, _locked(path))
+                self._remove = weakref.finalize(self, _remove_locked, path, lock_folder(path))
                 self._path = path
             return self._path
 
@@ -331,17 +331,6 @@ def _identity(file: IO[bytes]) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _locked(path: Path) -> int:
-    """A descriptor of the folder with the lock. Raises OSError where another process has one."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def _remove_stale(base: Path, before: float) -> None:
     """Delete spools of this user in `base` that no process has locked, and that were last changed
     `before` this time."""
@@ -349,7 +338,7 @@ def _remove_stale(base: Path, before: float) -> None:
         with suppress(OSError):
             status = path.lstat()
             if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and status.st_mtime < before:
-                _remove_locked(path, _locked(path))
+                _remove_locked(path, lock_folder(path))
 
 
 def _remove_locked(path: Path, lock: int) -> None:

@@ -1,9 +1,9 @@
 """`RequestRecovery`: requests continue after a crash; a request that causes crashes is refused.
 
-A sequence that was on the device in two crashes, without progress in between, is a suspect and runs
-alone in the engine until it has passed the position of the crash. If the engine crashes again, that
-suspect is refused; all others continue. Used by `EngineClient`. Must not know a process or a
-transport.
+A sequence that was on the device in two crashes, without progress in between, is refused if it was
+there alone. Otherwise it is a suspect and runs alone in the engine until it has passed the position
+of the crash. If the engine crashes again, that suspect is refused; all others continue. Used by
+`EngineClient`. Must not know a process or a transport.
 """
 
 from __future__ import annotations

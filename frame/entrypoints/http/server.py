@@ -323,7 +323,10 @@ class Server:
         if (adapters := self._services.adapters) is not None:
             await adapters.load_modules()
         serving = asyncio.create_task(self._http.serve([self._listener]))
-        await self._http.listening.wait()
+        listening = asyncio.create_task(self._http.listening.wait())
+        await asyncio.wait({listening, serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()  # raises why it does not listen
         self._reload.on_certificate.append(self._http.renew_certificate)
         self._admin.start(App(self._services, is_admin=True))
         self._reload.on_certificate += [http.renew_certificate for http in self._admin.running]

@@ -64,7 +64,7 @@ def compute_yarn_scale(parameters: Mapping[str, Any]) -> float:
     weight = parameters.get("mscale_all_dim") or 0
     if parameters["rope_type"] == "default" or not weight:
         return 1.0
-    return _mscale(parameters["factor"], weight) ** 2
+    return _mscale(_yarn_factor(parameters), weight) ** 2
 
 
 class Rotary(nn.Module):

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.core.execution import input_batch
-from frame.core.execution.decode_graphs import InputBuffers, graph_sizes
+from frame.core.execution.decode_graphs import InputBuffers, list_graph_sizes
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache import PrefixCacheContext
@@ -55,7 +55,7 @@ PROMPTS = [[(7 * row + place) % VOCAB for place in range(1 + row * 3)] for row i
 
 @pytest.mark.parametrize("maximum", [1, 3, 8, 31, 64, 200, 256, 1000])
 def test_sizes_hold_every_batch_and_waste_little(maximum):
-    sizes = graph_sizes(maximum)
+    sizes = list_graph_sizes(maximum)
     assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == maximum and sizes[0] == 1
     for rows in range(5, maximum + 1):
         assert next(size for size in sizes if size >= rows) - rows < max(8, rows / 3 + 1)

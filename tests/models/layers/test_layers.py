@@ -22,7 +22,7 @@ from frame.models.layers.linear import HeadLayout
 from frame.models.layers.mla import multiply_heads
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, TensorShard, load_parameters
-from frame.models.layers.rotary import Rotary, read_rope_parameters
+from frame.models.layers.rotary import Rotary, compute_yarn_scale, read_rope_parameters
 from frame.models.layers.router import Router, RoutingRule
 
 CONTEXT = BuildContext(device=torch.device("cpu"), dtype=torch.float32, tp=LocalGroup(), limits=Limits(8, 512, 256, 4))
@@ -69,6 +69,12 @@ def test_rotation_equals_that_of_transformers(scheme: dict[str, Any], spelling: 
         old = {("type" if key == "rope_type" else key): value for key, value in scheme.items()}
         made = rotary({"rope_theta": theta, "rope_scaling": None if scheme["rope_type"] == "default" else old})
     torch.testing.assert_close(made.rotate(x, made.gather_rows(positions)), want, atol=2e-6, rtol=1e-5)
+
+
+def test_yarn_without_a_factor_scales_by_the_lengths() -> None:
+    lengths = {"original_max_position_embeddings": 32, "max_position_embeddings": 128}
+    parameters = {"rope_type": "yarn", "mscale_all_dim": 0.5, **lengths}
+    assert compute_yarn_scale(parameters) == compute_yarn_scale({**parameters, "factor": 4.0}) > 1.0
 
 
 def test_dynamic_positions_beyond_the_trained_length_rotate_as_in_decoding() -> None:

@@ -17,24 +17,27 @@ if TYPE_CHECKING:
     import torch
 
     from frame.core.interfaces.model import LazyTensor
+    from frame.core.interfaces.weight_format import Axis, WeightFormat
+
+_INPUTS = 1 << 14  # of a layer that is only asked how its outputs are stored
 
 
-class TensorRows:
-    """`size` rows of a lazy tensor from `start`. Slicing reads only the slice."""
+class TensorPart:
+    """`size` entries of a lazy tensor from `start` along a dimension. Slicing reads only the
+    slice."""
 
-    def __init__(self, whole: LazyTensor, start: int, size: int) -> None:
-        self.whole = whole
-        self.start = start
-        self.shape = (size, *whole.shape[1:])
+    def __init__(self, whole: LazyTensor, start: int, size: int, dim: int = 0) -> None:
+        self.whole, self.start, self.dim = whole, start, dim
+        self.shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        rows, *rest = index if isinstance(index, tuple) else (index,)
-        if rows is Ellipsis:
-            return self.whole[self.start : self.start + self.shape[0]]
-        first, last, step = rows.indices(self.shape[0])
+        spans = [] if index is Ellipsis else [*index] if isinstance(index, tuple) else [index]
+        spans += [slice(None)] * (self.dim + 1 - len(spans))
+        first, last, step = spans[self.dim].indices(self.shape[self.dim])
         if step != 1:
-            raise IndexError("rows of a checkpoint tensor are read one after another: use a step of 1")
-        return self.whole[(slice(self.start + first, self.start + last), *rest)]
+            raise IndexError("a part of a checkpoint tensor is read in order: use a step of 1")
+        spans[self.dim] = slice(self.start + first, self.start + last)
+        return self.whole[tuple(spans)]
 
 
 class TensorView:
@@ -124,34 +127,46 @@ def split_stacked_experts(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator
                 yield f"{prefix}.{expert}.{layer}.weight", TensorView((size, inputs), read)
 
 
-def split_rows(name: str, tensor: LazyTensor, sizes: Sequence[int]) -> list[LazyTensor]:
-    """The tensor's rows in parts of `sizes`, or of as many blocks of rows; one number goes to all
-    parts. Raises CheckpointError for another shape."""
-    if tuple(tensor.shape) in {(), (1,)}:
-        return [tensor] * len(sizes)
-    rows, total = tensor.shape[0], sum(sizes)
-    block = -(-total // rows)
-    if any(size % block for size in sizes) or rows * block != total:
-        raise CheckpointError(
-            f"{name} has the shape {list(tensor.shape)}, whose rows cannot be divided into parts of {list(sizes)}: "
-            "check that config.json belongs to this checkpoint."
-        )
-    pieces: list[LazyTensor] = []
-    start = 0
-    for size in sizes:
-        pieces.append(TensorRows(tensor, start // block, size // block))
-        start += size
-    return pieces
-
-
-def split_layers(weights: Iterable[tuple[str, LazyTensor]], fused: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, LazyTensor]]:
+def split_layers(
+    weights: Iterable[tuple[str, LazyTensor]], fused: Mapping[str, Mapping[str, int]], weight_format: WeightFormat | None = None
+) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors, with those of a fused layer divided. `fused`: its name -> the layers' names and
-    their numbers of outputs, in order."""
+    their numbers of outputs, in order. `weight_format`: of the checkpoint, if it is quantized."""
     for name, tensor in weights:
         prefix, _, rest = name.rpartition(".")
         parent, _, layer = prefix.rpartition(".")
         if layer not in fused:
             yield name, tensor
             continue
-        for part, rows in zip(fused[layer], split_rows(name, tensor, list(fused[layer].values())), strict=True):
-            yield f"{parent}.{part}.{rest}", rows
+        parts, sizes = list(fused[layer]), list(fused[layer].values())
+        outputs = _find_outputs(weight_format, f"{parent}.{parts[0]}", rest, sizes)
+        is_number = all(size == 1 for size in tensor.shape)
+        pieces = [tensor] * len(parts) if outputs is None or is_number else _split_outputs(name, tensor, sizes, *outputs)
+        for part, piece in zip(parts, pieces, strict=True):
+            yield f"{parent}.{part}.{rest}", piece
+
+
+def _find_outputs(weight_format: WeightFormat | None, layer: str, tensor: str, sizes: Sequence[int]) -> tuple[int, Axis | None] | None:
+    """The dimension of a layer's tensor along which its outputs lie, and its axis if the format
+    describes the tensor; None: the tensor has no outputs, and all layers share it."""
+    stored = {} if weight_format is None else weight_format.describe_layer(layer, "linear").list_tensors(_INPUTS, sizes)
+    if tensor not in stored:
+        return (0, None) if tensor in ("weight", "bias") else None
+    axes = enumerate(stored[tensor].axes)
+    return next(((dim, axis) for dim, axis in axes if not isinstance(axis, int) and axis.of == "output"), None)
+
+
+def _split_outputs(name: str, tensor: LazyTensor, sizes: Sequence[int], dim: int, axis: Axis | None) -> list[LazyTensor]:
+    """The entries of a dimension in parts of as many outputs. An axis that splits may be coarser
+    than it says. Raises CheckpointError for another shape."""
+    length, total = tensor.shape[dim], sum(sizes)
+    entries, block = (1, -(-total // length)) if axis is None else (axis.entries, axis.block)
+    if length * block != total * entries and axis is not None and axis.splits:
+        entries, block = 1, -(-total // length)
+    if any(size % block for size in sizes) or length * block != total * entries:
+        raise CheckpointError(
+            f"{name} has the shape {list(tensor.shape)}, which cannot be divided into parts of {list(sizes)} outputs: "
+            "check that config.json belongs to this checkpoint."
+        )
+    starts = [sum(sizes[:number]) // block * entries for number in range(len(sizes))]
+    return [TensorPart(tensor, start, size // block * entries, dim) for start, size in zip(starts, sizes, strict=True)]
