@@ -3,7 +3,6 @@ along the inputs, with scales and zero points per group of inputs, optionally in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +13,7 @@ from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
 from frame.quantization.fields import check_expression, read_object, read_patterns
 from frame.quantization.integers import Integers, check_owners, unpack_words, word_axis
-from frame.quantization.patterns import matches
+from frame.quantization.patterns import find_match, matches
 from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Gptq(WeightFormat):
         if kind == "linear" and self._blocks and not any(name.endswith(f".{block}") for block in self._blocks):
             return plain
         for pattern, overrides in self._dynamic.items():
-            if re.match(_strip(pattern), name):
+            if find_match(_strip(pattern), name):
                 return plain if pattern.startswith("-:") else self._make(read_object(overrides, f"quantization_config.dynamic.{pattern}"))
         return self._make({})
 

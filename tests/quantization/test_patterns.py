@@ -1,0 +1,68 @@
+"""Lists of layers in published configurations, and the names of the layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from frame.quantization.patterns import find_match, matches
+from tests.quantization.checkpoints import DIALECTS, make_pair
+from tests.quantization.test_formats import logits_of, open_session, reference_logits
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "is_match"),
+    [
+        ("model.layers.3", "model.layers.3.mlp.up_proj", True),
+        ("model.layers.3", "model.layers.30.mlp.up_proj", False),
+        ("model", "model.layers.3.mlp.up_proj", True),
+        ("gate", "model.layers.0.mlp.gate_proj", False),
+        ("model.language_model.layers.0.linear_attn.in_proj_a", "model.layers.0.linear_attn.in_proj_a", True),
+        ("model.language_model.layers.0.linear_attn.in_proj_a", "model.layers.0.linear_attn.in_proj_b", False),
+        ("model.language_model.layers.*.self_attn*", "model.layers.7.self_attn.q_proj", True),
+        ("language_model.model.layers.4.mlp", "model.layers.4.mlp.up_proj", True),
+        ("language_model.lm_head", "lm_head", True),
+        ("backbone.layers.54.mixer.in_proj", "model.layers.54.mixer.in_proj", True),
+        ("backbone.layers.5", "model.layers.54.mixer.in_proj", False),
+        ("model.layers.3.self_attn.qkv_proj", "model.layers.3.self_attn.v_proj", True),
+        ("model.layers.3.self_attn.qkv_proj", "model.layers.3.self_attn.o_proj", False),
+        ("re:.*gate_up_proj", "model.layers.3.mlp.up_proj", True),
+        ("re:.*up_proj", "model.layers.3.mlp.gate_proj", False),
+        ("*up_proj", "model.layers.3.mlp.gate_proj", False),
+        ("re:.*(qkv|o)_proj", "model.layers.3.self_attn.k_proj", True),
+        (r"re:model\.language_model\.layers\.5\..*", "model.layers.5.mlp.up_proj", True),
+        (r"re:backbone\.layers\.5\.", "model.layers.5.mixer.in_proj", True),
+        ("re:vision_tower.*", "model.layers.5.mlp.up_proj", False),
+        ("model.visual.*", "model.layers.5.mlp.up_proj", False),
+        ("lm_head", "model.layers.0.mlp.up_proj", False),
+        ("mtp.fc", "mtp.fc", True),
+    ],
+)
+def test_names_of_published_lists(pattern: str, name: str, is_match: bool) -> None:
+    assert matches(pattern, name) is is_match
+    if pattern.startswith("re:"):
+        assert find_match(pattern.removeprefix("re:"), name) is is_match
+
+
+@pytest.mark.parametrize("dialect", ["packed", "fp8 blocks", "gptq 4"])
+def test_a_fused_layer_that_is_left_out(dialect: str, tmp_path: Path) -> None:
+    """The list names the layer as the checkpoint stores it."""
+    stored, plain = make_pair("Phi3ForCausalLM", dialect, tmp_path)
+    want, kept = reference_logits(plain), "model.layers.1.self_attn.qkv_proj"
+    tensors = {name: tensor for name, tensor in load_file(stored / "model.safetensors").items() if not name.startswith(f"{kept}.")}
+    tensors[f"{kept}.weight"] = load_file(plain / "model.safetensors")[f"{kept}.weight"]
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    config = json.loads((stored / "config.json").read_text())
+    quantization = config["quantization_config"]
+    if dialect == "gptq 4":
+        quantization["dynamic"] = {r"-:model\.layers\.1\.self_attn\.qkv_proj": {}}
+    else:
+        key = "ignore" if dialect == "packed" else "modules_to_not_convert"
+        quantization[key] = [*quantization[key], kept]
+    (stored / "config.json").write_text(json.dumps(config))
+    got = logits_of(open_session(stored, quantization=DIALECTS[dialect][0]["quant_method"], gemm_kernel="torch"))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
