@@ -11,8 +11,8 @@ from functools import lru_cache
 # Nemotron-H.
 _BODIES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
 _BODY = re.compile(r"model\.language_model\.|language_model\.(?:model\.|(?=lm_head))|model\.|backbone\.")
-# Layers that checkpoints may store as one, and what a pattern has that means it: `.*up_proj` means a
-# layer alone.
+# Layers that checkpoints may store as one, and what a pattern has that means it: `.*up_proj` means
+# a layer alone.
 _FUSED = {
     "q_proj": ("qkv_proj", "qkv"),
     "k_proj": ("qkv_proj", "qkv"),
