@@ -161,12 +161,14 @@ def _split_outputs(name: str, tensor: LazyTensor, sizes: Sequence[int], dim: int
     than it says. Raises CheckpointError for another shape."""
     length, total = tensor.shape[dim], sum(sizes)
     entries, block = (1, -(-total // length)) if axis is None else (axis.entries, axis.block)
-    if length * block != total * entries and axis is not None and axis.splits:
+    if length != -(-total * entries // block) and axis is not None and axis.splits:
         entries, block = 1, -(-total // length)
-    if any(size % block for size in sizes) or length * block != total * entries:
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    if any(start % block for start in starts) or length != -(-total * entries // block):
         raise CheckpointError(
             f"{name} has the shape {list(tensor.shape)}, which cannot be divided into parts of {list(sizes)} outputs: "
             "check that config.json belongs to this checkpoint."
         )
-    starts = [sum(sizes[:number]) // block * entries for number in range(len(sizes))]
-    return [TensorPart(tensor, start, size // block * entries, dim) for start, size in zip(starts, sizes, strict=True)]
+    return [
+        TensorPart(tensor, start // block * entries, -(-size * entries // block), dim) for start, size in zip(starts, sizes, strict=True)
+    ]
