@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 NF4_BLOCK = 64  # weights that share a scale; the source repeats scales of larger blocks
 _INT8_MAX = 127.0
+_WRAPPER = re.compile(r"^(?:model\.language_model|language_model\.model)\.")  # of a language model beside encoders
 _OUTPUTS, _INPUTS = Axis("output"), Axis("input")
 
 
@@ -59,22 +61,19 @@ class BitsAndBytes(WeightFormat):
             raise CheckpointError("quantization_config sets neither load_in_4bit nor load_in_8bit: correct config.json.")
 
     def describe_layer(self, name: str, kind: LayerKind) -> LayerFormat:
-        if kind == "head" or any(f".{pattern}." in f".{name}." for pattern in self._plain):
-            return PlainLayer(self.context.dtype)
-        if kind == "experts" and name in self._unquantized:
-            return PlainLayer(self.context.dtype)
-        return self._layout
+        is_skipped = name in self._unquantized or any(f".{pattern}." in f".{name}." for pattern in self._plain)
+        return PlainLayer(self.context.dtype) if kind == "head" or is_skipped else self._layout
 
 
 def _list_unquantized(folder: Path) -> frozenset[str]:
-    """The layers without scales: transformers 5 quantizes no experts, and the configuration does
-    not list them."""
+    """The layers without scales: transformers 5 quantizes no experts, and the configuration lists
+    neither these nor, beside encoders, layers by the names that models have."""
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:  # the source names a damaged file
             names.update(file.keys())
     layers = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
-    return frozenset(layer for layer in layers if not names & {f"{layer}.SCB", f"{layer}.weight.absmax"})
+    return frozenset(_WRAPPER.sub("model.", layer) for layer in layers if not names & {f"{layer}.SCB", f"{layer}.weight.absmax"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,16 @@ def test_broken_tensors_are_named(name: str, change: Any, sentence: str, tmp_pat
         open_source(tmp_path)
 
 
+def test_layers_beside_encoders_may_be_unquantized(tmp_path: Path) -> None:
+    """Whatever names `llm_int8_skip_modules` has for them: the file says what is stored."""
+    names = {"up_proj.weight": torch.float32, "down_proj.weight": torch.int8, "down_proj.SCB": torch.float32}
+    tensors = {f"model.language_model.layers.0.mlp.{name}": torch.ones(4, 4).to(dtype) for name, dtype in names.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = BitsAndBytes(FormatContext(torch.float32, {"load_in_8bit": True}, tmp_path))
+    layouts = [type(found.describe_layer(f"model.layers.0.mlp.{name}", "linear")).__name__ for name in ("up_proj", "down_proj")]
+    assert layouts == ["PlainLayer", "Int8Layer"]
+
+
 def test_other_schemes_are_refused_by_name() -> None:
     for config, sentence in (({"load_in_4bit": True}, "is 'fp4', but only nf4 is read"), ({}, "neither load_in_4bit nor load_in_8bit")):
         with pytest.raises(CheckpointError, match=sentence):
