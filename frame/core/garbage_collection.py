@@ -14,8 +14,8 @@ def paused_collection(*, collects_first: bool = False) -> Iterator[None]:
     any garbage, and freeing memory or graphs of an earlier engine makes CUDA calls that break a
     capture.
 
-    At its end all objects belong to the oldest generation, so that the next collections do not
-    traverse them. collects_first: collect before the block, so that no garbage keeps memory while
+    After a block that made thousands of objects, all belong to the oldest generation, so that the
+    next collections do not traverse them. collects_first: collect before the block, so that no garbage keeps memory while
     it runs. Blocks may nest: the outermost one enables collection again.
     """
     if collects_first:
@@ -26,7 +26,7 @@ def paused_collection(*, collects_first: bool = False) -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else the caller's frozen objects would come back
+            if gc.get_count()[0] > 5000 and not gc.get_freeze_count():  # the caller's would come back; it traverses them
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -40,7 +40,7 @@ def thawed() -> Iterator[None]:
 @pytest.mark.usefixtures("thawed")
 def test_objects_of_imports_are_not_traversed_by_the_next_collection() -> None:
     with paused_collection():
-        made = [[] for _ in range(10)]
+        made = [[] for _ in range(10_000)]
     assert not gc.get_freeze_count()
     oldest = {id(each) for each in gc.get_objects(generation=2)}
     assert all(id(each) in oldest for each in made)
