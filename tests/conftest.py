@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("soak")
 
 
+def _freeze() -> None:
+    """Take what is alive from the objects that collections traverse."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_finish() -> None:
     """The modules of tests and libraries stay alive: a collection, which each capture of graphs
     begins with, would traverse their objects every time."""
-    gc.collect()
-    gc.freeze()
+    _freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """After the last test of a file, the same for the libraries that its tests imported and for
+    what they cached."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+    return result
