@@ -1,5 +1,5 @@
-"""For all tests: child processes import from this checkout, TLS clients trust one authority, garbage
-collections skip what the collection of tests has made, and `covering` is applied.
+"""For all tests: child processes import from this checkout, TLS clients trust one authority,
+garbage collections skip what is there when a file begins, and `covering` is applied.
 
 Clients read the certificates of all authorities whenever they are made, 25 ms of CPU each; the
 tests make thousands, to servers without TLS.

@@ -1,5 +1,8 @@
-"""Picks, of the cases of a parametrised test, few that have every value of every parameter. The tests' conftest does so for tests
-marked `covering`, whose other cases run in `make soak`; `tests.interpreter` does for all that it runs."""
+"""Picks, of the cases of a parametrised test, few that have every value of every parameter.
+
+The tests' conftest does so for tests marked `covering`, whose other cases run in `make soak`, and
+`tests.interpreter` for all that it runs.
+"""
 
 from __future__ import annotations
 
