@@ -14,9 +14,9 @@ def paused_collection(*, collects_first: bool = False) -> Iterator[None]:
     any garbage, and freeing memory or graphs of an earlier engine makes CUDA calls that break a
     capture.
 
-    After a block that made thousands of objects, all belong to the oldest generation, so that the
-    next collections do not traverse them. collects_first: collect before the block, so that no garbage keeps memory while
-    it runs. Blocks may nest: the outermost one enables collection again.
+    After thousands of new objects, all belong to the oldest generation, so that the next collections
+    do not traverse them; those that the caller froze would come back. collects_first: collect before
+    the block, so that no garbage keeps memory while it runs. The outermost block enables collection.
     """
     if collects_first:
         gc.collect()
@@ -26,7 +26,7 @@ def paused_collection(*, collects_first: bool = False) -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if gc.get_count()[0] > 5000 and not gc.get_freeze_count():  # the caller's would come back; it traverses them
+            if gc.get_count()[0] > 5000 and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
