@@ -14,9 +14,9 @@ def paused_collection(*, collects_first: bool = False) -> Iterator[None]:
     any garbage, and freeing memory or graphs of an earlier engine makes CUDA calls that break a
     capture.
 
-    After thousands of new objects, all belong to the oldest generation, so that the next collections
-    do not traverse them; those that the caller froze would come back. collects_first: collect before
-    the block, so that no garbage keeps memory while it runs. The outermost block enables collection.
+    After thousands of new objects, all belong to the oldest generation, so that later collections
+    do not traverse them, unless the caller froze some, which would come back. collects_first:
+    collect before the block, so that no garbage keeps memory in it. Only the outermost enables.
     """
     if collects_first:
         gc.collect()
