@@ -26,12 +26,15 @@ gc.disable()  # till the tests are collected: what imports make stays alive, and
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give `soak` to the cases of a test marked `covering` that add no value of a parameter."""
+    """Give `soak` to the cases of a test marked `covering` that add no value of a parameter. Files
+    with slow tests run first: none of these is left for one process at the end."""
     marked = [item for item in items if item.get_closest_marker("covering") and not item.get_closest_marker("soak")]
     kept = find_cover(marked)
     for item in marked:
         if item not in kept:
             item.add_marker("soak")
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def _freeze() -> None:

@@ -1,16 +1,12 @@
-"""Drops the parsed source at the end of the folder: millions of objects, which collections of other
-tests would traverse."""
+"""Drops the parsed source after the last test of the folder: millions of objects."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from tests.architecture.source import package
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _source() -> Iterator[None]:
-    yield
-    package.cache_clear()
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and item.path.parent != nextitem.path.parent:
+        package.cache_clear()

@@ -56,9 +56,7 @@ TIERS = (("host",), ("disk",), ("host", "disk"))
 @pytest.mark.covering
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)
 @pytest.mark.parametrize("plan", PLANS)
-def test_tokens_are_those_of_a_large_pool(
-    models: dict[str, Model], plan: str, tiers: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_tokens_are_those_of_a_large_pool(models: dict[str, Model], plan: str, tiers: tuple[str, ...], tmp_path: Path) -> None:
     """With chunks, overlap and preemption."""
     architecture, parallel = PLANS[plan]
     model = models[architecture]
