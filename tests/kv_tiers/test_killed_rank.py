@@ -21,7 +21,7 @@ class Texts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = make_checkpoint("LlamaForCausalLM", folder)
-        self.storm = Storm(24, 20)
+        self.storm = Storm(12, 20)
         for body in self.storm.bodies:
             body["temperature"] = 0.0
         with RunningServer(self.folder, *FLAGS, "--max-total-tokens", "8192", fake=False) as server:
