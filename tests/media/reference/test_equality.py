@@ -27,7 +27,7 @@ from tests.media.reference.prompts import (
 from tests.media.reference.serving import Checkpoint, Key, count_common, greedy, list_keys, prepare, run
 from tests.models.media_checkpoints import FAMILIES, make_media_checkpoint
 
-NUM_TOKENS = 32
+NUM_TOKENS = 64
 # the processors of Llama 4 need torchvision
 IMAGES = [name for name, family in FAMILIES.items() if "image" in family.placeholders and not name.startswith("Llama4")]
 VIDEOS = [name for name in IMAGES if name.startswith("Qwen")]  # of others none are read yet
