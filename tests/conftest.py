@@ -1,50 +1,60 @@
-"""For all tests: child processes import from this checkout, clients of httpx share the default TLS
-context, and garbage collections skip what the collection of tests has made.
+"""For all tests: child processes import from this checkout, TLS clients trust one authority,
+garbage collections skip what is there when a file begins, and `covering` is applied.
 
-httpx reads the certificates of all authorities for each client and each call without one, 25 ms of
-CPU every time; the tests make thousands, to servers without TLS.
+Clients read the certificates of all authorities whenever they are made, 25 ms of CPU each; the
+tests make thousands, to servers without TLS.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
-import ssl
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
-import httpx._transports.default as transports
+import pytest
+
+from tests.covering import find_cover
 
 # Processes of frame do not import from the working folder, and some run a module of the tests.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
 
-_create: Any = vars(transports)["create_ssl_context"]
-
-
-@functools.cache
-def _default_context(file: str | None, folder: str | None) -> ssl.SSLContext:
-    """The default of these values of SSL_CERT_FILE and SSL_CERT_DIR, which httpx reads itself."""
-    context: ssl.SSLContext = _create()
-    return context
-
-
-def _create_once(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
-    if verify is True and cert is None and trust_env:
-        return _default_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
-    context: ssl.SSLContext = _create(verify, cert, trust_env)
-    return context
-
-
-vars(transports)["create_ssl_context"] = _create_once
-
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("authority.pem"))  # read by Python, httpx and the libraries of clients
 
 gc.disable()  # till the tests are collected: what imports make stays alive, and was traversed for a fifth of their time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give `soak` to the cases of a test marked `covering` that add no value of a parameter. Files
+    with slow tests run first: none of these is left for one process at the end."""
+    marked = [item for item in items if item.get_closest_marker("covering") and not item.get_closest_marker("soak")]
+    kept = find_cover(marked)
+    for item in marked:
+        if item not in kept:
+            item.add_marker("soak")
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def _freeze() -> None:
+    """Take what is alive from the objects that collections traverse."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_finish() -> None:
     """The modules of tests and libraries stay alive: a collection, which each capture of graphs
     begins with, would traverse their objects every time."""
-    gc.collect()
-    gc.freeze()
+    _freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """After the last test of a file, the same for the libraries that its tests imported and for
+    what they cached."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+    return result

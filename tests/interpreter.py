@@ -14,12 +14,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.covering import find_cover
 
 WHOLE = {"FRAME_INTERPRETED": "whole"}  # runs all products of parameters
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -44,35 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of the cases of each test, keep few that have every value of every parameter."""
     if os.environ.get("FRAME_INTERPRETED") == "whole":
         return
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    kept = {item for each in cases.values() for item in _cover(each)}
+    kept = find_cover(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
-
-
-def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of the cases of one test, those that add the most values to the ones before them, and of
-    these the one whose other values have been used least."""
-    values = {item: _list_values(item) for item in items}
-    missing, uses, kept = set[tuple[str, ...]]().union(*values.values()), Counter[tuple[str, ...]](), []
-    while missing:
-        kept.append(max(items, key=lambda item: (len(values[item] & missing), -sum(uses[value] for value in values[item]))))
-        missing -= values[kept[-1]]
-        uses.update(values[kept[-1]])
-    return kept
-
-
-def _list_values(item: pytest.Item) -> set[tuple[str, ...]]:
-    """Names and values of each parametrisation, and of each fixture's parameter."""
-    spec = getattr(item, "callspec", None)
-    params: dict[str, Any] = dict(spec.params) if spec else {"": item.nodeid}
-    values = set()
-    for mark in item.iter_markers("parametrize"):
-        names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
-        values.add((*names, *(repr(params.pop(name)) for name in names)))
-    return values | {(name, repr(value)) for name, value in params.items()}
 
 
 def pytest_configure() -> None:

@@ -14,9 +14,9 @@ def paused_collection(*, collects_first: bool = False) -> Iterator[None]:
     any garbage, and freeing memory or graphs of an earlier engine makes CUDA calls that break a
     capture.
 
-    At its end all objects belong to the oldest generation, so that the next collections do not
-    traverse them. collects_first: collect before the block, so that no garbage keeps memory while
-    it runs. Blocks may nest: the outermost one enables collection again.
+    After thousands of new objects, all belong to the oldest generation, so that later collections
+    do not traverse them, unless the caller froze some, which would come back. collects_first:
+    collect before the block, so that no garbage keeps memory in it. Only the outermost enables.
     """
     if collects_first:
         gc.collect()
@@ -26,7 +26,7 @@ def paused_collection(*, collects_first: bool = False) -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else the caller's frozen objects would come back
+            if gc.get_count()[0] > 5000 and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

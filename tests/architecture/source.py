@@ -8,7 +8,7 @@ its checkers can fail.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -114,13 +114,23 @@ def _absolute(node: ast.ImportFrom, name: str, is_package: bool) -> str:
     return ".".join([*parts, node.module] if node.module else parts)
 
 
+def walk(tree: ast.AST) -> Iterable[ast.AST]:
+    """`ast.walk`, once for each module: most checkers go through all."""
+    if not isinstance(tree, ast.Module):
+        return ast.walk(tree)
+    if "nodes" not in vars(tree):
+        vars(tree)["nodes"] = tuple(ast.walk(tree))
+    nodes: tuple[ast.AST, ...] = vars(tree)["nodes"]
+    return nodes
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method, nested ones too."""
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    yield from (node for node in walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    yield from (node for node in walk(tree) if isinstance(node, ast.ClassDef))
 
 
 def has_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from tests.architecture.source import Module, classes, functions, has_docstring, is_under, module, package
+from tests.architecture.source import Module, classes, functions, has_docstring, is_under, module, package, walk
 
 FILE_NAMES = {"utils", "util", "manager", "managers", "helper", "helpers", "common", "misc", "base"}
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing")
@@ -76,7 +76,7 @@ def unsafe_code(found: Module) -> Iterator[Breach]:
     for use in found.imports:
         if is_under(use.target, *UNSAFE_MODULES):
             yield f"unsafe {found.path}:{use.target}", f"{found.at(use.line)}: imports {use.target}"
-    for node in ast.walk(found.tree):
+    for node in walk(found.tree):
         if isinstance(node, ast.Call) and (problem := _unsafe_call(node)):
             yield f"unsafe {found.path}", f"{found.at(node)}: {problem}"
 
@@ -101,7 +101,7 @@ def _unsafe_call(node: ast.Call) -> str | None:
 def global_state(found: Module) -> Iterator[Breach]:
     """`global`, mutable values at module level that are no constant tables, and caches without a
     bound."""
-    for node in ast.walk(found.tree):
+    for node in walk(found.tree):
         if isinstance(node, ast.Global):
             yield f"global {found.path}", f"{found.at(node)}: global {', '.join(node.names)}"
     if not is_under(found.name, *STATELESS_ROOMS):
@@ -132,7 +132,7 @@ def _is_mutable(value: ast.expr) -> bool:
 
 def _changed_names(tree: ast.Module) -> set[str]:
     names = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         is_item = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
         is_method = isinstance(node, ast.Attribute) and node.attr in MUTATING
         if (is_item or is_method) and isinstance(node.value, ast.Name):
@@ -172,7 +172,7 @@ def docstrings(found: Module) -> Iterator[Breach]:
 
 def silenced_errors(found: Module) -> Iterator[Breach]:
     """`except Exception: pass` and bare `except:`."""
-    for node in ast.walk(found.tree):
+    for node in walk(found.tree):
         if isinstance(node, ast.ExceptHandler):
             is_wide = node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
             is_empty = all(ast.unparse(part) in {"pass", "..."} for part in node.body)
@@ -183,7 +183,7 @@ def silenced_errors(found: Module) -> Iterator[Breach]:
 def wall_clock(found: Module) -> Iterator[Breach]:
     """Looks at a clock that may be set: fine for showing the time, wrong for waiting, deadlines and
     ages."""
-    for node in ast.walk(found.tree):
+    for node in walk(found.tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}:
             yield f"clock {found.path}", f"{found.at(node)}: {ast.unparse(node.func)} jumps when the clock is set; use time.monotonic"
 
@@ -193,7 +193,7 @@ def cuda(found: Module) -> Iterator[Breach]:
     if is_under(found.name, "frame.plugins.platforms"):
         return
     lines = [use.line for use in found.imports if is_under(use.target, "torch.cuda")]
-    lines += [node.lineno for node in ast.walk(found.tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"]
+    lines += [node.lineno for node in walk(found.tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"]
     for line in lines:
         yield f"cuda {found.path}", f"{found.at(line)}: uses torch.cuda; use the context's platform"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from tests.architecture.source import EXTENSIONS, ROOT, Module, is_under, module, package
+from tests.architecture.source import EXTENSIONS, ROOT, Module, is_under, module, package, walk
 from tests.architecture.test_imports import FAMILIES, LAYERS
 
 PART_OF_SCHEDULER = "a part of Scheduler, which tests/core/scheduling/test_scheduler_property.py drives and checks after each step"
@@ -153,7 +153,7 @@ def untested(modules: Iterable[Module], tests: Iterable[Module], targets: Iterab
         named.add(test.path.rpartition("/")[2].removeprefix("test_").removesuffix(".py"))
         for use in test.imports:
             used.update({use.target, use.target.rpartition(".")[0]})
-        used.update(node.value for node in ast.walk(test.tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        used.update(node.value for node in walk(test.tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [
         each.name
         for each in modules

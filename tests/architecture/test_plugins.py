@@ -17,7 +17,7 @@ from frame.interfaces.kinds import KINDS
 from frame.plugins import hookspecs
 from frame.plugins.loader import FRAME_DISTRIBUTION, load_registry
 from frame.registration import PROJECT
-from tests.architecture.source import EXTENSIONS, ROOT, Module, classes, module, package
+from tests.architecture.source import EXTENSIONS, ROOT, Module, classes, module, package, walk
 
 HOOK_NAME = re.compile(r"register_[a-z_]+s$|on_[a-z_]+$")
 ONE_SCREEN = 120  # lines of hookspecs.py
@@ -142,7 +142,7 @@ def stray_names(modules: Iterable[Module], names: dict[str, str]) -> list[str]:
     found = []
     for each in modules:
         docstrings = _docstrings(each.tree)
-        for node in ast.walk(each.tree):
+        for node in walk(each.tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
                 found += [
                     f"{each.at(node)}: names the plugin {name!r}"
@@ -159,7 +159,7 @@ def _mentions(text: str, name: str) -> bool:
 
 
 def _docstrings(tree: ast.Module) -> set[int]:
-    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return {id(node.value) for node in walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
 
 
 def test_hooks_are_well_named_and_fit_on_a_screen() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.architecture.source import Module, module, package
+from tests.architecture.source import Module, module, package, walk
 
 SEAM = "frame/host/interpreter.py"
 STARTS = {"subprocess.Popen", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
@@ -29,12 +29,12 @@ def unsafe_starts(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
         if found.path == SEAM:
             continue
         lines = [use.line for use in found.imports if use.target == "sys.executable"]
-        lines += [node.lineno for node in ast.walk(found.tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"]
+        lines += [node.lineno for node in walk(found.tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"]
         yield from ((found.path, f"{found.at(line)}: use python_command of {SEAM}") for line in lines)
         for use in found.imports:
             if use.target in STARTS:
                 yield found.path, f"{found.at(use.line)}: import the module, so that its calls are seen"
-        for node in ast.walk(found.tree):
+        for node in walk(found.tree):
             if isinstance(node, ast.Call) and (problem := _describe_problem(node)):
                 yield found.path, f"{found.at(node)}: {problem}"
 

@@ -7,14 +7,14 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tests.architecture.source import ROOT, Module, module, package
+from tests.architecture.source import ROOT, Module, module, package, walk
 
 FOLDERS = ("benchmarks", "scripts", "examples", "tests/gpu")
 
 
 def defined_names(tree: ast.Module) -> Iterator[str]:
     """Names bound in a module: definitions, imports and assignments, not those inside functions."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Import | ast.ImportFrom):

@@ -16,7 +16,7 @@ from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.entrypoints.configuration.yaml_file import parse_yaml
 from frame.plugins.loader import load_registry
-from tests.architecture.source import Module, module, package
+from tests.architecture.source import Module, module, package, walk
 
 SECTIONS = {name: str(getattr(field.annotation, "__name__", "")) for name, field in FrameConfig.model_fields.items()}
 BY_CLASS = {cls: name for name, cls in SECTIONS.items()}
@@ -50,13 +50,13 @@ def settings_read(modules: Iterable[Module]) -> Iterator[str]:
             for target, value in _assigned(found.tree):
                 if section := _section(value, names):
                     names[ast.unparse(target)] = section
-        for node in ast.walk(found.tree):
+        for node in walk(found.tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and (section := _section(node.value, names)):
                 yield f"{section}.{node.attr}"
 
 
 def _typed(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.arg) and node.annotation is not None and (section := BY_CLASS.get(ast.unparse(node.annotation))):
             yield node.arg, section
         elif isinstance(node, ast.AnnAssign) and (section := BY_CLASS.get(ast.unparse(node.annotation))):
@@ -65,7 +65,7 @@ def _typed(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _assigned(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
@@ -103,7 +103,7 @@ def build(resolved, text: TextSection):
 def settings_named(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
     """(what a string names as a setting, where)."""
     for found in modules:
-        for node in ast.walk(found.tree):
+        for node in walk(found.tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield from ((name, found.at(node)) for name in NAME.findall(node.value))
 
@@ -112,7 +112,7 @@ def remedies(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
     """(the beginning of a `change` that a refusal proposes, where): what is written before the
     first value."""
     for found in modules:
-        for node in ast.walk(found.tree):
+        for node in walk(found.tree):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func).rpartition(".")[2]
                 changes = [keyword.value for keyword in node.keywords if keyword.arg == "change"]

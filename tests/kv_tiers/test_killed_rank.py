@@ -16,17 +16,29 @@ FLAGS = ("--dtype", "float32", "--page-size", "4", "--chunked-prefill-size", "64
 TIERS = ("--cache-tiers", "host", "--set", "plugins.options.kv_tier/host.size_gib=0.05", "--min-load-tokens", "8")
 
 
+class Texts:
+    """A storm at temperature 0, and its replies by a server of one rank without tiers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = make_checkpoint("LlamaForCausalLM", folder)
+        self.storm = Storm(12, 20)
+        for body in self.storm.bodies:
+            body["temperature"] = 0.0
+        with RunningServer(self.folder, *FLAGS, "--max-total-tokens", "8192", fake=False) as server:
+            self.expected = self.storm(server)
+        assert not any(reply.error for reply in self.expected)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    return Texts(tmp_path_factory.mktemp("model"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [("--tp", "2"), ("--pp", "2")], ids=["tp", "pp"])
-def test_texts_are_equal_when_a_follower_is_killed(parallel: tuple[str, str], tmp_path: Path) -> None:
-    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
-    storm = Storm(24, 20)
-    for body in storm.bodies:
-        body["temperature"] = 0.0
-    with RunningServer(folder, *FLAGS, "--max-total-tokens", "8192", fake=False) as server:
-        expected = storm(server)
-    assert not any(reply.error for reply in expected)
-    with RunningServer(folder, *FLAGS, *TIERS, *parallel, "--max-total-tokens", "512", fake=False) as server:
+def test_texts_are_equal_when_a_follower_is_killed(parallel: tuple[str, str], texts: Texts) -> None:
+    storm, expected = texts.storm, texts.expected
+    with RunningServer(texts.folder, *FLAGS, *TIERS, *parallel, "--max-total-tokens", "512", fake=False) as server:
         assert storm(server) == expected
         follower = next(child for child in psutil.Process(server.process.pid).children() if "follower" in child.cmdline())
         assert storm(server, storm.progress // 3, follower.kill) == expected

@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     return {name: Model(make_checkpoint(name, tmp_path_factory.mktemp("model"))) for name in names}
 
 
-PLANS = {
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tp": ("LlamaForCausalLM", {"tp": 2}),
     "llama-pp": ("LlamaForCausalLM", {"pp": 2}),
     "mla-tp": ("DeepseekV3ForCausalLM", {"tp": 2}),
@@ -49,19 +49,16 @@ PLANS = {
     "llama-tp-pp": ("LlamaForCausalLM", {"tp": 2, "pp": 2}),
     "mla-groups-tp": ("DeepseekV3ForCausalLM", GROUPS | {"tp": 4, "ep": 4}),
 }
-QUICK = {("llama-tp", "host", "disk"), ("mla-pp", "host", "disk"), ("mla-groups", "host"), ("mla-groups", "disk")}
-CASES = [
-    pytest.param(*PLANS[name], tiers, id="-".join((name, *tiers)), marks=() if (name, *tiers) in QUICK else pytest.mark.slow)
-    for name in PLANS
-    for tiers in (("host",), ("disk",), ("host", "disk"))
-]
+TIERS = (("host",), ("disk",), ("host", "disk"))
 
 
-@pytest.mark.parametrize(("architecture", "parallel", "tiers"), CASES)
-def test_tokens_are_those_of_a_large_pool(
-    models: dict[str, Model], architecture: str, parallel: dict[str, Any], tiers: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.slow
+@pytest.mark.covering
+@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize("plan", PLANS)
+def test_tokens_are_those_of_a_large_pool(models: dict[str, Model], plan: str, tiers: tuple[str, ...], tmp_path: Path) -> None:
     """With chunks, overlap and preemption."""
+    architecture, parallel = PLANS[plan]
     model = models[architecture]
     moe = {"moe": {"dispatcher": "all_gather_reduce_scatter"}} if "dp" in parallel else {}
     prepared = prepare_ranks(model.folder, tmp_path / "blocks", WORKING_SET // 20, tiers, parallel=parallel, **moe)

@@ -19,7 +19,6 @@ from frame.core.interfaces.media import EncodeOrder, MediaRows, RotaryPositions
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.media.encoder import count_bytes
 from frame.speculation.draft_runner import DraftRunner
-from tests.interpreter import needs_triton, run_interpreted
 from tests.media.vision_rig import LAYOUTS, Prompt, VisionRig
 from tests.speculation.test_draft_graphs import CapturableAttention
 
@@ -263,9 +262,3 @@ def test_an_adapter_begins_at_the_position_of_its_token() -> None:
     places = torch.empty(4, dtype=torch.int32)
     tables.find_places(torch.tensor([0, 0, 0, 1]), torch.tensor([14, 15, 16, 0]) + torch.tensor([-12, -12, -12, 0]), places)
     assert places.tolist() == [-1, 2, 2, 2]
-
-
-@pytest.mark.slow
-@needs_triton
-def test_kernels_read_rows_of_three_components() -> None:
-    run_interpreted("tests/media/test_encoder.py", "-k", "test_a_resident_item")

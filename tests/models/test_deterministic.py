@@ -38,6 +38,7 @@ def draw(length: int, seed: int) -> list[int]:
     return torch.randint(6, 100, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("which", range(len(ARCHITECTURES)), ids=lambda which: f"{ARCHITECTURES[which][0]}-{which}")
 def test_bits_do_not_depend_on_the_batch(checkpoint: Callable[..., Path], which: int, dtype: torch.dtype) -> None:

@@ -18,10 +18,11 @@ from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("others", [48, pytest.param(255, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_embedded_model(dtype: str) -> None:
-    """Latents and experts, among 255 others."""
-    expected = check_engine(find_model(EMBEDDED), "cpu", dtype)
+def test_embedded_model(dtype: str, others: int) -> None:
+    """Latents and experts."""
+    expected = check_engine(find_model(EMBEDDED), "cpu", dtype, others)
     assert score_one(make_engine(find_model(EMBEDDED), "cpu", dtype), DRAWN, 3) == expected  # a fresh start
 
 
