@@ -86,7 +86,7 @@ class Server:
         self.runner.files.close()
 
     def die(self) -> None:
-        """Have the locks of a process that was killed; what runs here goes on, and is not looked at."""
+        """Unlock all, as at the end of a process that is killed."""
         for claim in self.runner._claims.values():
             claim._handle.close()
         for task in self.runner._tasks.values():
@@ -281,7 +281,7 @@ async def test_a_server_that_locks_the_folder_is_not_joined(tmp_path: Path) -> N
     first, second = Server(tmp_path), Server(tmp_path)
     for server in (first, second):
         server.runner.files.close()
-    with open(tmp_path / LOCK, "ab", opener=private) as lock:
+    with open(tmp_path / LOCK, "ab", opener=private) as lock:  # noqa: ASYNC230 - as the server does
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigurationError, match=r"the batch folder .* is in use by a server of an older version; choose another"):
             make_folder(tmp_path)
