@@ -66,7 +66,7 @@ class Stream:
     pause: float = 0.0
 
     def read(self, url: str, on_event: Callable[[], None] = lambda: None) -> Stream:
-        self.events, last = [], 0.0
+        self.events, self.pause, last = [], 0.0, 0.0
         with httpx.stream("POST", url + self.path, json=self.body, timeout=PATIENCE) as reply:
             assert reply.status_code == 200, (self.path, self.body, reply.read())
             assert "x-frame-handoff" not in reply.headers
