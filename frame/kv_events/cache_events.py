@@ -191,9 +191,13 @@ class EventBuilder:
 
     def clear(self) -> Iterator[Event]:
         """The cache is empty; blocks of tiers stay."""
+        left = self._hashes[self._hashes != 0].tolist()
         self._hashes[:] = 0
+        if not self.tiers.is_empty:
+            if left:
+                yield BlockRemoved(left, MEDIUM_GPU)
+            return
         yield AllBlocksCleared()
-        yield from self.tiers.repeat()
 
     def forget(self) -> Iterator[Event]:
         """Changes were lost: nothing is listed any more."""
@@ -226,7 +230,7 @@ class TierListing:
             hashes = [self._kept.get(name, 0) for name in stored.names]
             added = [value for name, value in zip(stored.names, hashes, strict=True) if value and self._add(stored.place, name, value)]
             if added:
-                yield make_unknown(added, stored.place[1])
+                yield BlockStored(added, None, [], 0, None, stored.place[1], None)  # as vLLM where it does not know the tokens
             return
         blocks = stored.keys.reshape(-1, self._page_size)
         chain = [hash_root(stored.namespace)]
@@ -267,16 +271,9 @@ class TierListing:
             yield from self.remove(place, list(known))
         self._kept.clear()
 
-    def repeat(self) -> Iterator[Event]:
-        """All blocks again, after subscribers have forgotten them."""
-        for medium, counts in self._counts.items():
-            if counts:
-                yield make_unknown(list(counts), medium)
-
-
-def make_unknown(hashes: list[int], medium: str) -> BlockStored:
-    """The event of blocks whose tokens are not known here any more; vLLM writes the same."""
-    return BlockStored(hashes, None, [], 0, None, medium, None)
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._counts.values())
 
 
 def _find_runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -46,6 +46,7 @@ class NamedTier:
     tier: KVTier
     is_local: bool
     is_in_memory: bool = False  # see `KVTierCapabilities.in_memory`
+    medium: str = "CPU"  # in KV events, as vLLM names it
 
     def limit_blocks(self, keys: BlockKeys) -> int:
         """Leading blocks of a sequence that may be in this tier."""
@@ -127,8 +128,7 @@ class TierSet:
             self.events.record_tiers_cleared()
 
     def _place(self, index: int) -> tuple[int, str]:
-        """A tier, and its medium in events: the names of vLLM."""
-        return index, "CPU" if self.tiers[index].is_in_memory else "DISK"
+        return index, self.tiers[index].medium
 
     def take_job(self) -> int:
         """A new job number."""

@@ -37,7 +37,7 @@ class FleetRouter(RunningRouter):
     """`frame router` with these flags and the fleet key."""
 
     def __init__(self, *flags: str, key: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "frame", "router", *flags, "--port", "0", "--health-interval", "0.2"]
+        command = [sys.executable, "-m", "frame", "router", "--port", "0", "--health-interval", "0.2", *flags]
         self._start(command, KEY if key is None else key, True)
 
     def moves(self, cause: str) -> float:

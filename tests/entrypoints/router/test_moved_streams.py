@@ -37,11 +37,11 @@ class Fleet:
     """Three servers, and a router that finds them by a file. `expected`: the contents of `streams`
     from one server."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *flags: str) -> None:
         with ThreadPoolExecutor(3) as pool:
             self.servers = list(pool.map(lambda _: start_server(), range(3)))
         file.write_text("".join(f"{server.url}\n" for server in self.servers))
-        self.router = FleetRouter("--discover", str(file), "--admin-port", "0", "--admin-key", ADMIN)
+        self.router = FleetRouter("--discover", str(file), "--admin-port", "0", "--admin-key", ADMIN, *flags)
         self.doomed: FleetRouter | None = None  # one that ends while half of the streams use it
         self.streams = make_streams(STREAMS, LENGTH)
         with ThreadPoolExecutor(3) as pool:  # the others start their processes for grammars meanwhile
@@ -163,9 +163,11 @@ class Rounds:
 def test_rounds_of_every_disturbance(tmp_path: Path) -> None:
     """FRAME_ROUNDS (100) rounds each of a drain by the operator, SIGTERM, SIGKILL, SIGSTOP of one
     of three servers, and of SIGKILL of one of two routers, whose clients send their requests again
-    to the other one; and as many undisturbed ones. FRAME_ROUNDS_JSON: the file of the record."""
+    to the other one; and as many undisturbed ones. FRAME_ROUNDS_JSON: the file of the record.
+    FRAME_HEALTH_INTERVAL (0.2): more where other work takes the processors."""
     number, draw = int(os.environ.get("FRAME_ROUNDS", "100")), random.Random(7)
-    fleet = Fleet(tmp_path / "replicas")
+    often = ("--health-interval", os.environ.get("FRAME_HEALTH_INTERVAL", "0.2"))
+    fleet = Fleet(tmp_path / "replicas", *often)
     rounds = Rounds(fleet, Path(os.environ.get("FRAME_ROUNDS_JSON", str(tmp_path / "rounds.json"))))
     routers: list[FleetRouter] = []
     acts: dict[str, Callable[[RunningServer], Any]] = {
@@ -186,7 +188,7 @@ def test_rounds_of_every_disturbance(tmp_path: Path) -> None:
                 server = fleet.servers[victim]
                 restore = {"drain": partial(fleet.ask, "POST", server), "SIGSTOP": lambda: None}.get(name, partial(fleet.restart, victim))
                 rounds.run(name, partial(act, server), draw.uniform(0.05, 0.8), restore)
-            routers.append(FleetRouter("--discover", str(tmp_path / "replicas")))
+            routers.append(FleetRouter("--discover", str(tmp_path / "replicas"), *often))
             wait_until(lambda: [*routers[-1].get("/health")["replicas"].values()] == ["ok"] * 3)
             fleet.doomed = routers[-1]
             rounds.run("router", kill_router, draw.uniform(0.05, 0.8), lambda: None)
