@@ -77,7 +77,8 @@ def test_a_subscriber_follows_the_tiers(checkpoint: Path) -> None:
     socket = context.socket(zmq.SUB)
     socket.setsockopt_string(zmq.SUBSCRIBE, "")
     socket.connect(endpoint)
-    flags = ("--page-size", "16", "--max-total-tokens", "512", "--cache-tiers", "host", "--set", "plugins.options.kv_tier/host.size_gib=0.01")
+    tier = ("--cache-tiers", "host", "--set", "plugins.options.kv_tier/host.size_gib=0.01")
+    flags = ("--page-size", "16", "--max-total-tokens", "512", *tier)
     known: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
     with RunningServer(checkpoint, "--kv-events-config", given, *flags, fake=False) as running:
         for first in range(2, 10):

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -128,7 +129,9 @@ class Exchange:
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                return task.result()
+                result = task.result()
+                backend.heard = time.monotonic()
+                return result
             if lost.done():
                 raise LostError("it does not answer", was_sent=True)
             raise DisconnectedError
