@@ -133,8 +133,8 @@ class BatchJobRunner:
         self._reader = FolderReader(files.folder, "batch", _batch_decoder)
         self._refreshing = asyncio.Lock()
         self._batches: dict[str, BatchJob] = {}
-        self._apply(self._reader.read_changes(), self._list_cancelled(None))
-        files.recover([batch.id for batch in self._batches.values() if batch.status not in FINAL_STATUSES])
+        self._apply(self._reader.read_changes(), set())
+        files.recover([batch.id for batch in self._list_running()])
 
     # the folder -----------------------------------------------------------------------------------
 
@@ -145,8 +145,8 @@ class BatchJobRunner:
             try:
                 await self.files.refresh()
                 await self.refresh()
-                for batch in sorted(self._batches.values(), key=lambda batch: batch.created_at):
-                    if batch.status not in FINAL_STATUSES and batch.id not in self._tasks and batch.id not in self._claims:
+                for batch in sorted(self._list_running(), key=lambda batch: batch.created_at):
+                    if batch.id not in self._tasks and batch.id not in self._claims:
                         self._begin(batch)
                 for name in list(self._claims):
                     await self._save_running(self._batches[name])
@@ -174,10 +174,12 @@ class BatchJobRunner:
         return changes, self._list_cancelled(name)
 
     def _list_cancelled(self, name: str | None) -> set[str]:
-        """The batches that are to be cancelled."""
-        if name is not None:
-            return {name} & self._batches.keys() if name in self._batches and self._cancel_path(name).exists() else set()
-        return {path.stem for path in self.files.folder.glob("batch-*.cancel")}
+        """Of the batches that run, or of this one, those that are to be cancelled."""
+        return {batch.id for batch in self._list_running() if name in (None, batch.id) and self._cancel_path(batch.id).exists()}
+
+    def _list_running(self) -> list[BatchJob]:
+        """Of all servers."""
+        return [batch for batch in list(self._batches.values()) if batch.status not in FINAL_STATUSES]
 
     def _apply(self, changes: dict[str, BatchJob | None], cancelled: set[str]) -> None:
         for name, batch in changes.items():
@@ -266,11 +268,10 @@ class BatchJobRunner:
             if name not in self._claims:
                 task.cancel()
         tasks = list(self._tasks.values())
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=RELEASE_TIME)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        _, late = await asyncio.wait(tasks, timeout=RELEASE_TIME) if tasks else ((), ())
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
         for claim in self._claims.values():
             claim.release()
         self._claims.clear()
@@ -325,6 +326,8 @@ class BatchJobRunner:
             claim.release()
             raise
         if batch.status in FINAL_STATUSES or batch.id not in self._batches or self._stopping():
+            if batch.status in FINAL_STATUSES:  # another server was asked to cancel it too late
+                self._cancel_path(batch.id).unlink(missing_ok=True)
             claim.release()
             return
         self._claims[batch.id] = claim
@@ -394,8 +397,7 @@ class BatchJobRunner:
         for kind in KINDS:
             if kind not in outputs:
                 outputs[kind] = await self.files.open_writer(f"{batch.id}_{kind}.jsonl", OUTPUT, batch.tenant)
-        if batch.in_progress_at is None:
-            batch.set_status("in_progress")
+        batch.in_progress_at = batch.in_progress_at or int(time.time())
         batch.status = "in_progress"
         await self._save(batch)
         reporting = asyncio.create_task(_report_progress(batch))

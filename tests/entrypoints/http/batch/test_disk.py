@@ -240,6 +240,7 @@ async def test_the_next_server_goes_on_with_the_lines_that_are_left(tmp_path: Pa
     results = again.lines(found.output_file_id) + again.lines(found.error_file_id)
     assert sorted(int(line["custom_id"]) for line in results) == list(range(NUM_LINES))
     assert len(again.asked) == NUM_LINES - len(names)  # no line with a result is sent again
+    await wait_for(lambda: not again.runner._claims)
     assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".lock", ".new", ".cancel")]  # noqa: ASYNC240
 
 
