@@ -57,12 +57,22 @@ class Backend:
     outstanding: int = 0
     failed_checks: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+    watchers: set[asyncio.Future[None]] = field(default_factory=set)  # that end when it is lost
     source: str = ""
     is_leaving: bool = False
     is_removed: bool = False
     first_bytes: FirstBytes = field(default_factory=FirstBytes)
     heard: float = -math.inf  # when a part of an answer came; monotonic
     inter_token: float = 0.0  # seconds, lately, as its last health check tells; 0.0: unknown
+
+    def watch_lost(self) -> asyncio.Future[None]:
+        """Ends when the replica is lost; the caller takes it out of `watchers`. A task that waits
+        for the event would cost each part of an answer a turn of the loop."""
+        watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.lost.is_set():
+            watcher.set_result(None)
+        self.watchers.add(watcher)
+        return watcher
 
     @property
     def is_suspended(self) -> bool:
@@ -161,6 +171,9 @@ class Backends:
             self._chooser.forget_replica(backend.number)
         backend.state = "lost"
         backend.lost.set()
+        for watcher in backend.watchers:
+            if not watcher.done():
+                watcher.set_result(None)
 
     async def watch(self) -> None:
         """Check every replica, until cancelled."""
