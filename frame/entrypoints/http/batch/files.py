@@ -227,8 +227,8 @@ class FileStore:
     async def reopen_writer(self, filename: str, tenant: str) -> FileWriter | None:
         """An output file that a server before has begun, after its last whole line; None if there
         is none. Raises OSError, also where a live server writes it."""
-        found = (file for file in self._files.values() if (file.filename, file.purpose, file.tenant) == (filename, OUTPUT, tenant))
-        if (file := next(found, None)) is None:
+        outputs = (file for file in self._files.values() if (file.filename, file.purpose, file.tenant) == (filename, OUTPUT, tenant))
+        if (file := next(outputs, None)) is None:
             return None
         self._own.add(file.id)
         try:

@@ -119,7 +119,7 @@ async def test_a_batch_is_cancelled_from_another_server(tmp_path: Path, is_runni
         assert [path.suffix for path in tmp_path.iterdir() if path.name.startswith("batch-")] == [".json"]  # noqa: ASYNC240
 
 
-async def test_a_batch_that_nobody_has_is_cancelled_at_once(tmp_path: Path) -> None:
+async def test_a_batch_without_a_server_is_cancelled_at_once(tmp_path: Path) -> None:
     one, two = Server(tmp_path), Server(tmp_path)
     one.gate.clear()
     batch = await one.begin(3, "t")
