@@ -64,13 +64,13 @@ def share_folder(folder: Path) -> IO[bytes]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open(folder / LOCK, "a+b", opener=private)  # noqa: SIM115 - the caller closes it
     except OSError as error:
-        raise ConfigurationError(f"the batch folder {folder} cannot be made or written ({error.strerror}); choose another") from error
+        raise ConfigurationError(f"the batch folder {folder} cannot be made or written ({error.strerror}); choose another for batches.folder") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
         why = "is in use by a server of an older version" if isinstance(error, BlockingIOError) else f"cannot be locked ({error.strerror})"
-        raise ConfigurationError(f"the batch folder {folder} {why}; choose another") from error
+        raise ConfigurationError(f"the batch folder {folder} {why}; choose another for batches.folder") from error
     return lock
 
 
