@@ -64,7 +64,8 @@ def share_folder(folder: Path) -> IO[bytes]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open(folder / LOCK, "a+b", opener=private)  # noqa: SIM115 - the caller closes it
     except OSError as error:
-        raise ConfigurationError(f"the batch folder {folder} cannot be made or written ({error.strerror}); choose another for batches.folder") from error
+        why = f"cannot be made or written ({error.strerror})"
+        raise ConfigurationError(f"the batch folder {folder} {why}; choose another for batches.folder") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
