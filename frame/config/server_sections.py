@@ -183,7 +183,8 @@ class ServerSection(Section):
     )
     state_dir: str | None = setting(
         None,
-        "Folder in which stored responses and conversations outlive the server; several servers may share it. Default: memory.",
+        "Folder in which stored responses, conversations, files and batches outlive the server; several servers may share it."
+        " Default: memory, and no batches.",
         flag="state-dir",
     )
     response_store_size: int = setting(
@@ -221,7 +222,12 @@ class ServerSection(Section):
 class BatchesSection(Section):
     """The batch API (/v1/batches): files of requests that run at low priority."""
 
-    folder: str | None = setting(None, "Folder of batch files and results. Default: none; /v1/batches is refused.", flag="batch-folder")
+    folder: str | None = setting(
+        None,
+        "Folder of batch files and results, which several servers may share. Default: in server.state_dir; without it, /v1/batches is"
+        " refused.",
+        flag="batch-folder",
+    )
     max_bytes: int = setting(1024**3, "Maximum size of all batch files together, in bytes.", flag="batch-max-bytes", ge=1024)
     max_bytes_per_key: int = setting(
         256 * 1024**2, "Maximum size of the files of one API key, in bytes.", flag="batch-max-bytes-per-key", ge=1024

@@ -1,6 +1,7 @@
-"""`CacheEvents`: tells subscribers which blocks a prefix cache holds.
+"""`CacheEvents`: tells subscribers which blocks a prefix cache and its tiers hold.
 
-`KVCacheManager` calls it for each insertion and eviction of any prefix cache. It copies what a
+`KVCacheManager` calls it for each insertion and eviction of any prefix cache, `frame.kv_tiers` for
+those of its tiers. It copies what a
 thread needs, and returns; the thread computes the hashes and publishes. Must not know requests or a
 cache's inside.
 """
@@ -10,9 +11,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import groupby
 
 import numpy as np
 
@@ -21,8 +24,11 @@ from frame.kv_events.publisher import MEDIUM_GPU, AllBlocksCleared, BlockRemoved
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 1024  # changes
+MAX_KEPT = 1 << 16  # hashes of blocks that are written back to tiers
 WAIT = 0.05  # seconds until the thread looks for requests for replays
 _ROOT, _UNKNOWN = -1, -2  # in place of the page of a parent
+
+Place = tuple[int, str]  # a cache tier and its medium
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,18 @@ class Stored:
     keys: np.ndarray
     pages: np.ndarray  # int32, one a block
     parent: int  # page of the block before the first one; or _ROOT, _UNKNOWN
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierBlocks:
+    """Blocks that a cache tier holds. place: the tier and its medium; names: their keys there.
+    keys: cache keys, int32, of their sequence up to the last of them; None: they were written
+    back."""
+
+    place: Place
+    names: Sequence[bytes]
+    keys: np.ndarray | None
     namespace: str
 
 
@@ -78,6 +96,23 @@ class CacheEvents:
         self._is_owned[:] = False
         self._put(self._builder.clear)
 
+    def record_tier_stored(self, place: Place, names: Sequence[bytes], keys: np.ndarray | None, namespace: str) -> None:
+        """A tier holds these blocks: see `TierBlocks`. Listed ones are not listed again."""
+        stored = TierBlocks(place, names, None if keys is None else np.array(keys, np.int32), namespace)
+        self._put(lambda: self._builder.tiers.store(stored))
+
+    def record_tier_removed(self, place: Place, names: Sequence[bytes]) -> None:
+        """These blocks left a tier."""
+        self._put(lambda: self._builder.tiers.remove(place, names))
+
+    def record_tiers_cleared(self) -> None:
+        """No block of a tier is asked any more."""
+        self._put(lambda: self._builder.tiers.clear())  # noqa: PLW0108 - of the listing at that time
+
+    def record_written_back(self, pages: np.ndarray, names: Sequence[bytes]) -> None:
+        """These pages are about to leave the cache, and go to tiers under these names."""
+        self._put(lambda: self._builder.name_pages(pages, names))
+
     def close(self) -> None:
         """Publish what waits, and end the thread."""
         self._changes.put(None)
@@ -87,7 +122,7 @@ class CacheEvents:
         if self._changes.qsize() < self._max_waiting:
             if self._has_lost:
                 self._has_lost = False
-                self._changes.put(self._builder.clear)  # what was there before is not listed any more
+                self._changes.put(self._builder.forget)  # what was there before is not listed any more
             self._changes.put(change)
         elif not self._has_lost:
             self._has_lost = True
@@ -121,6 +156,7 @@ class EventBuilder:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._page_size = page_size
         self._hashes = np.zeros(num_pages, np.int64)  # by page; 0: not listed
+        self.tiers = TierListing(page_size)
 
     def store(self, stored: Stored) -> Iterator[Event]:
         size, count = self._page_size, len(stored.pages)
@@ -148,9 +184,106 @@ class EventBuilder:
         if len(listed := hashes[hashes != 0]):
             yield BlockRemoved(listed.tolist(), MEDIUM_GPU)
 
+    def name_pages(self, pages: np.ndarray, names: Sequence[bytes]) -> Iterator[Event]:
+        """Keep the hashes of pages for the tiers that get them."""
+        self.tiers.keep_hashes(names, self._hashes[pages].tolist())
+        yield from ()
+
     def clear(self) -> Iterator[Event]:
+        """The cache is empty; blocks of tiers stay."""
+        left = self._hashes[self._hashes != 0].tolist()
         self._hashes[:] = 0
+        if not self.tiers.is_empty:
+            if left:
+                yield BlockRemoved(left, MEDIUM_GPU)
+            return
         yield AllBlocksCleared()
+
+    def forget(self) -> Iterator[Event]:
+        """Changes were lost: nothing is listed any more."""
+        self._hashes[:] = 0
+        self.tiers = TierListing(self._page_size)
+        yield AllBlocksCleared()
+
+
+class TierListing:
+    """Which blocks of tiers subscribers know."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._names: dict[Place, dict[bytes, int]] = {}  # by tier: the hashes of its blocks by name
+        self._counts: dict[str, Counter[int]] = {}  # by medium: how many names a hash has in its tiers
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # hashes of blocks that were written back
+
+    def keep_hashes(self, names: Sequence[bytes], hashes: Sequence[int]) -> None:
+        for name, value in zip(names, hashes, strict=True):
+            if value:
+                self._kept[name] = value
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def store(self, stored: TierBlocks) -> Iterator[Event]:
+        known = self._names.setdefault(stored.place, {})
+        if all(name in known for name in stored.names):
+            return
+        if stored.keys is None:
+            hashes = [self._kept.get(name, 0) for name in stored.names]
+            added = [value for name, value in zip(stored.names, hashes, strict=True) if value and self._add(stored.place, name, value)]
+            if added:
+                yield BlockStored(added, None, [], 0, None, stored.place[1], None)  # as vLLM where it does not know the tokens
+            return
+        blocks = stored.keys.reshape(-1, self._page_size)
+        chain = [hash_root(stored.namespace)]
+        for block in blocks:
+            chain.append(hash_block(chain[-1], block))
+        first = len(blocks) - len(stored.names)
+        is_new = [self._add(stored.place, name, value) for name, value in zip(stored.names, chain[first + 1 :], strict=True)]
+        for start, end in _find_runs(is_new):
+            run = blocks[first + start : first + end]
+            is_root = first + start == 0
+            extra = _list_extra_keys(run, stored.namespace if is_root else "")
+            above = None if is_root else chain[first + start]
+            hashes = chain[first + start + 1 : first + end + 1]
+            yield BlockStored(hashes, above, np.maximum(run, 0).ravel().tolist(), self._page_size, None, stored.place[1], None, extra)
+
+    def _add(self, place: Place, name: bytes, value: int) -> bool:
+        """Whether the block is new in its medium."""
+        if name in self._names[place]:
+            return False
+        self._names[place][name] = value
+        counts = self._counts.setdefault(place[1], Counter())
+        counts[value] += 1
+        return counts[value] == 1
+
+    def remove(self, place: Place, names: Iterable[bytes]) -> Iterator[Event]:
+        known, counts, removed = self._names.get(place, {}), self._counts.get(place[1], Counter()), []
+        for name in names:
+            if value := known.pop(name, 0):
+                counts[value] -= 1
+                if not counts[value]:
+                    del counts[value]
+                    removed.append(value)
+        if removed:
+            yield BlockRemoved(removed, place[1])
+
+    def clear(self) -> Iterator[Event]:
+        for place, known in self._names.items():
+            yield from self.remove(place, list(known))
+        self._kept.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._counts.values())
+
+
+def _find_runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Begin and end of each run of true values."""
+    start = 0
+    for value, group in groupby(flags):
+        end = start + sum(1 for _ in group)
+        if value:
+            yield start, end
+        start = end
 
 
 def hash_root(namespace: str) -> int:

@@ -242,7 +242,9 @@ class ControllerBuilder:
         opened, settings = self._opened, self._settings
         tiers, mover = self._lead(opened, group)
         named = [
-            NamedTier(chosen.name, tier, chosen.is_local, chosen.capabilities.in_memory)
+            NamedTier(
+                chosen.name, tier, chosen.is_local, chosen.capabilities.in_memory, "DISK" if chosen.capabilities.persistent else "CPU"
+            )
             for chosen, tier in zip(settings.tiers, tiers, strict=True)
         ]
         options = TierOptions(

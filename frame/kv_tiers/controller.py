@@ -67,6 +67,7 @@ class TierController:
             if not self._loads.end_copy(job):
                 self._stores.end_copy(job)
         self._loads.expire()
+        self._set.report_removed()
         self._update_busy()
 
     def may_start(self, request: Request) -> bool:
@@ -110,6 +111,7 @@ class TierController:
         self._set.noted.clear()
         for named in self._set.tiers:
             named.tier.clear()
+        self._set.report_cleared()
         self._update_busy()
 
     def list_held_pages(self) -> tuple[np.ndarray, np.ndarray]:

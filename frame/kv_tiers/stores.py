@@ -27,13 +27,27 @@ LOW, HIGH = 16, 8  # parts of the pages: `write_back` evicts where fewer than 1 
 MAX_SEEN = 1 << 18  # keys of blocks that were offered once, of which `write_through_selective` keeps note
 
 
+Origin = tuple[np.ndarray, str]  # cache keys of a sequence, int32, and its namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Blocks that a tier is to keep. names: of all that it was given, in order; `num_blocks` of
+    tokens. first: the place of the first one in the sequence of `origin`."""
+
+    num_blocks: int
+    names: Sequence[bytes]
+    first: int
+    origin: Origin | None
+
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """Pages that are being copied to buffers."""
 
     match: Match | None  # locked; None: the pages were evicted
     num_blocks: int  # of tokens
-    tiers: Mapping[int, int]  # by tier: blocks of tokens that it is given
+    tiers: Mapping[int, Commit]  # by tier: what it is given
     evicted: np.ndarray = field(default_factory=lambda: NO_PAGES)  # int32; freed once they are copied
 
 
@@ -45,8 +59,7 @@ class BlockStores:
         self.num_dropped = 0  # blocks that found no room
         self._set = tiers
         self._stores: dict[int, Store] = {}  # by job
-        # By tier and job: blocks of tokens; buffers are full, and the tier keeps them
-        self._commits: dict[tuple[int, int], int] = {}
+        self._commits: dict[tuple[int, int], Commit] = {}  # by tier and job: buffers are full, and the tier keeps them
         self._is_selective = tiers.options.write_policy == "write_through_selective"
         self._is_late = tiers.options.write_policy == "write_back"
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -96,12 +109,14 @@ class BlockStores:
         pages = manager.cache.evict(min(max(1, total // HIGH) - free, manager.cache.num_evictable))
         if not len(pages):
             return
-        if manager.events is not None:
-            manager.events.record_removed(pages)
         notes = sorted(
             ((page, *self._set.noted.pop(page)) for page in pages.tolist() if page in self._set.noted), key=lambda note: not note[2]
         )
         kept, keys = np.array([note[0] for note in notes], np.int32), [note[1] for note in notes]
+        if self._set.events is not None:
+            self._set.events.record_written_back(kept, keys)
+        if manager.events is not None:
+            manager.events.record_removed(pages)
         gaps = {
             index: (0, end)
             for index, named in enumerate(self._set.tiers)
@@ -119,6 +134,7 @@ class BlockStores:
         for index, named in enumerate(self._set.tiers):
             end = min(count, named.limit_blocks(chain))
             start = first + named.tier.match(chain.keys[first:end]) if first < end else end
+            self._set.report_stored(index, chain.keys[first:start], cache_keys[: start * self._set.page_size], namespace)
             if start < end:
                 gaps[index] = start, end
         if not gaps:
@@ -133,7 +149,7 @@ class BlockStores:
             return begin
         self.num_dropped += end - kept
         cache.lock(match.handle)
-        if not self._begin(chain.keys, match.pages, match, (begin, kept), gaps):
+        if not self._begin(chain.keys, match.pages, match, (begin, kept), gaps, (cache_keys, namespace)):
             cache.unlock(match.handle)
         return count if kept == end else kept
 
@@ -150,6 +166,8 @@ class BlockStores:
         for index, named in enumerate(self._set.tiers):
             if named.limit_blocks(chain) >= end:
                 start = first + named.tier.match(keys[first:])
+                held = min(start, end)
+                self._set.report_stored(index, keys[first:held], cache_keys[: held * self._set.page_size], namespace)
                 if start < len(keys):
                     gaps[index] = min(start, end), len(keys)
         if not gaps:
@@ -160,13 +178,15 @@ class BlockStores:
             return first
         cache.lock(match.handle)
         numbers = np.concatenate((match.pages, groups.number_pages(groups.read_pages(match))))
-        if not groups.cache.lock_state(match.handle) or not self._begin(keys, numbers, match, (begin, len(keys)), gaps):
+        span, origin = (begin, len(keys)), (cache_keys, namespace)
+        if not groups.cache.lock_state(match.handle) or not self._begin(keys, numbers, match, span, gaps, origin):
             cache.unlock(match.handle)
         return end
 
     def _begin(
-        self, keys: Sequence[bytes], numbers: np.ndarray, match: Match | None, span: tuple[int, int], gaps: dict[int, tuple[int, int]]
-    ) -> bool:
+        self, keys: Sequence[bytes], numbers: np.ndarray, match: Match | None, span: tuple[int, int], gaps: dict[int, tuple[int, int]],
+        origin: Origin | None = None,
+    ) -> bool:  # fmt: skip
         """Get buffers and start the copies. numbers: of the blocks of all keys. -> whether there is
         any copy: tiers may hold all blocks, or have no room."""
         job, (begin, end) = self._set.take_job(), span
@@ -187,9 +207,14 @@ class BlockStores:
             return False
         blocks = [[row[column] for column in columns] for row in rows.values()]
         num_tokens = len(keys) if match is None else len(match.pages)
-        num_stored = {index: max(0, min(gaps[index][1], end, num_tokens) - gaps[index][0]) for index in rows}
+        if origin is not None:
+            origin = None if self._set.events is None else (origin[0][: num_tokens * self._set.page_size].copy(), origin[1])
+        commits = {}
+        for index in rows:
+            start, stop = gaps[index][0], min(gaps[index][1], end, num_tokens)
+            commits[index] = Commit(max(0, stop - start), keys[start:stop], start, origin)
         evicted = numbers if match is None else NO_PAGES
-        self._stores[job] = Store(match, sum(begin + column < num_tokens for column in columns), num_stored, evicted)
+        self._stores[job] = Store(match, sum(begin + column < num_tokens for column in columns), commits, evicted)
         self._set.mover.store(job, numbers[begin:end][columns], blocks)
         return True
 
@@ -201,14 +226,19 @@ class BlockStores:
         if store.match is not None:
             self._set.kv_manager.cache.unlock(store.match.handle)
         self._set.kv_manager.allocator.free(store.evicted)
-        for index, count in store.tiers.items():
-            self._commits[index, job] = count
+        for index, commit in store.tiers.items():
+            self._commits[index, job] = commit
             self._set.tiers[index].tier.finish(job, commit=True)
 
     def take_result(self, index: int, result: KVTierResult) -> None:
         """A tier has kept the blocks of a store."""
         if (index, result.job) in self._commits:
-            self._set.counts[index].stored += min(result.num_blocks, self._commits.pop((index, result.job))) * self._set.page_size
+            commit = self._commits.pop((index, result.job))
+            count = min(result.num_blocks, commit.num_blocks)
+            self._set.counts[index].stored += count * self._set.page_size
+            keys, namespace = (None, "") if commit.origin is None else commit.origin
+            end = (commit.first + count) * self._set.page_size
+            self._set.report_stored(index, commit.names[:count], None if keys is None else keys[:end], namespace)
             self._set.log_error(index, result.error)
 
     def list_handles(self) -> list[Any]:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol, cast
 
 import numpy as np
 
@@ -20,6 +20,16 @@ from frame.kv_tiers.block_layout import BlockLayout
 from frame.kv_tiers.group_blocks import GroupBlocks, find_groups
 
 log = logging.getLogger(__name__)
+
+
+class TierEvents(Protocol):
+    """What is told of blocks of tiers. `frame.kv_events.cache_events` documents the methods."""
+
+    def record_tier_stored(self, place: tuple[int, str], names: Sequence[bytes], keys: np.ndarray | None, namespace: str) -> None: ...
+    def record_tier_removed(self, place: tuple[int, str], names: Sequence[bytes]) -> None: ...
+    def record_tiers_cleared(self) -> None: ...
+    def record_written_back(self, pages: np.ndarray, names: Sequence[bytes]) -> None: ...
+
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 NO_PAGES = np.empty(0, np.int32)
@@ -36,6 +46,7 @@ class NamedTier:
     tier: KVTier
     is_local: bool
     is_in_memory: bool = False  # see `KVTierCapabilities.in_memory`
+    medium: str = "CPU"  # in KV events, as vLLM names it
 
     def limit_blocks(self, keys: BlockKeys) -> int:
         """Leading blocks of a sequence that may be in this tier."""
@@ -81,12 +92,43 @@ class TierSet:
         self.max_pages = max(1, self.options.num_pages // 2)
         self.groups = find_groups(self.kv_manager, self.options.layout)
         self.noted: dict[int, tuple[bytes, bool]] = {}  # by page, where blocks are stored late: its key, and whether others know it
+        self._lists: dict[int, bool] = {}  # by tier that has been announced: whether it tells which blocks leave it
         self._last_job = 0
         self._no_log_until: dict[tuple[int, str], float] = {}  # by tier and error
 
     @property
     def page_size(self) -> int:
         return self.kv_manager.page_size
+
+    @property
+    def events(self) -> TierEvents | None:
+        """None: changes are not published."""
+        return cast("TierEvents | None", self.kv_manager.events)
+
+    def report_stored(self, index: int, names: Sequence[bytes], keys: np.ndarray | None = None, namespace: str = "") -> None:
+        """A tier holds the blocks of these names. keys: cache keys of their sequence up to the last
+        of them, int32; None: they were evicted from the device."""
+        if self.events is None or not len(names):
+            return
+        if index not in self._lists:
+            self._lists[index] = self.tiers[index].tier.list_removed() is not None  # else subscribers would know too much
+        if self._lists[index]:
+            self.events.record_tier_stored(self._place(index), names, keys, namespace)
+
+    def report_removed(self) -> None:
+        """Tell which blocks have left the tiers."""
+        for index, is_listed in self._lists.items():
+            if is_listed and self.events is not None and (names := self.tiers[index].tier.list_removed()):
+                self.events.record_tier_removed(self._place(index), names)
+
+    def report_cleared(self) -> None:
+        """Tell that no block of the tiers is asked any more."""
+        self.report_removed()
+        if self.events is not None:
+            self.events.record_tiers_cleared()
+
+    def _place(self, index: int) -> tuple[int, str]:
+        return index, self.tiers[index].medium
 
     def take_job(self) -> int:
         """A new job number."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,42 @@ def test_a_subscriber_follows_a_server(checkpoint: Path) -> None:
                 break
         number, again = next(each for each in events if each[1]["type"] == "BlockStored" and each[1]["token_ids"][0] >= 200)
         assert number < 64 and again["parent_block_hash"] == hashes[2]  # numbers begin again; hashes are those of all servers
+    context.destroy(linger=0)
+
+
+@pytest.mark.slow
+def test_a_subscriber_follows_the_tiers(checkpoint: Path) -> None:
+    """Blocks are in memory of the host too, and stay when the device evicts them."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    given = json.dumps(ON | {"endpoint": endpoint, "topic": "kv-events"})
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt_string(zmq.SUBSCRIBE, "")
+    socket.connect(endpoint)
+    tier = ("--cache-tiers", "host", "--set", "plugins.options.kv_tier/host.size_gib=0.01")
+    flags = ("--page-size", "16", "--max-total-tokens", "512", *tier)
+    known: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
+    with RunningServer(checkpoint, "--kv-events-config", given, *flags, fake=False) as running:
+        for first in range(2, 10):
+            prompt = [first] * 8 + list(range(20, 140))
+            running.post("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}).raise_for_status()
+        deadline = time.monotonic() + 60
+        while not known["CPU"] - known["GPU"] or len(known["CPU"]) < 40:
+            assert time.monotonic() < deadline, known
+            if not socket.poll(1000):
+                continue
+            for event in msgspec.msgpack.decode(socket.recv_multipart()[2])[1]:
+                if event["type"] == "BlockStored":
+                    assert event["block_size"] * len(event["block_hashes"]) == len(event["token_ids"])
+                    known[event["medium"]] |= set(event["block_hashes"])
+                elif event["type"] == "BlockRemoved":
+                    assert set(event["block_hashes"]) <= known[event["medium"]]
+                    known[event["medium"]] -= set(event["block_hashes"])
+        running.post("/flush_cache", {}).raise_for_status()
+        while known["CPU"]:
+            assert socket.poll(20_000)
+            for event in msgspec.msgpack.decode(socket.recv_multipart()[2])[1]:
+                known["CPU"] -= set(event.get("block_hashes", ())) if event.get("medium") == "CPU" else set()
     context.destroy(linger=0)
 
 

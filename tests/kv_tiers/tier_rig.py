@@ -196,7 +196,8 @@ class TierRig(SchedulerRig):
         return tiers
 
     def make_controller(self, tiers: Sequence[KVTier], mover: BlockMover, kv_manager: KVCacheManager) -> TierController:
-        named = [NamedTier(f"tier{i}", tier, self._is_local[i], self._in_memory) for i, tier in enumerate(tiers)]
+        medium = "CPU" if self._in_memory else "DISK"
+        named = [NamedTier(f"tier{i}", tier, self._is_local[i], self._in_memory, medium) for i, tier in enumerate(tiers)]
         return TierController(named, mover, kv_manager, self._options, clock=lambda: self.now)
 
     @property

@@ -4,6 +4,7 @@ lines.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from frame.entrypoints.http.batch.folder import LOCK
 from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.serving import RunningServer, wait_until
 
@@ -75,11 +77,13 @@ def connect(server: RunningServer, head: str, body: bytes = b"") -> socket.socke
     return made
 
 
-def test_second_server_is_refused_and_foreign_files_stay(server: RunningServer, folder: Path) -> None:
+def test_folder_of_an_older_server_is_refused_and_foreign_files_stay(server: RunningServer, folder: Path, tmp_path: Path) -> None:
     kept = upload(server, b"kept").json()["id"]
-    command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--batch-folder", str(folder)]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ)
-    assert (second.returncode, "is in use by another server; choose another" in second.stderr) == (78, True), second.stderr
+    with (tmp_path / LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--batch-folder", str(tmp_path)]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ)
+    assert (second.returncode, "is in use by a server of an older version; choose another" in second.stderr) == (78, True), second.stderr
     assert second.stderr.count("\n") == 1
     assert (folder / f"file-{'0' * 32}.jsonl").read_text() == "somebody's"
     assert ask(server, "GET", f"/v1/files/{kept}/content").content == b"kept"

@@ -130,6 +130,9 @@ class KVTier(ABC):
         """The jobs that have ended since the last call: loads whose buffers hold the blocks, and
         committed stores."""
 
+    def list_removed(self) -> list[bytes] | None:
+        """The keys of blocks that left since the last call; None: the tier does not tell."""
+
     def clear(self) -> None:
         """Drop the blocks that no job uses, those of other servers included: keys and values were
         computed by other weights. Their keys are not asked any more."""
@@ -178,14 +181,12 @@ class BlockMover(Protocol):
         """Bytes of a block."""
 
     def load(self, job: int, pages: np.ndarray, blocks: Sequence[torch.Tensor]) -> None:
-        """Begin to copy blocks to the pages of these numbers, int32 [n]. The pages are written
-        after all steps that are launched; no step that is launched before `poll` returns the job
-        may read them."""
+        """Begin to copy blocks to the pages of these numbers, int32 [n], after all steps that are
+        launched; no step that is launched before `poll` returns the job may read them."""
 
     def store(self, job: int, pages: np.ndarray, blocks: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        """Begin to copy the pages of these numbers, int32 [n], to buffers: those of each tier,
-        [tiers][n]. They hold what the launched steps leave there; the pages must not be written
-        before `poll` returns the job."""
+        """Begin to copy the pages of these numbers, int32 [n], to each tier's buffers, [tiers][n].
+        They hold what the launched steps leave; no page may be written before `poll`."""
 
     def poll(self) -> list[int]:
         """The jobs whose copies have ended since the last call."""

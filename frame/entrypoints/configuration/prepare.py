@@ -145,6 +145,8 @@ def _check_switches(config: FrameConfig) -> None:
     for section, switch, names in (("batches", "folder", BatchesSection.model_fields), ("server", "admin_port", ("admin_host",))):
         section_values = getattr(config, section)
         explicit = [name for name in names if getattr(section_values, name) != type(section_values).model_fields[name].default]
+        if section == "batches" and config.server.state_dir is not None:
+            continue
         if explicit and getattr(section_values, switch) is None:
             raise ConfigurationError(f"{section}.{explicit[0]} is set without {section}.{switch}; give both, or neither")
 

@@ -64,7 +64,7 @@ class App(FastAPI):
         self.body_limits = body_limits(services)
         self._openapi_json: asyncio.Task[bytes] | None = None
         if services.batches is not None and not is_admin:
-            services.batches.route = self.run_for_tenant
+            services.batches.sender.route = self.run_for_tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -334,6 +334,8 @@ class Server:
         if rpc is not None:
             await rpc.start()
             self._reload.on_certificate.append(rpc.renew_certificate)
+        if (batches := self._services.batches) is not None:
+            self._services.run(batches.watch())
         self._announce()
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -342,6 +344,8 @@ class Server:
             await asyncio.sleep(FLUSH_TIME)
         else:
             await self._drain()
+        if batches is not None:
+            await batches.close()
         watching.cancel()
         died = self._services.client.dead_reason is not None
         self._http.should_exit = True

@@ -36,7 +36,7 @@ from frame.media.feature_store import FeatureStore
 from frame.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # rooms that a server imports with their routes, and that can be deleted with them
-    from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
+    from frame.entrypoints.http.batch.jobs import BatchJobRunner
     from frame.entrypoints.http.openai.response_store import ResponseStore
     from frame.entrypoints.http.operations.live_feed import LiveFeed
     from frame.entrypoints.http.protocol.continuation import Fleet
@@ -86,7 +86,7 @@ class Services:
     quotas: TenantQuotas = field(init=False)  # of the API keys
     # Background work
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
-    # None without batches.folder
+    # None without batches.folder and server.state_dir
     batches: BatchJobRunner | None = field(init=False, default=None)
     # Held by each audio file that is being decoded, in a process that takes up to 512 MB
     audio_files: FairSemaphore = field(init=False, default_factory=lambda: FairSemaphore(8, 2))
@@ -111,14 +111,25 @@ class Services:
         self.quotas = TenantQuotas(server.max_requests_per_key, places)
         if self.tokenizer is not None:
             _ = self.tokenizer.bounds  # read now: for a large vocabulary it takes a while
-        if batches.folder is not None:
-            from frame.entrypoints.http.openai.batch_files import FileStore
-            from frame.entrypoints.http.openai.batch_jobs import BatchJobRunner
-
-            self.batches = BatchJobRunner(batches, FileStore(batches), self.quotas, lambda: self.draining)
-
+        if batches.folder is not None or server.state_dir is not None:
+            self.batches = self._make_batches()
         if server.state_dir is not None:
             _ = self.responses  # read now: its files may be many
+
+    def _make_batches(self) -> BatchJobRunner | None:
+        from frame.entrypoints.http.batch.files import FileStore
+        from frame.entrypoints.http.batch.folder import find_folder
+        from frame.entrypoints.http.batch.jobs import BatchJobRunner
+        from frame.entrypoints.http.batch.sending import LineSender
+
+        config, folder = self.resolved.user.batches, find_folder(self.resolved.user)
+        if folder is None:
+            return None
+
+        def is_stopping() -> bool:
+            return self.draining or self.client.dead_reason is not None
+
+        return BatchJobRunner(config, FileStore(folder, config), LineSender(config.concurrency, self.quotas, is_stopping), is_stopping)
 
     @property
     def responses(self) -> ResponseStore:

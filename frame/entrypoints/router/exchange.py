@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -123,17 +124,19 @@ class Exchange:
     async def wait(self, request: RoutedRequest, backend: Backend, what: Awaitable[T]) -> T:
         """The result, unless the client leaves or the replica is lost before."""
         task: asyncio.Future[T] = asyncio.ensure_future(what)
-        lost = asyncio.ensure_future(backend.lost.wait())
+        lost = backend.watch_lost()
         waiting: Iterable[asyncio.Future[Any]] = (task, lost, request.gone)
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                return task.result()
+                result = task.result()
+                backend.heard = time.monotonic()
+                return result
             if lost.done():
                 raise LostError("it does not answer", was_sent=True)
             raise DisconnectedError
         finally:
-            lost.cancel()
+            backend.watchers.discard(lost)
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -35,6 +35,7 @@ ANNOUNCED: dict[str, State] = {"asleep": "asleep", "draining": "draining"}  # by
 STATES: tuple[State, ...] = get_args(State)
 RECENT = 30.0  # seconds in which a stream's first byte counts for the latency targets
 FIRST_TOKENS = 4096  # that are kept
+LATE = 0.5  # seconds by which the end of a check may be late
 PATIENCE = 2  # failed checks after which a replica is unhealthy
 
 
@@ -56,11 +57,22 @@ class Backend:
     outstanding: int = 0
     failed_checks: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+    watchers: set[asyncio.Future[None]] = field(default_factory=set)  # that end when it is lost
     source: str = ""
     is_leaving: bool = False
     is_removed: bool = False
     first_bytes: FirstBytes = field(default_factory=FirstBytes)
+    heard: float = -math.inf  # when a part of an answer came; monotonic
     inter_token: float = 0.0  # seconds, lately, as its last health check tells; 0.0: unknown
+
+    def watch_lost(self) -> asyncio.Future[None]:
+        """Ends when the replica is lost; the caller takes it out of `watchers`. A task that waits
+        for the event would cost each part of an answer a turn of the loop."""
+        watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.lost.is_set():
+            watcher.set_result(None)
+        self.watchers.add(watcher)
+        return watcher
 
     @property
     def is_suspended(self) -> bool:
@@ -159,6 +171,9 @@ class Backends:
             self._chooser.forget_replica(backend.number)
         backend.state = "lost"
         backend.lost.set()
+        for watcher in backend.watchers:
+            if not watcher.done():
+                watcher.set_result(None)
 
     async def watch(self) -> None:
         """Check every replica, until cancelled."""
@@ -197,9 +212,10 @@ class Backends:
     async def check(self, backend: Backend, *, is_suspect: bool = False) -> None:
         """Ask a replica for its health once. `is_suspect`: a connection broke, or none was
         tried yet, so one failed check is enough."""
-        reason, announced = "", ""
+        reason, announced, is_silent = "", "", False
+        patience, started = max(1.0, self._interval), time.monotonic()
         try:
-            async with asyncio.timeout(max(1.0, self._interval)), self._client.stream("GET", f"{backend.url}/health") as reply:
+            async with asyncio.timeout(patience), self._client.stream("GET", f"{backend.url}/health") as reply:
                 reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"  # its body may not end
                 announced = reply.headers.get("x-frame-state", "")
                 instance, _, rest = reply.headers.get(FLEET.decode(), "").partition(" ")
@@ -208,6 +224,7 @@ class Backends:
                 backend.inter_token = read_inter_token(reply.headers.get(LOAD.decode(), ""))
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:  # TimeoutError is an OSError, UnicodeError a ValueError
             reason = f"{type(error).__name__} {error}".strip()
+            is_silent = isinstance(error, TimeoutError)
         state = "serving" if not reason else ANNOUNCED.get(announced)
         if state is not None:
             if backend.state == "lost":
@@ -220,6 +237,9 @@ class Backends:
             return
         if backend.state == "joining":  # it may still load its model
             return
+        now = time.monotonic()
+        if is_silent and (now - backend.heard < patience or now - started > patience + LATE):
+            return  # a busy machine: the replica answers others, or this process was late itself
         backend.failed_checks += 1
         if is_suspect or backend.failed_checks >= PATIENCE:
             self.mark_lost(backend, reason)

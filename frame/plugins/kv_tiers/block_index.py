@@ -23,6 +23,7 @@ class BlockIndex(Generic[B]):
     """Blocks by key, the least recently used first. One thread uses it."""
 
     def __init__(self) -> None:
+        self._removed: list[bytes] | None = None  # keys that left since the last call of `take_removed`
         self._blocks: OrderedDict[bytes, B] = OrderedDict()
         self._num_used = 0  # blocks of the index that have users
 
@@ -74,6 +75,7 @@ class BlockIndex(Generic[B]):
         if self._blocks.get(key) is not block:
             return False
         del self._blocks[key]
+        self._record_removed(key)
         self._num_used -= block.num_users > 0
         return True
 
@@ -95,4 +97,14 @@ class BlockIndex(Generic[B]):
                         break
         for key, _ in evicted:
             del self._blocks[key]
+            self._record_removed(key)
         return evicted
+
+    def take_removed(self) -> list[bytes]:
+        """The keys that left since the last call; the first call begins to record them."""
+        removed, self._removed = self._removed or [], []
+        return removed
+
+    def _record_removed(self, key: bytes) -> None:
+        if self._removed is not None:
+            self._removed.append(key)

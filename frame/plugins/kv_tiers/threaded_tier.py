@@ -142,6 +142,9 @@ class ThreadedTier(KVTier, Generic[J]):
             results.append(KVTierResult(job.number, first, job.errors.get(first, "")))
         return results
 
+    def list_removed(self) -> list[bytes]:
+        return self._index.take_removed()
+
     def close(self) -> None:
         deadline = time.monotonic() + CLOSE_SECONDS
         for workers in self._workers:

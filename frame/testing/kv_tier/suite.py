@@ -319,6 +319,25 @@ def check_the_quota_is_kept(make: Make) -> None:
     assert rig.num_bytes <= 4 * NUM_BLOCKS * rig.block_bytes, f"the tier has allocated {rig.num_bytes // rig.block_bytes} buffers"
 
 
+def check_removed_blocks_are_listed(make: Make) -> None:
+    """What was stored and is not listed as removed is held, and nothing else."""
+    rig, keys = make(), make_keys(4 * NUM_BLOCKS)
+    rig.require_quota()
+    if rig.tier.list_removed() is None:
+        raise SkipCheck("the tier does not list removed blocks")
+    known: set[bytes] = set()
+    for turn, start in enumerate((*range(0, len(keys), 2), *range(0, len(keys), 4))):
+        rig.store(keys[start : start + 2])
+        known |= set(keys[start : start + 2])
+        if turn == NUM_BLOCKS:
+            rig.tier.clear()
+        removed = rig.tier.list_removed() or []
+        assert len(removed) == len(set(removed) & known), "a block is listed as removed twice, or was not stored"
+        known -= set(removed)
+        held = {key for key in keys if rig.tier.match([key])}
+        assert known == held, f"{len(known - held)} blocks left the tier and are not listed, {len(held - known)} are listed and held"
+
+
 def check_stores_under_way_count(make: Make) -> None:
     rig, keys = make(), make_keys(4 * NUM_BLOCKS)
     rig.require_quota()

@@ -37,7 +37,7 @@ class FleetRouter(RunningRouter):
     """`frame router` with these flags and the fleet key."""
 
     def __init__(self, *flags: str, key: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "frame", "router", *flags, "--port", "0", "--health-interval", "0.2"]
+        command = [sys.executable, "-m", "frame", "router", "--port", "0", "--health-interval", "0.2", *flags]
         self._start(command, KEY if key is None else key, True)
 
     def moves(self, cause: str) -> float:
@@ -66,7 +66,7 @@ class Stream:
     pause: float = 0.0
 
     def read(self, url: str, on_event: Callable[[], None] = lambda: None) -> Stream:
-        self.events, last = [], 0.0
+        self.events, self.pause, last = [], 0.0, 0.0
         with httpx.stream("POST", url + self.path, json=self.body, timeout=PATIENCE) as reply:
             assert reply.status_code == 200, (self.path, self.body, reply.read())
             assert "x-frame-handoff" not in reply.headers

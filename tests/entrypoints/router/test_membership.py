@@ -4,10 +4,12 @@ that are slow against the others."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
 import socket
+import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -145,6 +147,42 @@ def test_a_router_stops_without_an_error() -> None:
 def test_addresses_that_are_none(wrong: str) -> None:
     with pytest.raises(ConfigError, match="write http://HOST:PORT"):
         check_url(wrong)
+
+
+class SilentReplica(FakeReplica):
+    """Answers no health check while `is_silent`."""
+
+    is_silent = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/health" and self.is_silent:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(30)
+        await super().__call__(scope, receive, send)
+
+
+async def test_a_replica_that_sends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that end without an answer tell nothing while answers come, or where the router itself
+    was late."""
+    replica = SilentReplica()
+    async with routed(replica) as (client, backends, _):
+        backend = backends.all[0]
+        replica.is_silent = True
+        checks = [asyncio.create_task(backends.check(backend)) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        assert (await client.post("/generate", json={"stream": True})).status_code == 200
+        await asyncio.gather(*checks)
+        assert (backend.state, backend.failed_checks) == ("serving", 0)
+        late = asyncio.create_task(backends.check(backend))
+        await asyncio.sleep(0.1)
+        backend.heard = -1.0
+        time.sleep(1.7)  # noqa: ASYNC251 - the router is late
+        await late
+        assert backend.failed_checks == 0
+        for number in (1, 2):
+            await backends.check(backend)
+            assert backend.failed_checks == number
+        assert backend.state == "lost"
 
 
 @pytest.mark.parametrize("wrong", ["https://name:1", "http://name/path", "ftp://name", "http://u:p@name:1", "http://a b"])

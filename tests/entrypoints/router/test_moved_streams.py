@@ -5,6 +5,7 @@ usage and finish reason is that of an undisturbed run."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,12 @@ class Fleet:
     """Three servers, and a router that finds them by a file. `expected`: the contents of `streams`
     from one server."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *flags: str) -> None:
         with ThreadPoolExecutor(3) as pool:
             self.servers = list(pool.map(lambda _: start_server(), range(3)))
         file.write_text("".join(f"{server.url}\n" for server in self.servers))
-        self.router = FleetRouter("--discover", str(file), "--admin-port", "0", "--admin-key", ADMIN)
+        self.router = FleetRouter("--discover", str(file), "--admin-port", "0", "--admin-key", ADMIN, *flags)
+        self.doomed: FleetRouter | None = None  # one that ends while half of the streams use it
         self.streams = make_streams(STREAMS, LENGTH)
         with ThreadPoolExecutor(3) as pool:  # the others start their processes for grammars meanwhile
             warming = [pool.submit(read_all, make_compiling(), server.url) for server in self.servers[1:]]
@@ -57,12 +60,20 @@ class Fleet:
                 acted.set()
 
         with ThreadPoolExecutor(STREAMS) as pool:
-            tasks = [pool.submit(stream.read, self.router.url, count) for stream in self.streams]
+            tasks = [pool.submit(self._read, number, count) for number in range(STREAMS)]
             assert acted.wait(PATIENCE)
             act()
             found = [task.result(PATIENCE).content for task in tasks]
         for stream, content, expected in zip(self.streams, found, self.expected, strict=True):
             assert content == expected, (stream.path, stream.body)
+
+    def _read(self, number: int, on_event: Callable[[], None]) -> Stream:
+        """Read a stream; half of them through the other router, until that ends."""
+        stream, doomed = self.streams[number], self.doomed
+        if doomed is not None and number % 2:
+            with contextlib.suppress(httpx.TransportError):
+                return stream.read(doomed.url, on_event)
+        return stream.read(self.router.url, on_event)
 
     def ask(self, method: str, server: RunningServer) -> None:
         """Add or remove a server."""
@@ -124,24 +135,64 @@ def test_streams_outlive_their_servers(fleet: Fleet) -> None:
     assert not [line for line in (*fleet.router.lines, *first.lines) if "ERROR" in line or "Traceback" in line]
 
 
+class Rounds:
+    """Rounds of disturbances, and the longest pause of a stream in each. `record`: a file with all
+    rounds as JSON, written after each."""
+
+    def __init__(self, fleet: Fleet, record: Path) -> None:
+        self.fleet, self.record = fleet, record
+        self.rounds: list[dict[str, Any]] = []
+
+    def run(self, name: str, act: Callable[[], Any], share: float, restore: Callable[[], Any]) -> None:
+        """Disturb the streams once, and wait until the fleet is whole again."""
+        before = {cause: self.fleet.router.moves(cause) for cause in ("lost", "drained")}
+        self.fleet.disturb(act, share)
+        moved = {cause: self.fleet.router.moves(cause) - count for cause, count in before.items()}
+        pauses = sorted(stream.pause for stream in self.fleet.streams)
+        entry = {"round": len(self.rounds), "act": name, "share": round(share, 3), "moved": moved, "load": os.getloadavg()[0],
+                 "pause_p50": round(pauses[len(pauses) // 2], 3), "pause_max": round(pauses[-1], 3)}  # fmt: skip
+        restore()
+        wait_until(lambda: self.fleet.states() == ["ok"] * 3)
+        assert self.fleet.router.moves("failed") == 0
+        self.rounds.append(entry)
+        self.record.write_text(json.dumps(self.rounds))
+        print(entry, flush=True)
+
+
 @pytest.mark.soak
 def test_rounds_of_every_disturbance(tmp_path: Path) -> None:
-    """FRAME_ROUNDS (100) rounds each of SIGKILL, SIGTERM and SIGSTOP of one of three servers."""
-    rounds, draw = int(os.environ.get("FRAME_ROUNDS", "100")), random.Random(7)
-    acts: list[Callable[[RunningServer], Any]] = [RunningServer.kill, terminate, pause]
-    fleet = Fleet(tmp_path / "replicas")
-    pauses: dict[str, list[float]] = {}
+    """FRAME_ROUNDS (100) rounds each of a drain by the operator, SIGTERM, SIGKILL, SIGSTOP of one
+    of three servers, and of SIGKILL of one of two routers, whose clients send their requests again
+    to the other one; and as many undisturbed ones. FRAME_ROUNDS_JSON: the file of the record.
+    FRAME_HEALTH_INTERVAL (0.2): more where other work takes the processors."""
+    number, draw = int(os.environ.get("FRAME_ROUNDS", "100")), random.Random(7)
+    often = ("--health-interval", os.environ.get("FRAME_HEALTH_INTERVAL", "0.2"))
+    fleet = Fleet(tmp_path / "replicas", *often)
+    rounds = Rounds(fleet, Path(os.environ.get("FRAME_ROUNDS_JSON", str(tmp_path / "rounds.json"))))
+    routers: list[FleetRouter] = []
+    acts: dict[str, Callable[[RunningServer], Any]] = {
+        "drain": partial(fleet.ask, "DELETE"), "SIGTERM": terminate, "SIGKILL": RunningServer.kill, "SIGSTOP": pause,
+    }  # fmt: skip
+
+    def kill_router() -> None:
+        routers[-1].process.kill()
+        routers[-1].process.wait()
+
     with contextlib.closing(contextlib.ExitStack()) as stack:
         stack.callback(fleet.stop)
-        for number in range(rounds * len(acts)):
-            act, victim = acts[number % len(acts)], draw.randrange(3)
-            fleet.disturb(lambda act=act, victim=victim: act(fleet.servers[victim]), draw.uniform(0.05, 0.8))  # type: ignore[misc]
-            pauses.setdefault(act.__name__, []).append(max(stream.pause for stream in fleet.streams))
-            if act is not pause:
-                fleet.restart(victim)
-            wait_until(lambda: fleet.states() == ["ok"] * 3)
-            print(number, act.__name__, f"longest pause {pauses[act.__name__][-1]:.2f} s", flush=True)
-    assert fleet.router.moves("failed") == 0
+        stack.callback(lambda: [router.stop() for router in routers])
+        for _ in range(number):
+            rounds.run("none", lambda: None, draw.uniform(0.05, 0.8), lambda: None)
+            for name, act in acts.items():
+                victim = draw.randrange(3)
+                server = fleet.servers[victim]
+                restore = {"drain": partial(fleet.ask, "POST", server), "SIGSTOP": lambda: None}.get(name, partial(fleet.restart, victim))
+                rounds.run(name, partial(act, server), draw.uniform(0.05, 0.8), restore)
+            routers.append(FleetRouter("--discover", str(tmp_path / "replicas"), *often))
+            wait_until(lambda: [*routers[-1].get("/health")["replicas"].values()] == ["ok"] * 3)
+            fleet.doomed = routers[-1]
+            rounds.run("router", kill_router, draw.uniform(0.05, 0.8), lambda: None)
+            fleet.doomed = None
 
 
 def test_streams_are_compared_as_they_should_be() -> None:

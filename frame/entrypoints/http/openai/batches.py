@@ -1,5 +1,5 @@
 """The routes of OpenAI's Files and Batch APIs: a file of requests becomes a file of responses. Off
-without `batches.folder`. Must not depend on the engine."""
+without `batches.folder` and `server.state_dir`. Must not depend on the engine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import os
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, BinaryIO, Literal, TypeVar
 
+from frame.entrypoints.http.batch.files import FileObject, FileStore, FileWriter, StorageFullError
+from frame.entrypoints.http.batch.folder import private
+from frame.entrypoints.http.batch.jobs import BatchJob, BatchJobRunner
+from frame.entrypoints.http.batch.lines import Endpoint
 from frame.entrypoints.http.errors import CLOSE, ApiError
-from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter, StorageFullError
-from frame.entrypoints.http.openai.batch_jobs import BatchJob, BatchJobRunner, Endpoint
 from frame.entrypoints.http.protocol.api_route import FILE_BODY, SMALL_BODY, Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.protocol.list_pages import make_page
 from frame.entrypoints.http.request_body import FormReader, Metadata, RequestBody
@@ -111,22 +113,24 @@ async def files(
     context: ContextDep, services: ServicesDep, purpose: str | None = None, limit: str = "20", order: str = "desc", after: str = ""
 ) -> Any:
     """List your files, newest first unless `order` is asc."""
-    cards = _batch_runner(services).files.list_files(context.tenant)
+    store = _batch_runner(services).files
+    await _store(store.refresh())
+    cards = store.list_files(context.tenant)
     return make_page([card.to_object() for card in cards if purpose in (None, card.purpose)], limit, order, after, LARGEST_LIMIT)
 
 
 @router.get("/v1/files/{name}", responses=responds_with(File))
 async def file(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve the metadata of a file."""
-    return _find_file(context, services, name).to_object()
+    return (await _find_file(context, services, name)).to_object()
 
 
 @router.get("/v1/files/{name}/content", responses=responds_with(str, media_type="application/jsonl"))
 async def file_content(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve the content of a file."""
-    card = _find_file(context, services, name)
+    card = await _find_file(context, services, name)
     try:
-        handle = await asyncio.to_thread(_batch_runner(services).files.path(card.id).open, "rb")
+        handle = await asyncio.to_thread(open, _batch_runner(services).files.path(card.id), "rb", opener=private)
     except OSError as error:
         raise ApiError(500, f"the file cannot be read: {error.strerror}") from None
     with handle:  # an open file can be read to its end after it was deleted
@@ -143,7 +147,7 @@ async def _pieces_of(handle: BinaryIO, size: int) -> AsyncIterator[bytes]:
 @router.delete("/v1/files/{name}", responses=responds_with(DeletedFile))
 async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a file."""
-    card = _find_file(context, services, name)
+    card = await _find_file(context, services, name)
     await _store(_batch_runner(services).files.delete(card))
     return {"id": card.id, "object": "file", "deleted": True}
 
@@ -155,6 +159,7 @@ async def delete_file(name: str, context: ContextDep, services: ServicesDep) -> 
 async def create(request: BatchRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a batch from an uploaded file."""
     runner = _batch_runner(services)
+    await _store(runner.files.refresh(request.input_file_id))
     if runner.files.get(request.input_file_id, context.tenant) is None:
         raise ApiError(404, f"there is no file {request.input_file_id[:100]!r}; upload it to /v1/files", "input_file_id")
     batch = await _store(runner.start(request.input_file_id, request.endpoint, request.metadata, context.tenant))
@@ -164,21 +169,23 @@ async def create(request: BatchRequest, context: ContextDep, services: ServicesD
 @router.get("/v1/batches", responses=responds_with(BatchList))
 async def batches(context: ContextDep, services: ServicesDep, limit: str = "20", after: str = "") -> Any:
     """List your batches, newest first."""
-    jobs = _batch_runner(services).list_batches(context.tenant)
-    return make_page([batch.to_object() for batch in jobs], limit, "desc", after, LARGEST_LIMIT)
+    runner = _batch_runner(services)
+    await _store(runner.refresh())
+    return make_page([batch.to_object() for batch in runner.list_batches(context.tenant)], limit, "desc", after, LARGEST_LIMIT)
 
 
 @router.get("/v1/batches/{name}", responses=responds_with(Batch))
 async def batch(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Retrieve a batch."""
-    return _find_batch(context, services, name).to_object()
+    return (await _find_batch(context, services, name)).to_object()
 
 
 @router.post("/v1/batches/{name}/cancel", responses=responds_with(Batch))
 async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
-    """Cancel a batch. Finished lines stay in its output files."""
-    job = _find_batch(context, services, name)
-    await _batch_runner(services).cancel(job)
+    """Cancel a batch. Finished lines stay in its output files. A batch that another server runs is
+    `cancelling` until that one has ended it."""
+    job = await _find_batch(context, services, name)
+    await _store(_batch_runner(services).cancel(job))
     return job.to_object()
 
 
@@ -187,16 +194,20 @@ async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
 
 def _batch_runner(services: Services) -> BatchJobRunner:
     if services.batches is None:
-        raise ApiError(404, "this server has no batch folder; start it with --batch-folder FOLDER")
+        raise ApiError(404, "this server has no batch folder; start it with --batch-folder FOLDER or --state-dir FOLDER")
     return services.batches
 
 
-def _find_file(context: RequestContext, services: Services, name: str) -> FileObject:
-    return _require(_batch_runner(services).files.get(name, context.tenant), f"file {name[:100]!r}")
+async def _find_file(context: RequestContext, services: Services, name: str) -> FileObject:
+    store = _batch_runner(services).files
+    await _store(store.refresh(name))
+    return _require(store.get(name, context.tenant), f"file {name[:100]!r}")
 
 
-def _find_batch(context: RequestContext, services: Services, name: str) -> BatchJob:
-    return _require(_batch_runner(services).get(name, context.tenant), f"batch {name[:100]!r}")
+async def _find_batch(context: RequestContext, services: Services, name: str) -> BatchJob:
+    runner = _batch_runner(services)
+    await _store(runner.refresh(name))
+    return _require(runner.get(name, context.tenant), f"batch {name[:100]!r}")
 
 
 def _require(stored: T | None, what: str) -> T:
@@ -212,4 +223,4 @@ async def _store(work: Awaitable[T]) -> T:
     except StorageFullError as error:
         raise ApiError(413, str(error), "file") from None
     except OSError as error:
-        raise ApiError(503, f"the batch folder cannot be written: {error.strerror}") from None
+        raise ApiError(503, f"the batch folder cannot be used: {error.strerror}") from None

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from frame.entrypoints.http.openai import batch_files
-from frame.entrypoints.http.openai.batch_files import FileObject, FileStore, FileWriter
-from frame.entrypoints.http.openai.batch_jobs import BatchJob
-from tests.entrypoints.http.openai.test_batch_jobs import CHAT, Server, file_ids
+from frame.entrypoints.http.batch import files
+from frame.entrypoints.http.batch.files import FileObject, FileStore, FileWriter
+from frame.entrypoints.http.batch.jobs import BatchJob
+from tests.entrypoints.http.batch.test_jobs import CHAT, Server, file_ids
 
 PADDING = "x" * 4000  # of each line's body, which the route returns
 NUM_LINES = 40
@@ -71,7 +71,7 @@ def check_kept(server: Server, batch: BatchJob, why: str) -> None:
 
 
 def restart(server: Server, folder: Path) -> Server:
-    server.runner.files.close()  # as at the end of its process
+    server.die()
     return Server(folder, 10**6)
 
 
@@ -82,12 +82,15 @@ async def test_a_full_disk_keeps_the_finished_lines(small_disk: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         await begin(server)
     assert not list(small_disk.glob("*.new"))  # noqa: ASYNC240
+    kept = server.lines(batch.output_file_id)
     again = restart(server, small_disk)  # the disk is still full, and the last state may not be on it
     found = again.runner.get(batch.id, "")
-    assert found is not None and (found.status, found.completed) == ("failed", batch.completed)
-    assert again.lines(found.output_file_id) == server.lines(batch.output_file_id)
-    await again.runner.files.delete(again.runner.files.list_files("")[0])
-    assert (await again.over(await begin(again, 3))).status == "completed"
+    assert found is not None
+    async with again.watching():
+        await again.over(found)
+        assert (found.status, again.lines(found.output_file_id)[: len(kept)]) == ("failed", kept)
+        await again.runner.files.delete(again.runner.files.list_files("")[0])
+        assert (await again.over(await begin(again, 3))).status == "completed"
 
 
 async def test_a_limit_of_file_sizes_keeps_the_finished_lines(tmp_path: Path, small_files: None) -> None:
@@ -105,8 +108,8 @@ class BrokenDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         self.number = number
         self.room: dict[str, int] = {}
-        self._writer, self._save = batch_files.FileWriter, FileStore.save
-        monkeypatch.setattr(batch_files, "FileWriter", self._open)
+        self._writer, self._save = files.FileWriter, FileStore.save
+        monkeypatch.setattr(files, "FileWriter", self._open)
         monkeypatch.setattr(FileStore, "save", lambda *each: self._save_metadata(*each))  # noqa: PLW0108 - a function becomes a method
 
     def fail(self) -> None:
@@ -175,9 +178,12 @@ async def test_a_disk_that_ends_within_a_line(tmp_path: Path, monkeypatch: pytes
     monkeypatch.undo()
     again = restart(server, tmp_path)
     found = again.runner.get(batch.id, "")
-    assert found is not None and (found.status, found.completed, found.output_file_id) == ("failed", 2, batch.output_file_id)
-    assert f"the server was stopped before the batch finished; 2 of {NUM_LINES} requests finished" in (found.error or "")
-    assert again.runner.files.path(card.id).read_bytes() == content
+    assert found is not None and found.status == "in_progress"
+    async with again.watching():
+        await again.over(found)
+    assert (found.status, found.completed, found.error, found.output_file_id) == ("completed", NUM_LINES, None, batch.output_file_id)
+    assert again.runner.files.path(card.id).read_bytes().startswith(content)
+    assert len(again.asked) == NUM_LINES - 2
 
 
 async def test_a_disk_that_ends_at_the_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,20 +210,41 @@ async def test_a_disk_that_ends_at_the_last_state(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     again = restart(server, tmp_path)
     found = again.runner.get(batch.id, "")
-    assert found is not None and (found.status, found.completed, found.failed, found.error) == ("completed", 4, 1, None)
+    assert found is not None
+    async with again.watching():
+        await again.over(found)
+    assert (found.status, found.completed, found.failed, found.error, again.asked) == ("completed", 4, 1, None, [])
     assert again.lines(found.error_file_id) == server.lines(batch.error_file_id)
 
 
-async def test_a_server_that_was_killed_keeps_the_finished_lines(tmp_path: Path) -> None:
+async def test_the_next_server_goes_on_with_the_lines_that_are_left(tmp_path: Path) -> None:
     server = Server(tmp_path, 10**6, concurrency=2)
+    server.statuses = [200, 400, 200, 200]
     server.gate.clear()
     batch = await begin(server)
     await wait_for(lambda: server.asked)
     server.gate.set()
-    await wait_for(lambda: batch.completed >= 4)
+    await wait_for(lambda: batch.completed + batch.failed >= 4)
     server.gate.clear()
-    again = restart(server, tmp_path)  # the file ends within the next line
+    server.die()
+    names = {json.loads(line)["custom_id"] for path in outputs_of(tmp_path) for line in path.read_text().splitlines()}
+    for output in outputs_of(tmp_path):
+        with output.open("ab") as file:
+            file.write(b'{"id":"batch_req_1","custom_id":"39","resp')  # the process ended within a line
+    again = Server(tmp_path, 10**6, concurrency=2)
     found = again.runner.get(batch.id, "")
-    assert found is not None and found.status == "failed" and found.completed >= 4
-    assert len(again.lines(found.output_file_id)) == found.completed
-    await server.runner.cancel(batch)
+    assert found is not None and found.status == "in_progress"
+    async with again.watching():
+        await again.over(found)
+    assert (found.status, found.total, found.completed, found.failed) == ("completed", NUM_LINES, NUM_LINES - 1, 1)
+    results = again.lines(found.output_file_id) + again.lines(found.error_file_id)
+    assert sorted(int(line["custom_id"]) for line in results) == list(range(NUM_LINES))
+    assert len(again.asked) == NUM_LINES - len(names)  # no line with a result is sent again
+    await wait_for(lambda: not again.runner._claims)
+    assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".lock", ".new", ".cancel")]  # noqa: ASYNC240
+
+
+def outputs_of(folder: Path) -> list[Path]:
+    """The data of the files that a batch has begun to write."""
+    metadata = [json.loads(path.read_text()) for path in folder.glob("file-*.json")]
+    return [folder / f"{each['id']}.jsonl" for each in metadata if each["purpose"] == "batch_output"]

@@ -5,8 +5,10 @@ bodies of uploads.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ import pytest
 from frame.config.server_sections import BatchesSection
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, TenantQuotas
+from frame.entrypoints.http.batch import jobs, lines, sending
+from frame.entrypoints.http.batch.files import FileStore, StorageFullError
+from frame.entrypoints.http.batch.folder import LOCK, make_folder, private
+from frame.entrypoints.http.batch.jobs import FINAL_STATUSES, BatchJob, BatchJobRunner
+from frame.entrypoints.http.batch.lines import LineReader
+from frame.entrypoints.http.batch.sending import LineSender
 from frame.entrypoints.http.errors import ApiError
-from frame.entrypoints.http.openai import batch_jobs
-from frame.entrypoints.http.openai.batch_files import FileStore, LineReader, StorageFullError, make_folder
-from frame.entrypoints.http.openai.batch_jobs import FINAL_STATUSES, BatchJob, BatchJobRunner
 from frame.entrypoints.http.request_body import FormReader
 
 CHAT = "/v1/chat/completions"
@@ -36,8 +41,9 @@ class Server:
         self.max_concurrency = self._at_once = 0
         settings = BatchesSection(folder=str(folder), max_bytes=max_bytes, **config)
         self.quotas = TenantQuotas(max_of_key)
-        self.runner = BatchJobRunner(settings, FileStore(settings), self.quotas, lambda: self.is_stopping)
-        self.runner.route = self._route
+        sender = LineSender(settings.concurrency, self.quotas, lambda: self.is_stopping)
+        self.runner = BatchJobRunner(settings, FileStore(folder, settings), sender, lambda: self.is_stopping)
+        sender.route = self._route
 
     async def _route(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
         body = (await receive())["body"]
@@ -62,6 +68,30 @@ class Server:
             while batch.status not in FINAL_STATUSES:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.001)
         return batch
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """As a server that runs."""
+        task = asyncio.create_task(self.runner.watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def end(self) -> None:
+        """Drain."""
+        self.is_stopping = True
+        await self.runner.close()
+        self.runner.files.close()
+
+    def die(self) -> None:
+        """Unlock all, as at the end of a process that is killed."""
+        for claim in self.runner._claims.values():
+            claim._handle.close()
+        for task in self.runner._tasks.values():
+            task.cancel()
+        self.runner.files.close()
 
     def lines(self, name: str | None) -> list[dict[str, Any]]:
         return [json.loads(text) for text in self.runner.files.path(name or "").read_text().splitlines()]
@@ -88,7 +118,7 @@ async def test_each_line_runs_once_within_the_concurrency(tmp_path: Path) -> Non
 
 
 async def test_lines_are_sent_again_while_the_queue_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_jobs, "RETRY_INTERVAL", 0.0)
+    monkeypatch.setattr(sending, "RETRY_INTERVAL", 0.0)
     server = Server(tmp_path)
     server.statuses = [503, 429, 503, 200, 500]
     batch = await server.over(await server.begin(2))
@@ -106,7 +136,7 @@ async def test_final_statuses_of_a_batch(tmp_path: Path, monkeypatch: pytest.Mon
     await server.runner.cancel(cancelled)
     assert cancelled.status == "cancelled"
     server.gate.set()
-    monkeypatch.setattr(batch_jobs, "COMPLETION_WINDOW", -1)
+    monkeypatch.setattr(jobs, "COMPLETION_WINDOW", -1)
     assert (await server.over(await server.begin(3))).status == "expired"
     monkeypatch.undo()
     server.gate.clear()
@@ -116,11 +146,18 @@ async def test_final_statuses_of_a_batch(tmp_path: Path, monkeypatch: pytest.Mon
             await asyncio.sleep(0.001)
     server.is_stopping = True
     server.gate.set()
-    await server.over(running)
-    # The line that was running has finished
-    assert (running.status, running.completed, len(server.lines(running.output_file_id))) == ("failed", 1, 1)
-    stopped = await server.over(await server.begin(3))
-    assert (stopped.status, "stopped" in (stopped.error or "")) == ("failed", True)
+    await server.end()
+    # The line that was running has finished; the others are those of the next start
+    assert (running.status, running.completed) == ("in_progress", 1)
+    waiting = await server.begin(3)
+    assert waiting.status == "validating"
+    again = Server(tmp_path)
+    found = [again.runner.get(batch.id, "") for batch in (running, waiting)]
+    async with again.watching():
+        for batch in found:
+            assert batch is not None and (await again.over(batch)).status == "completed"
+            assert [line["custom_id"] for line in again.lines(batch.output_file_id)] == ["0", "1", "2"]
+    assert len(again.asked) == 5
 
 
 async def test_byte_limit_of_all_files(tmp_path: Path) -> None:
@@ -134,8 +171,8 @@ async def test_byte_limit_of_all_files(tmp_path: Path) -> None:
     assert server.runner.files.num_bytes == 0
     assert (await server.over(await server.begin(2))).status == "completed"
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=r"batches\.folder"):
-        FileStore(BatchesSection(folder=str(tmp_path / "file" / "below")))
+    with pytest.raises(ConfigurationError, match="the batch folder"):
+        FileStore(tmp_path / "file" / "below", BatchesSection())
 
 
 def file_ids(folder: Path) -> list[str]:
@@ -143,7 +180,7 @@ def file_ids(folder: Path) -> list[str]:
 
 
 async def test_empty_lines_are_bounded_and_cost_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_jobs, "ERROR_PAUSE", 0.0)
+    monkeypatch.setattr(jobs, "ERROR_PAUSE", 0.0)
     server, read = Server(tmp_path, 10**8), list[int]()
 
     def read_block(reader: LineReader) -> list[bytes] | None:
@@ -160,13 +197,13 @@ async def test_empty_lines_are_bounded_and_cost_no_turns(tmp_path: Path, monkeyp
     read.clear()
     card = await server.runner.files.create(b"\n \n{}\n" * 30_000 + b" " * 70_000 + b"\n[]", "in.jsonl", "batch", "")
     batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
-    assert (batch.status, len(batch.faults)) == ("failed", batch_jobs.MAX_FAULTS)
+    assert (batch.status, len(batch.faults)) == ("failed", lines.MAX_FAULTS)
     assert len(read) < 20
 
 
 async def test_lines_make_no_thread_hops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other work waits for the threads of a server, such as that of uploads."""
-    monkeypatch.setattr(batch_jobs, "ERROR_PAUSE", 0.0)
+    monkeypatch.setattr(jobs, "ERROR_PAUSE", 0.0)
     server, hops = Server(tmp_path, 10**7), list[Any]()
     lines = [json.dumps({"custom_id": str(i), "url": CHAT, "body": {}}) for i in range(3000)]
     server.statuses = [400] * 3000
@@ -184,12 +221,12 @@ async def test_lines_make_no_thread_hops(tmp_path: Path, monkeypatch: pytest.Mon
 async def test_few_batches_of_a_key_run_at_once(tmp_path: Path) -> None:
     server = Server(tmp_path, 10**6)
     server.gate.clear()
-    many = [await server.begin(1, "a") for _ in range(batch_jobs.MAX_RUNNING + 3)]
+    many = [await server.begin(1, "a") for _ in range(jobs.MAX_RUNNING + 3)]
     other = await server.begin(1, "b")
     async with asyncio.timeout(30):
         while other.status != "in_progress":  # noqa: ASYNC110 - no event signals it
             await asyncio.sleep(0.001)
-    assert sum(batch.status == "in_progress" for batch in many) <= batch_jobs.MAX_RUNNING
+    assert sum(batch.status == "in_progress" for batch in many) <= jobs.MAX_RUNNING
     await server.runner.cancel(many[-1])
     assert many[-1].status == "cancelled"
     server.gate.set()
@@ -200,21 +237,19 @@ async def test_restart_loads_files_and_batches(tmp_path: Path) -> None:
     first = Server(tmp_path)
     done = await first.over(await first.begin(2))
     first.gate.clear()
-    before, cut_off = len(first.asked), await first.begin(2)
-    async with asyncio.timeout(30):
-        while len(first.asked) == before:  # noqa: ASYNC110 - no event signals it
-            await asyncio.sleep(0.001)
-    first.runner.files.close()  # as at the end of its process
+    waiting = await first.begin(2)
+    await wait_for(lambda: len(first.asked) == 4)
+    await first.end()
     (tmp_path / f"batch-{'0' * 32}.json").write_text("{half a file")
     second = Server(tmp_path)
     found = {batch.id: batch for batch in second.runner.list_batches("")}
-    assert set(found) == {done.id, cut_off.id}
-    assert (found[done.id].status, found[cut_off.id].status) == ("completed", "failed")
+    assert {name: batch.status for name, batch in found.items()} == {done.id: "completed", waiting.id: "in_progress"}
     assert second.lines(done.output_file_id)
+    async with second.watching():
+        assert (await second.over(found[waiting.id])).completed == 2
     # The unfinished output is deleted
     assert set(file_ids(tmp_path)) == {card.id for card in second.runner.files.list_files("")}
     assert second.runner.files.num_bytes == sum(card.bytes for card in second.runner.files.list_files(""))
-    await first.runner.cancel(cut_off)
 
 
 async def test_only_files_of_the_store_are_deleted(tmp_path: Path) -> None:
@@ -222,6 +257,7 @@ async def test_only_files_of_the_store_are_deleted(tmp_path: Path) -> None:
     done = await server.over(await server.begin(1))
     half = await server.runner.files.open_writer("half.jsonl", "batch_output", "")
     half.append(b"half")
+    half._handle.close()
     server.runner.files.close()
     foreign = {
         tmp_path / f"file-{'0' * 32}.jsonl": "not of this server",
@@ -240,17 +276,16 @@ async def test_only_files_of_the_store_are_deleted(tmp_path: Path) -> None:
     (tmp_path.parent / "outside.jsonl").unlink()
 
 
-async def test_folder_is_locked_by_one_server(tmp_path: Path) -> None:
-    first = Server(tmp_path)
-    done = await first.over(await first.begin(1))
-    with pytest.raises(ConfigurationError, match=r"batches\.folder .* is in use by another server; choose another"):
-        Server(tmp_path)
-    with pytest.raises(ConfigurationError, match="is in use"):
-        make_folder(tmp_path)
-    assert first.lines(done.output_file_id)
-    first.runner.files.close()
+async def test_a_server_that_locks_the_folder_is_not_joined(tmp_path: Path) -> None:
+    """Versions before shared folders lock it for themselves."""
+    first, second = Server(tmp_path), Server(tmp_path)
+    for server in (first, second):
+        server.runner.files.close()
+    with open(tmp_path / LOCK, "ab", opener=private) as lock:  # noqa: ASYNC230 - as the server does
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigurationError, match=r"the batch folder .* is in use by a server of an older version; choose another"):
+            make_folder(tmp_path)
     make_folder(tmp_path)
-    assert Server(tmp_path).lines(done.output_file_id)
 
 
 async def test_a_key_has_its_share_of_the_room(tmp_path: Path) -> None:
@@ -288,7 +323,7 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
     greedy = [await server.over(await server.begin(1, "greedy")) for _ in range(5)]
     assert [batch.id for batch in server.runner.list_batches("greedy")] == [batch.id for batch in greedy[2:]]
     assert batch_ids(tmp_path) == sorted(batch.id for batch in (other, *greedy[2:]))
-    monkeypatch.setattr(batch_jobs, "MAX_BATCHES", 4)  # of all keys together
+    monkeypatch.setattr(jobs, "MAX_BATCHES", 4)  # of all keys together
     await server.over(await server.begin(1, "greedy"))
     assert server.runner.list_batches("modest") == [other]
     with pytest.raises(StorageFullError, match="none of yours has ended"):
@@ -304,7 +339,7 @@ async def test_a_key_has_its_share_of_the_batches(tmp_path: Path, monkeypatch: p
 
 
 async def test_lines_count_in_the_quota_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_jobs, "RETRY_INTERVAL", 0.0)
+    monkeypatch.setattr(sending, "RETRY_INTERVAL", 0.0)
     server = Server(tmp_path, concurrency=8, max_of_key=3)
     with server.quotas.open_lease("a"):  # a request of the same key over HTTP
         server.gate.clear()
@@ -411,7 +446,7 @@ async def test_fields_of_lines_are_known_or_reported(tmp_path: Path) -> None:
 
 
 async def test_progress_of_a_batch_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(batch_jobs, "LINE_SECONDS", 0.01)
+    monkeypatch.setattr(jobs, "LINE_SECONDS", 0.01)
     caplog.set_level("INFO", "frame.progress")
     server = Server(tmp_path, concurrency=1)
     permits = asyncio.Semaphore(0)

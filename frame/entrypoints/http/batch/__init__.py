@@ -1,0 +1,1 @@
+"""Files and jobs of the Batch API, in a folder that several servers may share."""
