@@ -19,6 +19,7 @@ from frame.testing.conformance import Check, Subject, collect
 from frame.testing.generators import call_at_one_address, require_kept, require_near_reference
 from frame.testing.moe.experts import TOLERANCE, activate_by_halves, draw, reference, supports
 from frame.testing.tensors import require_form, require_near, unchanged
+from frame.testing.torch_calls import TorchCalls
 
 SIZES = (  # tokens, experts, k, hidden, inner
     (1, 4, 1, 32, 16),
@@ -75,6 +76,8 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"biases_and_activation-{name}", partial(_biased, subject, sizes))
         if getattr(subject.record.capabilities, "batch_invariant", False):
             yield Check(f"batch_invariant-{name}", partial(_invariant, subject, dtype))
+        if getattr(subject.record.capabilities, "graphs", False):
+            yield Check(f"can_be_captured-{name}", partial(_can_be_captured, subject, sizes))
         if dtype != torch.float16:  # whose largest number these values exceed
             yield Check(f"large_values-{name}", partial(_large_values, subject, sizes))
 
@@ -223,6 +226,16 @@ def check_steps_of_two_layers(subject: Subject, sizes: Sizes) -> None:
         for layer, module in enumerate(modules):
             inputs = (*draw((tokens, experts, k, hidden, inner), sizes.dtype, 10 * step + layer)[:3], *layers[layer])
             _close(_run(runner, sizes, inputs, module), reference(*inputs), sizes)
+
+
+def _can_be_captured(subject: Subject, sizes: Sizes) -> None:
+    """No call waits for values of the step."""
+    runner, inputs = _make(subject, sizes), tuple(part.to(sizes.device) for part in draw(sizes.numbers, sizes.dtype))
+    tokens, experts = DispatchOutput(*inputs[:3]), PlainExperts(inputs[3], inputs[4], hidden_first=False)
+    runner.run(tokens, experts)
+    with TorchCalls() as calls:
+        runner.run(tokens, experts)
+    assert not calls.waits, f"the record says `graphs`, and the runner waits for values in {', '.join(sorted(calls.waits))}"
 
 
 def _large_values(subject: Subject, sizes: Sizes) -> None:
