@@ -8,12 +8,14 @@ import gc
 import inspect
 import json
 import pickle
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from frame.core.errors import CheckpointError
@@ -23,6 +25,7 @@ from frame.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import leaves_nothing, make_alike, require_fast, require_growth
 
+ROOM = 10 << 30  # bytes for a checkpoint of 2 GiB, which a class may copy while it writes it
 MAX_SECONDS = 1.5e-3  # of a small tensor
 WRONG: tuple[Any, ...] = ({"x": [1]}, [[]], ["a"], "text", None, -1, 10**30, 0.5)  # in place of a value of a JSON file
 CPU = torch.device("cpu")
@@ -193,6 +196,22 @@ def check_real_sizes(maker: Maker) -> None:
         for name, tensor in read_weights(source, ahead=ReadAhead(HOST, {"large": None, "numbers": None})):
             if name in ("large", "numbers"):
                 _require_equal(tensor[-3:], tensors[name][-3:], f"the end of {name}, read from find_range,")
+
+
+def check_files_above_2_gib(maker: Maker) -> None:
+    """A tensor behind more than 2**31 bytes of its file, and the end of the one before it."""
+    room = min(psutil.virtual_memory().available, shutil.disk_usage(tempfile.gettempdir()).free)
+    if room < ROOM:
+        raise SkipCheck(f"it needs {ROOM >> 30} GiB of memory and of the disk")
+    with tempfile.NamedTemporaryFile() as file, maker.folder() as folder:
+        file.truncate(size := (1 << 31) + (1 << 12))
+        large = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8).view(-1, 1 << 12)
+        large[-1] = 7
+        tensors = {"a.large": large, "b.behind": torch.arange(200, dtype=torch.uint8).view(10, 20)}
+        maker.target.write_checkpoint(folder, tensors)
+        with maker.open(folder) as source:
+            _require_equal(source.open_tensor("b.behind")[...], tensors["b.behind"], "a tensor behind 2 GiB of its file")
+            _require_equal(source.open_tensor("a.large")[-2:], large[-2:].clone(), "the last rows of a tensor of 2 GiB")
 
 
 def check_reads_several_files(maker: Maker) -> None:
