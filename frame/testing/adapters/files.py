@@ -120,8 +120,8 @@ def write_peft(
     """As PEFT stores LoRA, and DoRA where `selects` has `use_dora`. Used for formats that have no
     `write_conformance_adapter`."""
     tensors: dict[str, torch.Tensor] = {}
-    stacked = []
-    for name, delta in deltas.items():
+    stacked, order = [], list(deltas)
+    for place, (name, delta) in enumerate(deltas.items()):
         if bool(selects.get("use_dora")) != (delta.output_norm is not None) or delta.output_scale is not None:
             raise NotImplementedError("the format stores other factors of the rows")
         a, b, path = delta.a, delta.b, f"base_model.model.{name}"
@@ -130,7 +130,8 @@ def write_peft(
                 raise NotImplementedError("DoRA has no stacked experts")
             stacked.append(name)
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-            path = path.rpartition(".")[0] + ("" if name.endswith("down_proj") else ".base_layer")
+            module = name.rpartition(".")[0]
+            path = path.rpartition(".")[0] + ".base_layer" * sum(other.rpartition(".")[0] == module for other in order[place + 1 :])
         if name.endswith("embed_tokens"):
             if delta.output_norm is not None:
                 raise NotImplementedError("DoRA has no embeddings")

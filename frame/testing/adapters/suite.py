@@ -138,7 +138,8 @@ def check_experts_one_by_one(maker: Maker) -> None:
 
 
 def check_stacked_experts(maker: Maker) -> None:
-    for layers in (STACKED, dict(list(STACKED.items())[1:])):
+    other_first = {name: STACKED[name] for name in reversed(STACKED)}
+    for layers in (STACKED, other_first, dict(list(STACKED.items())[1:])):
         for ranks in ((3, 2), (12,)):  # 12: as many as there are experts
             written = maker.make(layers, ranks=ranks, scales=(0.5, 2.0), experts=12)
             _compare(maker.read(written.stored, written.tensors), written, f"experts of ranks {ranks}: ")

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput, MoERunner, SupportsPairMatmul
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
+from frame.models.layers.weights.expert_weights import pack_small_experts
 from frame.testing.conformance import Check, Subject, collect
 from frame.testing.generators import call_at_one_address, require_kept, require_near_reference
 from frame.testing.moe.experts import TOLERANCE, activate_by_halves, draw, reference, supports
@@ -95,6 +97,7 @@ def _invariant(subject: Subject, dtype: torch.dtype) -> None:
         x, ids, weights, gate_up, down = (part.to(device) for part in draw(numbers, dtype))
         experts = PlainExperts(gate_up, down, hidden_first=False)
         whole = runner.run(DispatchOutput(x, ids, weights), experts)
+        require_near(whole.double().cpu(), reference(x, ids, weights, gate_up, down).cpu(), f"{numbers}, {dtype}", TOLERANCE[dtype])
         for first, count in ((0, 1), (17, 1), (4, 2), (3, 7), (5, 33)):
             some = slice(first, first + count)
             alone = runner.run(DispatchOutput(x[some], ids[some], weights[some]), experts)
@@ -123,8 +126,10 @@ def _close(got: torch.Tensor, expected: torch.Tensor, sizes: Sizes) -> None:
 def _agrees(subject: Subject, sizes: Sizes) -> None:
     inputs = draw(sizes.numbers, sizes.dtype)
     expected = reference(*inputs)
-    for hidden_first in (False, True):
-        experts = PlainExperts(inputs[3].to(sizes.device), inputs[4].to(sizes.device), hidden_first)
+    for hidden_first, is_packed in ((False, False), (True, False), (False, True)):
+        experts: Any = PlainExperts(inputs[3].to(sizes.device), inputs[4].to(sizes.device), hidden_first)
+        if is_packed and sizes.device == "cpu":  # layers of small experts have these forms, too
+            pack_small_experts(experts, experts.gate_up, experts.down)
         _close(_run(_make(subject, sizes), sizes, inputs, experts), expected, sizes)
 
 

@@ -8,6 +8,7 @@ collective by name.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import tempfile
 import threading
@@ -443,6 +444,30 @@ def check_meets_by_tcp(subject: Subject) -> None:
         subject, lambda group, device: float(group.all_reduce(torch.ones(1, device=device))), address=f"tcp://127.0.0.1:{port}"
     )
     assert results == [float(_size(subject))] * _size(subject)
+
+
+def check_rank_0_listens(subject: Subject) -> None:
+    """The others may be on hosts that only know its address."""
+    can = subject.record.capabilities
+    _several(subject)
+    if not (isinstance(can, CollectiveCapabilities) and can.several_hosts) or _device(subject) != "cpu":
+        raise SkipCheck("the record says that it connects ranks of one host, or the device has a library of its own")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):  # no other rank comes
+            subject.target(CollectiveContext(0, 2, f"tcp://127.0.0.1:{port}", open_platform("cpu"), timeout=2.0), subject.options)
+
+    rank, listens, deadline = threading.Thread(target=wait, daemon=True), False, time.monotonic() + 2.0
+    rank.start()
+    while not listens and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            listens = True
+        time.sleep(0.02)
+    rank.join(_PATIENCE)
+    assert listens, "rank 0 must listen at the group's address"
 
 
 def check_is_captured(subject: Subject) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from frame.host.interpreter import python_command
 from frame.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankProcess
-from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
+from frame.testing.conformance import Check, Subject, find_checks
 from frame.testing.generators import leaves_nothing, require_fast
 
 _RANKS = 4
@@ -97,8 +97,8 @@ def _takes_early(subject: Subject) -> None:
         with tempfile.TemporaryDirectory() as folder, _opened(subject, Path(folder), take_early=take) as launcher:
             place = launcher.place().ranks[0]
             started += [launcher.start(place, command, variables, pipes_errors=True) for _ in range(2)]
-            if not calls:
-                raise SkipCheck("it does not take processes that were started early")
+            if not calls:  # it need not call it
+                return
             assert all(call == (command, variables, True) for call in calls), f"take_early is called with {calls[0]!r:.200}"
             assert started[0].pid == early.pid, "the process that take_early returns is not the rank's"
             assert started[1].pid != early.pid, "where take_early returns None, the rank needs a process of its own"

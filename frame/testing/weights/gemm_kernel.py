@@ -147,8 +147,11 @@ class Case:
             ends = torch.tensor(sizes).cumsum(0).to(self.device, torch.int32)
             parts = [self.reference(part, weight.expert(index)) for index, part in enumerate(x.split(sizes))]
             self.compare(product(x, ends), torch.cat(parts), f"experts with {sizes} rows")
+        second, other = self.kernel.prepare_experts(self.make(experts=3, seed=2)), self.make(experts=3, seed=2)
         ends = torch.tensor([2, 3, 4]).to(self.device, torch.int32)
         x = self.input(9)
+        parts = [self.reference(part, other.expert(index)) for index, part in enumerate(x[:4].split((2, 1, 1)))]
+        self.compare(second(x, ends)[:4], torch.cat(parts), "experts of another layer")
         parts = [self.reference(part, weight.expert(index)) for index, part in enumerate(x[:4].split((2, 1, 1)))]
         self.compare(product(x, ends)[:4], torch.cat(parts), "with rows after the last end")
 

@@ -2,11 +2,14 @@
 parts, ranks and experts.
 
 Checkpoint tensors are random numbers of their dtype, or what the class's `make_conformance_tensor`
-returns. Whether stored weights are read correctly is a test of the format itself.
+returns.
 
 Two attributes of the class say which `quantization_config`s it reads: `conformance_config`, with
 which all checks run, and `conformance_variants`, a tuple of others (group sizes, layers that are
-left out or have settings of their own).
+left out or have settings of their own). Its static method `list_conformance_layers()` yields layers
+whose weights are known: (configuration, name of the layer, kind, stored tensors by name after the
+layer's, float32 weight [outputs, inputs]). Give one for each setting that changes what is stored:
+defaults, group sizes, layers that stay plain or have settings of their own.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     yield Check("ignored_weights_are_patterns", partial(_check_ignored, subject))
     yield Check("names_are_not_kept", partial(_check_names, subject))
     yield Check("layers_are_described_in_any_order", partial(_check_orders, subject))
+    yield Check("known_layers", partial(_check_known, subject))
     yield Check("variants_have_canonical_form", partial(_check_variants, subject))
     yield Check("wrong_settings_are_refused", partial(_check_wrong_settings, subject))
     for name in ("linear", "experts", "head"):
@@ -196,6 +200,36 @@ def _check_variants(subject: Subject) -> None:
             for weight in Weight(subject, layout).load():
                 check_form(weight, weight.outputs, INPUTS)
                 assert torch.isfinite(weight.dequantize(DTYPE)).all(), f"a weight is not finite, with the configuration {config}"
+
+
+def _check_known(subject: Subject) -> None:
+    """Layers whose weights the class knows are read as these, whole and by each of two ranks."""
+    known = getattr(subject.target, "list_conformance_layers", None)
+    if known is None:
+        raise SkipCheck("the class has no list_conformance_layers(): whether stored weights are read correctly is not checked")
+    for config, name, kind, tensors, weight in known():
+        made: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
+        layout, what = made.describe_layer(name, kind), f"{name} with the configuration {config}"
+        outputs, inputs = weight.shape
+        for split, rank in (("", 0), ("input", 0), ("input", 1), ("output", 0), ("output", 1)):
+            rows = Range.split(outputs, rank, 2) if split == "output" else Range.whole(outputs)
+            columns = Range.split(inputs, rank, 2) if split == "input" else Range.whole(inputs)
+            module = nn.Module()
+            stored = StoredWeight(module, layout, WeightSizes(columns.size, inputs, (rows.size,)), DTYPE)
+            stored.bind(0, name, rows, columns)
+            for parameter in module.parameters():
+                for source, part in getattr(parameter, "sources", {}).items():
+                    value = tensors.get(source.removeprefix(f"{name}."))
+                    optional = getattr(parameter, "optional", False)
+                    assert value is not None or optional, f"{what} is read from {source}, which such a checkpoint does not have"
+                    if value is not None:
+                        assert tuple(part.shape) == tuple(value.shape), f"{what}: {source} has the shape {tuple(part.shape)}"
+                        parameter.load(source, value)  # type: ignore[attr-defined]
+            dense = _dense(stored.decode())
+            expected = weight[rows.start : rows.start + rows.size, columns.start : columns.start + columns.size]
+            error = float((dense - expected).abs().max()) if dense.shape == expected.shape else float("inf")
+            where = f" of rank {rank}, by {split}s," if split else ""
+            assert error <= 1e-5 * float(weight.abs().max()), f"{what}: the weights{where} are wrong by {error:.2e}"
 
 
 def _check_wrong_settings(subject: Subject) -> None:

@@ -230,6 +230,22 @@ def check_reads_several_files(maker: Maker) -> None:
                 _require_equal(read[...], tensors[name], f"the values of {name}, read ahead from one of several files,")
 
 
+def check_long_names_of_files(maker: Maker) -> None:
+    """A shard's name may have as many characters as the file system allows."""
+    if not maker.writes_safetensors:
+        raise SkipCheck("its checkpoints have no safetensors index")
+    tensors = _tensors()
+    with maker.folder() as folder:
+        maker.write_files(folder, tensors, 2)
+        index, old = folder / "model.safetensors.index.json", "model-00002-of-00002.safetensors"
+        new = "n" * (255 - len(".safetensors")) + ".safetensors"
+        (folder / old).rename(folder / new)
+        index.write_text(index.read_text().replace(old, new))
+        with maker.open(folder) as source:
+            for name, tensor in tensors.items():
+                _require_equal(source.open_tensor(name)[...], tensor, f"{name}, of files with long names,")
+
+
 def check_refuses_an_incomplete_checkpoint(maker: Maker) -> None:
     """Of three files one is missing, or damaged; of the tensors of an index one is in no file; the
     index is damaged, or names a file elsewhere."""
