@@ -33,9 +33,10 @@ class StoreCollective(Collective):
         super().__init__(context, options)
         limit, address = timedelta(seconds=context.timeout), urlsplit(context.address)
         if address.scheme == "file":
-            self._store: Any = dist.FileStore(address.path, self.size)
+            self._store: Any = dist.FileStore(address.path, -1)
         else:
             self._store = dist.TCPStore(address.hostname or "", address.port or 0, self.size, self.rank == 0, limit)
+        self._store = dist.PrefixStore(context.name, self._store)
         self._store.set_timeout(limit)
         self._steps = 0
         self._sent: Counter[str] = Counter()

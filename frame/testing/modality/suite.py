@@ -327,6 +327,23 @@ def check_unknown_options_are_refused(maker: Maker) -> None:
     assert "conformance" in sentence, "the error does not name the option"
 
 
+def check_details_are_read_or_refused(maker: Maker) -> None:
+    """With an option of the request, layout and features agree too, or the layout refuses it."""
+    for width, height in ((1600, 700), (96, 64)):
+        data = maker.make(width, height)
+        size = maker.one.read_size(data)
+        for detail in ("low", "high", "auto"):
+            try:
+                layout = maker.one.lay_out(size, {"detail": detail})
+            except MediaError:
+                continue
+            expected = maker.count_rows(maker.one.compute_features(data, size, {"detail": detail}))
+            rows = layout.expansion.count(maker.one.row_token)
+            assert rows == expected, f"with the detail {detail}, the expansion has {rows} row tokens, and the encoder makes {expected} rows"
+        for wrong in ("sideways", 3, None):
+            _refuse(f"the detail {wrong!r}", partial(maker.one.lay_out, size, {"detail": wrong}))
+
+
 def check_layouts_need_no_pixels(maker: Maker) -> None:
     size = MediaSize("PNG", LARGE, LARGE)
     maker.one.lay_out(size, {})
@@ -356,5 +373,6 @@ _KINDS = {
     "frames_are_in_the_order_of_time": ("video",),
     "damaged_pixels_are_refused": _PICTURES,
     "another_size_than_the_headers_is_refused": _PICTURES,
+    "details_are_read_or_refused": _PICTURES,
     "layouts_need_no_pixels": _PICTURES,
 }

@@ -388,6 +388,29 @@ def check_groups_do_not_mix(subject: Subject) -> None:
     assert results == [2.0 * _size(subject)] * 2 * _size(subject), "two groups of one process mix"
 
 
+def check_named_groups_meet_at_one_address(subject: Subject) -> None:
+    """Tensor and pipeline groups of an engine, whose ranks have other numbers in each."""
+    _several(subject)
+    results: dict[tuple[str, int], list[float]] = {}
+
+    def work(rank: int, meeting: str) -> None:
+        platform, groups = open_platform(f"{_device(subject)}:{rank}"), {}
+        platform.activate()
+        for name, place in (("tensor", rank), ("pipeline", 1 - rank)):
+            context = CollectiveContext(place, 2, meeting, platform, timeout=_LONG, name=name)
+            groups[name] = subject.target(context, subject.options)
+        for name, group in reversed(groups.items()):
+            mine = torch.full((2,), float(group.rank + 1), device=platform.device)
+            results[name, rank] = group.all_gather(mine, 0).tolist()
+        for group in groups.values():
+            group.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        _run_threads(2, lambda rank: work(rank, f"file://{Path(folder) / 'ranks'}"), 2 * _LONG)
+    expected = {(name, rank): [1.0, 1.0, 2.0, 2.0] for name in ("tensor", "pipeline") for rank in range(2)}
+    assert results == expected, f"two groups of other names that meet at one address gather {results}"
+
+
 def check_absent_ranks_end_the_wait(subject: Subject) -> None:
     _several(subject)
     platform = open_platform(f"{_device(subject)}:0")
