@@ -48,7 +48,7 @@ RESULTS = Path(__file__).with_name("generated.json")
 MEMBERS = {  # the in-tree member that is changed; "": the reference of the kind's mutants, "held-out": the right held-out plugin
     "adapter": "lora", "attention_backend": "torch_native", "collective": "held-out", "drafter": "suffix", "eviction_policy": "slru",
     "gemm_kernel": "cpu_int8", "grammar_backend": "llguidance", "key_store": "file", "kv_allocator": "contiguous", "kv_tier": "host",
-    "launcher": "local", "logits_processor": "penalties", "modality": "image", "model": "llama", "moe_dispatcher": "all_to_all",
+    "launcher": "local", "logits_processor": "penalties", "modality": "image", "model": "gemma3", "moe_dispatcher": "all_to_all",
     "moe_runner": "torch_native", "platform": "cpu", "pooler": "", "prefix_cache": "radix", "reasoning_parser": "think-tags",
     "routing_policy": "prefix_load", "sampler": "torch", "scheduling_policy": "dfs-weight", "stat_logger": "prometheus",
     "tool_call_parser": "hermes", "tracer": "json_lines", "weight_format": "gptq", "weight_source": "safetensors",
