@@ -200,8 +200,7 @@ def check_real_sizes(maker: Maker) -> None:
 
 def check_files_above_2_gib(maker: Maker) -> None:
     """A tensor behind more than 2**31 bytes of its file, and the end of the one before it."""
-    room = min(psutil.virtual_memory().available, shutil.disk_usage(tempfile.gettempdir()).free)
-    if room < ROOM:
+    if min(psutil.virtual_memory().available, shutil.disk_usage(tempfile.gettempdir()).free) < ROOM:
         raise SkipCheck(f"it needs {ROOM >> 30} GiB of memory and of the disk")
     with tempfile.NamedTemporaryFile() as file, maker.folder() as folder:
         file.truncate(size := (1 << 31) + (1 << 12))
