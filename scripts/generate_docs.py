@@ -362,9 +362,14 @@ def _count_killed(kind: str, sets: Sequence[Mapping[str, Any]]) -> list[str]:
         num_equivalent = sum(harm.startswith("equivalent") for harm in made["survivors"].values())
         apart = f", {num_equivalent} equivalent" if num_equivalent else ""
         cells.append(f"{made['made'] - len(made['survivors'])} / {made['made'] - num_equivalent}{apart}")
-    counts = [columns[name]["killed_by"].values() for name in ("before", "after") if name in columns] if columns else []
-    cells.append(", ".join(f"{sum(map(bool, checks))} / {len(checks)}" for checks in counts) or "none")
+    cells.append(", ".join(_count_held_out(columns, name) for name in ("before", "after") if name in columns) if columns else "none")
     return cells
+
+
+def _count_held_out(columns: Mapping[str, Any], column: str) -> str:
+    checks = columns[column]["killed_by"]
+    num_equivalent = sum(columns["harm"][name].startswith("equivalent") for name, check in checks.items() if not check)
+    return f"{sum(map(bool, checks.values()))} / {len(checks) - num_equivalent}"
 
 
 def _kit(kind: Any, found: Mapping[str, Any] | None, sets: Sequence[Mapping[str, Any]], root: Path) -> list[str]:

@@ -3,7 +3,7 @@ along the inputs, with scales and zero points per group of inputs, optionally in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
 from frame.quantization.fields import check_expression, read_object, read_patterns
-from frame.quantization.integers import Integers, check_owners, unpack_words, word_axis
+from frame.quantization.integers import Integers, check_owners, pack_words, unpack_words, word_axis
 from frame.quantization.patterns import find_match, matches
 from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 BITS = (2, 3, 4, 8)
 _FORMATS = ("", "gptq", "gptq_v2")
+# a configuration, a layer's name and kind, its stored tensors and its weight
+KnownLayer = tuple[Mapping[str, Any], str, LayerKind, Mapping[str, torch.Tensor], torch.Tensor]
 
 
 class Gptq(WeightFormat):
@@ -63,6 +65,28 @@ class Gptq(WeightFormat):
                 return plain if pattern.startswith("-:") else self._make(read_object(overrides, f"quantization_config.dynamic.{pattern}"))
         return self._make({})
 
+    @staticmethod
+    def list_conformance_layers() -> Iterator[KnownLayer]:
+        up, head, base, eight = "model.layers.1.mlp.up_proj", "lm_head", {"bits": 4, "group_size": 32}, {"bits": 8, "group_size": 32}
+        yield _store(base, up)
+        yield _store({"bits": 4}, up, group=128)
+        yield _store({"bits": 4, "group_size": -1}, up, group=0)
+        yield _store({**base, "desc_act": True}, up, ordered=True)
+        yield _store({**base, "checkpoint_format": "gptq_v2"}, up, lift=0)
+        yield _store({**base, "checkpoint_format": "gptq"}, up)
+        yield _store({"bits": 2, "group_size": 64}, up, bits=2, group=64)
+        yield _store(eight, head, plain=True)
+        yield _store({**eight, "lm_head": True}, head, bits=8)
+        for name, is_plain in ((up, True), ("model.layers.2.mlp.up_proj", False)):
+            yield _store({**base, "modules_to_not_convert": ["layers.1"]}, name, plain=is_plain)
+        for name, is_plain in ((up, False), ("model.layers.1.self_attn.q_proj", True), ("model.layers.1.mlp.experts.0.up_proj", False)):
+            kind: LayerKind = "experts" if "experts" in name else "linear"
+            yield _store({**base, "modules_in_block_to_quantize": [["mlp.up_proj"]]}, name, kind, plain=is_plain)
+        mixed = {**base, "dynamic": {r"-:.*layers\.1\.": {}, r"+:.*layers\.2\.": {"bits": 8}}}
+        yield _store(mixed, up, plain=True)
+        yield _store(mixed, "model.layers.2.mlp.up_proj", bits=8)
+        yield _store(mixed, "model.layers.3.mlp.up_proj")
+
     def _make(self, overrides: Mapping[str, Any]) -> GptqLayer:
         config = self.config | dict(overrides)
         bits, group = config.get("bits"), config.get("group_size", 128)
@@ -72,6 +96,27 @@ class Gptq(WeightFormat):
             raise CheckpointError(f"quantization_config.group_size is {group!r}; a positive number or -1 (all inputs) is expected.")
         is_second = config.get("checkpoint_format") == "gptq_v2"
         return GptqLayer(self.context.dtype, int(bits), max(0, group), bool(config.get("desc_act")), 0 if is_second else 1)
+
+
+def _store(
+    config: Mapping[str, Any], name: str, kind: LayerKind | None = None, *, bits: int = 4, group: int = 32, lift: int = 1,
+    ordered: bool = False, plain: bool = False,
+) -> KnownLayer:  # fmt: skip
+    """A layer of 256 inputs and 64 outputs as a checkpoint of this configuration stores it."""
+    kind, inputs, outputs = kind or ("head" if name == "lm_head" else "linear"), 256, 64
+    generator = torch.Generator().manual_seed(bits + group)
+    if plain:
+        weight = torch.randn(outputs, inputs, generator=generator)
+        return config, name, kind, {"weight": weight}, weight
+    size = group or inputs
+    quantized = torch.randint(0, 1 << bits, (outputs, inputs), generator=generator)
+    zeros = torch.randint(1, 1 << bits, (outputs, inputs // size), generator=generator)
+    scales = torch.rand(zeros.shape, generator=generator) + 0.5
+    owners = torch.arange(inputs) // size
+    owners = owners[torch.randperm(inputs, generator=generator)] if ordered else owners
+    weight = scales[:, owners] * (quantized - zeros[:, owners])
+    stored = {"qweight": pack_words(quantized, bits).t(), "qzeros": pack_words((zeros - lift).t(), bits), "scales": scales.t()}
+    return config, name, kind, {**stored, "g_idx": owners.to(torch.int32)}, weight
 
 
 def _strip(pattern: str) -> str:

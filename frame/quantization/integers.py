@@ -40,6 +40,12 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     return (low | high).bitwise_and_((1 << bits) - 1).to(torch.uint8).flatten(-2)
 
 
+def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `unpack_words` for 2, 4 and 8 bits."""
+    shifted = values.long().unflatten(-1, (-1, _WORD // bits)) << torch.arange(0, _WORD, bits)
+    return shifted.sum(-1).to(torch.int32)
+
+
 def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [..., n] -> [..., 2 n]: the nibbles, the lower first."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

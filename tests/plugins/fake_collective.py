@@ -6,6 +6,7 @@ The mutants of the suite derive from it, and tests serve with it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,10 @@ class StoreCollective(Collective):
         super().__init__(context, options)
         limit, address = timedelta(seconds=context.timeout), urlsplit(context.address)
         if address.scheme == "file":
-            self._store: Any = dist.FileStore(address.path, self.size)
+            self._store: Any = dist.FileStore(address.path, -1)
         else:
             self._store = dist.TCPStore(address.hostname or "", address.port or 0, self.size, self.rank == 0, limit)
+        self._store = dist.PrefixStore(context.name, self._store)
         self._store.set_timeout(limit)
         self._steps = 0
         self._sent: Counter[str] = Counter()
@@ -44,7 +46,7 @@ class StoreCollective(Collective):
         """The tensors of all ranks, which may differ in shape only where this rank reads none."""
         self._steps += 1
         self._write(f"{self._steps}/{self.rank}", tensor)
-        return [tensor if rank == self.rank else self._read(f"{self._steps}/{rank}", tensor) for rank in range(self.size)]
+        return [tensor if rank == self.rank else self._read(f"{self._steps}/{rank}", tensor, rank) for rank in range(self.size)]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.collect(tensor)).sum(0, dtype=tensor.dtype)
@@ -59,7 +61,7 @@ class StoreCollective(Collective):
         self._write(self._next(self.rank, target), tensor)
 
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        return tensor.copy_(self._read(self._next(source, self.rank), tensor))
+        return tensor.copy_(self._read(self._next(source, self.rank), tensor, source))
 
     def _next(self, source: int, target: int) -> str:
         pair = f"{source}>{target}"
@@ -69,9 +71,19 @@ class StoreCollective(Collective):
     def _write(self, key: str, tensor: torch.Tensor) -> None:
         self._store.set(key, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex())
 
-    def _read(self, key: str, like: torch.Tensor) -> torch.Tensor:
+    def _read(self, key: str, like: torch.Tensor, source: int) -> torch.Tensor:
+        deadline = time.monotonic() + self.context.timeout
+        while not self._store.check([key]):
+            if self._store.check([f"left/{source}"]) and not self._store.check([key]):
+                raise RuntimeError(f"rank {source} has left")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {source} does not answer")
+            time.sleep(1e-4)
         data = bytearray.fromhex(self._store.get(key).decode())
         return torch.frombuffer(data, dtype=like.dtype).view(like.shape) if data else torch.empty_like(like)
+
+    def close(self) -> None:
+        self._store.set(f"left/{self.rank}", "1")
 
 
 @hookimpl

@@ -18,22 +18,19 @@ from torch.utils._pytree import tree_leaves
 
 from frame import hookimpl
 from frame.core.interfaces.platform import (
-    Accelerator,
     DeviceMemory,
     HostPlatform,
     PlatformCapabilities,
     PlatformContext,
     SupportsGraphs,
     SupportsStreams,
-    UsableDevices,
 )
+from tests.plugins.fake_devices import MEMORY
 
 if TYPE_CHECKING:
     from frame.registration import KindRegistry
 
-DEVICES = 2
-MEMORY = 4 << 30  # bytes of a device
-CAPABILITIES = PlatformCapabilities(find_devices="tests.plugins.fake_platform:find_devices", graphs=True, compatible=("cpu",))
+CAPABILITIES = PlatformCapabilities(find_devices="tests.plugins.fake_devices:find_devices", graphs=True, compatible=("cpu",))
 
 
 class FakeOptions(BaseModel):
@@ -139,11 +136,6 @@ class FakePlatform(HostPlatform, SupportsStreams, SupportsGraphs):
     @property
     def is_capturing(self) -> bool:
         return getattr(self._own, "graph", None) is not None
-
-
-def find_devices() -> UsableDevices:
-    """Two devices."""
-    return UsableDevices((Accelerator("fake", "Fake 1", None, MEMORY),) * DEVICES)
 
 
 @hookimpl

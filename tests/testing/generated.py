@@ -45,10 +45,10 @@ from frame.testing import conformance
 from tests.testing.mutants import load_mutants
 
 RESULTS = Path(__file__).with_name("generated.json")
-MEMBERS = {  # the in-tree member that is changed; "": the reference of the kind's mutants
-    "adapter": "lora", "attention_backend": "torch_native", "collective": "gloo", "drafter": "suffix", "eviction_policy": "slru",
-    "gemm_kernel": "torch", "grammar_backend": "llguidance", "key_store": "file", "kv_allocator": "contiguous", "kv_tier": "host",
-    "launcher": "local", "logits_processor": "penalties", "modality": "image", "model": "llama", "moe_dispatcher": "all_to_all",
+MEMBERS = {  # the in-tree member that is changed; "": the reference of the kind's mutants, "held-out": the right held-out plugin
+    "adapter": "lora", "attention_backend": "torch_native", "collective": "held-out", "drafter": "suffix", "eviction_policy": "slru",
+    "gemm_kernel": "cpu_int8", "grammar_backend": "llguidance", "key_store": "file", "kv_allocator": "contiguous", "kv_tier": "host",
+    "launcher": "local", "logits_processor": "penalties", "modality": "image", "model": "gemma3", "moe_dispatcher": "all_to_all",
     "moe_runner": "torch_native", "platform": "cpu", "pooler": "", "prefix_cache": "radix", "reasoning_parser": "think-tags",
     "routing_policy": "prefix_load", "sampler": "torch", "scheduling_policy": "dfs-weight", "stat_logger": "prometheus",
     "tool_call_parser": "hermes", "tracer": "json_lines", "weight_format": "gptq", "weight_source": "safetensors",
@@ -94,7 +94,7 @@ def find_sites(tree: ast.Module, target: type) -> list[Site]:
                     sites.append(Site(name, numbers[id(node)], lines[id(node)], function.name, shorten(node), apply))
         is_plain = isinstance(function, ast.FunctionDef) and len(function.args.args) > 1
         if is_plain and any(isinstance(node, ast.Return) and node.value is not None for node in ast.walk(function)):
-            sites.append(Site("stale cache", numbers[id(function)], function.body[-1].lineno, function.name, function.name, keep_first))
+            sites.append(Site("stale cache", numbers[id(function)], function.body[0].lineno, function.name, function.name, keep_first))
     return list({(site.operator, site.place): site for site in sites}.values())
 
 
@@ -200,6 +200,10 @@ def find_subject(kind: str) -> conformance.Subject:
     name = MEMBERS.get(kind, "")
     if not name:
         return load_mutants(kind).reference.subject()
+    if name == "held-out":
+        from tests.testing.measure_held_out import make_subject
+
+        return make_subject(kind, importlib.import_module(f"tests.testing.held_out.{kind}").TWIN)
     return conformance.find(load_registry(installed=False), f"{kind}:{name}", conformance.Setting())
 
 

@@ -16,8 +16,8 @@ from tests.testing.mutants import load_mutants
 
 REGISTRY = load_registry(installed=False)
 # Checks that a format skips: what it does not offer.
-ROWS = {"invocation_is_read", "many_experts", "stacked_experts"}
-SKIPPED = {"lora": set(), "dora": ROWS | {"embeddings"}, "mlx": ROWS | {"layers_have_ranks_and_scales_of_their_own"}}
+ROWS = {"invocation_is_read", "many_experts", "stacked_experts", "factors_of_rows"}
+SKIPPED = {"lora": {"factors_of_rows"}, "dora": ROWS | {"embeddings"}, "mlx": ROWS | {"layers_have_ranks_and_scales_of_their_own"}}
 EXAMPLE = Path(__file__).parents[1] / "plugins" / "adapter_example.py"
 
 

@@ -181,7 +181,7 @@ class HostView:
     slots: np.ndarray  # int32 [rows]
     query_lens: np.ndarray  # int32 [rows]
     seq_lens: np.ndarray  # int32 [rows]; cached tokens after this step; for backends with `device_lengths` upper bounds
-    page_table: np.ndarray  # int32 [slots, max pages]; the whole table, read-only, row = request slot
+    page_table: np.ndarray  # int32 [slots, max pages]; the whole table, row = request slot; stays until the step's `run`s return
     min_lens: np.ndarray | None = None  # int32 [rows]; lower bounds of these tokens; None: `seq_lens` are exact
 
 

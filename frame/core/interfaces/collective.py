@@ -145,7 +145,7 @@ class Collective(ABC):
         return result
 
     def close(self) -> None:
-        """Leave the group. Ranks that still wait for this rank raise RuntimeError."""
+        """Leave the group. Ranks that still wait for this rank raise RuntimeError at once."""
 
 
 def _exchange(group: Collective, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], other: int) -> None:

@@ -247,14 +247,14 @@ class Model(ABC):
 
     Contract:
     - `forward` reads nothing but the batch and its own parameters, and returns hidden states after
-      the final norm: of all tokens, or
-      if the model has `supports_token_selection`, of the batch's `SelectedTokens` where present.
-    - `compute_logits` gets the rows that need logits only. A decoder that generates (or classifies
-      by label tokens) returns the full
-      vocabulary on every rank, a sequence classifier its labels. It is not called for embeddings.
+      the final norm: of all tokens, or with `supports_token_selection` of the `SelectedTokens`.
+    - `compute_logits` gets the rows that need logits only, which may be none. A decoder that
+      generates (or classifies by label tokens) returns the full vocabulary on every rank, a
+      sequence classifier its labels. Numbers that are not finite stay so: they end their request.
+      It is not called for embeddings.
     - `load_weights` consumes every (name, tensor) and returns the names of the parameters that it
-      set, so that the loader can name the
-      missing ones. An unknown name is an error, unless `ignored_weights` matches it.
+      set, so that the loader can name the missing ones. An update calls it again. An unknown name
+      is an error, unless `ignored_weights` matches it.
     Implementations also derive from `torch.nn.Module`.
     """
 

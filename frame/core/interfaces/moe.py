@@ -32,7 +32,7 @@ class DispatchOutput:
     """Tokens on the rank of their experts."""
 
     x: torch.Tensor  # [tokens, hidden]
-    ids: torch.Tensor  # int64 [tokens, k]; indices of this rank's experts
+    ids: torch.Tensor  # int64 [tokens, k]; indices of this rank's experts, over which those of other ranks are spread
     weights: torch.Tensor  # float32 [tokens, k]; 0 for an expert of another rank
     state: Any = None  # the dispatcher's own, for `combine`
 
@@ -224,7 +224,7 @@ class MoEDispatcher(ABC):
     Contract: combine(run(dispatch(x))) is the layer's output on every rank, for any
     placement of the experts. Neither writes to the layer's tensors. All that `combine` needs is in
     `DispatchOutput`, because another batch may be dispatched before. On one rank, `combine` also
-    takes the summands of `run_parts`, [tokens, parts, hidden].
+    takes the summands of `run_parts`, [tokens, parts, hidden], and returns them or their sum.
     """
 
     only_sums: ClassVar[bool] = False  # `combine` is `context.tp.all_reduce`, which the caller may do later

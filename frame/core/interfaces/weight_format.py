@@ -208,7 +208,8 @@ class StoredTensor:
 
 
 class LayerFormat(ABC):
-    """How one layer, or the experts of one layer, are stored."""
+    """How one layer, or the experts of one layer, are stored. Merged layers share parameters where
+    their formats are equal (`==`)."""
 
     rounds: ClassVar[bool] = False  # the checkpoint stores plain weights, which `encode` quantizes while loading
 
@@ -227,8 +228,7 @@ class LayerFormat(ABC):
         """
 
     def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Quantize a plain weight [outputs, inputs], one of the merged parts of `outputs`: the
-        tensors of `list_tensors` for it."""
+        """Quantize a plain weight [outputs, inputs], one of the parts `outputs`: `list_tensors`."""
         raise NotImplementedError
 
 

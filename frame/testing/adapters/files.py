@@ -3,7 +3,7 @@ know a plugin by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,9 @@ class Maker:
         self.options = subject.options
         self.selects = dict(can.selects) if isinstance(can, AdapterCapabilities) else {}
         self._write: WriteAdapter = getattr(self.target, "write_conformance_adapter", self._write_for_peft)
-        self._rows = self._find_rows()
+        self.row_factors = tuple(self._find_rows())  # fields of the rows that a delta of this format may have; "": none
+        if not self.row_factors:
+            raise AssertionError("write_conformance_adapter stores no adapter of one layer")
 
     def create(self, dtype: torch.dtype = torch.float32) -> AdapterFormat:
         return self.target(AdapterContext(dtype), self.options)
@@ -67,11 +69,13 @@ class Maker:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         experts: int = 0,
+        rows: str | None = None,
         **fields: Any,
     ) -> Written:
-        """An adapter with random factors; its layers have the ranks and scales in turn. Raises
-        SkipCheck for one that the format cannot store."""
-        generator = torch.Generator().manual_seed(seed)
+        """An adapter with random factors; its layers have the ranks and scales in turn. `rows`: the
+        field of factors of the rows, None: as the format has it. Raises SkipCheck for one that the
+        format cannot store."""
+        generator, field = torch.Generator().manual_seed(seed), self.row_factors[0] if rows is None else rows
 
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn((experts, *shape) if experts else shape, generator=generator).to(dtype)
@@ -79,8 +83,8 @@ class Maker:
         deltas = {}
         for place, (name, (inputs, outputs)) in enumerate(layers.items()):
             rank = ranks[place % len(ranks)]
-            rows = {self._rows: torch.rand(outputs, generator=generator).to(dtype) + 0.5} if self._rows else {}
-            deltas[name] = LowRankDelta(draw(rank, inputs), draw(outputs, rank), scales[place % len(scales)], **rows)
+            factors = {field: torch.rand(outputs, generator=generator).to(dtype) + 0.5} if field else {}
+            deltas[name] = LowRankDelta(draw(rank, inputs), draw(outputs, rank), scales[place % len(scales)], **factors)
         config = AdapterConfig(rank=max(delta.a.shape[-2] for delta in deltas.values()), **{"base_model": "org/base", **fields})
         try:
             stored, tensors = self._write(config, deltas)
@@ -98,15 +102,13 @@ class Maker:
         assert len(set(names)) == len(names), f"a name is yielded twice: {min(name for name in names if names.count(name) > 1)}"
         return dict(pairs)
 
-    def _find_rows(self) -> str:
-        """The field of the rows that a delta of this format has: none, or one of them."""
-        for self._rows in ("", "output_norm", "output_scale"):
+    def _find_rows(self) -> Iterator[str]:
+        for rows in ("", "output_norm", "output_scale"):
             try:
-                self.make({"model.layers.0.self_attn.q_proj": (24, 24)})
+                self.make({"model.layers.0.self_attn.q_proj": (24, 24)}, rows=rows)
             except SkipCheck:
                 continue
-            return self._rows
-        raise AssertionError("write_conformance_adapter stores no adapter of one layer")
+            yield rows
 
     def _write_for_peft(self, config: AdapterConfig, deltas: Mapping[str, LowRankDelta]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         return write_peft(config, deltas, self.selects)
@@ -118,8 +120,8 @@ def write_peft(
     """As PEFT stores LoRA, and DoRA where `selects` has `use_dora`. Used for formats that have no
     `write_conformance_adapter`."""
     tensors: dict[str, torch.Tensor] = {}
-    stacked = []
-    for name, delta in deltas.items():
+    stacked, order = [], list(deltas)
+    for place, (name, delta) in enumerate(deltas.items()):
         if bool(selects.get("use_dora")) != (delta.output_norm is not None) or delta.output_scale is not None:
             raise NotImplementedError("the format stores other factors of the rows")
         a, b, path = delta.a, delta.b, f"base_model.model.{name}"
@@ -128,7 +130,8 @@ def write_peft(
                 raise NotImplementedError("DoRA has no stacked experts")
             stacked.append(name)
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-            path = path.rpartition(".")[0] + ("" if name.endswith("down_proj") else ".base_layer")
+            module = name.rpartition(".")[0]
+            path = path.rpartition(".")[0] + ".base_layer" * sum(other.rpartition(".")[0] == module for other in order[place + 1 :])
         if name.endswith("embed_tokens"):
             if delta.output_norm is not None:
                 raise NotImplementedError("DoRA has no embeddings")

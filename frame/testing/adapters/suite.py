@@ -112,6 +112,16 @@ def check_layers_have_ranks_and_scales_of_their_own(maker: Maker) -> None:
     _compare(maker.read(written.stored, written.tensors), written)
 
 
+def check_factors_of_rows(maker: Maker) -> None:
+    """Norms or factors of the rows, where the format has them besides plain deltas."""
+    others = maker.row_factors[1:]
+    if not others:
+        raise SkipCheck("the format has one kind of deltas")
+    for rows in others:
+        written = maker.make(ranks=(3, 5), rows=rows)
+        _compare(maker.read(written.stored, written.tensors), written, f"with {rows}: ")
+
+
 def check_heads(maker: Maker) -> None:
     written = maker.make({"lm_head": (24, 50), **ONE})
     _compare(maker.read(written.stored, written.tensors), written)
@@ -128,9 +138,11 @@ def check_experts_one_by_one(maker: Maker) -> None:
 
 
 def check_stacked_experts(maker: Maker) -> None:
-    for layers in (STACKED, dict(list(STACKED.items())[1:])):
-        written = maker.make(layers, ranks=(3, 2), scales=(0.5, 2.0), experts=12)
-        _compare(maker.read(written.stored, written.tensors), written)
+    other_first = {name: STACKED[name] for name in reversed(STACKED)}
+    for layers in (STACKED, other_first, dict(list(STACKED.items())[1:])):
+        for ranks in ((3, 2), (12,)):  # 12: as many as there are experts
+            written = maker.make(layers, ranks=ranks, scales=(0.5, 2.0), experts=12)
+            _compare(maker.read(written.stored, written.tensors), written, f"experts of ranks {ranks}: ")
 
 
 def check_many_experts(maker: Maker) -> None:
@@ -188,6 +200,7 @@ def check_adapters_are_apart(maker: Maker) -> None:
     for place, written in enumerate((first, second)):
         _compare(dict(pair[place] for pair in in_turn), written, "of two adapters that are read in turn: ")
     for written in (third, first):
+        target.read_config(second.stored)
         _compare(maker.read(written.stored, written.tensors, target), written, "read after others: ")
 
 

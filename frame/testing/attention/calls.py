@@ -23,12 +23,18 @@ from frame.testing.tensors import require_near
 Place = Callable[[AttentionBackend, Case, Inputs], Placed]
 Make = Callable[[Case], AttentionBackend]
 MANY_SLOTS = 70_000  # more than 16 bits count
-FEW_KEYS, MANY_KEYS, MAX_GROWTH = 1000, 8000, 24.0  # of a decode, whose time grows with its keys
+FEW_KEYS, MANY_KEYS, MAX_GROWTH = 1000, 8000, 40.0  # of a decode; eight times the keys leave the caches of a processor
+FEW_SECONDS = 1e-2  # for which any growth is allowed
+LATE = Rows.of([], [(2100, 14)])  # tokens whose positions 16 bits of floats do not tell apart
 
 
 def call_checks(make: Make, place: Place, subject: Subject) -> Iterator[Check]:
     """The checks for the first case that the capabilities cover."""
     capabilities, device = subject.record.capabilities, subject.setting.device
+    for name in getattr(capabilities, "dtypes", DTYPES):
+        late = replace(with_pages_for(Case(LATE, heads=2, kv_heads=1, head_dim=64, v_head_dim=64), capabilities), dtype=DTYPES[name])
+        if not capabilities.unsupported(replace(requirements(replace(late, device=device)), phases=("extend",))):
+            yield Check(f"positions_above_2048-{name}", partial(_tells_positions_apart, make, place, replace(late, device=device)))
     for case in (Case(DECODES, page_size=1, head_dim=64, v_head_dim=64), Case(DECODES, page_size=1, **LATENT)):
         for name in getattr(capabilities, "dtypes", DTYPES):
             placed = replace(with_pages_for(case, capabilities), dtype=DTYPES[name], device=device)
@@ -65,6 +71,20 @@ def _keeps_results(make: Make, place: Place, case: Case) -> None:
         assert torch.equal(first, before), "a result changes with the next call; return memory of its own"
 
 
+def _tells_positions_apart(make: Make, place: Place, case: Case) -> None:
+    """Each token of a chunk attends to those up to its own, far from the start. The keys after it
+    are large, so that each shows."""
+    inputs, backend = make_inputs(case), make(case)
+    keys, values = inputs.cached[0]
+    values = values.clone()
+    values[-int(case.rows.queries[0]) :] *= 2 ** torch.arange(int(case.rows.queries[0])).div(2, rounding_mode="floor").view(-1, 1, 1)
+    inputs = replace(inputs, cached=[(keys, values)])
+    placed = place(backend, case, inputs).spread()
+    result = placed.run(backend, inputs.spec, planned(backend, placed.batch)).double().cpu()
+    expected = reference(case, inputs)
+    require_near(result, expected, "a chunk after 2,100 tokens", 2 * TOLERANCE[case.dtype], is_relative=True)
+
+
 def _has_many_slots(make: Make, place: Place, case: Case) -> None:
     """The rows' pages are behind 70,000 KV slots of others."""
     inputs, backend = make_inputs(case), make(case)
@@ -88,8 +108,9 @@ def _prepare(make: Make, place: Place, case: Case, rows: Rows) -> Callable[[], t
 
 def _grows_with_keys(make: Make, place: Place, case: Case) -> None:
     require_growth(
-        lambda keys: _prepare(make, place, case, Rows.of([keys])), FEW_KEYS, MANY_KEYS, "a decode, whose size is its keys", MAX_GROWTH
-    )
+        lambda keys: _prepare(make, place, case, Rows.of([keys])), FEW_KEYS, MANY_KEYS, "a decode, whose size is its keys",
+        MAX_GROWTH, FEW_SECONDS,
+    )  # fmt: skip
 
 
 def _waits_for_nothing(make: Make, place: Place, case: Case) -> None:

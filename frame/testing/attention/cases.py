@@ -78,6 +78,7 @@ def _heads_cases() -> Iterator[tuple[str, Case]]:
     yield "mha-pages-in-order", Case(MIXED, page_size=16, head_dim=64, v_head_dim=64, shuffled=False)
     yield "mha-one-row", Case(Rows.of([129]), head_dim=64, v_head_dim=64)
     yield "mha-seven-heads-a-key", Case(MIXED, heads=7, kv_heads=1, head_dim=64, v_head_dim=64)
+    yield "mha-twelve-heads-a-key", Case(MIXED, heads=24, kv_heads=2, head_dim=64, v_head_dim=64)
     yield "mha-as-many-keys-as-heads", Case(MIXED, heads=3, kv_heads=3, head_dim=64, v_head_dim=64)
     yield "mha-odd-widths", Case(MIXED, head_dim=80, v_head_dim=80)
     yield "mha-narrow-values", Case(MIXED, head_dim=48, v_head_dim=24)

@@ -27,6 +27,7 @@ from frame.testing.conformance import Check, SkipCheck, Subject, count_elements,
 from frame.testing.generators import require_near_reference
 from frame.testing.modality.files import Maker, make_pixels, make_video, save_image
 
+_FOREIGN = re.compile(r"0x|Traceback|\w+(?:Error|Exception)\b|<\w+[. ]|site-packages|\bb'")  # of a decoder's message
 SIZES = ((96, 64), (64, 96), (33, 47), (200, 40), (30, 180), (256, 256))
 MAX_LAYOUT_SECONDS = 0.5  # of the largest file
 LARGE = 7000  # pixels of a side; bytes of a picture of this size would be 147 MB
@@ -54,7 +55,7 @@ def _refuse(what: str, call: Any) -> str:
     except MediaError as error:
         sentence = str(error)
         assert 10 < len(sentence) < 400 and "\n" not in sentence, f"{what}: the error is no sentence: {sentence!r:.200}"
-        assert "0x" not in sentence and "Traceback" not in sentence, f"{what}: the error has a decoder's message: {sentence!r:.200}"
+        assert not _FOREIGN.search(sentence), f"{what}: the error has a decoder's message: {sentence!r:.200}"
         return sentence
     raise AssertionError(f"{what} is not refused with a MediaError")
 
@@ -258,6 +259,25 @@ def check_grey_files_are_read(maker: Maker) -> None:
     assert _equal(maker.read(save_image(grey)), maker.read(save_image(np.dstack([grey] * 3)))), "a grey picture has other features"
 
 
+def check_files_of_16_bits_are_read(maker: Maker) -> None:
+    """Scans. Their numbers count by the upper eight bits."""
+    grey = make_pixels(64, 64)[:, :, 0]
+    one, other = (_pixels(maker.read(save_image(each))).astype(int) for each in (grey.astype(np.uint16) * 257, grey))
+    assert one.shape == other.shape and np.abs(one - other).max() <= 2, "a grey picture of 16 bits has other features than that of 8 bits"
+
+
+def check_rows_are_in_the_order_of_the_grid(maker: Maker) -> None:
+    """Row by row from the top: the first patches of a picture that is white below are black."""
+    pixels = np.zeros((128, 256, 3), np.uint8)
+    pixels[64:] = 255
+    data = save_image(pixels)
+    grids, arrays = maker.one.lay_out(maker.one.read_size(data), {}).grids, _pixels(maker.read(data))
+    if len(grids) != 1 or not math.prod(grids[0]) or len(arrays) % math.prod(grids[0]):
+        raise SkipCheck("the features are no patches of one grid")
+    quarters = [float(part.mean()) for part in np.array_split(arrays.reshape(len(arrays), -1), 4)]
+    assert quarters[0] < 32 and quarters[-1] > 223, f"the grid is {grids[0]}, and the quarters of the patches have the means {quarters}"
+
+
 def check_frames_are_in_the_order_of_time(maker: Maker) -> None:
     frames = [np.full((64, 96, 3), level, np.uint8) for level in range(20, 240, 25)]
     arrays = maker.read(make_video(frames))
@@ -307,6 +327,23 @@ def check_unknown_options_are_refused(maker: Maker) -> None:
     assert "conformance" in sentence, "the error does not name the option"
 
 
+def check_details_are_read_or_refused(maker: Maker) -> None:
+    """With an option of the request, layout and features agree too, or the layout refuses it."""
+    for width, height in ((1600, 700), (96, 64)):
+        data = maker.make(width, height)
+        size = maker.one.read_size(data)
+        for detail in ("low", "high", "auto"):
+            try:
+                layout = maker.one.lay_out(size, {"detail": detail})
+            except MediaError:
+                continue
+            expected = maker.count_rows(maker.one.compute_features(data, size, {"detail": detail}))
+            rows = layout.expansion.count(maker.one.row_token)
+            assert rows == expected, f"with the detail {detail}, the expansion has {rows} row tokens, and the encoder makes {expected} rows"
+        for wrong in ("sideways", 3, None):
+            _refuse(f"the detail {wrong!r}", partial(maker.one.lay_out, size, {"detail": wrong}))
+
+
 def check_layouts_need_no_pixels(maker: Maker) -> None:
     size = MediaSize("PNG", LARGE, LARGE)
     maker.one.lay_out(size, {})
@@ -331,8 +368,11 @@ _KINDS = {
     "pictures_are_turned_as_the_file_asks": _PICTURES,
     "alpha_is_laid_over_white": _PICTURES,
     "grey_files_are_read": _PICTURES,
+    "files_of_16_bits_are_read": _PICTURES,
+    "rows_are_in_the_order_of_the_grid": _PICTURES,
     "frames_are_in_the_order_of_time": ("video",),
     "damaged_pixels_are_refused": _PICTURES,
     "another_size_than_the_headers_is_refused": _PICTURES,
+    "details_are_read_or_refused": _PICTURES,
     "layouts_need_no_pixels": _PICTURES,
 }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.loading.loader import finish_modules
+from frame.loading.loader import finish_modules, forget_loaded
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
 from frame.testing.generators import require_bounded
 from frame.testing.model.session import Checkpoint, Session, build, find_checkpoints, load, read
@@ -271,6 +271,25 @@ def check_weights_replaced_in_place(tools: Tools) -> None:
     assert not torch.equal(before, after), "logits are those of the weights before an update in place"
 
 
+@torch.no_grad()
+def check_weights_loaded_again(tools: Tools) -> None:
+    """After an update by another checkpoint, a model that has run computes what a new one does with
+    that checkpoint."""
+    tokens, session = tools.prompt(20, seed=3), tools.open()
+    session.step((0, tokens))
+    weights = read(build(tools.subject, tools.checkpoint), tools.checkpoint)
+    values = [(name, value[...]) for name, value in weights]
+    others = [(name, value.flip(0) * 1.125 if value.dim() and value.is_floating_point() else value) for name, value in values]
+    results = []
+    for model in (session.model, build(tools.subject, tools.checkpoint)):
+        loaded: Any = model
+        forget_loaded(loaded)
+        loaded.load_weights(iter(others))
+        finish_modules(loaded)
+        results.append(Session(tools.subject, tools.checkpoint, loaded.eval().requires_grad_(False)).step((1, tokens))[0])
+    tools.compare(results[0], results[1], "a prompt after an update by another checkpoint")
+
+
 def check_results_are_kept(tools: Tools) -> None:
     """Token ids of another step at the same address, and logits that the next step does not
     change."""
@@ -318,15 +337,49 @@ def check_selected_tokens(tools: Tools) -> None:
     tools.compare(session.step((0, tokens[25:]))[0], expected[25:], "the step after selected tokens")
 
 
+def check_far_positions(tools: Tools) -> None:
+    """Positions near the maximum are told apart as those at the start are."""
+    tokens, session = tools.prompt(9, seed=1), tools.open()
+    batch = session.batch([(0, tokens)], 0)
+    last = min(tools.checkpoint.model_config.max_context, 1 << 17) - len(tokens) - 6
+
+    def compute(start: int, distance: int) -> torch.Tensor:
+        positions = batch.positions + start
+        positions[-1] += distance
+        with torch.inference_mode():
+            out = session.model.forward(replace(batch, positions=positions))
+            return session.model.compute_logits(out)[-1].float().cpu()
+
+    if torch.equal(compute(0, 0), compute(0, 5)):
+        raise SkipCheck("its results do not depend on positions")
+    for start in (last // 2, last):
+        assert not torch.equal(compute(start, 0), compute(start, 5)), f"positions from {start} on count as one"
+
+
+def check_numbers_that_are_not_finite(tools: Tools) -> None:
+    """They show in the logits of their row, and in no other: the engine ends that request alone."""
+    session, tokens = tools.open(), tools.prompt(12, seed=1)
+    with torch.inference_mode():
+        hidden = session.model.forward(session.batch([(0, tokens)], 0))
+        expected = session.model.compute_logits(hidden).float().cpu()
+        hidden[3] = torch.nan
+        logits = session.model.compute_logits(hidden).float().cpu()
+    assert not torch.isfinite(logits[3]).any(), "hidden states that are NaN have finite logits: the engine does not notice them"
+    others = [row for row in range(len(tokens)) if row != 3]
+    tools.compare(logits[others], expected[others], "logits beside a row that is NaN")
+
+
 def check_logits_of_some_rows(tools: Tools) -> None:
-    """`compute_logits` of some hidden states are the logits of these tokens, over the whole
-    vocabulary."""
+    """`compute_logits` of some hidden states, or none, are the logits of these tokens, over the
+    whole vocabulary."""
     session, tokens = tools.open(), tools.prompt(12, seed=1)
     with torch.inference_mode():
         hidden = session.model.forward(session.batch([(0, tokens)], 0))
         logits = session.model.compute_logits(hidden[[7, 2]]).float().cpu()
+        none = session.model.compute_logits(hidden[:0])
     vocab = tools.checkpoint.model_config.vocab_size
     assert logits.shape[-1] == vocab, f"`compute_logits` returns {logits.shape[-1]} logits, the vocabulary has {vocab} tokens"
+    assert none.shape == (0, vocab), f"the logits of no rows have the shape {tuple(none.shape)}"
     tools.compare(logits, tools.expected(tokens)[[7, 2]], "the logits of two rows")
 
 

@@ -23,6 +23,7 @@ from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 from frame.testing.tensors import require_form, require_near, unchanged
 
 SIZES = ((7, 8, 2, 32, 24), (1, 4, 1, 16, 12), (300, 6, 3, 16, 12), (9, 24, 12, 16, 12))  # tokens, experts, k, hidden, inner
+MAX_SHARE = 0.6  # of the pairs without weight, for one of six experts
 MAX_SECONDS = 1.8e-3  # of a step on one rank
 LayerInputs = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
 
@@ -41,10 +42,10 @@ class Place:
         dispatcher: MoEDispatcher = self.subject.target(context, self.subject.options)
         return dispatcher
 
-    def draw(self, numbers: tuple[int, int, int, int, int], seed: int = 0) -> LayerInputs:
+    def draw(self, numbers: tuple[int, int, int, int, int], seed: int = 0, scale: float = 1.0) -> LayerInputs:
         if self.is_whole:  # 2 and 3 ranks hold as many experts each
             numbers = (numbers[0], -(-numbers[1] // 6) * 6, *numbers[2:])
-        x, ids, weights, gate_up, down = draw(numbers, self.dtype, seed)
+        x, ids, weights, gate_up, down = draw(numbers, self.dtype, seed, scale)
         weights[1::3, 0] = 0  # tokens of which an expert counts for nothing
         return tuple(part.to(self.subject.setting.device) for part in (x, ids, weights, gate_up, down))
 
@@ -60,9 +61,14 @@ def suite(subject: Subject) -> Iterator[Check]:
         place = Place(subject, dtype, is_whole=not sliced)
         for ranks in (1, 2, 3):
             yield Check(f"ranks-{ranks}-{name}", partial(_agrees, place, ranks))
-        for ranks in (2, 3) if sliced and whole else ():
-            yield Check(f"whole_experts-{ranks}-{name}", partial(_agrees, Place(subject, dtype, is_whole=True), ranks))
         yield from collect(__name__, place, suffix=f"-{name}")
+        if whole:
+            others = replace(place, is_whole=True)
+            for ranks in (2, 3) if sliced else ():
+                yield Check(f"whole_experts-{ranks}-{name}", partial(_agrees, others, ranks))
+            for check in (check_two_batches_at_once, check_steps_of_two_layers, check_large_values) if sliced else ():
+                yield Check(f"whole_experts-{check.__name__.removeprefix('check_')}-{name}", partial(check, others))
+            yield Check(f"work_is_spread-{name}", partial(_work_is_spread, others))
         if getattr(capabilities, "batch_invariant", False):
             yield Check(f"batch_invariant-{name}", partial(_invariant, place))
 
@@ -178,23 +184,52 @@ def check_exchange_is_fast(place: Place) -> None:
 
 
 def check_two_batches_at_once(place: Place) -> None:
-    """Two batches of one size are dispatched before the first is combined: what `combine` needs is
-    in the `DispatchOutput`."""
-    first, second = place.draw(SIZES[0], seed=1), place.draw(SIZES[0], seed=2)
+    """Two batches, of one size and of two, are dispatched before the first is combined: what
+    `combine` needs is in the `DispatchOutput`."""
+    for numbers in (SIZES[0], (3, *SIZES[0][1:])):
+        first, second = place.draw(SIZES[0], seed=1), place.draw(numbers, seed=2)
 
-    def work(group: ThreadGroup) -> list[torch.Tensor]:
+        def work(group: ThreadGroup, both: tuple[LayerInputs, LayerInputs] = (first, second)) -> list[torch.Tensor]:
+            dispatcher = place.make(group)
+            tokens = [_dispatch(dispatcher, inputs) for inputs in both]
+            outs = [_run(dispatcher, each, inputs, group) for each, inputs in zip(tokens, both, strict=True)]
+            return [_combine(dispatcher, out, each, inputs) for out, each, inputs in zip(outs, tokens, both, strict=True)]
+
+        for index, results in enumerate(zip(*run_ranks(2, work), strict=True)):
+            _compare(list(results), (first, second)[index], f"batch {index} of two at once")
+
+
+def check_large_values(place: Place) -> None:
+    """Inputs far from 0, which no one may clip."""
+    inputs = place.draw(SIZES[0], scale=30.0)
+
+    def work(group: ThreadGroup) -> torch.Tensor:
         dispatcher = place.make(group)
-        tokens = [_dispatch(dispatcher, inputs) for inputs in (first, second)]
-        outs = [_run(dispatcher, each, inputs, group) for each, inputs in zip(tokens, (first, second), strict=True)]
-        return [_combine(dispatcher, out, each, inputs) for out, each, inputs in zip(outs, tokens, (first, second), strict=True)]
+        tokens = _dispatch(dispatcher, inputs)
+        return _combine(dispatcher, _run(dispatcher, tokens, inputs, group), tokens, inputs)
 
-    for index, results in enumerate(zip(*run_ranks(2, work), strict=True)):
-        _compare(list(results), (first, second)[index], f"batch {index} of two at once")
+    _compare(list(run_ranks(2, work)), inputs, "large values")
+
+
+def _work_is_spread(place: Place) -> None:
+    """(token, expert) pairs that count for nothing on a rank are not all of one expert, which would
+    take as long as they do."""
+    inputs = place.draw((600, 12, 2, 16, 4))
+
+    def work(group: ThreadGroup) -> torch.Tensor:
+        dispatcher = place.make(group)
+        tokens = _dispatch(dispatcher, inputs)
+        return tokens.ids[tokens.weights == 0].bincount(minlength=dispatcher.place_experts(len(inputs[3])).per_rank)
+
+    for rank, counts in enumerate(run_ranks(2, work)):
+        most = int(counts.max())
+        what = f"of {int(counts.sum())} pairs without weight, rank {rank} gives {most} to one expert"
+        assert most <= max(64, MAX_SHARE * int(counts.sum())), what
 
 
 def check_steps_of_two_layers(place: Place) -> None:
-    """Steps of different sizes through two layers of different experts."""
-    steps = [[place.draw((tokens, 6, 2, 16, 12), seed) for seed in (1, 2)] for tokens in (9, 1, 40, 9)]
+    """Steps of different sizes through two layers, of six experts and of twelve."""
+    steps = [[place.draw((tokens, 6 * seed, 2, 16, 12), seed) for seed in (1, 2)] for tokens in (9, 1, 40, 9)]
 
     def work(group: ThreadGroup) -> list[torch.Tensor]:
         dispatcher, results = place.make(group), []

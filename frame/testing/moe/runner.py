@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput, MoERunner, SupportsPairMatmul
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
+from frame.models.layers.weights.expert_weights import pack_small_experts
 from frame.testing.conformance import Check, Subject, collect
 from frame.testing.generators import call_at_one_address, require_kept, require_near_reference
 from frame.testing.moe.experts import TOLERANCE, activate_by_halves, draw, reference, supports
 from frame.testing.tensors import require_form, require_near, unchanged
+from frame.testing.torch_calls import TorchCalls
 
 SIZES = (  # tokens, experts, k, hidden, inner
     (1, 4, 1, 32, 16),
@@ -75,6 +78,8 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"biases_and_activation-{name}", partial(_biased, subject, sizes))
         if getattr(subject.record.capabilities, "batch_invariant", False):
             yield Check(f"batch_invariant-{name}", partial(_invariant, subject, dtype))
+        if getattr(subject.record.capabilities, "graphs", False):
+            yield Check(f"can_be_captured-{name}", partial(_can_be_captured, subject, sizes))
         if dtype != torch.float16:  # whose largest number these values exceed
             yield Check(f"large_values-{name}", partial(_large_values, subject, sizes))
 
@@ -92,6 +97,7 @@ def _invariant(subject: Subject, dtype: torch.dtype) -> None:
         x, ids, weights, gate_up, down = (part.to(device) for part in draw(numbers, dtype))
         experts = PlainExperts(gate_up, down, hidden_first=False)
         whole = runner.run(DispatchOutput(x, ids, weights), experts)
+        require_near(whole.double().cpu(), reference(x, ids, weights, gate_up, down).cpu(), f"{numbers}, {dtype}", TOLERANCE[dtype])
         for first, count in ((0, 1), (17, 1), (4, 2), (3, 7), (5, 33)):
             some = slice(first, first + count)
             alone = runner.run(DispatchOutput(x[some], ids[some], weights[some]), experts)
@@ -120,8 +126,10 @@ def _close(got: torch.Tensor, expected: torch.Tensor, sizes: Sizes) -> None:
 def _agrees(subject: Subject, sizes: Sizes) -> None:
     inputs = draw(sizes.numbers, sizes.dtype)
     expected = reference(*inputs)
-    for hidden_first in (False, True):
-        experts = PlainExperts(inputs[3].to(sizes.device), inputs[4].to(sizes.device), hidden_first)
+    for hidden_first, is_packed in ((False, False), (True, False), (False, True)):
+        experts: Any = PlainExperts(inputs[3].to(sizes.device), inputs[4].to(sizes.device), hidden_first)
+        if is_packed and sizes.device == "cpu":  # layers of small experts have these forms, too
+            pack_small_experts(experts, experts.gate_up, experts.down)
         _close(_run(_make(subject, sizes), sizes, inputs, experts), expected, sizes)
 
 
@@ -223,6 +231,16 @@ def check_steps_of_two_layers(subject: Subject, sizes: Sizes) -> None:
         for layer, module in enumerate(modules):
             inputs = (*draw((tokens, experts, k, hidden, inner), sizes.dtype, 10 * step + layer)[:3], *layers[layer])
             _close(_run(runner, sizes, inputs, module), reference(*inputs), sizes)
+
+
+def _can_be_captured(subject: Subject, sizes: Sizes) -> None:
+    """No call waits for values of the step."""
+    runner, inputs = _make(subject, sizes), tuple(part.to(sizes.device) for part in draw(sizes.numbers, sizes.dtype))
+    tokens, experts = DispatchOutput(*inputs[:3]), PlainExperts(inputs[3], inputs[4], hidden_first=False)
+    runner.run(tokens, experts)
+    with TorchCalls() as calls:
+        runner.run(tokens, experts)
+    assert not calls.waits, f"the record says `graphs`, and the runner waits for values in {', '.join(sorted(calls.waits))}"
 
 
 def _large_values(subject: Subject, sizes: Sizes) -> None:

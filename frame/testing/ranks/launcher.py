@@ -3,23 +3,28 @@ were started. Must not know a launcher by name."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from frame.host.interpreter import python_command
 from frame.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankProcess
 from frame.testing.conformance import Check, Subject, find_checks
+from frame.testing.generators import leaves_nothing, require_fast
 
 _RANKS = 4
+_MANY_RANKS = 20  # more than a host of eight devices has
+_MAX_POLL_SECONDS = 5e-3
 _PATIENCE = 20.0  # seconds
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -28,17 +33,78 @@ def suite(subject: Subject) -> Iterable[Check]:
     """The checks of a launcher."""
     for name, check in find_checks(__name__):
         yield Check(name, partial(_with_launcher, subject, check))
+    yield Check("two_engines_do_not_meet", partial(_two_engines, subject))
+    yield Check("many_ranks_have_places", partial(_with_launcher, subject, check_no_device_has_two_ranks, _MANY_RANKS))
+    yield Check("starts_leave_nothing", partial(_starts_leave_nothing, subject))
+    yield Check("early_process_is_taken", partial(_takes_early, subject))
 
 
-def _with_launcher(subject: Subject, check: Callable[[Launcher], None]) -> None:
+@contextmanager
+def _opened(subject: Subject, folder: Path, size: int = _RANKS, **fields: Any) -> Iterator[Launcher]:
+    """A launcher of `size` ranks, or as many as it can start."""
     can = subject.record.capabilities
     maximum = can.max_size if isinstance(can, LauncherCapabilities) else None
-    with tempfile.TemporaryDirectory() as folder:
-        launcher: Launcher = subject.target(LauncherContext(min(_RANKS, maximum or _RANKS), Path(folder)), subject.options)
-        try:
-            check(launcher)
-        finally:
-            launcher.close()
+    launcher: Launcher = subject.target(LauncherContext(min(size, maximum or size), folder, **fields), subject.options)
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+def _with_launcher(subject: Subject, check: Callable[[Launcher], None], size: int = _RANKS) -> None:
+    with tempfile.TemporaryDirectory() as folder, _opened(subject, Path(folder), size) as launcher:
+        check(launcher)
+
+
+def _two_engines(subject: Subject) -> None:
+    """Two engines of one user, whose folders are beside each other."""
+    with tempfile.TemporaryDirectory() as parent:
+        folders = [Path(parent) / name for name in ("engine-1", "engine-2")]
+        for folder in folders:
+            folder.mkdir()
+        with _opened(subject, folders[0]) as one, _opened(subject, folders[1]) as other:
+            addresses = [launcher.place().rendezvous for launcher in (one, other, one, other)]
+    apart = set(addresses[::2]).isdisjoint(addresses[1::2])
+    assert apart, f"the ranks of two engines meet at one address, {addresses[1]}"
+
+
+def _starts_leave_nothing(subject: Subject) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        leaves_nothing("six starts, and close,", threads=False),
+        _opened(subject, Path(folder)) as launcher,
+    ):
+        for _ in range(6):
+            with _started(launcher, "pass") as process:
+                _exit_code(process)
+
+
+def _takes_early(subject: Subject) -> None:
+    """A launcher that calls `take_early` passes on what it was given, and returns that process, or
+    starts one where there is none."""
+    calls: list[tuple[Any, ...]] = []
+    waiting: list[RankProcess] = []
+
+    def take(command: Sequence[str], environment: Mapping[str, str], pipes_errors: bool) -> RankProcess | None:
+        calls.append((command, environment, pipes_errors))
+        return waiting.pop() if waiting else None
+
+    command, variables = python_command("-c", "import sys; sys.stdin.read(); sys.exit(6)"), {"FRAME_EARLY": "1"}
+    early = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    waiting.append(early)  # type: ignore[arg-type]
+    started: list[RankProcess] = []
+    try:
+        with tempfile.TemporaryDirectory() as folder, _opened(subject, Path(folder), take_early=take) as launcher:
+            place = launcher.place().ranks[0]
+            started += [launcher.start(place, command, variables, pipes_errors=True) for _ in range(2)]
+            if not calls:  # it need not call it
+                return
+            assert all(call == (command, variables, True) for call in calls), f"take_early is called with {calls[0]!r:.200}"
+            assert started[0].pid == early.pid, "the process that take_early returns is not the rank's"
+            assert started[1].pid != early.pid, "where take_early returns None, the rank needs a process of its own"
+    finally:
+        for process in (early, *started):
+            _end(process)
 
 
 @contextmanager
@@ -105,6 +171,18 @@ def check_commands_run_with_their_environment(launcher: Launcher) -> None:
     with _started(launcher, code, environment={"FRAME_CHECK": "a b"}) as process:
         assert _line(process) == "a b True", "the environment is the inherited one with the given variables"
     assert os.environ.pop("FRAME_CHECK", None) is None, "the variables of a rank must not change this process"
+
+
+def check_variables_replace_inherited_ones(launcher: Launcher) -> None:
+    code = "import os, sys; print(os.environ['FRAME_INHERITED'], os.environ['FRAME_KEPT'], file=sys.stderr, flush=True)"
+    os.environ.update(FRAME_INHERITED="old", FRAME_KEPT="kept")
+    try:
+        with _started(launcher, code, environment={"FRAME_INHERITED": "new"}) as process:
+            line = _line(process)
+    finally:
+        for name in ("FRAME_INHERITED", "FRAME_KEPT"):
+            os.environ.pop(name, None)
+    assert line == "new kept", f"a rank has the values {line!r}: a variable of the call replaces an inherited one, and the others stay"
 
 
 def check_ranks_have_their_own_environment(launcher: Launcher) -> None:
@@ -195,6 +273,7 @@ def check_a_running_rank_is_running(launcher: Launcher) -> None:
         began = time.monotonic()
         assert process.poll() is None, "poll must give None while the rank runs"
         assert time.monotonic() - began < 1, "poll must return at once"
+        require_fast(process.poll, _MAX_POLL_SECONDS, "poll(), which the server's event loop calls,")
         try:
             process.wait(0.05)
         except subprocess.TimeoutExpired:
@@ -207,7 +286,9 @@ def check_killed_ranks_end(launcher: Launcher) -> None:
     with _started(launcher, code) as process:
         _line(process)
         process.kill()
-        assert _exit_code(process) not in (None, 0), "kill must end a rank, also one that ignores SIGTERM"
+        ended = _exit_code(process)
+        assert ended not in (None, 0), "kill must end a rank, also one that ignores SIGTERM"
+        assert ended == process.poll() == -signal.SIGKILL, f"the exit code of a killed rank is {ended}, not -{int(signal.SIGKILL)}"
 
 
 def check_signals_reach_the_rank(launcher: Launcher) -> None:
@@ -245,13 +326,11 @@ def check_signals_are_blocked_at_the_start(launcher: Launcher) -> None:
 
 
 def check_a_missing_program_is_an_error(launcher: Launcher) -> None:
-    try:
+    """An OSError says what is missing; a rank that ends would be started again."""
+    with contextlib.suppress(OSError):
         process = launcher.start(launcher.place().ranks[0], ["/nonexistent/program"], {}, pipes_errors=True)
-    except OSError:
-        return
-    code = _exit_code(process)
-    _end(process)
-    assert code not in (None, 0), "a command that cannot start must raise OSError or end with an exit code"
+        _end(process)
+        raise AssertionError("the start of a command that does not exist must raise OSError")
 
 
 def check_ranks_start_again(launcher: Launcher) -> None:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import mmap
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,6 +33,7 @@ from frame.core.interfaces.platform import (
     SupportsSynchronisationChecks,
     UsableDevices,
 )
+from frame.host.interpreter import child_environment, python_command
 from frame.plugins.devices import capture_graph
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import require_bounded, require_fast
@@ -35,6 +41,8 @@ from frame.testing.generators import require_bounded, require_fast
 MAX_CALL_SECONDS = 1e-3  # of a call that each step makes
 MAX_MEASURE_SECONDS = 0.01  # of a call at a start or with a heartbeat
 _SIZE = 1 << 16
+_PAUSE = 0.03  # seconds between two events
+_PINNED = (torch.uint8, torch.float32, torch.int32, torch.int64, torch.bfloat16)
 
 
 def suite(subject: Subject) -> Iterable[Check]:
@@ -42,6 +50,7 @@ def suite(subject: Subject) -> Iterable[Check]:
     index = subject.setting.device.partition(":")[2]
     platform: Platform = subject.target(PlatformContext(int(index or 0)), subject.options)
     yield Check("record_finds_devices", partial(_record_finds_devices, subject, platform))
+    yield Check("devices_are_found_without_torch", partial(_devices_are_found_without_torch, subject))
     yield Check("graphs_match_the_record", partial(_graphs_match_the_record, subject, platform))
     if getattr(subject.record.capabilities, "is_host", False):
         yield Check("threads_are_those_of_the_context", partial(_threads_are_those_of_the_context, subject))
@@ -52,7 +61,7 @@ def _record_finds_devices(subject: Subject, platform: Platform) -> None:
     can = subject.record.capabilities
     assert isinstance(can, PlatformCapabilities), "the record's capabilities must be PlatformCapabilities"
     memory = platform.measure_memory()
-    assert memory.is_shared == can.is_host, "the record names a function that finds devices if, and only if, memory is not the host's"
+    assert memory.is_shared or not can.is_host, "the record names no function that finds devices, and the device has memory of its own"
     if can.find_devices is None:
         return
     module, _, name = can.find_devices.partition(":")
@@ -64,6 +73,20 @@ def _record_finds_devices(subject: Subject, platform: Platform) -> None:
     device = devices.accelerators[platform.context.local_index]
     assert device.memory_bytes > 0 and device.name == platform.device_name, "the platform and its record name different devices"
     assert device.compute_capability == platform.compute_capability, "the platform and its record have different compute capabilities"
+    share = memory.total / device.memory_bytes
+    assert 0.7 < share < 1.1, f"the device has {device.memory_bytes} bytes by its record, and {memory.total} by measure_memory()"
+
+
+def _devices_are_found_without_torch(subject: Subject) -> None:
+    """Help and the start of a server ask for the devices, and torch takes seconds to import."""
+    can = subject.record.capabilities
+    if not isinstance(can, PlatformCapabilities) or can.find_devices is None:
+        raise SkipCheck("the record names no function that finds devices")
+    module, _, name = can.find_devices.partition(":")
+    code = f"import importlib, sys; importlib.import_module({module!r}).{name}(); sys.exit('torch' in sys.modules)"
+    environment = child_environment({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    ended = subprocess.run(python_command("-c", code), env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, f"{can.find_devices} imports torch, or fails in a process of its own: {ended.stderr[-300:]}"
 
 
 def _threads_are_those_of_the_context(subject: Subject) -> None:
@@ -95,6 +118,19 @@ def check_memory_is_consistent(platform: Platform) -> None:
     assert platform.count_reserved() == memory.reserved, "count_reserved and measure_memory disagree"
 
 
+def check_memory_is_that_of_now(platform: Platform) -> None:
+    """A cache is sized by what is free now, after the weights are there."""
+    before = platform.measure_memory()
+    if not before.is_shared:
+        raise SkipCheck("the device's memory is not the host's; check_allocations_count asks its allocator")
+    for _ in range(3):
+        with mmap.mmap(-1, 64 << 20) as held:
+            held.write(bytes(64 << 20))
+            if platform.measure_memory() != before:
+                return
+    raise AssertionError("measure_memory() says the same before and after 64 MiB are used")
+
+
 def check_allocations_count(platform: Platform) -> None:
     if platform.device.type == "cpu":
         raise SkipCheck("the host's allocator does not count")
@@ -111,14 +147,15 @@ def check_allocations_count(platform: Platform) -> None:
 
 def check_pinned_memory_is_separate(platform: Any) -> None:
     _needs_streams(platform)
-    shapes = ((3, 5), (0,), (17,))
-    held = [platform.allocate_pinned(shape, dtype) for shape in shapes for dtype in (torch.uint8, torch.float32)]
-    for (shape, dtype), tensor in zip(((shape, dtype) for shape in shapes for dtype in (torch.uint8, torch.float32)), held, strict=True):
+    forms = [(shape, dtype) for shape in ((3, 5), (0,), (17,), (17,)) for dtype in _PINNED]
+    held = [platform.allocate_pinned(*form) for form in forms]
+    for (shape, dtype), tensor in zip(forms, held, strict=True):
         assert tuple(tensor.shape) == shape and tensor.dtype == dtype, "pinned memory must have the shape and dtype that were asked for"
         assert tensor.device.type == "cpu" and tensor.is_contiguous(), "pinned memory is contiguous memory of the host"
     for value, tensor in enumerate(held):
-        tensor.numpy()[...] = value
-    assert all((tensor == value).all() for value, tensor in enumerate(held)), "two calls of allocate_pinned returned the same memory"
+        tensor.fill_(value)
+    same = (bool((tensor == torch.tensor(value).to(tensor.dtype)).all()) for value, tensor in enumerate(held))
+    assert all(same), "two calls of allocate_pinned returned the same memory"
 
 
 def check_pinned_memory_has_any_size(platform: Any) -> None:
@@ -172,8 +209,14 @@ def check_seeds_repeat(platform: Platform) -> None:
         torch.manual_seed(seed)
         return torch.rand(8, device=platform.device).tolist() + torch.rand(8).tolist()
 
-    assert draw(7) == draw(7), "the same seed must give the same random numbers"
-    assert draw(7) != draw(8), "another seed must give other random numbers"
+    first = draw(7)
+    assert first == draw(7), "the same seed must give the same random numbers"
+    assert first != draw(8), "another seed must give other random numbers"
+    torch.manual_seed(7)
+    platform.activate()
+    _in_thread(platform.activate)
+    drawn = torch.rand(8, device=platform.device).tolist() + torch.rand(8).tolist()
+    assert drawn == first, "activate(), which each thread calls, must leave the random numbers as they are"
 
 
 def _needs_streams(platform: Any) -> Any:
@@ -249,12 +292,17 @@ def check_events_measure_time(platform: Any) -> None:
     _needs_streams(platform)
     first, second = (platform.create_event(is_timed=True) for _ in range(2))
     x = torch.ones(1 << 20, device=platform.device)
+    platform.synchronize()
+    began = time.perf_counter()
     first.record()
     for _ in range(20):
         x = x * 2
+    time.sleep(_PAUSE)
     second.record()
     second.synchronize()
-    assert 0 < first.elapsed_time(second) < 10_000, "elapsed_time gives the milliseconds between two events"
+    elapsed, limit = first.elapsed_time(second), 1e3 * (time.perf_counter() - began) + 1
+    what = "elapsed_time gives the milliseconds between two events"
+    assert 500 * _PAUSE < elapsed < limit, f"{what}: {elapsed} for at least {1e3 * _PAUSE:.0f} ms, and at most {limit:.0f}"
 
 
 def check_synchronisation_is_found_or_not(platform: Any) -> None:

@@ -379,7 +379,7 @@ def check_tensors_outside_of_their_buffer(make: Make) -> None:
 
 
 def check_a_tensor_may_fill_its_buffer(make: Make) -> None:
-    """From its first byte to its last, in a file of that size."""
+    """From its first byte to its last, in a file of that size, which may be 0."""
     rig, tensor = make().open(), torch.arange(60, dtype=torch.int32).view(4, 15)
     rig.require_shares()
     part = rig.trainer.offer([("whole", tensor)])
@@ -387,6 +387,9 @@ def check_a_tensor_may_fill_its_buffer(make: Make) -> None:
     (FOLDER / buffer.handle).write_bytes(tensor.numpy().tobytes())
     whole = msgspec.structs.replace(_mark(part, size=tensor.nbytes), tensors=(msgspec.structs.replace(part.tensors[0], offset=0),))
     compare([(name, received.clone()) for name, received in rig.transfer.receive(whole)], [("whole", tensor)])
+    (FOLDER / buffer.handle).write_bytes(b"")
+    nothing = msgspec.structs.replace(_mark(part, size=0), tensors=(msgspec.structs.replace(part.tensors[0], offset=0, shape=(0, 15)),))
+    compare([(name, received.clone()) for name, received in rig.transfer.receive(nothing)], [("whole", tensor[:0])])
 
 
 def check_nothing_is_unpickled(make: Make) -> None:

@@ -23,6 +23,7 @@ from frame.testing.tensors import require_form, require_near
 from frame.testing.weights.packed_weights import make_weight
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
+SUM_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1.2e-2}  # of sums over many inputs
 ROUNDED = 0.1  # where a kernel rounds activations too
 COUNTED = 0.02  # relative error of counted bytes
 ROWS = (1, 2, 7, 17, 70, 71, 513)
@@ -66,6 +67,7 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"arguments_are_not_changed-{name}", case.check_arguments)
             yield Check(f"gated_product-{name}", case.check_gated)
             yield Check(f"results_are_kept-{name}", case.check_results)
+            yield Check(f"long_sums-{name}", case.check_sums)
             yield Check(f"takes_no_longer_than_dequantizing-{name}", case.check_time)
             cases = [Case(subject, DTYPES[name], scheme, outer) for scheme, outer in SCHEMES if scheme.quant_type in quantized]
             yield Check(f"bytes_are_as_counted-{name}", partial(_check_bytes, cases))
@@ -127,12 +129,13 @@ class Case:
         return x.double() @ weight.dequantize(torch.float32).double().t()
 
     def check_gemm(self) -> None:
-        weight = self.make()
-        product = self.kernel.prepare(weight)
-        weight = self.make()
+        product, weight = self.kernel.prepare(self.make()), self.make()
         for rows in ROWS:
             x = self.input(rows)
             self.compare(product(x), self.reference(x, weight), f"{rows} rows")
+        if self.outer:  # with the other seed, the second scale divides the first
+            x, other = self.input(7), self.kernel.prepare(self.make(seed=1))
+            self.compare(other(x), self.reference(x, self.make(seed=1)), f"a second scale with divides={self.make(seed=1).divides}")
         assert product(self.input(0)).shape == (0, OUTPUTS), "no rows: the result has another shape"
 
     def check_experts(self) -> None:
@@ -144,8 +147,11 @@ class Case:
             ends = torch.tensor(sizes).cumsum(0).to(self.device, torch.int32)
             parts = [self.reference(part, weight.expert(index)) for index, part in enumerate(x.split(sizes))]
             self.compare(product(x, ends), torch.cat(parts), f"experts with {sizes} rows")
+        second, other = self.kernel.prepare_experts(self.make(experts=3, seed=2)), self.make(experts=3, seed=2)
         ends = torch.tensor([2, 3, 4]).to(self.device, torch.int32)
         x = self.input(9)
+        parts = [self.reference(part, other.expert(index)) for index, part in enumerate(x[:4].split((2, 1, 1)))]
+        self.compare(second(x, ends)[:4], torch.cat(parts), "experts of another layer")
         parts = [self.reference(part, weight.expert(index)) for index, part in enumerate(x[:4].split((2, 1, 1)))]
         self.compare(product(x, ends)[:4], torch.cat(parts), "with rows after the last end")
 
@@ -212,6 +218,14 @@ class Case:
         """A product takes at most as long as one that dequantizes its weight each time."""
         weight, product, x = self.make(), self.kernel.prepare(self.make()), self.input(2)
         require_near_reference(lambda: product(x), lambda: x @ weight.dequantize(self.dtype).t(), "a product of two rows", 4, 1.2e-3)
+
+    def check_sums(self) -> None:
+        """The sum over 16,384 inputs is not rounded to the inputs' type on its way."""
+        inputs = 16_384
+        weight, other = self.make(64, inputs), self.make(64, inputs)
+        x = self.input(3, inputs)
+        tolerance = min(self.tolerance, SUM_TOLERANCE[self.dtype]) if self.tolerance == TOLERANCE[self.dtype] else self.tolerance
+        require_near(self.kernel.prepare(weight)(x), self.reference(x, other), f"a sum over {inputs} inputs", tolerance)
 
     def check_arguments(self) -> None:
         product, x = self.kernel.prepare(self.make()), self.input(5)
@@ -307,7 +321,7 @@ def _check_zero_scales(subject: Subject) -> None:
 
 
 def _check_sizes(subject: Subject) -> None:
-    """Sizes that no tile divides."""
+    """Sizes that no tile divides, and a last group of half as many inputs."""
     num_checked = 0
     for name in _dtypes(subject)[:1]:
         for scheme, outer in SCHEMES:
@@ -315,7 +329,7 @@ def _check_sizes(subject: Subject) -> None:
                 continue
             case = Case(subject, DTYPES[name], scheme, outer)
             group = scheme.group[1] or 32
-            for outputs, inputs in ((48, group * 3), (200, group * 5)):
+            for outputs, inputs in ((48, group * 3), (200, group * 5), (64, group * 2 + group // 2)):
                 try:
                     weight = case.make(outputs, inputs)
                 except SkipCheck:

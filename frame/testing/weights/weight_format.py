@@ -2,11 +2,14 @@
 parts, ranks and experts.
 
 Checkpoint tensors are random numbers of their dtype, or what the class's `make_conformance_tensor`
-returns. Whether stored weights are read correctly is a test of the format itself.
+returns.
 
 Two attributes of the class say which `quantization_config`s it reads: `conformance_config`, with
 which all checks run, and `conformance_variants`, a tuple of others (group sizes, layers that are
-left out or have settings of their own).
+left out or have settings of their own). Its static method `list_conformance_layers()` yields layers
+whose weights are known: (configuration, name of the layer, kind, stored tensors by name after the
+layer's, float32 weight [outputs, inputs]). Give one for each setting that changes what is stored:
+defaults, group sizes, layers that stay plain or have settings of their own.
 """
 
 from __future__ import annotations
@@ -33,15 +36,19 @@ INPUTS, OUTPUTS = 256, (256, 128, 128)  # sizes that block scales of 128 divide
 LARGE_INPUTS, LARGE_OUTPUTS = 2048, (8960, 128, 128)
 EXPERTS = 3
 NAME = "model.layers.0.mlp.up_proj"
+MAX_GROWTH = 2.5  # from stored bytes to decoded ones: 2 bits become 4
+HEADS = ("lm_head", "score", "model.output", "classifier")
 WRONG: tuple[Any, ...] = ({"x": [1]}, {"": None}, [[]], ["a"], "text", "", None, -3, 0, 10**30, 0.5, float("nan"), True, False)
 
 
 def suite(subject: Subject) -> Iterator[Check]:
     """`weight_format/2`."""
     yield Check("layers_are_described", partial(_check_described, subject))
+    yield Check("heads_are_known_by_their_kind", partial(_check_heads, subject))
     yield Check("ignored_weights_are_patterns", partial(_check_ignored, subject))
     yield Check("names_are_not_kept", partial(_check_names, subject))
     yield Check("layers_are_described_in_any_order", partial(_check_orders, subject))
+    yield Check("known_layers", partial(_check_known, subject))
     yield Check("variants_have_canonical_form", partial(_check_variants, subject))
     yield Check("wrong_settings_are_refused", partial(_check_wrong_settings, subject))
     for name in ("linear", "experts", "head"):
@@ -137,6 +144,16 @@ def _check_described(subject: Subject) -> None:
         assert layout == _describe(subject, kind), "two descriptions of one layer differ; compare them by value (a frozen dataclass)"
 
 
+def _check_heads(subject: Subject) -> None:
+    """A head is known by its kind: classifiers and other models have heads of other names."""
+    for config in _list_configs(subject):
+        made: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
+        heads = [name for name in HEADS if name not in str(config)]  # those that the checkpoint does not name
+        layouts = [made.describe_layer(name, "head") for name in heads]
+        for name, layout in zip(heads, layouts, strict=True):
+            assert layout == layouts[0], f"the head {name} is stored otherwise than {heads[0]}, with the configuration {config}"
+
+
 def _check_ignored(subject: Subject) -> None:
     config = getattr(subject.target, "conformance_config", None)
     for pattern in subject.target(FormatContext(DTYPE, config), subject.options).ignored_weights:
@@ -183,6 +200,36 @@ def _check_variants(subject: Subject) -> None:
             for weight in Weight(subject, layout).load():
                 check_form(weight, weight.outputs, INPUTS)
                 assert torch.isfinite(weight.dequantize(DTYPE)).all(), f"a weight is not finite, with the configuration {config}"
+
+
+def _check_known(subject: Subject) -> None:
+    """Layers whose weights the class knows are read as these, whole and by each of two ranks."""
+    known = getattr(subject.target, "list_conformance_layers", None)
+    if known is None:
+        raise SkipCheck("the class has no list_conformance_layers(): whether stored weights are read correctly is not checked")
+    for config, name, kind, tensors, weight in known():
+        made: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
+        layout, what = made.describe_layer(name, kind), f"{name} with the configuration {config}"
+        outputs, inputs = weight.shape
+        for split, rank in (("", 0), ("input", 0), ("input", 1), ("output", 0), ("output", 1)):
+            rows = Range.split(outputs, rank, 2) if split == "output" else Range.whole(outputs)
+            columns = Range.split(inputs, rank, 2) if split == "input" else Range.whole(inputs)
+            module = nn.Module()
+            stored = StoredWeight(module, layout, WeightSizes(columns.size, inputs, (rows.size,)), DTYPE)
+            stored.bind(0, name, rows, columns)
+            for parameter in module.parameters():
+                for source, part in getattr(parameter, "sources", {}).items():
+                    value = tensors.get(source.removeprefix(f"{name}."))
+                    optional = getattr(parameter, "optional", False)
+                    assert value is not None or optional, f"{what} is read from {source}, which such a checkpoint does not have"
+                    if value is not None:
+                        assert tuple(part.shape) == tuple(value.shape), f"{what}: {source} has the shape {tuple(part.shape)}"
+                        parameter.load(source, value)  # type: ignore[attr-defined]
+            dense = _dense(stored.decode())
+            expected = weight[rows.start : rows.start + rows.size, columns.start : columns.start + columns.size]
+            error = float((dense - expected).abs().max()) if dense.shape == expected.shape else float("inf")
+            where = f" of rank {rank}, by {split}s," if split else ""
+            assert error <= 1e-5 * float(weight.abs().max()), f"{what}: the weights{where} are wrong by {error:.2e}"
 
 
 def _check_wrong_settings(subject: Subject) -> None:
@@ -307,10 +354,31 @@ def check_a_second_load_replaces_the_first(subject: Subject, layout: LayerFormat
     _compare(_dense(weight.load(seed=1)), _dense(other.load(seed=1)), "after a second load")
 
 
-def check_rounding_is_close(subject: Subject, layout: LayerFormat) -> None:
+def check_decoding_takes_little_memory(subject: Subject, layout: LayerFormat) -> None:
+    """The weights of a model fit in memory because they stay packed."""
+    weight = Weight(subject, layout)
+    packed = weight.load()
+    stored = sum(parameter.numel() * parameter.element_size() for parameter in weight.module.parameters())
+    kept = sum(tensor.numel() * tensor.element_size() for each in packed for tensor in each.tensors.values())
+    assert kept <= MAX_GROWTH * stored, f"{stored} stored bytes decode to {kept}: return packed values, which kernels read"
+
+
+def _needs_rounding(layout: LayerFormat) -> None:
     if not layout.rounds:
         raise SkipCheck("the checkpoint's weights are not rounded")
-    weight = torch.randn(256, INPUTS, generator=torch.Generator().manual_seed(0)) * 0.05
+
+
+def _draw_weight(outputs: int = 128, seed: int = 0) -> torch.Tensor:
+    return torch.randn(outputs, INPUTS, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def _round(layout: LayerFormat, weight: torch.Tensor) -> torch.Tensor:
+    return layout.decode(layout.encode(weight, (len(weight),)), INPUTS).dequantize(DTYPE)
+
+
+def check_rounding_is_close(subject: Subject, layout: LayerFormat) -> None:
+    _needs_rounding(layout)
+    weight = _draw_weight(256)
     tensors = layout.encode(weight, (256,))
     assert tensors.keys() == layout.list_tensors(INPUTS, (256,)).keys(), "encode and list_tensors name other tensors"
     dense = layout.decode(tensors, INPUTS).dequantize(DTYPE)
@@ -318,3 +386,39 @@ def check_rounding_is_close(subject: Subject, layout: LayerFormat) -> None:
     assert error < 0.2, f"the weights differ by {error:.2f} of their norm"
     half = layout.decode(layout.encode(weight[:128], (256,)), INPUTS).dequantize(DTYPE)
     _compare(half, dense[:128], "half of the outputs, encoded alone")
+
+
+def check_rounding_of_odd_weights(subject: Subject, layout: LayerFormat) -> None:
+    """Outputs that are pruned, a weight of zeros, weights 2**-14 times as large, and an output that
+    is far larger than the others."""
+    _needs_rounding(layout)
+    weight = _draw_weight()
+    usual = _round(layout, weight)
+    small = _round(layout, weight * 2.0**-14) * 2.0**14
+    assert float((small - usual).abs().max()) < 1e-2 * float(usual.abs().max()), "small weights are rounded otherwise than large ones"
+    pruned = weight.clone()
+    pruned[::3] = 0
+    for what, each in (("weights with outputs of zeros", pruned), ("a weight of zeros", torch.zeros_like(weight))):
+        dense = _round(layout, each)
+        assert torch.isfinite(dense).all(), f"{what} are not finite"
+        assert not dense[::3].any(), f"{what}: they do not stay 0"
+    one = weight.clone()
+    one[5] *= 200
+    error = float((_round(layout, one)[:5] - weight[:5]).norm() / weight[:5].norm())
+    assert error < 0.2, f"beside one large output, the others differ by {error:.2f} of their norm"
+
+
+def check_rounding_repeats(subject: Subject, layout: LayerFormat) -> None:
+    """All ranks and starts have the same weights, and one does not change with the next one of its
+    size."""
+    _needs_rounding(layout)
+    first, second = _draw_weight(seed=1), _draw_weight(seed=2) * 3
+    tensors = layout.encode(first, (128,))
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    again = layout.encode(second, (128,))
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, kept[name]), f"{name} of one weight changes when the next one is encoded; return memory of its own"
+    fresh = _describe(subject, "linear")
+    if fresh == layout:
+        _compare(_round(fresh, second), layout.decode(again, INPUTS).dequantize(DTYPE), "encoded after another one of its size")
+    _compare(_round(layout, first), layout.decode(kept, INPUTS).dequantize(DTYPE), "encoded a second time")

@@ -8,12 +8,14 @@ import gc
 import inspect
 import json
 import pickle
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from frame.core.errors import CheckpointError
@@ -23,6 +25,7 @@ from frame.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import leaves_nothing, make_alike, require_fast, require_growth
 
+ROOM = 10 << 30  # bytes for a checkpoint of 2 GiB, which a class may copy while it writes it
 MAX_SECONDS = 1.5e-3  # of a small tensor
 WRONG: tuple[Any, ...] = ({"x": [1]}, [[]], ["a"], "text", None, -1, 10**30, 0.5)  # in place of a value of a JSON file
 CPU = torch.device("cpu")
@@ -195,6 +198,21 @@ def check_real_sizes(maker: Maker) -> None:
                 _require_equal(tensor[-3:], tensors[name][-3:], f"the end of {name}, read from find_range,")
 
 
+def check_files_above_2_gib(maker: Maker) -> None:
+    """A tensor behind more than 2**31 bytes of its file, and the end of the one before it."""
+    if min(psutil.virtual_memory().available, shutil.disk_usage(tempfile.gettempdir()).free) < ROOM:
+        raise SkipCheck(f"it needs {ROOM >> 30} GiB of memory and of the disk")
+    with tempfile.NamedTemporaryFile() as file, maker.folder() as folder:
+        file.truncate(size := (1 << 31) + (1 << 12))
+        large = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8).view(-1, 1 << 12)
+        large[-1] = 7
+        tensors = {"a.large": large, "b.behind": torch.arange(200, dtype=torch.uint8).view(10, 20)}
+        maker.target.write_checkpoint(folder, tensors)
+        with maker.open(folder) as source:
+            _require_equal(source.open_tensor("b.behind")[...], tensors["b.behind"], "a tensor behind 2 GiB of its file")
+            _require_equal(source.open_tensor("a.large")[-2:], large[-2:].clone(), "the last rows of a tensor of 2 GiB")
+
+
 def check_reads_several_files(maker: Maker) -> None:
     """A large checkpoint is divided into files. Tensors of one file are read beside those of
     another, whole, in slices and ahead."""
@@ -209,6 +227,22 @@ def check_reads_several_files(maker: Maker) -> None:
                 _require_equal(opened[name][...], tensor, f"the values of {name}, in one of several files,")
             for name, read in read_weights(source, ahead=ReadAhead(HOST, dict.fromkeys(tensors))):
                 _require_equal(read[...], tensors[name], f"the values of {name}, read ahead from one of several files,")
+
+
+def check_long_names_of_files(maker: Maker) -> None:
+    """A shard's name may have as many characters as the file system allows."""
+    if not maker.writes_safetensors:
+        raise SkipCheck("its checkpoints have no safetensors index")
+    tensors = _tensors()
+    with maker.folder() as folder:
+        maker.write_files(folder, tensors, 2)
+        index, old = folder / "model.safetensors.index.json", "model-00002-of-00002.safetensors"
+        new = "n" * (255 - len(".safetensors")) + ".safetensors"
+        (folder / old).rename(folder / new)
+        index.write_text(index.read_text().replace(old, new))
+        with maker.open(folder) as source:
+            for name, tensor in tensors.items():
+                _require_equal(source.open_tensor(name)[...], tensor, f"{name}, of files with long names,")
 
 
 def check_refuses_an_incomplete_checkpoint(maker: Maker) -> None:

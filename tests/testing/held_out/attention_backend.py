@@ -128,7 +128,7 @@ class KeepsPlan(RowByRow):
         return self.last or super().get_plan(batch)
 
 
-@WRONG.add("A step reads pages that the scheduler has given to others since: the plan looks the page table up when it runs.")
+@WRONG.add("equivalent: the page table stays as it is until the step's `run`s return.")
 class PlansLate(RowByRow):
     def plan(self, batch: ForwardBatch) -> Any:
         host = batch.host

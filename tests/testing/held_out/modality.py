@@ -42,7 +42,10 @@ class Patches(Modality):
             raise MediaError(f"the picture has more than {self.context.limits.max_pixels} pixels; send a smaller one")
 
     def is_turned(self, image: Image.Image) -> bool:
-        return image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+        exif = Image.Exif()
+        if "exif" in image.info:  # `getexif` would decode the pixels
+            exif.load(image.info["exif"])
+        return exif.get(ORIENTATION, 1) in (5, 6, 7, 8)
 
     def read_size(self, data: bytes) -> MediaSize:
         image = self.open(data)

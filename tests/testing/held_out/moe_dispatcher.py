@@ -83,7 +83,7 @@ class MasksInPlace(StaysAndSums):
         return weights.masked_fill_(~is_own, 0.0)
 
 
-@WRONG.add("Runners that return summands fail on one rank: `combine` takes finished results alone.")
+@WRONG.add("equivalent: on one rank `combine` may return the summands as they are, which the layer adds.")
 class TakesSumsOnly(StaysAndSums):
     def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:
         return self.reduce(out, tokens)

@@ -24,7 +24,19 @@ LARGEST = 448.0
 OUTPUTS, INPUTS = Axis("output"), Axis("input")
 
 
-class PlainLayer(LayerFormat):
+class EqualByValue(LayerFormat):
+    """Layers of one class and dtype are stored alike."""
+
+    dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.dtype == getattr(other, "dtype", None)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.dtype))
+
+
+class PlainLayer(EqualByValue):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
@@ -35,7 +47,7 @@ class PlainLayer(LayerFormat):
         return PackedWeight(WeightScheme("plain"), inputs, tensors["weight"])
 
 
-class FloatLayer(LayerFormat):
+class FloatLayer(EqualByValue):
     """e4m3 numbers and a scale for each output."""
 
     rounds: ClassVar[bool] = True

@@ -150,9 +150,9 @@ class ReusesKeys(StoreCollective):
 class GoesOnAlone(StoreCollective):
     """Takes its own tensor for that of a rank that does not answer."""
 
-    def _read(self, key: str, like: torch.Tensor) -> torch.Tensor:
+    def _read(self, key: str, like: torch.Tensor, source: int) -> torch.Tensor:
         try:
-            return super()._read(key, like)
+            return super()._read(key, like, source)
         except RuntimeError:
             return like.clone()
 

@@ -62,7 +62,10 @@ class Tiles(Modality):
 
     def read(self, data: bytes) -> Image.Image:
         try:
-            return self.convert(ImageOps.exif_transpose(self.open(data)))
+            image = ImageOps.exif_transpose(self.open(data))
+            if image.mode.startswith("I"):  # of 16 bits, which Pillow would cut off at 255
+                image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
+            return self.convert(image)
         except (OSError, SyntaxError, ValueError) as error:
             if isinstance(error, MediaError):
                 raise
