@@ -14,14 +14,14 @@ from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.configuration.prepare import prepare
-from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one
+from tests.models.deterministic_engine import DRAWN, LIKELY, REPEATED, check_engine, make_engine, score_one, write_adapter
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_embedded_model(dtype: str) -> None:
-    """Latents and experts, among 255 others."""
-    expected = check_engine(find_model(EMBEDDED), "cpu", dtype)
+    """Latents, experts and drafts of both kinds, among 255 others."""
+    expected = check_engine(find_model(EMBEDDED), "cpu", dtype, drafters={"ngram": REPEATED, "mtp": LIKELY})
     assert score_one(make_engine(find_model(EMBEDDED), "cpu", dtype), DRAWN, 3) == expected  # a fresh start
 
 
@@ -37,6 +37,19 @@ def test_embedded_model(dtype: str) -> None:
 )
 def test_other_models(checkpoint: Callable[..., Path], architecture: str, sections: dict[str, Any]) -> None:
     check_engine(checkpoint(architecture), "cpu", "bfloat16", 40, **sections)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [EMBEDDED, "LlamaForCausalLM"])
+def test_adapters(checkpoint: Callable[..., Path], tmp_path: Path, architecture: str, dtype: str) -> None:
+    """A request with an adapter, among others with the same, with another or with none, and one
+    without an adapter among all of these."""
+    path = find_model(EMBEDDED) if architecture == EMBEDDED else checkpoint(architecture)
+    adapters = {f"rank{rank}": write_adapter(path, tmp_path / f"rank{rank}", rank) for rank in (20, 5)}
+    plain = score_one(make_engine(path, "cpu", dtype), DRAWN)
+    assert check_engine(path, "cpu", dtype, 40, adapters=adapters).logprobs != plain.logprobs
+    assert score_one(make_engine(path, "cpu", dtype, {"": Path(), **adapters}), DRAWN, 40) == plain
 
 
 def explain(path: Path | str, **sections: dict[str, Any]) -> str:

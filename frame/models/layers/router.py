@@ -111,7 +111,7 @@ class Router(nn.Module):
         if self._is_deterministic:
             weight = self.weight.data.to(self._logit_dtype)
             if self._invariant is None:
-                self._invariant = InvariantMatmul(weight, {})
+                self._invariant = InvariantMatmul(weight)
             self._invariant.weight.copy_(weight)
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
