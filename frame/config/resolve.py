@@ -322,7 +322,7 @@ class _Solver:
         """Choose the model plugin and adapt the model configuration to it. -> how vectors are
         pooled; None for the task generate."""
         parallel, execution, architecture = self.config.parallel, self.config.execution, self.model_config.architecture
-        modes = execution.torch_compile, self.config.adapters.enabled, execution.deterministic
+        modes = execution.torch_compile, self.config.adapters.enabled, execution.deterministic, self.device
         requirements = ModelRequirements(architecture, parallel.tp, task, parallel.pp, self.plan.num_groups > 1, *modes)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:

@@ -33,7 +33,7 @@ NUMBERS = random.Random(3)
 PROMPT = [NUMBERS.randrange(6, 250) for _ in range(137)]
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=11, max_tokens=20, ignore_eos=True, logprobs=2)
 # few tokens again and again, which the drafter ngram proposes
-REPEATED = SamplingParams(temperature=0.7, seed=5, max_tokens=20, ignore_eos=True, logprobs=2, logit_bias={7: 60.0, 8: 59.5})
+REPEATED = SamplingParams(temperature=2.0, seed=5, max_tokens=40, ignore_eos=True, logprobs=2, logit_bias={7: 60.0, 8: 60.0, 9: 58.0})
 
 # of the drafter mtp, whose layer is trained on text
 LIKELY = SamplingParams(temperature=0.2, seed=5, max_tokens=40, ignore_eos=True, logprobs=2)
@@ -168,8 +168,8 @@ def check_engine(
     loop = make_engine(path, device, dtype, adapters, **sections)
     expected, repeated = score_one(loop, DRAWN), score_one(loop, REPEATED)
     assert len(expected.logprobs) == len(expected.tokens) == DRAWN.max_tokens
-    assert loop.stats["cached"] >= 96
     assert score_one(loop, DRAWN) == expected, "after a cache hit"
+    assert loop.stats["cached"] >= 96  # a recurrent state is saved where the second prompt began as the first
     for params, alone in ((DRAWN, expected), (REPEATED, repeated)):
         assert score_one(loop, params, others) == alone, f"among {others} others"
         assert score_as_prompt(loop, alone.tokens) == alone.logprobs, "as a prompt"

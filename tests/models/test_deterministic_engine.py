@@ -31,6 +31,10 @@ def test_embedded_model(dtype: str) -> None:
     [
         ("LlamaForCausalLM", {}),
         ("Qwen3MoeForCausalLM", {}),
+        ("Qwen3NextForCausalLM", {}),
+        ("NemotronHForCausalLM", {}),
+        ("GptOssForCausalLM", {}),
+        ("Gemma3ForCausalLM", {}),
         ("LlamaForCausalLM", {"model": {"quantization": "fp8"}}),
         ("LlamaForCausalLM", {"cache": {"kv_dtype": "int8"}}),
     ],
@@ -76,8 +80,8 @@ def test_every_part_without_the_capability_is_named() -> None:
 
 
 def test_models_without_the_capability_are_refused(checkpoint: Callable[..., Path]) -> None:
-    text = explain(checkpoint("Qwen3NextForCausalLM"))
-    assert "qwen3_next" in text
+    text = explain(checkpoint("DeepseekV32ForCausalLM"))
+    assert "deepseek_v32" in text
     assert "its results depend on the other rows of a batch" in text
 
 

@@ -1,7 +1,7 @@
 """Operations whose result for a row has the same bits whatever the other rows are (batch
 invariance), in PyTorch.
 
-Used by layers, GEMM kernels, MoE runners and attention backends under
+Used by layers, adapters, GEMM kernels, MoE runners and attention backends under
 `RankContext.deterministic`. BLAS libraries choose a kernel, and with it the order of a sum, by the
 number of rows: on CPUs by whether it is 1, odd or small, on GPUs by split-K. Numbers of rows that
 are multiples of `TILE` get equal bits almost everywhere, so rows are padded, and `InvariantRows`
@@ -125,6 +125,15 @@ def map_elements(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -
         return function(*inputs)
     pieces = zip(*(F.pad(x.flatten(), (0, -count % _LANES)).split(_PIECE) for x in inputs), strict=True)
     return torch.cat([function(*piece) for piece in pieces])[:count].view(shape)
+
+
+def add_halves(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum over a dimension, in an order that depends on its size alone."""
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat((total, x.narrow(dim, size - 1, 1)), dim) if size % 2 else total
+    return x.squeeze(dim)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
