@@ -61,9 +61,12 @@ class GatedStep:
 class Weights:
     """Commands for weights that load at once."""
 
-    holds_steps = False
+    holds_steps = awaits_trainers = False
 
     def check_deadline(self) -> None: ...
+
+    def take_replies(self, beat: Callable[[], object]) -> list[ControlReply]:
+        return []
 
     def update(self, control: Control, clear: Callable[[], int], beat: Callable[[], object]) -> ControlReply:
         version = str(control.arguments["version"])
