@@ -197,10 +197,8 @@ class TensorUpdates:
 
     def close(self) -> None:
         """Leave all trainers."""
-        for each in (*self._channels.values(), *self._rendezvous.values()):
-            each.close()
-        self._channels.clear()
-        self._rendezvous.clear()
+        for channel in {*self._channels, *self._rendezvous}:
+            self._leave(channel)
 
     # orders ---------------------------------------------------------------------------------------
 
@@ -227,9 +225,13 @@ class TensorUpdates:
         self._channels[order.channel] = rendezvous.transfer
 
     def _close(self, order: TransferOrder, beat: Callable[[], object]) -> None:
-        for found in (self._channels.pop(order.channel, None), self._rendezvous.pop(order.channel, None)):
-            if found is not None:
-                found.close()
+        self._leave(order.channel)
+
+    def _leave(self, channel: str) -> None:
+        if (transfer := self._channels.pop(channel, None)) is not None:
+            transfer.close()
+        if (rendezvous := self._rendezvous.pop(channel, None)) is not None:
+            rendezvous.close()
 
     def _begin(self, order: TransferOrder, beat: Callable[[], object]) -> None:
         if self._models is None:
