@@ -132,7 +132,9 @@ class EngineStates:
     def _find_update_problem(self, control: Control) -> ControlReply | None:
         if self._weights is None:
             return _refuse(control, "this engine cannot update its weights")
-        if any(waiting.action in UPDATES for waiting in self._waiting):
+        # Messages of trainers wait, and are refused when they are carried out: a second trainer
+        # must not have those of the first refused.
+        if control.action == "update_weights" and any(waiting.action in UPDATES for waiting in self._waiting):
             return _refuse(control, "another update of the weights waits; try again")
         if "weights" in self._released:
             return _refuse(control, ASLEEP.format("the weights", "weights"))
