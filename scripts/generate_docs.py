@@ -470,10 +470,16 @@ def determinism() -> str:
     rows = []
     for kind in ("attention_backend", "gemm_kernel", "moe_runner", "moe_dispatcher", "collective", "model"):
         records = sorted(own_records()[kind], key=lambda record: record.name)
-        have = [[code(each.name) for each in records if each.capabilities.batch_invariant is wanted] for wanted in (True, False)]
+        have = [[_name_devices(each) for each in records if each.capabilities.batch_invariant is wanted] for wanted in (True, False)]
         rows.append([code(kind), *(", ".join(names) for names in have)])
     text = after[after.index("\n\nNot in this mode") :]
     return f"{before}{marker}\n\n{table(['kind', 'batch-invariant', 'not'], rows)}{text}"
+
+
+def _name_devices(record: Any) -> str:
+    """The name of a part, with the devices on which it is batch-invariant if these are not all."""
+    devices = getattr(record.capabilities, "invariant_on", ())
+    return f"{code(record.name)} ({', '.join(devices)})" if devices else code(record.name)
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

@@ -39,10 +39,17 @@ def plan_sizes(max_active: int, max_rank: int, pages: int | None) -> AdapterSize
     return AdapterSizes(max_active, pages or max_active * max_pages, max_pages)
 
 
-def make_device_adapters(sizes: AdapterSizes, platform: Platform, dtype: torch.dtype, tp: Collective) -> DeviceAdapters:
-    """What the layers of a model register with."""
+def make_device_adapters(
+    sizes: AdapterSizes, platform: Platform, dtype: torch.dtype, tp: Collective, *, deterministic: bool = False
+) -> DeviceAdapters:
+    """What the layers of a model register with. deterministic: no row's delta depends on other
+    rows."""
     operations: DeltaOperations = TorchDeltas()
-    if kernels.can_use_triton(platform.device):
+    if deterministic:
+        from frame.adapters.invariant_deltas import InvariantDeltas
+
+        operations = InvariantDeltas()
+    elif kernels.can_use_triton(platform.device):
         from frame.adapters.triton_deltas import TritonDeltas
 
         operations = TritonDeltas()

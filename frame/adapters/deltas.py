@@ -1,8 +1,8 @@
 """`LayerPages` and `RowPlan`: what the products of low-rank deltas read, and `DeltaOperations`, the
 products.
 
-Used by `DeviceAdapters`; implemented for any device by `TorchDeltas`, for GPUs by `TritonDeltas`.
-Must not know files, requests or models.
+Used by `DeviceAdapters`; implemented for any device by `TorchDeltas` and `InvariantDeltas`, for
+GPUs by `TritonDeltas`. Must not know files, requests or models.
 """
 
 from __future__ import annotations
@@ -109,6 +109,16 @@ class SupportsPairs(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsProof(Protocol):
+    """Optional, for products whose result for a row does not depend on the other rows."""
+
+    def prove(self, layer: LayerPages) -> None:
+        """Test the products of a layer, before its first step. Raises RuntimeError if the bits of a
+        row depend on its place among the rows."""
+        ...
+
+
 class TorchDeltas:
     """The reference, for any device: one product for each adapter in the step."""
 
@@ -118,7 +128,7 @@ class TorchDeltas:
     def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
         parts, ranks = layer.num_parts, place_pages.shape[1] * PAGE_RANKS
         out = x.new_zeros(len(plan.places), parts, ranks)
-        for place, expert, rows in _list_groups(layer, plan):
+        for place, expert, rows in list_groups(layer, plan):
             pages = place_pages[place, : int(layer.counts[place])].long()
             a = layer.a[pages, expert * parts : (expert + 1) * parts]  # [pages, parts, PAGE_RANKS, inputs]
             a = a.transpose(0, 1).flatten(1, 2)  # [parts, ranks, inputs]
@@ -134,7 +144,7 @@ class TorchDeltas:
         place_pages: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        for place, expert, rows in _list_groups(layer, plan):
+        for place, expert, rows in list_groups(layer, plan):
             pages = place_pages[place, : int(layer.counts[place])].long()
             b = layer.b[pages, expert].transpose(0, 1).flatten(1)  # [outputs, ranks]
             parts = zip(shrunk[rows, :, : b.shape[1]].unbind(1), b.split(layer.splits), strict=True)
@@ -145,7 +155,7 @@ class TorchDeltas:
             out[rows] = result
 
 
-def _list_groups(layer: LayerPages, plan: RowPlan) -> list[tuple[int, int, torch.Tensor]]:
+def list_groups(layer: LayerPages, plan: RowPlan) -> list[tuple[int, int, torch.Tensor]]:
     """(place, expert, its rows int64) of each adapter and expert in the step that the layer has."""
     counts, keys = layer.counts.tolist(), plan.places.long()
     num_experts = max(1, layer.num_experts)

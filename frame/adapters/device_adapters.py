@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from frame.adapters.adapter_pool import AdapterPool
-from frame.adapters.deltas import DeltaOperations, RowPlan
+from frame.adapters.deltas import DeltaOperations, RowPlan, SupportsProof
 from frame.adapters.latent_layers import LatentLayer
 from frame.adapters.pooled_layers import PooledLayer, StepRows
 from frame.core.interfaces.platform import SupportsStreams
@@ -54,6 +54,10 @@ class DeviceAdapters:
         """Allocate the pool and the tables."""
         device = self.pool.platform.device
         self.pool.allocate(self._rows)
+        if isinstance(self._rows.operations, SupportsProof):
+            for layer in self.pool.layers:
+                for pages in layer.list_pages():
+                    self._rows.operations.prove(pages)
         self._slots = _SlotTables.empty(limits.max_running_requests + 1, device)  # the padding slot included
         self._token_places = torch.full((limits.max_tokens_per_step,), -1, dtype=torch.int32, device=device)
 

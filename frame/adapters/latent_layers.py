@@ -16,6 +16,7 @@ import torch
 from frame.adapters.pooled_layers import PooledLayer
 
 if TYPE_CHECKING:
+    from frame.adapters.deltas import LayerPages
     from frame.adapters.pooled_layers import StepRows
     from frame.core.interfaces.adapter_layers import Span
 
@@ -60,6 +61,10 @@ class LatentLayer(PooledLayer):
         for part in (self.heads, self.latent):
             part.open_pages(pages, counts, scales[:, :0], torch.zeros_like(has_scale))
         PooledLayer.open_pages(self, pages[:0], counts, scales, has_scale)
+
+    def list_pages(self) -> list[LayerPages]:
+        """See `PooledLayer`."""
+        return [self.heads.allocated, self.latent.allocated]
 
     def view_page(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PooledLayer`. `b` is a copy."""

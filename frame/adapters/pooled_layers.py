@@ -116,6 +116,10 @@ class PooledLayer:
             *self.view_page(pages), tuple(span.size for span in self.outputs), counts, scales, has_scale, self.num_experts
         )
 
+    def list_pages(self) -> list[LayerPages]:
+        """What the products of the layer read."""
+        return [self.allocated]
+
     def write_page(self, page: torch.Tensor, place: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Write the delta a [ranks, inputs], b [outputs, ranks] of the name at `place` to a
         page."""

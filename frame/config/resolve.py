@@ -211,7 +211,8 @@ class _Solver:
             sentence = f"parallel.dp_attention is true, but model.task is {task}."
             self.conflicts.append(ResolveError(sentence, change="parallel.dp_attention: false"))
         self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization)
-        self.conflicts += [*find_host_conflicts(self.config), *find_batch_conflicts(self.config, self.model_config, task, self.tree)]
+        self.conflicts += find_host_conflicts(self.config)
+        self.conflicts += find_batch_conflicts(self.config, self.model_config, task, self.tree, on_cpu=self.device == "cpu")
         self.conflicts += find_adapter_conflicts(self.config, self.model_config)
         ranks, named = self.plan.num_ranks, self.config.parallel.launcher
         links = CollectiveRequirements(self.device, ranks, self.plan.hosts, self._compatible, self.config.execution.deterministic)
@@ -321,7 +322,7 @@ class _Solver:
         """Choose the model plugin and adapt the model configuration to it. -> how vectors are
         pooled; None for the task generate."""
         parallel, execution, architecture = self.config.parallel, self.config.execution, self.model_config.architecture
-        modes = execution.torch_compile, self.config.adapters.enabled, execution.deterministic
+        modes = execution.torch_compile, self.config.adapters.enabled, execution.deterministic, self.device
         requirements = ModelRequirements(architecture, parallel.tp, task, parallel.pp, self.plan.num_groups > 1, *modes)
 
         def exact_first(record: PluginRecord) -> tuple[bool, int, str]:

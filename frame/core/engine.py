@@ -140,7 +140,7 @@ class EngineStates(Protocol):
     def is_stopped(self) -> bool: ...
     @property
     def is_due(self) -> bool: ...
-    def check_deadline(self) -> None: ...
+    def poll(self) -> bool: ...
     def begin(self, control: Control) -> ControlReply | None: ...
     def carry_out(self) -> None: ...
     def describe(self) -> dict[str, Any]: ...
@@ -151,8 +151,8 @@ class NoStates:
 
     actions = ()
     is_stopped = is_due = False
+    poll = bool
 
-    def check_deadline(self) -> None: ...
     def begin(self, control: Control) -> None: ...
     def carry_out(self) -> None: ...
     def describe(self) -> dict[str, Any]:
@@ -231,8 +231,8 @@ class Engine:
         in_flight: InFlight | None = None
         progress = False
         while not self._stopping or in_flight is not None:
-            self.states.check_deadline()
-            self._receive(0.0 if progress or in_flight else self._receive_timeout())
+            is_waiting = self.states.poll()
+            self._receive(0.0 if progress or in_flight else self._receive_timeout(is_waiting))
             is_changing = self.states.is_due or self.runner.can_switch_backend
             launched = None if is_changing else self._launch()
             progress = is_changing or launched is not None or in_flight is not None
@@ -251,11 +251,11 @@ class Engine:
             in_flight = launched
             self._send(self.scheduler.drain_outputs())
 
-    def _receive_timeout(self) -> float | None:
+    def _receive_timeout(self, is_waiting: bool) -> float | None:
         """Seconds to wait for a message while no step is in flight and none could be launched."""
         if self.states.is_due:
             return 0.0
-        if not self.scheduler.is_idle or self.grammars or self.adapters:
+        if is_waiting or not self.scheduler.is_idle or self.grammars or self.adapters:
             return STALLED_WAIT
         if not self._is_checked and self.options.check_integrity != "off":
             return SELF_CHECK_DELAY if self._audit is None else 0.0

@@ -1,8 +1,9 @@
 """The interface of weight transfers: how tensors come from a trainer into the ranks of an engine
 (`weight_transfer/1`).
 
-A rank has one object for each trainer's channel, and calls it when no step is in flight. It must
-not know a model, a layer or a request. Imports no torch.
+A rank has one object for each trainer's channel. It calls `open` of transfers with `joins` in a
+thread, while steps run, and everything else when no step is in flight. A transfer must not know a
+model, a layer or a request. Imports no torch.
 """
 
 from __future__ import annotations
@@ -62,4 +63,5 @@ class WeightTransfer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the trainer. A second call does nothing."""
+        """Leave the trainer. A second call does nothing. May be called by another thread while
+        `open` waits for the trainer, which then should end early."""

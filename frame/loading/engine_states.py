@@ -50,10 +50,15 @@ class EngineStates:
         is_held = self._is_held or (self._weights is not None and self._weights.holds_steps)
         return bool(self._paused or self._released or self._lacks_weights or is_held)
 
-    def check_deadline(self) -> None:
-        """End an update whose trainer has gone. Raises DeviceLost if the weights are a mixture."""
-        if self._weights is not None:
-            self._weights.check_deadline()
+    def poll(self) -> bool:
+        """End an update whose trainer has gone, and reply to trainers that have been met. ->
+        whether some are still awaited. Raises DeviceLost if the weights are a mixture."""
+        if self._weights is None:
+            return False
+        self._weights.check_deadline()
+        for reply in self._weights.take_replies(self._context.beat):
+            self._context.send(reply)
+        return self._weights.awaits_trainers
 
     @property
     def is_due(self) -> bool:
@@ -87,7 +92,8 @@ class EngineStates:
         while self.is_due:
             control = self._waiting.pop(0)
             reply = getattr(self, f"_carry_out_{control.action}")(control)
-            self._context.send(reply)
+            if reply is not None:
+                self._context.send(reply)
 
     # commands -------------------------------------------------------------------------------------
 
@@ -126,7 +132,9 @@ class EngineStates:
     def _find_update_problem(self, control: Control) -> ControlReply | None:
         if self._weights is None:
             return _refuse(control, "this engine cannot update its weights")
-        if any(waiting.action in UPDATES for waiting in self._waiting):
+        # Messages of trainers wait, and are refused when they are carried out: a second trainer
+        # must not have those of the first refused.
+        if control.action == "update_weights" and any(waiting.action in UPDATES for waiting in self._waiting):
             return _refuse(control, "another update of the weights waits; try again")
         if "weights" in self._released:
             return _refuse(control, ASLEEP.format("the weights", "weights"))
@@ -200,12 +208,14 @@ class EngineStates:
         self._released = [tag for tag in self._released if tag not in tags]
         return ControlReply(id=control.id, ok=True, data={"released": self._released, "needs_weights": self._lacks_weights})
 
-    def _carry_out_update_weights(self, control: Control) -> ControlReply:
+    def _carry_out_update_weights(self, control: Control) -> ControlReply | None:
         weights = self._weights
         if weights is None:
             raise RuntimeError("an update was taken by an engine without weight commands")
         phase = control.arguments.get("phase")
         reply = weights.update(control, lambda: self._clear(control), self._context.beat)
+        if reply is None:  # it comes with `poll`
+            return None
         if reply.ok and control.action == "update_weights":
             self._is_held = phase is not None
         if reply.ok and "weights_path" in reply.data:

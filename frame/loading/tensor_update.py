@@ -25,6 +25,7 @@ from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, Tra
 from frame.interfaces.weight_transfer import WeightTransfer
 from frame.loading.loader import UpdatedModel, beat_for_each, finish_modules, forget_loaded, join_names, list_missing, record_form
 from frame.loading.update_copy import UpdateCopy
+from frame.loading.weight_commands import JOINING
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,36 @@ def make_header(spec: TensorSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=dtype, device="meta") if spec.shape else torch.ones((), dtype=dtype)
 
 
+class Rendezvous:
+    """`transfer.open` in a thread of its own, beside the steps of the engine. error: why it failed.
+    activate: makes the device the thread's own."""
+
+    def __init__(self, transfer: WeightTransfer, info: Mapping[str, Any], activate: Callable[[], object]) -> None:
+        self.transfer, self._info, self._activate = transfer, info, activate
+        self.error: Exception | None = None
+        self._is_left = False
+        self._thread = threading.Thread(target=self._open, name="weight-rendezvous", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Leave the trainer, now or when the thread ends."""
+        self._is_left = True
+        self.transfer.close()
+
+    def _open(self) -> None:
+        try:
+            self._activate()
+            self.transfer.open(self._info)
+        except Exception as error:  # noqa: BLE001 - raised where the rendezvous is awaited
+            self.error = error
+        if self._is_left:
+            self.transfer.close()
+
+
 class TensorUpdates:
     """The connections to trainers, and the update in progress. connect: makes a transfer, by name
     of the plugin. copy: keeps the tensors for a restart; of rank 0 alone."""
@@ -142,15 +173,17 @@ class TensorUpdates:
         self._copy = copy
         self._models: list[LoadedModel] | None = None
         self._channels: dict[str, WeightTransfer] = {}
+        self._rendezvous: dict[str, Rendezvous] = {}  # by channel
         self._tensors: list[tuple[str, torch.Tensor]] = []  # the part that was received
 
     def run(self, order: TransferOrder, beat: Callable[[], object]) -> str:
         """Carry out an order. -> why it failed, one sentence; empty if it was carried out.
 
-        open, close: a channel. begin: an update. check: the part of the order. receive: the
-        tensors of the part, into memory of their own; drop: free them. load: write them.
-        check_names: whether the update could be committed. commit, cancel: end it; a cancel writes
-        nothing.
+        open, close: a channel. join: begin the rendezvous with a channel's trainer, which goes on
+        while steps run; await_join: end it, or say `JOINING`. begin: an update. check: the part of
+        the order. receive: the tensors of the part, into memory of their own; drop: free them.
+        load: write them. check_names: whether the update could be committed. commit, cancel: end
+        it; a cancel writes nothing.
         """
         try:
             action: Any = getattr(self, f"_{order.action}")
@@ -164,9 +197,8 @@ class TensorUpdates:
 
     def close(self) -> None:
         """Leave all trainers."""
-        for transfer in self._channels.values():
-            transfer.close()
-        self._channels.clear()
+        for channel in {*self._channels, *self._rendezvous}:
+            self._leave(channel)
 
     # orders ---------------------------------------------------------------------------------------
 
@@ -176,10 +208,30 @@ class TensorUpdates:
         self._await(lambda: transfer.open(order.info), beat)
         self._channels[order.channel] = transfer
 
+    def _join(self, order: TransferOrder, beat: Callable[[], object]) -> None:
+        self._close(order, beat)
+        transfer = self._connect[order.channel.partition("/")[0]]()
+        self._rendezvous[order.channel] = Rendezvous(transfer, order.info, self._platform.activate)
+
+    def _await_join(self, order: TransferOrder, beat: Callable[[], object]) -> None:
+        rendezvous = self._rendezvous.get(order.channel)
+        if rendezvous is None:
+            raise TransferError("no rendezvous was begun")
+        if rendezvous.is_running:
+            raise TransferError(JOINING)
+        del self._rendezvous[order.channel]
+        if rendezvous.error is not None:
+            raise rendezvous.error
+        self._channels[order.channel] = rendezvous.transfer
+
     def _close(self, order: TransferOrder, beat: Callable[[], object]) -> None:
-        transfer = self._channels.pop(order.channel, None)
-        if transfer is not None:
+        self._leave(order.channel)
+
+    def _leave(self, channel: str) -> None:
+        if (transfer := self._channels.pop(channel, None)) is not None:
             transfer.close()
+        if (rendezvous := self._rendezvous.pop(channel, None)) is not None:
+            rendezvous.close()
 
     def _begin(self, order: TransferOrder, beat: Callable[[], object]) -> None:
         if self._models is None:

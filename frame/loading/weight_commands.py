@@ -25,6 +25,9 @@ from frame.interfaces.weight_transfer import WeightTransferCapabilities
 
 log = logging.getLogger(__name__)
 
+LOOK = 0.1  # seconds between two looks at a rendezvous
+JOINING = "the rendezvous with the trainer goes on"  # what a rank says of one that has not ended
+
 Beat = Callable[[], object]
 Clear = Callable[[], int]
 
@@ -88,6 +91,14 @@ class WeightCommands:
         self._awaits = self._settings.awaits
         self._update: Update | None = None
         self._channels: set[str] = set()
+        self._joining: dict[str, str] = {}  # channels whose trainer is awaited: the id of the command
+        self._next_look = 0.0  # of `time.monotonic`
+        self._replies: list[ControlReply] = []
+
+    @property
+    def awaits_trainers(self) -> bool:
+        """Whether `take_replies` has replies to come."""
+        return bool(self._joining or self._replies)
 
     @property
     def holds_steps(self) -> bool:
@@ -100,10 +111,27 @@ class WeightCommands:
         if update is not None and time.monotonic() > update.deadline:
             self._end(f"no message of the trainer came for {self._settings.timeout:g} s", int)
 
-    def update(self, control: Control, clear: Clear, beat: Beat) -> ControlReply:
+    def take_replies(self, beat: Beat) -> list[ControlReply]:
+        """The replies to commands whose trainer all ranks have met, or have not met in time. Steps
+        may be in flight."""
+        if self._joining and time.monotonic() >= self._next_look:
+            for channel, command in list(self._joining.items()):
+                error = self._order("await_join", beat, channel=channel)
+                if error and JOINING not in error:
+                    self._close(channel, beat, error)  # some ranks may have joined
+                elif not error:
+                    del self._joining[channel]
+                    self._channels.add(channel)
+                    self._replies.append(ControlReply(id=command, ok=True))
+            self._next_look = time.monotonic() + LOOK
+        replies, self._replies = self._replies, []
+        return replies
+
+    def update(self, control: Control, clear: Clear, beat: Beat) -> ControlReply | None:
         """Carry out a command, when no step is in flight. clear: takes all requests off the device
-        and empties the prefix cache -> the number of requests that are computed anew. Raises
-        DeviceLost if the weights are a mixture."""
+        and empties the prefix cache -> the number of requests that are computed anew. -> the
+        reply; None: it comes with `take_replies`. Raises DeviceLost if the weights are a
+        mixture."""
         self.check_deadline()
         try:
             if self._settings.obstacle:
@@ -111,7 +139,11 @@ class WeightCommands:
             if control.action == "update_weights":
                 data = self._load_folder(control, clear, beat)
             else:
-                data = self._transfer(msgspec.convert(control.arguments, TransferCommand), clear, beat)
+                command = msgspec.convert(control.arguments, TransferCommand)
+                data = self._transfer(command, clear, beat)
+                if command.step == "open" and self._settings.transfers[command.kind].joins:
+                    self._joining[f"{command.kind}/{command.name}"] = control.id
+                    return None
         except Refusal as refusal:
             return ControlReply(id=control.id, ok=False, error=str(refusal), code=refusal.code)
         except msgspec.ValidationError as error:
@@ -153,9 +185,9 @@ class WeightCommands:
             self._require_kind(command.kind)
         channel = f"{command.kind}/{command.name}"
         if command.step == "open":
-            return self._open(channel, command.info, beat)
+            return self._open(channel, command, beat)
         if command.step == "close":
-            if channel not in self._channels:
+            if channel not in self._channels and channel not in self._joining:
                 raise Refusal(f"there is no group {command.name[:200]!r}", "invalid")
             self._close(channel, beat)
             return {}
@@ -176,17 +208,24 @@ class WeightCommands:
             served = ", ".join(self._settings.transfers)
             raise Refusal(f"this server takes tensors by {served}, not by {kind}; start it with --weight-transfer {kind}")
 
-    def _open(self, channel: str, info: dict[str, Any], beat: Beat) -> dict[str, Any]:
+    def _open(self, channel: str, command: TransferCommand, beat: Beat) -> dict[str, Any]:
+        """Open a channel; where trainers are met, begin to wait for this one."""
         if self._update is not None:
             raise Refusal("another trainer's update of the weights is in progress; wait for its end")
-        if error := self._order("open", beat, channel=channel, info=info):
-            self._close(channel, beat)  # some ranks may have joined
+        joins = self._settings.transfers[command.kind].joins
+        if channel in self._joining:
+            self._close(channel, beat, "another request forms this group anew")
+        if error := self._order("join" if joins else "open", beat, channel=channel, info=command.info):
+            self._close(channel, beat)
             raise Refusal(error, "invalid")
-        self._channels.add(channel)
+        (self._channels.discard if joins else self._channels.add)(channel)
         return {}
 
-    def _close(self, channel: str, beat: Beat) -> None:
+    def _close(self, channel: str, beat: Beat, why: str = "the group was closed before it was formed") -> None:
+        """Leave a channel. why: for the command that waits for its trainer."""
         self._channels.discard(channel)
+        if (command := self._joining.pop(channel, None)) is not None:
+            self._replies.append(ControlReply(id=command, ok=False, error=why, code="invalid"))
         self._order("close", beat, channel=channel)
 
     def _begin(self, beat: Beat, *, is_explicit: bool) -> Update:

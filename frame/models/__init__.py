@@ -5,8 +5,25 @@ Each record names its target as "module:Class"; the registry imports it when it 
 
 from __future__ import annotations
 
-from frame.core.interfaces.model import ModelCapabilities, Task
+from dataclasses import dataclass
+
+from frame.core.interfaces.model import ModelCapabilities, ModelRequirements, Task
+from frame.core.interfaces.plugin import Reason
 from frame.registration import KindRegistry, hookimpl
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderCapabilities(ModelCapabilities):
+    """invariant_on: the devices on which the model is `batch_invariant`; empty: on all."""
+
+    invariant_on: tuple[str, ...] = ()
+
+    def unsupported(self, requirements: ModelRequirements) -> list[Reason]:
+        reasons = ModelCapabilities.unsupported(self, requirements)
+        if requirements.deterministic and self.invariant_on and requirements.device not in self.invariant_on:
+            sentence = f"its results do not depend on the other rows of a batch on {', '.join(self.invariant_on)} alone"
+            reasons.append(Reason(sentence, "execution.deterministic: false"))
+        return reasons
 
 
 def _forms(family: str) -> tuple[str, ...]:
@@ -93,7 +110,11 @@ _WINDOWED = (
     "cohere", "gemma3", "gemma4", "gpt_oss", "internvl", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_moe",
 )  # fmt: skip
-_BATCH_INVARIANT = ("deepseek_v2", "deepseek_v3", "llama", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
+_INVARIANT = ("deepseek_v2", "deepseek_v3", "llama", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
+_INVARIANT_ON_CPU = (
+    "cohere", "falcon_h1", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "kimi_linear", "llama4", "minimax_m2", "nemotron_h", "qwen2_moe",
+    "qwen3_next",
+)  # fmt: skip
 _DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "nemotron_h", "qwen3_next")
 _IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"
 _MODALITIES = {
@@ -123,7 +144,7 @@ _ENCODERS = (
 def register_models(registry: KindRegistry) -> None:
     """Add the in-tree models."""
     for name, target, architectures, summary in _DECODERS:
-        capabilities = ModelCapabilities(
+        capabilities = DecoderCapabilities(
             architectures,
             tasks=_TASKS,
             pipeline_parallel=name != "gemma4",  # whose later layers read keys of earlier ones
@@ -136,12 +157,13 @@ def register_models(registry: KindRegistry) -> None:
             sparse=name == "deepseek_v32",
             modalities=_MODALITIES.get(name, ()),
             media_spans=name == "gemma3",
-            batch_invariant=name in _BATCH_INVARIANT,
+            batch_invariant=name in (*_INVARIANT, *_INVARIANT_ON_CPU),
+            invariant_on=("cpu",) if name in _INVARIANT_ON_CPU else (),
         )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
     for name, target, architectures, summary in _ENCODERS:
-        capabilities = ModelCapabilities(architectures, tasks=("embed", "classify"), encoder=True)
-        registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)
+        encoder = ModelCapabilities(architectures, tasks=("embed", "classify"), encoder=True)
+        registry.add(name, f"frame.models.{target}", capabilities=encoder, summary=summary, rank=10)
     registry.add(
         "whisper",
         "frame.models.whisper:WhisperForConditionalGeneration",

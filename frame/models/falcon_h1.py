@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from frame.core.errors import ConfigurationError
@@ -119,7 +118,7 @@ class ScaledMLP(GatedMLP):
         gate, up = gate_up.chunk(2, -1)
         gate *= self.multipliers[0]
         is_fused = self.kernel is not None and not torch.compiler.is_compiling()
-        inner = self.kernel(gate_up) if self.kernel is not None and is_fused else F.silu(gate).mul_(up)
+        inner = self.kernel(gate_up) if self.kernel is not None and is_fused else self.silu(gate).mul_(up)
         return self.down_proj(inner) * self.multipliers[1]
 
 

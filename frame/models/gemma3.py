@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from frame.core.errors import ConfigurationError
+from frame.kernels.linear.invariant import map_elements
 from frame.models.encoders import ReadsMedia
 from frame.models.layers.attention import AttentionOptions, find_layer_window
 from frame.models.layers.decoder import NormedOutputLayer
@@ -82,7 +83,9 @@ class Gemma3ForCausalLM(ReadsMedia):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = super().compute_logits(hidden)
         cap = self.model_config.config.get("final_logit_softcapping", 30.0 if self.is_gemma2 else None)
-        return torch.tanh(logits / cap) * cap if cap else logits
+        if not cap:
+            return logits
+        return (map_elements(torch.tanh, logits / cap) if self.context.deterministic else torch.tanh(logits / cap)) * cap
 
     def _window(self, layer: int) -> int | None:
         pattern = 2 if self.is_gemma2 else self.model_config.config.get("sliding_window_pattern", 6)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from frame.core.errors import ConfigurationError
@@ -16,7 +15,7 @@ from frame.models.gemma3 import Gemma3ForCausalLM
 from frame.models.layers.attention import Attention, AttentionOptions, SharedKVAttention
 from frame.models.layers.embedding import VocabEmbedding
 from frame.models.layers.linear import ReplicatedLinear
-from frame.models.layers.mlp import GatedMLP, read_activation
+from frame.models.layers.mlp import GatedMLP, choose_gelu, read_activation
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import ShardedParameter
@@ -162,6 +161,7 @@ class Gemma4Layer(nn.Module):
         super().__init__()
         context, hidden, config = model.context, model.model_config.hidden_size, model.model_config.config
         self.index = index
+        self.gelu = choose_gelu(context)
         self.input_norm = model.build_norm(f"{prefix}.input_layernorm")
         self.attention = model.build_attention(index, f"{prefix}.self_attn")
         self.attention_norm = model.build_norm(f"{prefix}.post_attention_layernorm")
@@ -209,7 +209,7 @@ class Gemma4Layer(nn.Module):
             x = self.experts(x, stream)
         stream = stream + self.mlp_norm(x)
         if layer_input is not None:
-            inner = F.gelu(self.input_gate(stream), approximate="tanh") * layer_input
+            inner = self.gelu(self.input_gate(stream)) * layer_input
             stream = stream + self.projection_norm(self.input_projection(inner))
         return stream * self.factor
 
@@ -233,7 +233,7 @@ class Gemma4Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         """x: the feed-forward part's result; both [tokens, hidden]."""
-        logits = F.linear(self.router_norm(stream) * self.scale, self.moe.router.weight)
+        logits = self.moe.router.multiply(self.router_norm(stream) * self.scale)
         return self.mlp_norm(x) + self.expert_norm(self.moe(self.input_norm(stream), logits))
 
 

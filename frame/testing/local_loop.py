@@ -70,12 +70,18 @@ class LocalLoop:
         return np.stack([vectors[rid] for rid in rids])
 
     def add_request(
-        self, prompt: Sequence[int], params: SamplingParams, media: Sequence[MediaItem] = (), second_text_start: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        media: Sequence[MediaItem] = (),
+        second_text_start: int = 0,
+        adapter: str = "",
     ) -> str:
-        """Queue a request. -> its rid. Raises RuntimeError when it is refused."""
+        """Queue a request. adapter: digest of one that is loaded. -> its rid. Raises RuntimeError
+        when it is refused."""
         self._number += 1
         rid, tokens = f"r{self._number}", list(prompt)
-        message = Generate(rid=rid, token_ids=tokens, params=params, media=list(media), second_text_start=second_text_start)
+        message = Generate(rid, tokens, params, media=list(media), second_text_start=second_text_start, adapter=adapter)
         refusal = self.scheduler.add_request(message)
         if refusal is not None:
             raise RuntimeError(f"request {rid} is refused: {refusal.error}")

@@ -99,7 +99,7 @@ class PoisonedRunner(WrappedRunner):
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         entering = [int(setup.token_ids[0]) for setup in batch.setups]
         if self._kills in entering:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGABRT)  # as a library does whose check fails
         while self._hangs in entering:
             time.sleep(1.0)
         return self._runner.launch(batch)

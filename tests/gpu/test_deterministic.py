@@ -56,7 +56,7 @@ def test_bits_do_not_depend_on_the_batch(path_of, name, dtype):
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
 def test_quantized_weights(path_of, quantization):
     model = {"quantization": quantization}
-    check_engine(path_of("heads"), "cuda", "bfloat16", others=60, ngram=False, plain={"execution": PLAIN}, execution=GRAPHS, model=model)
+    check_engine(path_of("heads"), "cuda", "bfloat16", others=60, drafters={}, plain={"execution": PLAIN}, execution=GRAPHS, model=model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -65,7 +65,7 @@ def test_products_are_proven_in_less_than_a_second(dtype):
     weights[0][:16] @ weights[0][:1].t()  # loads the library
     torch.cuda.synchronize()
     began = time.perf_counter()
-    products = [InvariantMatmul(weight, {}) for weight in weights]
+    products = [InvariantMatmul(weight) for weight in weights]
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     print(f"{dtype}, {seconds:.2f} s:", {shape: product._rows.max_rows for shape, product in zip(LLAMA_8B, products, strict=True)})

@@ -61,9 +61,12 @@ class GatedStep:
 class Weights:
     """Commands for weights that load at once."""
 
-    holds_steps = False
+    holds_steps = awaits_trainers = False
 
     def check_deadline(self) -> None: ...
+
+    def take_replies(self, beat: Callable[[], object]) -> list[ControlReply]:
+        return []
 
     def update(self, control: Control, clear: Callable[[], int], beat: Callable[[], object]) -> ControlReply:
         version = str(control.arguments["version"])
@@ -142,6 +145,18 @@ def test_a_pause_is_acknowledged_when_no_step_runs(states: States) -> None:
     assert states.command("resume").ok
     assert len(states.finish("a")["a"][0]) == 40
     assert states.command("server_info").data["preempted"] == 0
+
+
+def test_messages_of_trainers_do_not_refuse_each_other(states: States) -> None:
+    """They are carried out one after another; a folder beside them is refused."""
+    states.start(generate("a", params=LONG))
+    names = [states.send("transfer_weights", version=f"v{number}") for number in range(3)]
+    folder = states.send("update_weights", version="folder")
+    gate_of(states).gate.set()
+    refused = states.reply_to(folder)
+    assert (refused.ok, refused.code) == (False, "conflict") and "another update of the weights waits" in (refused.error or "")
+    assert [states.reply_to(name).data["weight_version"] for name in names] == ["v0", "v1", "v2"]
+    assert len(states.finish("a")["a"][0]) == 40
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep", "retract"])

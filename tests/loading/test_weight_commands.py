@@ -12,7 +12,8 @@ import pytest
 from frame.core.interfaces.runner import DeviceLost, TransferOrder, WeightOrder
 from frame.core.messages import Control, ControlReply
 from frame.interfaces.weight_transfer import WeightTransferCapabilities
-from frame.loading.weight_commands import CommandSettings, WeightCommands
+from frame.loading import weight_commands
+from frame.loading.weight_commands import JOINING, CommandSettings, WeightCommands
 from frame.testing.fake_runner import FakeRunner
 
 CONTROL = Control(id="1", action="update_weights", arguments={"path": "/new", "version": "v1"})
@@ -53,10 +54,19 @@ class Rig:
         return 3
 
     def update(self) -> ControlReply:
-        return self.commands.update(CONTROL, self.clear, int)
+        reply = self.commands.update(CONTROL, self.clear, int)
+        assert reply is not None
+        return reply
 
     def step(self, step: str, **arguments: Any) -> ControlReply:
-        return self.commands.update(Control("2", "transfer_weights", {"step": step, **arguments}), self.clear, int)
+        """The reply, at once or after a rendezvous that ends at once."""
+        reply = self.begin(step, **arguments)
+        if reply is None:
+            (reply,) = self.commands.take_replies(int)
+        return reply
+
+    def begin(self, step: str, number: str = "2", **arguments: Any) -> ControlReply | None:
+        return self.commands.update(Control(number, "transfer_weights", {"step": step, **arguments}), self.clear, int)
 
     def part(self, *names: str, kind: str = "ipc", **arguments: Any) -> ControlReply:
         tensors = [{**SPEC, "name": name} for name in names or ("a",)]
@@ -142,11 +152,36 @@ def test_what_a_group_sends_is_received_even_if_it_is_refused() -> None:
     rig.refuse(rig.part(kind="group", name="g"), "invalid", "there is no group")
 
 
-def test_a_group_that_was_not_formed_is_left_by_all_ranks() -> None:
-    rig = Rig(open="the port is closed")
+@pytest.mark.parametrize(("action", "calls"), [("join", ["join", "close"]), ("await_join", ["join", "await_join", "close"])])
+def test_a_group_that_was_not_formed_is_left_by_all_ranks(action: str, calls: list[str]) -> None:
+    rig = Rig(**{action: "the port is closed"})
     rig.refuse(rig.step("open", kind="group", name="g"), "invalid", "the port is closed")
-    assert rig.calls == ["open", "close"]
+    assert rig.calls == calls
     rig.refuse(rig.step("close", kind="group", name="g"), "invalid", "there is no group 'g'")
+
+
+def test_a_rendezvous_goes_on_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other updates go on meanwhile. A second request, and a close, end the first."""
+    monkeypatch.setattr(weight_commands, "LOOK", 0.0)
+    rig = Rig(await_join=f"rank 1: {JOINING}")
+    group = {"kind": "group", "name": "g"}
+    assert not rig.commands.awaits_trainers and rig.begin("open", "first", **group) is None
+    assert rig.commands.awaits_trainers and rig.commands.take_replies(int) == []
+    assert rig.part(commit=True).ok and not rig.commands.holds_steps
+    rig.refuse(rig.part(**group), "invalid", "there is no group 'g'")
+    assert rig.begin("open", "second", **group) is None
+    (reply,) = rig.commands.take_replies(int)
+    assert reply.id == "first"
+    rig.refuse(reply, "invalid", "another request forms this group anew")
+    assert rig.step("close", **group).ok
+    (reply,) = rig.commands.take_replies(int)
+    assert reply.id == "second"
+    rig.refuse(reply, "invalid", "closed before it was formed")
+    assert rig.begin("open", "third", **group) is None
+    rig.runner.errors = {}
+    (reply,) = rig.commands.take_replies(int)
+    assert (reply.id, reply.ok, rig.commands.awaits_trainers) == ("third", True, False)
+    assert rig.part(commit=True, **group).ok
 
 
 def test_malformed_parts() -> None:

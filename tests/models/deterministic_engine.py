@@ -6,14 +6,24 @@ Used by the tests on the CPU and on GPUs.
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from frame.adapters.builder import build_commands, plan_sizes
+from frame.adapters.places import AdapterPlaces, AdapterVersions
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import Control
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
@@ -23,7 +33,10 @@ NUMBERS = random.Random(3)
 PROMPT = [NUMBERS.randrange(6, 250) for _ in range(137)]
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=11, max_tokens=20, ignore_eos=True, logprobs=2)
 # few tokens again and again, which the drafter ngram proposes
-REPEATED = SamplingParams(temperature=0.7, seed=5, max_tokens=20, ignore_eos=True, logprobs=2, logit_bias={7: 60.0, 8: 59.5})
+REPEATED = SamplingParams(temperature=2.0, seed=5, max_tokens=40, ignore_eos=True, logprobs=2, logit_bias={7: 60.0, 8: 60.0, 9: 58.0})
+
+# of the drafter mtp, whose layer is trained on text
+LIKELY = SamplingParams(temperature=0.2, seed=5, max_tokens=40, ignore_eos=True, logprobs=2)
 
 
 @dataclass
@@ -35,18 +48,74 @@ class Scores:
     prompt: list[float | None] = field(default_factory=list)
 
 
-def make_engine(path: Path | str, device: str, dtype: str, **sections: dict[str, Any]) -> LocalLoop:
+def make_engine(
+    path: Path | str, device: str, dtype: str, adapters: Mapping[str, Path] | None = None, **sections: dict[str, Any]
+) -> LocalLoop:
+    """adapters: folders by digest; `PROMPT` has the first one."""
     config: dict[str, Any] = {
         "model": {"path": str(path), "dtype": dtype, "skip_tokenizer_init": True, "max_context": 512},
         "cache": {"max_total_tokens": 32_768},
         "scheduler": {"max_running_requests": 256, "chunked_prefill_size": 512},
         "execution": {"device": device, "deterministic": True},
     }
+    if adapters is not None:
+        config["adapters"] = {"enabled": True, "max_rank": 32, "max_active": 4}
     for name, values in sections.items():
         config[name] = config.get(name, {}) | values
     prepared = prepare(FrameConfig.model_validate(config))
     runner = build_rank(prepared.resolved, prepared.registry)
-    return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
+    if adapters is None:
+        return LocalLoop(build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools), runner)
+    settings = prepared.resolved.user.adapters
+    sizes = plan_sizes(settings.max_active, settings.max_rank, settings.pages)
+    versions = AdapterVersions()
+    places = AdapterPlaces(versions, sizes.places, sizes.pages)
+    scheduler = build_scheduler(prepared.resolved, prepared.registry, runner.capacity.pools, make_adapters=lambda: places)
+    commands = build_commands(runner, runner, versions, [places])
+    assert commands is not None
+    for digest, folder in ((key, value) for key, value in adapters.items() if key):
+        assert commands.begin(Control(digest, "load_adapter", arguments={"digest": digest, "folder": str(folder)})) is None
+        while not (replies := commands.take_replies()):
+            time.sleep(0.01)
+        assert replies[0].ok, replies[0].error
+    return AdaptedLoop(scheduler, runner, list(adapters))
+
+
+class AdaptedLoop(LocalLoop):
+    """Gives requests adapters by the length of their prompts: none, or one of `digests`."""
+
+    def __init__(self, scheduler: Any, runner: Any, digests: Sequence[str]) -> None:
+        super().__init__(scheduler, runner)
+        self.digests = digests
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams, *others: Any) -> str:
+        place = len(prompt) % (len(self.digests) + 1)
+        adapter = self.digests[0] if tuple(prompt[: len(PROMPT)]) == tuple(PROMPT) else ("", *self.digests)[place]
+        return super().add_request(prompt, params, adapter=adapter)
+
+
+def write_adapter(model: Path | str, folder: Path, rank: int) -> Path:
+    """An adapter, as PEFT writes it, with random deltas of all linear layers of a checkpoint."""
+    folder.mkdir(parents=True)
+    random, tensors = torch.Generator().manual_seed(rank), {}
+    for name, (outputs, inputs) in _list_matrices(Path(model)):
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) * inputs**-0.5
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=random) * 0.1 * rank**-0.5
+    save_file(tensors, folder / "adapter_model.safetensors")
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _list_matrices(model: Path) -> Iterator[tuple[str, Sequence[int]]]:
+    """The names and shapes of projections of the layers that do not draft."""
+    draft = f".layers.{json.loads((model / 'config.json').read_text())['num_hidden_layers']}."
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                if key.endswith("_proj.weight") and draft not in key and len(shape := file.get_slice(key).get_shape()) == 2:
+                    yield key.removesuffix(".weight"), shape
 
 
 def score(
@@ -89,30 +158,32 @@ def check_engine(
     device: str,
     dtype: str,
     others: int = 255,
-    ngram: bool = True,
     plain: dict[str, dict[str, Any]] | None = None,
+    adapters: Mapping[str, Path] | None = None,
+    drafters: Mapping[str, SamplingParams] = MappingProxyType({"ngram": REPEATED}),
     **sections: dict[str, Any],
 ) -> Scores:
     """Raises AssertionError if the bits of the request depend on anything. Returns them. plain:
     sections of the engines with other chunks, instead of those in `sections`."""
-    loop = make_engine(path, device, dtype, **sections)
+    loop = make_engine(path, device, dtype, adapters, **sections)
     expected, repeated = score_one(loop, DRAWN), score_one(loop, REPEATED)
     assert len(expected.logprobs) == len(expected.tokens) == DRAWN.max_tokens
-    assert loop.stats["cached"] >= 96
     assert score_one(loop, DRAWN) == expected, "after a cache hit"
+    assert loop.stats["cached"] >= 96  # a recurrent state is saved where the second prompt began as the first
     for params, alone in ((DRAWN, expected), (REPEATED, repeated)):
         assert score_one(loop, params, others) == alone, f"among {others} others"
         assert score_as_prompt(loop, alone.tokens) == alone.logprobs, "as a prompt"
     for chunk in (16, 33, 64, 100):
         chunked = sections | (plain or {}) | {"scheduler": sections.get("scheduler", {}) | {"chunked_prefill_size": chunk}}
-        assert score_one(make_engine(path, device, dtype, **chunked), DRAWN) == expected, f"chunks of {chunk}"
+        assert score_one(make_engine(path, device, dtype, adapters, **chunked), DRAWN) == expected, f"chunks of {chunk}"
     scheduler = sections.get("scheduler", {}) | {"overlap": False}
-    waiting = make_engine(path, device, dtype, **sections | {"scheduler": scheduler})
+    waiting = make_engine(path, device, dtype, adapters, **sections | {"scheduler": scheduler})
     assert score_one(waiting, DRAWN, 4, preempt_every=7) == expected, "preempted"
     assert waiting.scheduler.get_load()["preempted"] > 0
-    if ngram:
-        drafting = make_engine(path, device, dtype, **sections | {"speculative": {"algorithm": "ngram", "num_steps": 4, "adaptive": False}})
-        assert score_one(drafting, REPEATED, 8) == repeated, "with drafts"
+    for drafter, params in drafters.items():
+        speculative = {"algorithm": drafter, "num_steps": 4, "adaptive": False}
+        drafting = make_engine(path, device, dtype, adapters, **sections | {"speculative": speculative})
+        assert score_one(drafting, params, 8) == score_one(loop, params), f"with drafts of {drafter}"
         load = drafting.scheduler.get_load()
-        assert 0 < load["accepted_tokens"] < load["drafted_tokens"]
+        assert 0 < load["accepted_tokens"] < load["drafted_tokens"], drafter
     return expected

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from frame.adapters.invariant_deltas import InvariantDeltas
 from tests.models.harness import Session, open_session
+from tests.models.layers.random_adapters import RandomAdapters, RandomDelta, follow_rows
 from tests.models.ranks import on_ranks
 
 ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
@@ -26,6 +28,20 @@ ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
     ("Phi3ForCausalLM", {}),
     ("DeepseekV2ForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {}),
+    ("Qwen3NextForCausalLM", {}),
+    ("Qwen3_5ForCausalLM", {}),
+    ("KimiLinearForCausalLM", {}),
+    ("NemotronHForCausalLM", {}),
+    ("FalconH1ForCausalLM", {}),
+    ("GptOssForCausalLM", {}),
+    ("Qwen2MoeForCausalLM", {}),
+    ("Glm4MoeForCausalLM", {}),
+    ("MiniMaxM2ForCausalLM", {}),
+    ("CohereForCausalLM", {}),
+    ("Gemma3ForCausalLM", {}),
+    ("Gemma2ForCausalLM", {}),
+    ("Llama4ForCausalLM", {}),
+    ("Gemma4ForCausalLM", {}),
 ]
 LENGTH, OTHERS = 75, 6
 
@@ -68,7 +84,35 @@ def test_without_the_mode_bits_depend_on_the_batch(checkpoint: Callable[..., Pat
     assert not torch.equal(torch.cat(parts), expected)
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GptOssForCausalLM", "Qwen3NextForCausalLM", "FalconH1ForCausalLM"])
+def test_bits_of_rows_with_adapters(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    """A row with an adapter and one without, alone and among rows with and without, on one rank and
+    on two."""
+    monkeypatch.setattr(RandomDelta, "operations", InvariantDeltas())
+    tokens, places = draw(LENGTH, 1), {slot: slot % 3 - 1 for slot in range(6)}
+
+    def open_adapted(group: Any) -> Session:
+        adapters = RandomAdapters()
+        session = open_session(checkpoint(architecture), group, attention="torch_native", deterministic=True, adapters=adapters)
+        return follow_rows(session, adapters, places)  # type: ignore[no-any-return]
+
+    def act(group: Any = None) -> bool:
+        alone = [open_adapted(group).step([(slot, tokens)])[0] for slot in range(3)]
+        session = open_adapted(group)
+        steps = [session.step([(slot, tokens[at : at + 11]) for slot in range(6)]) for at in range(0, LENGTH, 11)]
+        return all(torch.equal(torch.cat([step[slot] for step in steps]), alone[slot % 3]) for slot in range(6))
+
+    assert act()
+    assert on_ranks(2, act) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"),
+        *("Qwen3NextForCausalLM", "NemotronHForCausalLM", "GptOssForCausalLM"),
+    ],
+)
 def test_two_ranks(checkpoint: Callable[..., Path], architecture: str) -> None:
     tokens = draw(LENGTH, 1)
 

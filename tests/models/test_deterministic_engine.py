@@ -14,15 +14,15 @@ from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.configuration.prepare import prepare
-from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one
+from tests.models.deterministic_engine import DRAWN, LIKELY, REPEATED, check_engine, make_engine, score_one, write_adapter
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [48, pytest.param(255, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_embedded_model(dtype: str, others: int) -> None:
-    """Latents and experts."""
-    expected = check_engine(find_model(EMBEDDED), "cpu", dtype, others)
+    """Latents, experts and drafts of both kinds."""
+    expected = check_engine(find_model(EMBEDDED), "cpu", dtype, others, drafters={"ngram": REPEATED, "mtp": LIKELY})
     assert score_one(make_engine(find_model(EMBEDDED), "cpu", dtype), DRAWN, 3) == expected  # a fresh start
 
 
@@ -32,12 +32,29 @@ def test_embedded_model(dtype: str, others: int) -> None:
     [
         ("LlamaForCausalLM", {}),
         ("Qwen3MoeForCausalLM", {}),
+        ("Qwen3NextForCausalLM", {}),
+        ("NemotronHForCausalLM", {}),
+        ("GptOssForCausalLM", {}),
+        ("Gemma3ForCausalLM", {}),
         ("LlamaForCausalLM", {"model": {"quantization": "fp8"}}),
         ("LlamaForCausalLM", {"cache": {"kv_dtype": "int8"}}),
     ],
 )
 def test_other_models(checkpoint: Callable[..., Path], architecture: str, sections: dict[str, Any]) -> None:
     check_engine(checkpoint(architecture), "cpu", "bfloat16", 40, **sections)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [EMBEDDED, "LlamaForCausalLM"])
+def test_adapters(checkpoint: Callable[..., Path], tmp_path: Path, architecture: str, dtype: str) -> None:
+    """A request with an adapter, among others with the same, with another or with none, and one
+    without an adapter among all of these."""
+    path = find_model(EMBEDDED) if architecture == EMBEDDED else checkpoint(architecture)
+    adapters = {f"rank{rank}": write_adapter(path, tmp_path / f"rank{rank}", rank) for rank in (20, 5)}
+    plain = score_one(make_engine(path, "cpu", dtype), DRAWN)
+    assert check_engine(path, "cpu", dtype, 40, adapters=adapters).logprobs != plain.logprobs
+    assert score_one(make_engine(path, "cpu", dtype, {"": Path(), **adapters}), DRAWN, 40) == plain
 
 
 def explain(path: Path | str, **sections: dict[str, Any]) -> str:
@@ -64,8 +81,8 @@ def test_every_part_without_the_capability_is_named() -> None:
 
 
 def test_models_without_the_capability_are_refused(checkpoint: Callable[..., Path]) -> None:
-    text = explain(checkpoint("Qwen3NextForCausalLM"))
-    assert "qwen3_next" in text
+    text = explain(checkpoint("DeepseekV32ForCausalLM"))
+    assert "deepseek_v32" in text
     assert "its results depend on the other rows of a batch" in text
 
 

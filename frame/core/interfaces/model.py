@@ -197,6 +197,7 @@ class ModelRequirements:
     torch_compile: bool = False
     adapters: bool = False
     deterministic: bool = False  # execution.deterministic: only what is `batch_invariant` fits
+    device: str = "cpu"
 
 
 def find_dense_layers(config: Mapping[str, Any], num_layers: int, first_dense: int = 0) -> frozenset[int]:

@@ -65,9 +65,9 @@ class TransferOrder(msgspec.Struct, frozen=True, tag=True):
     """Order to every rank: one stage of an update by the tensors of a trainer.
     `frame.loading.tensor_update` documents the actions."""
 
-    action: Literal["open", "close", "begin", "check", "receive", "drop", "load", "check_names", "commit", "cancel"]
+    action: Literal["open", "join", "await_join", "close", "begin", "check", "receive", "drop", "load", "check_names", "commit", "cancel"]
     channel: str = ""  # "KIND/NAME": the plugin, and the trainer's name of the connection
-    info: dict[str, Any] = {}  # of `open`
+    info: dict[str, Any] = {}  # of `open` and `join`
     part: TransferPart | None = None  # of `check` and `receive`
     is_last: bool = False  # of `check`: no part follows, so that names that are missing are an error
     is_partial: bool = False  # of `check` and `check_names`: tensors may be missing

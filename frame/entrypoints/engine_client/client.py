@@ -378,13 +378,20 @@ class EngineClient:
         self._end_here(list(self._sequences.values()), Finish("error", None, error))
         self.commands.fail_pending(error)
 
-    def begin_recovery(self, reason: str, inflight: Mapping[int, int] | None = None, inflight_text: frozenset[int] = frozenset()) -> None:
+    def begin_recovery(
+        self,
+        reason: str,
+        inflight: Mapping[int, int] | None = None,
+        inflight_text: frozenset[int] = frozenset(),
+        *,
+        is_killed: bool = False,
+    ) -> None:
         """The engine or the detokenizer has crashed and will be restarted: hold all requests until
         `resume_requests`.
 
         `inflight`: prefilled tokens by request hash of the sequences on the device, if the engine
         crashed; None if the detokenizer did. `inflight_text`: request hashes of the sequence whose
-        text was in progress in the detokenizer.
+        text was in progress in the detokenizer. is_killed: SIGKILL ended the engine.
         """
         sequences = sorted(self._sequences.values(), key=lambda s: (s.request.created, s.index))
         is_engine = inflight is not None
@@ -395,7 +402,7 @@ class EngineClient:
         elif inflight is None:
             cause = self._recovery.record_detokenizer_crash(sequences, inflight_text)
         else:
-            cause = self._recovery.record_crash(sequences, inflight)
+            cause = self._recovery.record_crash(sequences, inflight, is_killed=is_killed)
         self._rename_sequences([sequence for sequence in sequences if not self._recovery.is_held(sequence)], is_running=not is_engine)
         self._recovery.hold_sequences(sequences, reason)
         if self._detokenizer is not None:

@@ -2,8 +2,10 @@
 
 A sequence that was on the device in two crashes, without progress in between, is refused if it was
 there alone. Otherwise it is a suspect and runs alone in the engine until it has passed the position
-of the crash. If the engine crashes again, that suspect is refused; all others continue. Used by
-`EngineClient`. Must not know a process or a transport.
+of the crash. If the engine crashes again, that suspect is refused; all others continue. A process
+that was killed from outside (SIGKILL, by an operator or the kernel for want of memory) says little
+about its requests: a suspect is refused after more of these. Used by `EngineClient`. Must not know
+a process or a transport.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from frame.text.incremental_decoder import PROMPT_TAIL
 
 PROGRESS = 4  # tokens past the position of a crash that clear a suspect: the last ones before the crash may not have arrived
 MAX_CRASHES = 2  # at one position, after which a sequence is a suspect
+MAX_KILLS = 5  # at one position, the last one alone, after which a sequence whose engine is killed is refused
 MIN_DEADLINE = 0.001  # seconds; sent for a deadline that has passed, so that the engine ends the request
 
 
@@ -105,9 +108,11 @@ class RequestRecovery:
 
     # crashes --------------------------------------------------------------------------------------
 
-    def record_crash(self, sequences: Iterable[SequenceState], on_device: Mapping[int, int]) -> SequenceState | None:
+    def record_crash(
+        self, sequences: Iterable[SequenceState], on_device: Mapping[int, int], *, is_killed: bool = False
+    ) -> SequenceState | None:
         """Count an engine crash for the sequences that were on the device and return the one that
-        caused it, if that is certain.
+        caused it, if that is certain. is_killed: SIGKILL ended the engine.
 
         `on_device` is the content of the in-flight file: prefilled tokens by request hash. Where it
         is empty, the crash counts for all admitted sequences but those whose grammar another
@@ -127,7 +132,8 @@ class RequestRecovery:
             recovery.crash_num_tokens = sequence.num_tokens
             recovery.crash_num_prefilled = max(recovery.crash_num_prefilled, num_prefilled)
         is_alone = len(on_device or involved) == 1 == len(involved)
-        return involved[0] if is_alone and involved[0].recovery.num_crashes >= MAX_CRASHES else None
+        maximum = MAX_KILLS if is_killed else MAX_CRASHES
+        return involved[0] if is_alone and involved[0].recovery.num_crashes >= maximum else None
 
     def record_detokenizer_crash(self, sequences: Iterable[SequenceState], in_progress: frozenset[int]) -> SequenceState | None:
         """Count a detokenizer crash for the sequence whose text was in progress (by request hash),

@@ -9,6 +9,7 @@ the HTTP server. Must not know a request or HTTP.
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -155,6 +156,7 @@ class Supervisor:
         """Restart a unit that crashed, hangs or exceeds a limit: end it, hold its requests,
         schedule its start."""
         is_configuration = any(child.process.poll() == EXIT_CONFIGURATION for child in unit.children)
+        is_killed = any(child.process.poll() == -signal.SIGKILL for child in unit.children)
         was_up = unit.state == "up"
         if is_configuration or not self._may_restart():
             self.exit_code = EXIT_CONFIGURATION if is_configuration else EXIT_CRASHED
@@ -174,7 +176,7 @@ class Supervisor:
             is_engine = unit is self._engine
             inflight = self._deployment.read_inflight() if counts_crash and is_engine else None
             inflight_text = self._deployment.read_inflight_text() if counts_crash and not is_engine else frozenset()
-            self._client.begin_recovery(f"{why}; it is being restarted", inflight, inflight_text)
+            self._client.begin_recovery(f"{why}; it is being restarted", inflight, inflight_text, is_killed=is_killed)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()

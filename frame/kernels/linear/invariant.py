@@ -1,7 +1,7 @@
 """Operations whose result for a row has the same bits whatever the other rows are (batch
 invariance), in PyTorch.
 
-Used by layers, GEMM kernels, MoE runners and attention backends under
+Used by layers, adapters, GEMM kernels, MoE runners and attention backends under
 `RankContext.deterministic`. BLAS libraries choose a kernel, and with it the order of a sum, by the
 number of rows: on CPUs by whether it is 1, odd or small, on GPUs by split-K. Numbers of rows that
 are multiples of `TILE` get equal bits almost everywhere, so rows are padded, and `InvariantRows`
@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -93,10 +94,12 @@ def _list_row_counts(bound: int) -> Iterator[int]:
 
 
 class InvariantMatmul:
-    """x [..., inputs] times `weight` [outputs, inputs], transposed. proofs: `max_rows` by the form
-    of a weight, which weights of one form share."""
+    """x [..., inputs] times `weight` [outputs, inputs], transposed. Weights of one form are tested
+    once in a process."""
 
-    def __init__(self, weight: torch.Tensor, proofs: dict[tuple[object, ...], int]) -> None:
+    _proofs: ClassVar[dict[tuple[object, ...], int]] = {}  # `max_rows` by the form of a weight
+
+    def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
         self.tensors = (weight,)
         form = (*weight.shape, *weight.stride(), weight.dtype, weight.device)
@@ -104,8 +107,8 @@ class InvariantMatmul:
         def multiply(x: torch.Tensor) -> torch.Tensor:
             return F.linear(x, weight)
 
-        self._rows = InvariantRows(multiply, weight[:1], proofs.get(form))
-        proofs[form] = self._rows.max_rows
+        self._rows = InvariantRows(multiply, weight[:1], self._proofs.get(form))
+        self._proofs[form] = self._rows.max_rows
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x […, inputs] -> […, outputs]."""
@@ -113,13 +116,24 @@ class InvariantMatmul:
         return out if bias is None else out + bias
 
 
-def map_elements(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """An elementwise function with exponentials. On a CPU PyTorch computes the last elements of
-    each thread's part by other instructions, so there are no such elements here."""
-    if x.device.type != "cpu" or not x.numel():
-        return function(x)
-    flat = F.pad(x.flatten(), (0, -x.numel() % _LANES))
-    return torch.cat([function(piece) for piece in flat.split(_PIECE)])[: x.numel()].view(x.shape)
+def map_elements(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """An elementwise function of tensors of one shape, with exponentials. On a CPU PyTorch computes
+    the last elements of each thread's part by other instructions, so there are no such elements
+    here."""
+    shape, count = inputs[0].shape, inputs[0].numel()
+    if inputs[0].device.type != "cpu" or not count:
+        return function(*inputs)
+    pieces = zip(*(F.pad(x.flatten(), (0, -count % _LANES)).split(_PIECE) for x in inputs), strict=True)
+    return torch.cat([function(*piece) for piece in pieces])[:count].view(shape)
+
+
+def add_halves(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum over a dimension, in an order that depends on its size alone."""
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat((total, x.narrow(dim, size - 1, 1)), dim) if size % 2 else total
+    return x.squeeze(dim)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

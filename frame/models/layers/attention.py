@@ -17,6 +17,7 @@ from torch import nn
 
 from frame import kernels
 from frame.core.interfaces.attention import AttentionSpec
+from frame.kernels.linear.invariant import map_elements
 from frame.models.layers.linear import ColumnLinear, HeadLayout, QKVLinear, RowLinear
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.parameter import ShardedParameter, ShardRule
@@ -138,7 +139,7 @@ class Attention(nn.Module):
         if self.shares_kv:
             self.step_kv = k, v
         out = self.attend(q, k, v, batch)
-        return self.o_proj(out if gate is None else apply_gate(out, gate))
+        return self.o_proj(out if gate is None else apply_gate(out, gate, invariant=self.backend.context.deterministic))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The backend's result for keys and values as they are stored, [tokens, heads *
@@ -198,13 +199,15 @@ class SharedKVAttention(nn.Module):
         return self.o_proj(source.attend(q, *source.step_kv, batch))
 
 
-def apply_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate), x [tokens, heads * head_dim] and gate [tokens, heads, head_dim]."""
+def apply_gate(x: torch.Tensor, gate: torch.Tensor, *, invariant: bool = False) -> torch.Tensor:
+    """x * sigmoid(gate), x [tokens, heads * head_dim] and gate [tokens, heads, head_dim].
+    invariant: see `map_elements`."""
     if kernels.can_use_triton(x.device) and not torch.compiler.is_compiling():
         from frame.kernels.elementwise.activation import sigmoid_mul
 
         return sigmoid_mul(x, gate)
-    return x * torch.sigmoid(gate.flatten(1))
+    gate = gate.flatten(1)
+    return x * (map_elements(torch.sigmoid, gate) if invariant else torch.sigmoid(gate))
 
 
 class QueryTemperature(nn.Module):

@@ -152,7 +152,7 @@ class Head(nn.Module):
     def _share_weight(self) -> Gemm:
         """The GEMM with the embedding's weight, by a kernel that makes no copy of it."""
         if self._context.deterministic:
-            return InvariantMatmul(self.weight, {})
+            return InvariantMatmul(self.weight)
         weight = PackedWeight(WeightScheme("plain"), self.weight.shape[1], self.weight.data)
         for choice in self._context.gemm_kernels:
             if choice.kernel.in_place and choice.multiplies("plain") and choice.kernel.find_obstacle(weight) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from frame import kernels
 from frame.core.errors import ConfigurationError
-from frame.kernels.linear.invariant import silu
+from frame.kernels.linear.invariant import map_elements, silu
 from frame.models.layers.linear import ColumnLinear, RowLinear
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ def _silu_mul(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | 
     from frame.kernels.elementwise.activation import silu_mul
 
     return silu_mul
+
+
+def choose_gelu(context: BuildContext) -> Callable[[torch.Tensor], torch.Tensor]:
+    """GELU with the tanh approximation."""
+    gelu = partial(F.gelu, approximate="tanh")
+    return partial(map_elements, gelu) if context.deterministic else gelu
 
 
 class PlainMLP(nn.Module):
@@ -92,6 +99,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(context, f"{prefix}.down_proj", inner_size, hidden_size, bias)
         self.kernel = _silu_mul(context.device)
         self.silu = silu if context.deterministic else F.silu
+        self.gelu = choose_gelu(context)
 
     def defer_sum(self) -> None:
         """Return a `RankSum` on several ranks."""
@@ -100,7 +108,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.activation == "gelu_tanh":
             gate, up = self.gate_up_proj(x).chunk(2, -1)
-            return self.down_proj(F.gelu(gate, approximate="tanh").mul_(up))
+            return self.down_proj(self.gelu(gate).mul_(up))
         inner = self.gate_up_proj.apply_gated(x)
         if inner is not None:
             return self.down_proj(inner)

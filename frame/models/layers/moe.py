@@ -19,6 +19,7 @@ from frame import kernels
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.moe import SupportsPairMatmul
 from frame.core.interfaces.platform import SupportsStreams
+from frame.kernels.linear.invariant import InvariantMatmul, map_elements
 from frame.models.layers.linear import RankSum, RowLinear, add_up, defer_sum, split_range
 from frame.models.layers.mlp import GatedMLP, require_silu
 from frame.models.layers.norm import RMSNorm
@@ -278,6 +279,13 @@ class GatedSharedExpert(nn.Module):
         if context.adapters is not None:
             self.delta = context.adapters.add_layer((gate,), Range.whole(hidden_size), (Range.whole(1),))
             self.delta.gemm = lambda x: F.linear(x, self.weight)
+        self._is_deterministic = context.deterministic
+        self._invariant: InvariantMatmul | None = None
+
+    def finish(self) -> None:
+        """Test the product of the gate."""
+        if self._is_deterministic and self._invariant is None:
+            self._invariant = InvariantMatmul(self.weight.data)
 
     @property
     def is_adapted(self) -> bool:
@@ -289,10 +297,11 @@ class GatedSharedExpert(nn.Module):
         self.expert.defer_sum()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | RankSum:
-        gate = F.linear(x, self.weight)
+        gate = F.linear(x, self.weight) if self._invariant is None else self._invariant(x)
         if self.delta is not None and self.delta.is_active:
             self.delta.expand(gate, self.delta.shrink(x))
-        gate, out = torch.sigmoid(gate), self.expert(x)
+        gate = torch.sigmoid(gate) if self._invariant is None else map_elements(torch.sigmoid, gate)
+        out = self.expert(x)
         return RankSum(gate * out.summand, out.group) if isinstance(out, RankSum) else gate * out
 
 

@@ -111,15 +111,15 @@ class Router(nn.Module):
         if self._is_deterministic:
             weight = self.weight.data.to(self._logit_dtype)
             if self._invariant is None:
-                self._invariant = InvariantMatmul(weight, {})
+                self._invariant = InvariantMatmul(weight)
             self._invariant.weight.copy_(weight)
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits`: those of `x`, if they are already computed."""
         if self.delta is not None and self.delta.is_active:
-            logits = self.delta.expand(self._multiply(x), self.delta.shrink(x), self.bias)
+            logits = self.delta.expand(self.multiply(x), self.delta.shrink(x), self.bias)
         if not self._has_kernels:
-            router_logits = self._multiply(x) if logits is None else logits
+            router_logits = self.multiply(x) if logits is None else logits
             ids, weights = self.choose_experts(router_logits.float())
         else:
             ids, weights = self._use_triton(self._logits(x) if logits is None else logits)
@@ -142,17 +142,18 @@ class Router(nn.Module):
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_deterministic:
-            return self._multiply(x)
+            return self.multiply(x)
         from frame.kernels.moe.router import FEW_TOKENS, compute_few_logits
 
         if len(x) > FEW_TOKENS:
             if self._narrow is not None and x.dtype is self._narrow.dtype:
                 return torch.mm(x, self._narrow.t(), out_dtype=torch.float32)
-            return self._multiply(x)
+            return self.multiply(x)
         logits = compute_few_logits(x, self.weight, self._logit_dtype)
         return logits if self.bias is None else logits + self.bias
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden] -> logits [tokens, experts]."""
         if self._invariant is not None:
             return self._invariant(x.to(self._logit_dtype), self.bias)
         return F.linear(x.to(self._logit_dtype), self.weight.to(self._logit_dtype), self.bias)

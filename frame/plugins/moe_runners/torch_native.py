@@ -13,14 +13,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel
 from torch import nn
 
-from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
-from frame.kernels.linear.invariant import InvariantMatmul, silu
 from frame.models.layers.packed import packed_linear, pad_row_count
 from frame.models.layers.weights.expert_activation import activate
+from frame.models.layers.weights.tiled_experts import run_tiled
 
 Weights = torch.Tensor | Sequence[torch.Tensor]  # of all experts, plain or packed
 
@@ -31,15 +29,11 @@ class TorchNative(MoERunner):
     """Uses weights `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden, inner], or
     their packed forms if present."""
 
-    def __init__(self, context: BuildContext, options: BaseModel | None = None) -> None:
-        super().__init__(context, options)
-        self._proofs: dict[tuple[object, ...], int] = {}
-
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         if not len(tokens.x):  # a rank may get no tokens of a step
             return torch.zeros_like(tokens.x)
         if self.context.deterministic:
-            return run_tiled(tokens, experts, self._proofs)
+            return run_tiled(tokens, experts)
         gate_up: torch.Tensor = experts.gate_up  # type: ignore[assignment]
         down: torch.Tensor = experts.down  # type: ignore[assignment]
         if getattr(experts, "activation", None) is not None or getattr(experts, "down_bias", None) is not None:
@@ -51,26 +45,6 @@ class TorchNative(MoERunner):
         if _can_group(gate_up, down):
             return run_grouped(tokens, gate_up, down)
         return run_each(tokens, gate_up, down)
-
-
-def run_tiled(tokens: DispatchOutput, experts: nn.Module, proofs: dict[tuple[object, ...], int]) -> torch.Tensor:
-    """One form for any number of tokens: each expert's rows in tiles, and a token's experts summed
-    in the order of its ids."""
-    count, top = tokens.ids.shape
-    ids, order = tokens.ids.flatten().sort(stable=True)
-    counts = torch.bincount(ids, minlength=len(experts.down)).tolist()  # type: ignore[arg-type]
-
-    def multiply(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        pieces = zip(x.split(counts), weights, strict=True)
-        return torch.cat([InvariantMatmul(weight, proofs)(rows) for rows, weight in pieces if len(rows)])
-
-    gate, up = multiply(tokens.x.index_select(0, order // top), experts.gate_up).chunk(2, -1)  # type: ignore[arg-type]
-    rows = multiply(silu(gate).mul_(up), experts.down)  # type: ignore[arg-type]
-    pairs = torch.empty_like(rows).index_copy_(0, order, rows).view(count, top, -1)
-    total, *others = (pairs.float() * tokens.weights.unsqueeze(-1)).unbind(1)
-    for other in others:
-        total = total + other
-    return total.to(tokens.x.dtype)
 
 
 def run_biased(tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:

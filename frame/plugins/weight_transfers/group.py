@@ -7,6 +7,9 @@ groups may be used again and nothing is left after `close`.
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -21,6 +24,7 @@ from frame.host.gloo_group import find_own_address, make_gloo_group
 from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferContext
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # by backend: the prefix that torch puts before the keys of its store
+RETRY = 0.1  # seconds between two attempts to reach the trainer
 TRAINER = 0  # its rank
 
 
@@ -58,6 +62,7 @@ class GroupTransfer(WeightTransfer):
         self._context = context
         self._timeout = timedelta(seconds=context.timeout)
         self._group: Any = None
+        self._left = threading.Event()
 
     def open(self, info: Mapping[str, Any]) -> None:
         try:
@@ -68,7 +73,9 @@ class GroupTransfer(WeightTransfer):
         if settings.backend == "nccl" and self._context.device.type != "cuda":
             raise TransferError(f"backend is nccl, but the model is on {self._context.device.type}; set backend to gloo")
         self.close()
+        left = self._left = threading.Event()
         try:
+            await_trainer(settings, self._context.timeout, left)
             self._group = self._join(settings)
         except Exception as error:
             where = f"{settings.master_address}:{settings.master_port}"
@@ -119,9 +126,25 @@ class GroupTransfer(WeightTransfer):
         return tensor
 
     def close(self) -> None:
+        self._left.set()
         group, self._group = self._group, None
         if group is not None:
             group.abort() if hasattr(group, "abort") else group.shutdown()
+
+
+def await_trainer(info: GroupInfo, timeout: float, left: threading.Event) -> None:
+    """Return when something listens at the trainer's address. Raises OSError after `timeout`
+    seconds, and TransferError when the channel is left."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((info.master_address, info.master_port), min(timeout, 5.0)).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        if left.wait(RETRY):
+            raise TransferError("it was left before")
 
 
 def make_empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:

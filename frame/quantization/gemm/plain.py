@@ -21,7 +21,6 @@ class PlainKernel(GemmKernel):
 
     def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self._proofs: dict[tuple[object, ...], int] = {}
         if context.deterministic:
             limit_workspaces()
 
@@ -30,7 +29,7 @@ class PlainKernel(GemmKernel):
 
     def prepare(self, weight: PackedWeight) -> Gemm:
         if self.context.deterministic:
-            return InvariantMatmul(weight.quantized, self._proofs)
+            return InvariantMatmul(weight.quantized)
         if can_pack(weight.quantized):
             return PackedGemm(pack_weight(weight.quantized))
         return PlainGemm(weight.quantized)

@@ -11,9 +11,8 @@ from frame.models.layers.packed import can_pack, pack_weight
 from frame.models.layers.weights.plain_gemm import PackedGemm, PlainGemm, PlainGroupedGemm
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
 
-    from frame.core.interfaces.rank_context import RankContext
+    pass
 
 
 class UnpackedKernel(GemmKernel):
@@ -22,17 +21,13 @@ class UnpackedKernel(GemmKernel):
     unpacks: ClassVar[bool] = True
     minima: ClassVar[bool] = True
 
-    def __init__(self, context: RankContext, options: BaseModel | None = None) -> None:
-        super().__init__(context, options)
-        self._proofs: dict[tuple[object, ...], int] = {}
-
     def find_obstacle(self, weight: PackedWeight) -> str | None:
         return None
 
     def prepare(self, weight: PackedWeight) -> Gemm:
         dense = weight.dequantize(self.context.dtype)
         if self.context.deterministic:
-            return InvariantMatmul(dense, self._proofs)
+            return InvariantMatmul(dense)
         return PackedGemm(pack_weight(dense)) if can_pack(dense) else PlainGemm(dense)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:

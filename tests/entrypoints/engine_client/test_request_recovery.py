@@ -13,7 +13,14 @@ import pytest
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.ipc.inflight_file import hash_request
 from frame.core.messages import Generate, TokenLogprobs
-from frame.entrypoints.engine_client.request_recovery import MIN_DEADLINE, PROGRESS, RequestRecovery, build_generate, build_start_detokenize
+from frame.entrypoints.engine_client.request_recovery import (
+    MAX_KILLS,
+    MIN_DEADLINE,
+    PROGRESS,
+    RequestRecovery,
+    build_generate,
+    build_start_detokenize,
+)
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 
 
@@ -56,10 +63,10 @@ class Rig:
         self.recovery.check_isolated()
         return bool(self.inside)
 
-    def crash(self, on_device: list[SequenceState]) -> None:
+    def crash(self, on_device: list[SequenceState], *, is_killed: bool = False) -> None:
         self.crashes += 1
         inflight = {hash_request(sequence.recovery.engine_rid): self.prefilled.get(sequence.rid, 0) for sequence in on_device}
-        found = self.recovery.record_crash(self.all, inflight)
+        found = self.recovery.record_crash(self.all, inflight, is_killed=is_killed)
         self.inside.clear()
         self.recovery.hold_sequences(self.all, "it crashed")
         if found is not None:
@@ -106,6 +113,18 @@ def test_suspects_run_alone_and_new_sequences_wait() -> None:
     assert (rig.withdrawn, list(rig.inside)) == (["a"], ["b"])
     rig.recovery.remove_sequence(rig.all[1])  # its client left
     assert list(rig.inside) == ["b", "new", "a"]
+
+
+def test_kills_from_outside_refuse_a_suspect_later() -> None:
+    """A request whose engine ends by itself is refused at once."""
+    rig = Rig("a", "b")
+    for _ in range(MAX_KILLS - 1):
+        rig.crash(list(rig.inside.values()), is_killed=True)
+        assert (rig.refused, list(rig.inside)[:1]) == ([], ["a"])
+    rig.crash(list(rig.inside.values()), is_killed=True)
+    assert (rig.refused, list(rig.inside)) == (["a"], ["b"])
+    rig.crash(list(rig.inside.values()))
+    assert rig.refused == ["a", "b"]
 
 
 def test_a_crash_with_an_empty_device_counts_for_all() -> None:

@@ -11,7 +11,7 @@ from frame.core.interfaces.collective import LocalGroup
 from frame.kernels.linear_attention import StatePages
 from frame.models.layers.linear_attention import gated_delta, kimi_delta, mamba2
 from frame.models.layers.linear_attention.convolution import RowPositions, ShortConvolution
-from frame.models.layers.linear_attention.recurrence import scan
+from frame.models.layers.linear_attention.recurrence import run_tokens, scan
 from frame.models.layers.parameter import Range
 from tests.models.layers.recurrences import draw_recurrence
 from tests.models.layers.recurrent_rows import *  # noqa: F403
@@ -26,6 +26,28 @@ def test_the_gated_delta_rule_equals_transformers() -> None:
     got, new = scan(rows._replace(q=rows.q * rows.q.shape[-1] ** -0.5), state)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(new, after, atol=1e-5, rtol=1e-4)
+
+
+def test_one_token_after_another_equals_the_scan_and_has_the_bits_of_any_chunks() -> None:
+    lens, pages = (40, 1, 23), torch.tensor([2, 0, 1])
+    inputs, _ = draw_recurrence(sum(lens))
+    heads, width = inputs.v.shape[1], (inputs.k.shape[2], inputs.v.shape[2])
+    states = torch.randn(3, heads, *width)
+    whole = states.clone()
+    got = run_tokens(inputs, whole, StatePages(pages, pages), list(lens))
+    first = 0
+    for length, page in zip(lens, pages.tolist(), strict=True):
+        row, start = inputs.map(lambda part, a=first, b=first + length: part[a:b]), states[page : page + 1]
+        want, new = scan(row.map(lambda part: part[None]), start)
+        torch.testing.assert_close(got[first : first + length], want[0], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(whole[page], new[0], atol=1e-4, rtol=1e-3)
+        state, alone = start.clone(), StatePages(torch.tensor([0]), torch.tensor([0]))
+        sizes = [min(7, length - at) for at in range(0, length, 7)]
+        pieces = [row.map(lambda part, at=7 * i, size=size: part[at : at + size]) for i, size in enumerate(sizes)]
+        parts = [run_tokens(piece, state, alone, [size]) for piece, size in zip(pieces, sizes, strict=True)]
+        assert torch.equal(torch.cat(parts), got[first : first + length])
+        assert torch.equal(state[0], whole[page])
+        first += length
 
 
 def find_rows(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.cache_groups import CacheTensor
+from frame.kernels.linear.invariant import silu
 from frame.kernels.linear_attention import CHUNK
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 
@@ -50,6 +51,8 @@ class ShortConvolution(nn.Module):
     def __init__(self, context: BuildContext, streams: Mapping[str, Range], width: int, bias: bool = False) -> None:
         super().__init__()
         self.width = width
+        self._is_deterministic = context.deterministic
+        self._silu = silu if context.deterministic else F.silu
         channels = sum(span.size for span in streams.values())
         self.cache_tensor = CacheTensor((width - 1, channels), context.dtype)
         self.weight = ShardedParameter(torch.empty(channels, 1, width, dtype=context.dtype), ShardRule(output=0))
@@ -68,9 +71,13 @@ class ShortConvolution(nn.Module):
         weight = self.weight[:, 0].unbind(1)
         out = x * weight[-1]
         for lag, places in enumerate(positions.lags, 1):
-            out = torch.addcmul(out, inputs.index_select(0, places), weight[-1 - lag])
+            earlier = inputs.index_select(0, places)
+            if self._is_deterministic:  # a fused product and sum is rounded once by some instructions, and twice by others
+                out = out + earlier * weight[-1 - lag]
+            else:
+                out = torch.addcmul(out, earlier, weight[-1 - lag])
         states.index_copy_(0, pages.targets, inputs.index_select(0, positions.kept).unflatten(0, (len(pages.targets), -1)))
-        return F.silu(out if self.bias is None else out + self.bias)
+        return self._silu(out if self.bias is None else out + self.bias)
 
 
 class StepPositions:

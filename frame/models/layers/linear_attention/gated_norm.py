@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame import kernels
+from frame.kernels.linear.invariant import map_elements
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class GatedNorm(nn.Module):
         self.group = group
         self.eps = eps
         self.gates_first = kind == "silu_first"
+        self._is_deterministic = context.deterministic
         self.sigmoid = kind == "sigmoid"
         self.weight = ShardedParameter(torch.empty(span.size, dtype=context.dtype), ShardRule(output=0))
         self.weight.bind(f"{name}.weight", span)
@@ -41,7 +43,8 @@ class GatedNorm(nn.Module):
             from frame.kernels.elementwise.gated_norm import gated_norm
 
             return gated_norm(x, gate, self.weight.data, self.eps, self.group, gates_first=self.gates_first, silu=not self.sigmoid)
-        factor = (torch.sigmoid if self.sigmoid else F.silu)(gate.float())
+        activate = torch.sigmoid if self.sigmoid else F.silu
+        factor = map_elements(activate, gate.float()) if self._is_deterministic else activate(gate.float())
         values = x.float() * factor if self.gates_first else x.float()
         normed = F.rms_norm(values.unflatten(-1, (-1, self.group)), (self.group,), None, self.eps).to(x.dtype)
         normed = (normed * self.weight.view(-1, self.group)).flatten(-2)

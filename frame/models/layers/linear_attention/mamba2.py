@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame.kernels.linear.invariant import silu
 from frame.kernels.linear_attention import MixLayout
 from frame.models.layers.linear import Linear, RowLinear, scale_range, split_range
 from frame.models.layers.linear_attention.convolution import ShortConvolution, StepPositions
@@ -85,6 +86,7 @@ class Mamba2(nn.Module):
     def __init__(self, context: BuildContext, layer: int, prefix: str, sizes: MambaSizes, positions: StepPositions) -> None:
         super().__init__()
         self.sizes = sizes
+        self._silu = silu if context.deterministic else F.silu
         heads, groups = split_range(context, "Mamba heads", sizes.heads), _split_groups(context, sizes)
         self.heads = (heads.size, groups.size)
         inner, shared = scale_range(heads, sizes.head), scale_range(groups, sizes.state)
@@ -116,7 +118,7 @@ class Mamba2(nn.Module):
             projected *= self.multipliers
         gate, mixed, step = projected.split((inner, inner + 2 * shared, heads), -1)
         out = self.mixer(mixed, step, step, batch).flatten(1)
-        gated = (out.float() * F.silu(gate.float())).to(out.dtype) if self.norm is None else self.norm(out, gate)
+        gated = (out.float() * self._silu(gate.float())).to(out.dtype) if self.norm is None else self.norm(out, gate)
         return self.out_proj(gated)
 
 

@@ -16,9 +16,10 @@ from torch import nn
 from frame import kernels
 from frame.core.interfaces.batch import SequenceStates
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
+from frame.kernels.linear.invariant import add_halves, map_elements
 from frame.kernels.linear_attention import Gates, MixLayout, StatePages
 from frame.models.layers.linear_attention.convolution import RowPositions
-from frame.models.layers.linear_attention.recurrence import Recurrence, run_rows
+from frame.models.layers.linear_attention.recurrence import Recurrence, run_rows, run_tokens
 
 if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch, KVCache
@@ -46,6 +47,7 @@ class StateMixer(nn.Module):
         self.conv = conv
         self.positions = positions
         self.minimum = minimum
+        self._is_deterministic = context.deterministic
         self.log_decay: ShardedParameter
         self.bias: ShardedParameter
         self.skip: ShardedParameter | None = None
@@ -74,7 +76,7 @@ class StateMixer(nn.Module):
         past, matrices = batch.kv.layer(self.cache.layer)
         mixed = self.conv(mixed, past, pages, self.positions.of(batch))
         recurrence = self._activate(mixed, gates)
-        out = run_rows(recurrence, matrices, pages, batch.host.query_lens.tolist(), batch.num_decodes)
+        out = self._run(recurrence, matrices, pages, batch.host.query_lens.tolist(), batch.num_decodes)
         return out if gates.skip is None else (out.float() + gates.skip[:, None] * recurrence.v.float()).to(out.dtype)
 
     def replay(self, inputs: tuple[torch.Tensor, ...], kv: KVCache, pages: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -99,7 +101,13 @@ class StateMixer(nn.Module):
         mixed, decay, beta = (tensor.index_select(0, kept) for tensor in inputs)
         positions = RowPositions(F.pad(lens.cumsum(0), (1, 0)), lens, len(kept), self.conv.width)
         recurrence = self._activate(self.conv(mixed, past, in_place, positions), self._build_gates(decay, beta))
-        run_rows(recurrence, matrices, in_place, counts, 0)
+        self._run(recurrence, matrices, in_place, counts, 0)
+
+    def _run(self, inputs: Recurrence, states: torch.Tensor, pages: StatePages, lens: list[int], num_decodes: int) -> torch.Tensor:
+        """See `run_rows`."""
+        if self._is_deterministic:
+            return run_tokens(inputs, states, pages, lens)
+        return run_rows(inputs, states, pages, lens, num_decodes)
 
     def _build_gates(self, decay: torch.Tensor, beta: torch.Tensor) -> Gates:
         skip = None if self.skip is None else self.skip.data
@@ -134,10 +142,14 @@ class StateMixer(nn.Module):
             mixed[:, place : place + width].unflatten(-1, (heads, -1))
             for place, width, heads in zip(layout.places, widths, (layout.key_heads, layout.key_heads, layout.heads), strict=True)
         )
+        mode = self._is_deterministic
         if layout.normalized:
-            q, k = (tensor.float() * torch.rsqrt(tensor.float().square().sum(-1, keepdim=True) + _NORM_EPS) for tensor in (q, k))
+            squares = (tensor.float().square() for tensor in (q, k))
+            sums = (add_halves(each, -1).unsqueeze(-1) if mode else each.sum(-1, keepdim=True) for each in squares)
+            q, k = (tensor.float() * torch.rsqrt(total + _NORM_EPS) for tensor, total in zip((q, k), sums, strict=True))
             q = q * layout.key**-0.5
-        step = F.softplus(gates.decay.float() + gates.bias)
+        step = gates.decay.float() + gates.bias
+        step = map_elements(F.softplus, step) if mode else F.softplus(step)
         if not layout.delta:
             step = step.clamp(min=gates.minimum)
             return Recurrence(q, k, v, -gates.log_decay.exp() * step, step, delta=False)
@@ -145,4 +157,5 @@ class StateMixer(nn.Module):
             decay = -gates.log_decay.exp()[:, None] * step.unflatten(-1, (layout.heads, -1))
         else:
             decay = -gates.log_decay.exp() * step
-        return Recurrence(q, k, v, decay, gates.beta.float().sigmoid())
+        beta = gates.beta.float()
+        return Recurrence(q, k, v, decay, map_elements(torch.sigmoid, beta) if mode else beta.sigmoid())

@@ -8,9 +8,12 @@ reference of `frame.kernels.linear_attention`. Must not know a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from frame.kernels.linear.invariant import add_halves, map_elements
 
 if TYPE_CHECKING:
     from frame.kernels.linear_attention import StatePages
@@ -54,6 +57,35 @@ def run_rows(inputs: Recurrence, states: torch.Tensor, pages: StatePages, lens: 
     if num_decodes < len(lens):
         outs.append(_extend(inputs, states, pages, lens, num_decodes))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def run_tokens(inputs: Recurrence, states: torch.Tensor, pages: StatePages, lens: list[int]) -> torch.Tensor:
+    """As `run_rows`, one token of each row after another, so that no bit depends on the rows and
+    on where a step ends."""
+    state = states.index_select(0, pages.sources)
+    starts = torch.tensor([0, *lens]).cumsum(0)[:-1]
+    sizes = torch.tensor(lens)
+    out = inputs.v.new_empty(inputs.v.shape)
+    for index in range(max(lens)):
+        rows = (sizes > index).nonzero().flatten()
+        places = (starts[rows] + index).to(state.device)
+        rows = rows.to(state.device)
+        tokens = inputs.map(partial(torch.index_select, dim=0, index=places))
+        out[places], state[rows] = _step_invariant(tokens, state[rows])
+    states.index_copy_(0, pages.targets, state)
+    return out
+
+
+def _step_invariant(inputs: Recurrence, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `step`, by operations that round each number alone."""
+    q, k = _expand_heads(inputs)
+    decay = map_elements(torch.exp, inputs.decay)
+    state = state * (decay[..., None, None] if decay.dim() == 2 else decay[..., None])
+    v = inputs.v.float()
+    if inputs.delta:
+        v = v - add_halves(state * k[..., None], -2)
+    state = state + k[..., None] * (v * inputs.beta[..., None])[..., None, :]
+    return add_halves(state * q[..., None], -2).to(inputs.v.dtype), state
 
 
 def step(inputs: Recurrence, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

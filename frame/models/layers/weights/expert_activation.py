@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame.kernels.linear.invariant import map_elements
+
 if TYPE_CHECKING:
     from frame.kernels.moe.grouped_gemm import Activation
 
@@ -39,17 +41,23 @@ def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def activate(experts: nn.Module, gates: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate).mul_(up)
+
+
+def activate(experts: nn.Module, gates: torch.Tensor, ids: torch.Tensor | None = None, *, invariant: bool = False) -> torch.Tensor:
     """gates [rows, 2 * inner], results of the experts `ids` int64 [rows] -> [rows, inner]. Without
     `activation`, SiLU(gate) * up. Experts that are not `gated` have [rows, inner]. `ids` None: the
-    results include the bias."""
+    results include the bias. invariant: see `map_elements`."""
     bias, activation = getattr(experts, "gate_up_bias", None), getattr(experts, "activation", None)
     if bias is not None and ids is not None:
         gates = gates + bias.index_select(0, ids)
     if activation is not None and not getattr(experts, "gated", True):
-        gated: torch.Tensor = activation(gates)
+        gated: torch.Tensor = map_elements(activation, gates) if invariant else activation(gates)
         return gated
     gate, up = gates.chunk(2, -1)
+    if invariant:
+        return map_elements(activation or _silu_mul, gate, up)
     if activation is None:
         return F.silu(gate).mul_(up)
     active: torch.Tensor = activation(gate, up)

@@ -81,12 +81,20 @@ class ExpertDeltas:
         summands = out.view(count, top, -1).mul_(tokens.weights.unsqueeze(-1))
         return summands if parts else summands.sum(1)
 
-    def run_pairs(self, x: torch.Tensor, pairs: tuple[torch.Tensor, torch.Tensor], experts: nn.Module, multiply: Multiply) -> torch.Tensor:
+    def run_pairs(
+        self,
+        x: torch.Tensor,
+        pairs: tuple[torch.Tensor, torch.Tensor],
+        experts: nn.Module,
+        multiply: Multiply,
+        *,
+        invariant: bool = False,
+    ) -> torch.Tensor:
         """x [pairs, hidden] -> the results of `down` without bias [pairs, hidden]. pairs: (token of
-        the step, expert of this rank), int64 [pairs] each."""
+        the step, expert of this rank), int64 [pairs] each. invariant: of the activation."""
         with self.adapters.select_pairs(*pairs):
             gates = _add_delta(self.gate_up, x, lambda: multiply("gate_up", x))
-            inner = activate(experts, gates, pairs[1])
+            inner = activate(experts, gates, pairs[1], invariant=invariant)
             return _add_delta(self.down, inner, lambda: multiply("down", inner))
 
 

@@ -19,6 +19,7 @@ from frame.models.layers.weights.expert_activation import activate
 from frame.models.layers.weights.gemms import build_grouped, find_kernel
 from frame.models.layers.weights.layer_weight import count_growth, describe_layer, register_tensors, replace_values, set_buffer
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
+from frame.models.layers.weights.tiled_experts import run_tiled
 
 if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
@@ -115,6 +116,8 @@ class ExpertWeights:
     def run_sorted(self, tokens: DispatchOutput, deltas: ExpertDeltas | None = None) -> torch.Tensor:
         """As `run`, for any weights, one product after another: first those of the pairs' experts,
         in their order, with the deltas of the tokens' adapters."""
+        if self.is_deterministic:
+            return run_tiled(tokens, self.module, deltas)
         count, top = tokens.ids.shape
         ids = tokens.ids.flatten()
         order = ids.argsort()

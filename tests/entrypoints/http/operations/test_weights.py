@@ -6,6 +6,7 @@ import base64
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -104,6 +105,12 @@ class SglangTrainer:
         return replies[0]
 
 
+def find_closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def find_port() -> int:
     store = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     return int(store.port)
@@ -133,6 +140,32 @@ def test_sglangs_calls(server: RunningServer, folders: list[Path]) -> None:
     assert generate(server) == (before[0], "step 2")
     assert trainer.post("/destroy_weights_update_group", {"group_name": "sglang"}).status_code == 200
     assert server.get("/get_weight_version") == {"weight_version": "step 2"}
+
+
+def test_streams_go_on_while_a_trainer_is_awaited(server: RunningServer) -> None:
+    """`init_weights_update_group` without its trainer: a stream ends before its reply. A later
+    request for the group, and its end, end the first; then a trainer can join."""
+    body = {"master_address": "127.0.0.1", "master_port": find_closed_port(), "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    replies: list[httpx.Response] = []
+
+    def init() -> None:
+        replies.append(server.post("/init_weights_update_group", {**body, "group_name": "absent"}))
+
+    before, threads = generate(server), [threading.Thread(target=init) for _ in range(2)]
+    threads[0].start()
+    long = {**BODY, "stream": True, "sampling_params": {"max_new_tokens": 90, "temperature": 0, "ignore_eos": True}}
+    with httpx.stream("POST", server.url + "/generate", json=long, timeout=60) as response:
+        assert sum(line.startswith("data: {") for line in response.iter_lines()) > 10
+    assert generate(server) == before and not replies
+    threads[1].start()
+    threads[0].join()
+    assert replies[0].status_code == 400 and "another request forms this group anew" in replies[0].text
+    assert server.post("/destroy_weights_update_group", {"group_name": "absent"}).status_code == 200
+    threads[1].join()
+    assert replies[1].status_code == 400 and "closed before it was formed" in replies[1].text
+    trainer = SglangTrainer(server.url, "absent")
+    trainer.join()
+    assert trainer.post("/destroy_weights_update_group", {"group_name": "absent"}).status_code == 200
 
 
 def test_numbers_beyond_64_bits_are_refused(server: RunningServer) -> None:

@@ -1,0 +1,254 @@
+"""Trainers and engines that are killed in each phase of an update, under streams: every answer is
+that of the old or of the new weights, never of a mixture, and errors have a name.
+
+The server is batch-invariant, so that an answer of some weights has one form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from frame.rl.weight_client import WeightClient, WeightUpdateError
+from frame.testing.checkpoints import make_checkpoint
+from tests.entrypoints.serving import RunningServer, wait_until
+
+pytestmark = pytest.mark.slow
+FLAGS = (
+    *("--dtype", "float32", "--enable-deterministic-inference", "--max-model-len", "128", "--max-total-tokens", "2048"),
+    *("--weight-transfer", "ipc", "--weight-transfer", "group", "--weight-update-timeout", "5", "--max-restarts", "1000"),
+)
+PROMPTS = [[7 * number + place for place in range(20 + number)] for number in range(4)]
+TOKENS = 90
+
+KILLED = """
+import os, sys, threading, time
+from datetime import timedelta
+from safetensors.torch import load_file
+from torch import distributed
+from frame.rl import WeightClient
+
+url, file, kind, phase = sys.argv[1:]
+client, tensors = WeightClient(url), load_file(file)
+def die(*_):
+    os.kill(os.getpid(), 9)
+if phase == "rendezvous":
+    store = distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    info = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    threading.Thread(target=lambda: client._step("open", kind="group", name="dead", info=info), daemon=True).start()
+    time.sleep(0.5)
+    die()
+if kind == "group":
+    client.join_group()
+if phase == "joined":
+    die()
+def pairs():
+    for number, pair in enumerate(tensors.items()):
+        if phase == "later" and number == 4:
+            die()
+        yield pair
+steps, step = [], client._step
+def watched(which, /, **fields):
+    steps.append(which)
+    if phase == "part" and which == "part" and steps.count("part") == 2:
+        # the engine has the message, and the trainer is dead: nothing is broadcast, and the memory is not unmapped
+        threading.Thread(target=lambda: step(which, **fields), daemon=True).start()
+        time.sleep(0.3)
+        die()
+    if phase == which == "commit":
+        die()
+    reply = step(which, **fields)
+    if phase == which == "begin":
+        die()
+    return reply
+client._step = watched
+if kind == "group" and phase == "part":
+    class Silent:
+        def broadcast(self, *arguments):
+            return group.broadcast(*arguments) if steps.count("part") < 2 else time.sleep(60)
+    group, client._group = client._group, Silent()
+client.update(pairs(), "never", bucket_bytes=1)
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("versions")
+    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def server(folders: list[Path]) -> Iterator[RunningServer]:
+    with RunningServer(folders[0], *FLAGS, fake=False) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(server: RunningServer, folders: list[Path]) -> list[list[list[int]]]:
+    """The answers of the old and of the new weights."""
+    old = [ask(server, prompt) for prompt in PROMPTS]
+    load(server, folders[1])
+    new = [ask(server, prompt) for prompt in PROMPTS]
+    load(server, folders[0])
+    assert all(first != second for first, second in zip(old, new, strict=True))
+    return [old, new]
+
+
+@pytest.fixture(autouse=True)
+def old_weights(server: RunningServer, folders: list[Path], expected: list[list[list[int]]]) -> None:
+    """Each test begins with the old weights."""
+    load(server, folders[0])
+    assert [ask(server, prompt) for prompt in PROMPTS] == expected[0]
+
+
+def load(server: RunningServer, folder: Path) -> None:
+    assert server.post("/update_weights_from_disk", {"model_path": str(folder)}).status_code == 200
+
+
+def ask(server: RunningServer, prompt: Sequence[int], started: threading.Semaphore | None = None) -> list[int]:
+    """The tokens of a stream, which may have to wait for an engine that starts again."""
+    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": prompt, "stream": True, "sampling_params": params}
+    tokens: list[int] = []
+    with httpx.stream("POST", server.url + "/generate", json=body, timeout=120) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                tokens = event["output_ids"]
+                if started is not None and tokens:
+                    started.release()
+                    started = None
+    return tokens
+
+
+@contextmanager
+def streams(server: RunningServer) -> Iterator[list[list[int]]]:
+    """The tokens of streams that have begun; they are there after the block."""
+    started, found = threading.Semaphore(0), list[list[int]]()
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        futures = [threads.submit(ask, server, prompt, started) for prompt in PROMPTS]
+        for _ in PROMPTS:
+            assert started.acquire(timeout=60)
+        yield found
+        found += [future.result() for future in futures]
+
+
+def update(server: RunningServer, folder: Path, kind: str) -> None:
+    client = WeightClient(server.url, timeout=60)
+    if kind == "group":
+        client.join_group()
+    client.update(load_file(folder / "model.safetensors"), f"by {kind}", bucket_bytes=100_000)
+    client.close()
+
+
+PHASES = {
+    "ipc": ("begin", "part", "later", "commit"),
+    "group": ("rendezvous", "joined", "begin", "part", "later", "commit"),
+}
+
+
+@pytest.mark.parametrize(("kind", "phase"), [(kind, phase) for kind, phases in PHASES.items() for phase in phases])
+def test_a_trainer_is_killed(kind: str, phase: str, server: RunningServer, folders: list[Path], expected: list[list[list[int]]]) -> None:
+    command = [sys.executable, "-c", KILLED, server.url, str(folders[1] / "model.safetensors"), kind, phase]
+    with streams(server) as found:
+        run = subprocess.run(command, check=False, env={**os.environ}, capture_output=True)
+        assert run.returncode == -signal.SIGKILL, run.stderr
+    assert found == expected[0], "streams end with the weights that they began with"
+
+    def is_updated() -> bool:
+        try:
+            update(server, folders[1], kind)
+        except WeightUpdateError as error:
+            print(error)  # shown where the test fails
+            return False
+        return True
+
+    wait_until(is_updated, 60)
+    assert [ask(server, prompt) for prompt in PROMPTS] == expected[1]
+
+
+def test_two_trainers_at_once(server: RunningServer, folders: list[Path], expected: list[list[list[int]]]) -> None:
+    """At least one of them updates; the others get a sentence."""
+    outcomes: list[Any] = []
+
+    def train(kind: str, folder: Path) -> None:
+        try:
+            update(server, folder, kind)
+            outcomes.append(kind)
+        except WeightUpdateError as error:
+            outcomes.append(str(error))
+
+    with streams(server):
+        trainers = [threading.Thread(target=train, args=(kind, folders[1])) for kind in ("ipc", "group", "ipc", "group")]
+        for trainer in trainers:
+            trainer.start()
+        for trainer in trainers:
+            trainer.join()
+    assert {"ipc", "group"} & set(outcomes), outcomes
+    assert all(each in ("ipc", "group") or "in progress" in each or "another update" in each for each in outcomes), outcomes
+    assert [ask(server, prompt) for prompt in PROMPTS] == expected[1]
+
+
+def test_a_folder_that_is_cut_off(server: RunningServer, folders: list[Path], expected: list[list[list[int]]], tmp_path: Path) -> None:
+    """A trainer that was killed while it wrote its checkpoint."""
+    data = (folders[1] / "model.safetensors").read_bytes()
+    (tmp_path / "config.json").write_text((folders[1] / "config.json").read_text())
+    with streams(server) as found:
+        for size in (0, 7, 1000, len(data) // 2, len(data) - 1):
+            (tmp_path / "model.safetensors").write_bytes(data[:size])
+            reply = server.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
+            assert reply.status_code == 400 and "model.safetensors" in reply.json()["error"]["message"], reply.text
+    assert found == expected[0]
+
+
+@pytest.mark.parametrize("kind", ["disk", "ipc", "group"])
+def test_an_engine_is_killed_between_an_update_and_the_next_step(
+    kind: str, folders: list[Path], expected: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """It comes back with the new weights: those of the folder, or the copy of the tensors."""
+    with RunningServer(folders[0], *FLAGS, "--keep-updates", str(tmp_path), fake=False) as server:
+        with streams(server) as found:
+            assert server.post("/pause_generation", {"mode": "retract"}).status_code == 200
+            load(server, folders[1]) if kind == "disk" else update(server, folders[1], kind)
+            server.children()["scheduler"].kill()
+            wait_until(lambda: any("engine ready again" in line for line in server.lines), 60)
+            assert server.post("/continue_generation", {}).status_code == 200
+        for tokens, old, new in zip(found, *expected, strict=True):
+            assert len(tokens) == TOKENS and tokens[0] == old[0] and tokens not in (old, new)
+        assert [ask(server, prompt) for prompt in PROMPTS] == expected[1]
+
+
+def test_wrong_tensors(server: RunningServer, folders: list[Path], expected: list[list[list[int]]]) -> None:
+    """A wrong name, shape or type, in the first part, by both kinds."""
+    tensors, name = load_file(folders[1] / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    wrong = {
+        "which the model does not have": {**tensors, "model.other": torch.ones(2)},
+        "has the shape": {**tensors, name: tensors[name][:-1]},
+        "is stored as int8": {**tensors, name: tensors[name].to(torch.int8)},
+    }
+    with streams(server) as found:
+        for kind in ("ipc", "group"):
+            client = WeightClient(server.url, timeout=60)
+            if kind == "group":
+                client.join_group()
+            for sentence, each in wrong.items():
+                with pytest.raises(WeightUpdateError, match=sentence):
+                    client.update(each, "wrong")
+            client.close()
+    assert found == expected[0]
