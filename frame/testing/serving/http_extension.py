@@ -313,6 +313,8 @@ def check_middleware(make: Callable[[], HttpExtension], target: type[HttpExtensi
     for kind, arguments in middleware:
         asyncio.run(_check_stream(kind, dict(arguments)))
         asyncio.run(_check_stream(kind, dict(arguments), (b"x" * 300_000, b"y", b"")))
+        asyncio.run(_check_stream(kind, dict(arguments), (*[b"z" * 1_000_000] * 12, b"")))
+        asyncio.run(_check_lifespan(kind, dict(arguments)))
         asyncio.run(_check_two_responses(kind, dict(arguments)))
         asyncio.run(_check_failure(kind, dict(arguments)))
 
@@ -385,6 +387,31 @@ async def _check_stream(kind: type, arguments: dict[str, Any], chunks: Sequence[
     headers = {tuple(pair) for pair in sent[0]["headers"]}
     assert {(b"content-type", b"text/event-stream"), (b"x-a", b"b")} <= headers, "middleware drops headers"
     assert not sent[-1].get("more_body", False), "middleware does not end the response"
+
+
+async def _check_lifespan(kind: type, arguments: dict[str, Any]) -> None:
+    """Middleware hands on the start and the end of the server, which have neither headers nor a
+    path."""
+    inbox, sent, seen = [{"type": "lifespan.shutdown"}, {"type": "lifespan.startup"}], list[Any](), list[Any]()
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(2):
+            seen.append((await receive())["type"])
+            await send({"type": f"{seen[-1]}.complete"})
+
+    async def receive() -> Any:
+        return inbox.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
+    try:
+        await asyncio.wait_for(kind(inner, **arguments)(scope, receive, send), 10)
+    except Exception as error:
+        raise AssertionError(f"middleware raises {type(error).__name__} ({error}) when the server starts or stops") from error
+    assert seen == ["lifespan.startup", "lifespan.shutdown"], f"of the server's start and end, middleware hands on {seen}"
+    assert sent == [f"{each}.complete" for each in seen], f"of what the application says to start and end, middleware hands on {sent}"
 
 
 async def _check_failure(kind: type, arguments: dict[str, Any]) -> None:

@@ -325,7 +325,8 @@ def check_number_of_tenants(make: Make, has_operators: bool) -> None:
 
 
 def check_process_and_close(make: Make, has_operators: bool) -> None:
-    """A store may be closed twice, while lookups run, and leaves the process as it was."""
+    """A store may be closed twice, while lookups run, and leaves the process as it was. A lookup
+    that runs then ends with the holder or with an error, which is none of the client's."""
 
     async def work() -> None:
         store = make()
@@ -336,6 +337,7 @@ def check_process_and_close(make: Make, has_operators: bool) -> None:
         await store.close()
         for result in await asyncio.gather(*running, return_exceptions=True):
             assert not isinstance(result, KeyHolder) or result.tenant, "a lookup that a close ended has a holder without a tenant"
+        assert running[2].exception() or running[2].result(), "a known key is refused because its store was closed during the lookup"
 
     with unchanged_process("a key store changed"):
         run(work())
