@@ -36,6 +36,23 @@ def make_alike(lengths: Iterable[int] = ALIKE, fill: str = "n") -> list[tuple[st
     return [((fill * length) + "-1", (fill * length) + "-2") for length in lengths]
 
 
+class Salted(str):
+    """A text whose hash is that of another process: Python draws them anew in each."""
+
+    __slots__ = ("_salt",)
+
+    def __new__(cls, text: str, salt: int) -> Salted:
+        made = super().__new__(cls, text)
+        made._salt = salt
+        return made
+
+    def __hash__(self) -> int:
+        return hash((str.__hash__(self), self._salt))
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) if isinstance(other, str) else NotImplemented
+
+
 # ---- one address, and results that are kept ------------------------------------------------------
 
 

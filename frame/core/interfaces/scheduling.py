@@ -87,7 +87,8 @@ class SchedulingPolicy(ABC):
     returns a request that it may not, the newest is preempted. Where `can_preempt` raises, no
     request is preempted. The log names the policy. `waiting` is a bounded window of the head of the
     queue (the oldest; with `by_priority` those of highest priority), so that 10,000 queued requests
-    cost no more than 100: a policy must not assume that it sees all."""
+    cost no more than 100: a policy must not assume that it sees all. The time of `sort_waiting` is
+    that of a sort of the window. A policy keeps no request, and remembers none by its address."""
 
     needs_matches: ClassVar[bool] = False  # `request.match`, the cached prefix, is set before `sort_waiting`
     by_priority: ClassVar[bool] = False  # the queue is sorted by `request.priority` (higher first), then by arrival

@@ -212,15 +212,29 @@ def check_abandoned_loads_are_not_returned(make: Make) -> None:
     rig, keys = make(), make_keys(8)
     rig.store(keys)
     for _ in range(3 * NUM_BLOCKS):
-        rig.begin_load(keys[:4], 5)
-        rig.tier.finish(5)
-        job, buffers = rig.begin_load(keys[4:], 5)  # the number is free again
+        abandoned, _ = rig.begin_load(keys[:4])
+        rig.tier.finish(abandoned)
+        job, buffers = rig.begin_load(keys[4:])
         result = rig.wait_for([job])[job]
         rig.compare(keys[4:], buffers, result)
-        assert result.num_blocks == 4, "a load fails after one with its number was abandoned"
+        assert result.num_blocks == 4, "a load fails after one that was abandoned"
         rig.tier.finish(job)
     time.sleep(0.02)
     assert rig.tier.poll() == [], "poll returns a load that was abandoned"
+
+
+def check_abandoned_loads_write_to_no_other_buffer(make: Make) -> None:
+    """A load may still write when it is given up: its buffers are none of a store that begins
+    then."""
+    rig, keys = make(num_blocks=4 * NUM_BLOCKS, block_bytes=1 << 20), make_keys(8)
+    rig.store(keys)
+    for turn in range(6):
+        others = make_keys(8, f"turn {turn % 3}-")
+        job, _ = rig.begin_load(keys)
+        rig.tier.finish(job)
+        rig.store(others)
+        rig.load_all(others)
+    rig.load_all(keys)
 
 
 def check_loads_of_one_block_at_once(make: Make) -> None:

@@ -70,9 +70,11 @@ def require_linear_time(read: Callable[[Iterable[str]], Any], heads: Sequence[st
 
 
 def _compare_lengths(read: Callable[[Iterable[str]], Any], head: str, filling: list[str], length: int) -> None:
-    few, many = (_measure(read, [head, *filling * size]) for size in (length, 4 * length))
-    if LIMIT > many > max(QUICK, GROWTH * few):  # again, in case the machine was busy
-        few, many = (_measure(read, [head, *filling * size]) for size in (length, 4 * length))
+    few, many = 0.0, LIMIT
+    for _ in range(3):  # again, in case the machine was busy
+        few, many = max(few, _measure(read, [head, *filling * length])), min(many, _measure(read, [head, *filling * 4 * length]))
+        if many <= max(QUICK, GROWTH * few):
+            break
     what = f"{4 * length} times {''.join(filling)!r} after {head!r} take {many:.2f} s"
     assert many < LIMIT, f"{what}: the parser reads what it holds again and again"
     assert many <= max(QUICK, GROWTH * few), f"{what}, and {length} times {few:.2f} s: the time is not linear in the text"

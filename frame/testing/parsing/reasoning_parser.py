@@ -69,7 +69,8 @@ def make_marked_texts(make: MakeReasoning) -> list[str]:
     texts = []
     for begin, end in find_pairs(make):
         texts += [f"{begin}{'x' * size} {end[:size]} y{end}{REPLY}" for size in range(1, len(end))]
-        texts += [f"{begin}{THOUGHT}{end}\n\n {REPLY}", f"{begin}{THOUGHT}{end}{REPLY} {end} or {begin} is {end}\n", f"{REPLY} {end} {begin}"]
+        texts += [f"{begin}{THOUGHT}{end}\n\n {REPLY}", f"{begin}{THOUGHT}{end}{REPLY} {end} or {begin} is {end}\n"]
+        texts += [f"{REPLY} {end} {begin}"]
         texts += [f"{begin}{THOUGHT} {end[:-1]}", f"{begin[:-1]} {REPLY}", f"{begin}{end}{REPLY}", f"{begin}{begin}{end}{REPLY}"]
     return texts
 
@@ -186,7 +187,8 @@ def check_known_replies_are_read(make: MakeReasoning) -> None:
 def check_reasoning_splits_change_nothing(make: MakeReasoning) -> None:
     for prompt_end in find_prompt_ends(make):
         known = [text for text, end, may_think in find_replies(make) if end == prompt_end and may_think]
-        compare_splits(lambda pieces, prompt_end=prompt_end: read_reasoning(make, pieces, prompt_end), [*noise(), *make_marked_texts(make), *known])  # type: ignore[misc]
+        texts = [*noise(), *make_marked_texts(make), *known]
+        compare_splits(lambda pieces, prompt_end=prompt_end: read_reasoning(make, pieces, prompt_end), texts)  # type: ignore[misc]
 
 
 def check_cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
