@@ -100,6 +100,8 @@ def find_sites(tree: ast.Module, target: type) -> list[Site]:
 
 def is_text(node: ast.AST) -> bool:
     """An error that is raised, a line of the log, or a formatted text: words for people."""
+    if isinstance(node, ast.Expr):
+        return is_text(node.value)
     is_log = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0].lstrip("_") in ("log", "logger", "logging", "warnings")
     return is_log or isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert)
 

@@ -80,8 +80,9 @@ class SchedulableRequest(Protocol):
 class SchedulingPolicy(ABC):
     """Orders waiting requests and selects the requests to preempt.
 
-    Contract: `sort_waiting` returns a permutation of `waiting`, or a lazy prefix of one, of which
-    the scheduler reads as much as the budget allows; it changes nothing. `select_victim` never
+    Contract: `sort_waiting` returns a permutation of `waiting`, or a lazy prefix of one that fills
+    `view.token_budget`, of which the scheduler reads as much as the budget allows; it changes
+    nothing. `select_victim` never
     returns the oldest running request (progress guarantee). Where `sort_waiting` raises or returns
     no requests, waiting requests keep their order in that step. Where `select_victim` raises or
     returns a request that it may not, the newest is preempted. Where `can_preempt` raises, no

@@ -19,7 +19,7 @@ from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.testing.conformance import Check, Subject, find_checks
-from frame.testing.generators import require_bounded, require_fast
+from frame.testing.generators import require_bounded, require_fast, require_growth
 
 VOCAB, SLOTS, CONTEXT, STEPS = 37, 6, 16_384, 5
 CONTEXT_OF = DrafterContext(vocab_size=VOCAB, max_slots=SLOTS, max_context=CONTEXT, num_steps=STEPS)
@@ -205,28 +205,34 @@ def check_set_up_again_forgets_what_was_observed(make: Make) -> None:
         assert _go_on(drafter, 1, text, 80) == _go_on(fresh, 1, text, 80), "a slot that is set up again keeps tokens from before"
 
 
+def _propose_tokens(drafter: Drafter, slot: int) -> list[int]:
+    """The draft of a slot up to the first placeholder, as the scheduler cuts it."""
+    drafts = drafter.propose_tokens(np.array([slot]), np.array([STEPS], np.int32)).token_ids.tolist()
+    return drafts[: next((place for place, token in enumerate(drafts) if token < -1), len(drafts))]
+
+
 def check_placeholders_are_not_drafted(make: Make) -> None:
     """Where a file's placeholder follows, a draft ends. Which file it is changes no token of a
     draft."""
-    for first, second in ((-5, -1000), (-1, -(1 << 40 >> 10)), (-VOCAB, -VOCAB - 7)):
+    for first, second in ((-5, -1000), (-2, -(1 << 30)), (-VOCAB, -VOCAB - 7)):
         drafts = []
         for placeholder in (first, second):
             drafter, found = make(), list[list[int]]()
             for slot, gap in enumerate((1, 2, 3)):
                 text = [*(([20 + slot, 25, *([placeholder] * gap), 30, 31]) * 6), 20 + slot, 25]
                 _add(drafter, slot, text)
-                found += _propose(drafter, [slot])
+                found.append(_propose_tokens(drafter, slot))
                 for token in (30, 31, 20 + slot):
                     _observe(drafter, {slot: [token]})
-                    found += _propose(drafter, [slot])
+                    found.append(_propose_tokens(drafter, slot))
             drafts.append(found)
         assert drafts[0] == drafts[1], f"drafts depend on the id of a placeholder: {drafts[0]} for {first}, {drafts[1]} for {second}"
     plain = make()
     _add(plain, 0, [20, 25, 26, 30, 31] * 6 + [20, 25])
-    if _propose(plain, [0])[0][:1] == [26]:  # it copies what followed before
+    if _propose_tokens(plain, 0)[:1] == [26]:  # it copies what followed before
         marked = make()
         _add(marked, 0, [20, 25, -9, 30, 31] * 6 + [20, 25])
-        draft = _propose(marked, [0])[0]
+        draft = _propose_tokens(marked, 0)
         assert not draft, f"the tokens {draft} are drafted where a placeholder followed; drafts end before one"
 
 
@@ -345,6 +351,18 @@ def check_fills_the_context(make: Make) -> None:
     for place in range(CONTEXT - 7, CONTEXT - 1):
         _propose(drafter, [0, SLOTS - 1], [min(STEPS, CONTEXT - 1 - place), STEPS])
         _observe(drafter, {0: text[place : place + 1]})
+
+
+def check_time_does_not_grow_without_a_match(make: Make) -> None:
+    """Texts whose end they do not have before, so that a search would read all of them."""
+
+    def draft(count: int) -> Callable[[], object]:
+        drafter, numbers = make(), random.Random(count)
+        _add(drafter, 0, [*(numbers.randrange(VOCAB - 2) for _ in range(count)), VOCAB - 1, VOCAB - 2])
+        slots, limits = np.zeros(1, np.int64), np.full(1, STEPS, np.int32)
+        return lambda: [drafter.propose_tokens(slots, limits) for _ in range(60)]
+
+    require_growth(draft, SHORT, LONG, "60 drafts after so many tokens", factor=MAX_RATIO, minimum=4e-3)
 
 
 def check_time_does_not_grow(make: Make) -> None:

@@ -129,6 +129,22 @@ def check_space_after_the_prompts_mark_changes_nothing(make: MakeReasoning) -> N
         assert all(each == read[0] for each in read), f"after a prompt that ends with {begin!r} and white space, {read} is read"
 
 
+def check_marks_are_those_that_are_read(make: MakeReasoning) -> None:
+    """`find_marks`, by which the server limits the reasoning, says where it begins and ends after
+    each prompt."""
+    for prompt_end in find_prompt_ends(make):
+        parser = make()
+        parser.begin(prompt_end)
+        marks = parser.find_marks()
+        if marks is not None and marks.end:
+            reasoning, content = read_reasoning(make, [marks.begin + THOUGHT, marks.end + REPLY], prompt_end)
+            is_read = reasoning.strip() == THOUGHT and content.strip() in (REPLY, "")  # an answer may need a header
+            what = f"the marks are {marks}, and a text with them has the reasoning {reasoning!r} and the content {content!r}"
+            assert is_read, f"after the prompt {prompt_end!r}, {what}"
+        elif marks is not None:
+            assert not read_reasoning(make, [REPLY], prompt_end)[0], f"after the prompt {prompt_end!r} are no marks, and there is reasoning"
+
+
 def check_grammar_keeps_the_reply(make: MakeReasoning) -> None:
     reply: Format = {"type": "const_string", "value": REPLY}
     for prompt_end in find_prompt_ends(make):

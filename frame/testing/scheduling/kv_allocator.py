@@ -305,6 +305,32 @@ def check_after_is_a_hint(make: Make, wants_after: bool) -> None:
                 pool.free(held.pop(rng.randrange(len(held))))
 
 
+def check_after_in_a_nearly_full_pool(make: Make, wants_after: bool) -> None:
+    """New rows where few pages are left for each, which all stay in the pool."""
+    for rows in (1, 2, 5):
+        for left in range(rows, 4 * rows + 2):
+            pool = Pool(make, 80, wants_after)
+            pool.alloc(79 - left)
+            pool.free(pool.alloc(rows, [0] * rows))
+            pool.alloc(rows, [0] * rows)
+            pool.drain()
+
+
+def check_after_takes_no_memory(make: Make, wants_after: bool) -> None:
+    """A row that grows and ends, thousands of times, in a pool that is nearly empty."""
+    pool, sizes = Pool(make, 2000, wants_after), [0, 0]
+    first = pool.alloc(1)
+    tracemalloc.start()
+    try:
+        for event in range(4 * NUM_CALLS):
+            pool.free(pool.alloc(3, first.tolist()))
+            half = event // (2 * NUM_CALLS)
+            sizes[half] = max(sizes[half], tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert sizes[1] < 1.2 * sizes[0] + NUM_CALLS * 8, f"{2 * NUM_CALLS} calls leave {sizes[0]} bytes, and twice as many {sizes[1]}"
+
+
 def check_after_the_last_page(make: Make, wants_after: bool) -> None:
     """Rows that grow page by page until the pool is full."""
     for rows in (1, 2, 7):

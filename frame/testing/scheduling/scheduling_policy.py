@@ -3,7 +3,6 @@ whole scheduler runs on `SchedulerRig`. Must not know a policy by name."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 import time
@@ -102,6 +101,9 @@ def check_equal_requests_are_told_apart(policy: Make) -> None:
             for name in ("arrival", "deadline", "priority", "prompt", "max_num_tokens", "match", "params", "output"):
                 setattr(request, name, getattr(waiting[0], name))
         take_all(policy(), waiting, VIEW)
+        ordered = list(policy().sort_waiting(waiting, VIEW))
+        is_filled = sum(request.prompt_len for request in ordered) >= VIEW.token_budget
+        assert len(ordered) == count or is_filled, f"of {count} equal requests that fit in a step, sort_waiting() returned {len(ordered)}"
 
 
 def check_windows_in_any_order(policy: Make) -> None:
@@ -131,7 +133,6 @@ def check_addresses_do_not_count(policy: Make) -> None:
             if keeps:
                 kept.append(waiting)
             del waiting, request
-            gc.collect()
         return orders
 
     apart = run(keeps=True)

@@ -30,7 +30,7 @@ from frame.testing.generators import leaves_nothing
 MAX_SECONDS = 1.0  # of CPU, for the module, the constructor, `make_command` and the help
 HEAVY = ("torch", "transformers")
 WIDTH = 60  # characters of a command's line in a group's help
-ODD_VALUES = ("", "nan", "-1", "x", "1e999", "9" * 400, "ü 🙂", "\udc80", "{", "a/../b", "%s", "--")  # in place of an argument
+ODD_VALUES = ("", "nan", "-1", "x", "1e999", "9" * 400, "ü 🙂", "{", "a/../b", "%s", "--")  # in place of an argument
 UNKNOWN = "--no-such-option-of-any-command"
 # Makes the command in a process of its own, shows its help and prints the cost.
 MEASURE = """
@@ -160,7 +160,11 @@ def _list_calls(subject: Subject) -> Sequence[tuple[str, ...]]:
 def _calls_are_apart(subject: Subject) -> None:
     """A call prints what it prints alone, after other calls of the same object."""
     calls = _list_calls(subject)
+    with unchanged_process("a call changes"):
+        _compare_calls(subject, calls)
 
+
+def _compare_calls(subject: Subject, calls: Sequence[tuple[str, ...]]) -> None:
     def run(one: CliCommand | None, arguments: tuple[str, ...]) -> str:
         maker: CliCommand = one or subject.target(CommandContext(), subject.options)
         return _invoke(maker.make_command(), *arguments).output
@@ -177,7 +181,7 @@ def _calls_are_apart(subject: Subject) -> None:
 def _wrong_values_end_in_a_sentence(subject: Subject, make: Callable[[], click.Command]) -> None:
     """Each argument of the class's calls is replaced by an odd value: the call succeeds, or ends
     with one of the exit codes of the contract, and not in a stack trace."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with unchanged_process("a call changes"), tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for arguments in _list_calls(subject):
             for place in range(len(arguments)):
                 for value in ODD_VALUES:
@@ -204,7 +208,8 @@ def _unusable_files_are_failures(subject: Subject, make: Callable[[], click.Comm
         for arguments in _list_calls(subject):
             with tempfile.NamedTemporaryFile() as file:
                 changed = (option.opts[0], f"{file.name}/none", *arguments)
-                result = _invoke(make(), *changed)
+                with unchanged_process("a call changes"):
+                    result = _invoke(make(), *changed)
                 assert result.exit_code, f"the call with {changed} ends with exit code 0, though nothing can be at this path"
 
 
