@@ -47,6 +47,7 @@ from tests.testing.mutants import load_mutants
 RESULTS = Path(__file__).with_name("generated.json")
 MEMBERS = {  # the in-tree member that is changed; "": the reference of the kind's mutants
     "adapter": "lora", "attention_backend": "torch_native", "collective": "gloo", "drafter": "suffix", "eviction_policy": "slru",
+    "cli_command": "", "http_extension": "",
     "gemm_kernel": "torch", "grammar_backend": "llguidance", "key_store": "file", "kv_allocator": "contiguous", "kv_tier": "host",
     "launcher": "local", "logits_processor": "penalties", "modality": "image", "model": "llama", "moe_dispatcher": "all_to_all",
     "moe_runner": "torch_native", "platform": "cpu", "pooler": "", "prefix_cache": "radix", "reasoning_parser": "think-tags",

@@ -167,6 +167,17 @@ def check_small_floats(make: Make, device: str) -> None:
             assert float(error) < WIDE_RESULT, f"vectors in float32 of hidden states in {dtype} differ by {float(error):.1e}"
 
 
+def check_large_states(make: Make, device: str) -> None:
+    """Hidden states of 1e6, which float32 and bfloat16 hold and float16 does not, and of 1e-6."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for scale in (1e6, 1e-6):
+            prompts = Prompts.draw(LENGTHS)
+            scaled = replace(prompts, states=[each * scale for each in prompts.states])
+            vectors = pool(make(dtype=dtype), scaled, device, dtype)
+            assert torch.isfinite(vectors).all(), f"hidden states of {scale:g} in {dtype} have vectors that are not finite"
+            assert bool((vectors.abs().amax(-1) > 0).all()), f"hidden states of {scale:g} in {dtype} have vectors of zeros"
+
+
 def check_long_prompts(make: Make, device: str) -> None:
     """The vector of 8,192 tokens depends on no rounding of lengths: it equals that in a step with
     others, and small changes of the states change it little."""
