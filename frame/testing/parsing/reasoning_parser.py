@@ -217,6 +217,11 @@ def check_cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
             assert not content.strip(), f"{text[: at + size]!r} ends within the reasoning, and {content!r} of it is read as content"
             assert reasoning.strip() == THOUGHT[:size].strip(), f"{text[: at + size]!r} has the reasoning {reasoning!r}"
             checked += 1
+    for begin, end in find_pairs(make):  # within the closing mark
+        for size in range(1, len(end)):
+            reasoning, content = read_reasoning(make, [f"{begin}{THOUGHT}{end[:size]}"])
+            assert not content.strip(), f"a response that ends within its closing mark has the content {content!r}"
+            assert reasoning.strip().startswith(THOUGHT), f"a response that ends within its closing mark has the reasoning {reasoning!r}"
     if not checked:
         raise SkipCheck("no text of the grammar has reasoning")
 
