@@ -51,7 +51,7 @@ MEMBERS = {  # the in-tree member that is changed; "": the reference of the kind
     "gemm_kernel": "torch", "grammar_backend": "llguidance", "key_store": "file", "kv_allocator": "contiguous", "kv_tier": "host",
     "launcher": "local", "logits_processor": "penalties", "modality": "image", "model": "llama", "moe_dispatcher": "all_to_all",
     "moe_runner": "torch_native", "platform": "cpu", "pooler": "", "prefix_cache": "radix", "reasoning_parser": "deepseek_r1",
-    "routing_policy": "prefix_load", "sampler": "torch", "scheduling_policy": "dfs-weight", "stat_logger": "prometheus",
+    "routing_policy": "prefix_load", "sampler": "", "scheduling_policy": "dfs-weight", "stat_logger": "prometheus",
     "tool_call_parser": "hermes", "tracer": "json_lines", "weight_format": "gptq", "weight_source": "safetensors",
     "weight_transfer": "ipc",
 }  # fmt: skip
