@@ -25,7 +25,7 @@ MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the media
 MAX_KNOWN = 1.8e-3  # seconds of a mask of the state that was asked for before
 WALKS, MAX_TOKENS = 4, 60  # random texts of a grammar, and their length
 MAX_SENTENCE = 400  # characters of an error, which a client reads
-THREADS, THREAD_ROUNDS = 4, 3
+THREADS, MIN_FILLS = 4, 1000  # masks that they fill, of few grammars or many
 
 Make = Callable[[], GrammarBackend]
 
@@ -373,7 +373,7 @@ def check_masks_are_filled_in_threads(run: Run) -> None:
     sys.setswitchinterval(1e-6)  # threads take turns within a mask
     try:
         with ThreadPoolExecutor(THREADS) as pool:
-            for _ in range(THREAD_ROUNDS):
+            for _ in range(max(3, MIN_FILLS // (THREADS * len(compiled)))):
                 for first, masks in enumerate(pool.map(fill, range(THREADS))):
                     for mask, expected in zip(masks, alone[first:] + alone[:first], strict=True):
                         assert np.array_equal(mask, expected), "a mask differs when threads fill several at once"
