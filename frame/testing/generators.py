@@ -39,7 +39,7 @@ def make_alike(lengths: Iterable[int] = ALIKE, fill: str = "n") -> list[tuple[st
 class Salted(str):
     """A text whose hash is that of another process: Python draws them anew in each."""
 
-    __slots__ = ("_salt",)
+    _salt: int
 
     def __new__(cls, text: str, salt: int) -> Salted:
         made = super().__new__(cls, text)

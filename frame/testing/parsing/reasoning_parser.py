@@ -53,7 +53,7 @@ def find_pairs(make: MakeReasoning) -> list[tuple[str, str]]:
             waiting += form.values()
         elif isinstance(form, list):
             waiting += form
-    return sorted(pair for pair in pairs if all(pair))
+    return sorted(pair for pair in pairs if pair[1])  # the first may be empty: reasoning comes first
 
 
 def find_prompt_ends(make: MakeReasoning) -> list[str]:

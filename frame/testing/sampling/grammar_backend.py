@@ -25,7 +25,7 @@ MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the media
 MAX_KNOWN = 1.8e-3  # seconds of a mask of the state that was asked for before
 WALKS, MAX_TOKENS = 4, 60  # random texts of a grammar, and their length
 MAX_SENTENCE = 400  # characters of an error, which a client reads
-THREADS, MIN_FILLS = 4, 1000  # masks that they fill, of few grammars or many
+THREADS, MIN_FILLS = 4, 6000  # masks that they fill, of few grammars or many
 
 Make = Callable[[], GrammarBackend]
 

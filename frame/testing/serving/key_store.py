@@ -134,7 +134,7 @@ def check_known_keys_have_holders(make: Make, has_operators: bool) -> None:
 def check_tenants_are_the_same_in_each_process(make: Make, has_operators: bool) -> None:
     """A store of a process of its own, with other hashes of texts, gives each key the tenant that
     it has here. Stored responses belong to it."""
-    target: Any = type(make())
+    target: Any = make().__class__
     module = sys.modules.get(target.__module__)
     if not hasattr(target, "make_conformance_store") or getattr(module, target.__qualname__, None) is not target:
         raise SkipCheck("a class without make_conformance_store, or in no module, is not made in a process of its own")
