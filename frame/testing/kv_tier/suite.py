@@ -226,15 +226,24 @@ def check_abandoned_loads_are_not_returned(make: Make) -> None:
 def check_abandoned_loads_write_to_no_other_buffer(make: Make) -> None:
     """A load may still write when it is given up: its buffers are none of a store that begins
     then."""
-    rig, keys = make(num_blocks=4 * NUM_BLOCKS, block_bytes=1 << 20), make_keys(8)
+    rig, keys = make(num_blocks=4 * NUM_BLOCKS, block_bytes=4 << 20), make_keys(2)
     rig.store(keys)
-    for turn in range(6):
-        others = make_keys(8, f"turn {turn % 3}-")
-        job, _ = rig.begin_load(keys)
+    for turn, pause in enumerate((0.0, 0.001, 0.002, 0.004, 0.0, 0.003)):
+        others = make_keys(2, f"turn {turn}-")
+        contents = [rig.make(key) for key in others]
+        abandoned, _ = rig.begin_load(keys)
+        time.sleep(pause)
+        rig.tier.finish(abandoned)
+        job = rig.next_job()
+        buffers = rig.tier.store(job, others)
+        if buffers is None:
+            continue
+        for content, buffer in zip(contents, buffers, strict=True):
+            if buffer is not None:
+                buffer.copy_(content)
         rig.tier.finish(job)
-        rig.store(others)
+        rig.wait_for([job])
         rig.load_all(others)
-    rig.load_all(keys)
 
 
 def check_loads_of_one_block_at_once(make: Make) -> None:
