@@ -136,7 +136,8 @@ def check_tenants_are_the_same_in_each_process(make: Make, has_operators: bool) 
     it has here. Stored responses belong to it."""
     target: Any = make().__class__
     module = sys.modules.get(target.__module__)
-    is_known = getattr(module, target.__qualname__, None) is target
+    name: str = target.__qualname__
+    is_known = getattr(module, name, None) is target
     if not hasattr(target, "make_conformance_store") or not is_known:
         raise SkipCheck("a class without make_conformance_store, or in no module, is not made in a process of its own")
 
@@ -148,7 +149,7 @@ def check_tenants_are_the_same_in_each_process(make: Make, has_operators: bool) 
 
     expected = run(work())
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (target.__module__, str(getattr(module, "__file__", "")), target.__qualname__, folder, json.dumps(dict(KEYS)))
+        arguments = (target.__module__, str(getattr(module, "__file__", "")), name, folder, json.dumps(dict(KEYS)))
         environment = {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path), "PYTHONHASHSEED": "7"}
         command = python_command("-c", PRINT_TENANTS, *arguments)
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=child_environment(environment))
