@@ -139,17 +139,17 @@ def require_no_waiting(call: Callable[[], object], what: str, seconds: float = 1
     def measure() -> float:
         waited = []
         for _ in range(CALLS):
-            pauses, began, computed = _count_pauses(), time.perf_counter(), time.process_time()
+            pauses, began, computed = count_pauses(), time.perf_counter(), time.process_time()
             call()
             taken = time.perf_counter() - began - (time.process_time() - computed)
-            waited.append(taken if _count_pauses() > pauses else 0.0)
+            waited.append(taken if count_pauses() > pauses else 0.0)
         return min(waited)
 
     best, _ = _find_round(lambda: (measure(), seconds))
     assert best < seconds, f"{what} waits for {best * 1e3:.2f} ms in which it computes nothing"
 
 
-def _count_pauses() -> int:
+def count_pauses() -> int:
     """How often this thread gave up the processor."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
