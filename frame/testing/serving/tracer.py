@@ -26,6 +26,7 @@ from frame.testing.generators import make_alike
 
 MAX_SECONDS = 1e-3  # of one call; an event loop waits for it
 MAX_CLOSE_SECONDS = 2.0
+MAX_DRAIN_SECONDS = 5.0  # in which a tracer writes what waits
 LIMIT = 20_000  # bytes of a place, in one check
 NOWHERE = "http://127.0.0.1:9"  # where no collector listens
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -318,8 +319,12 @@ def check_memory_is_bounded(place: Callable[[], Any]) -> None:
         if number % (NUM_SPANS // 2) == NUM_SPANS // 2 - 1:
             del span
             sizes.append(count_elements(tracer, 400_000))
-    tracer.close()
     bound = 1.1 * sizes[0] + 20_000  # a queue of spans that wait to be sent has a bound of its own
+    deadline = time.monotonic() + MAX_DRAIN_SECONDS
+    while sizes[1] > bound and time.monotonic() < deadline:  # on a busy machine the thread that writes is late
+        time.sleep(0.1)
+        sizes[1] = count_elements(tracer, 400_000)
+    tracer.close()
     assert sizes[1] <= bound, f"it holds {sizes[0]} objects after {NUM_SPANS // 2} requests, and {sizes[1]} after {NUM_SPANS}"
 
 
