@@ -217,15 +217,15 @@ def check_placeholders_are_not_drafted(make: Make) -> None:
     for first, second in ((-5, -1000), (-2, -(1 << 30)), (-VOCAB, -VOCAB - 7)):
         drafts = []
         for placeholder in (first, second):
-            drafter, found = make(), list[list[int]]()
+            drafter, copied = make(), list[list[int]]()
             for slot, gap in enumerate((1, 2, 3)):
                 text = [*(([20 + slot, 25, *([placeholder] * gap), 30, 31]) * 6), 20 + slot, 25]
                 _add(drafter, slot, text)
-                found.append(_propose_tokens(drafter, slot))
+                copied.append(_propose_tokens(drafter, slot))
                 for token in (30, 31, 20 + slot):
                     _observe(drafter, {slot: [token]})
-                    found.append(_propose_tokens(drafter, slot))
-            drafts.append(found)
+                    copied.append(_propose_tokens(drafter, slot))
+            drafts.append(copied)
         assert drafts[0] == drafts[1], f"drafts depend on the id of a placeholder: {drafts[0]} for {first}, {drafts[1]} for {second}"
     plain = make()
     _add(plain, 0, [20, 25, 26, 30, 31] * 6 + [20, 25])

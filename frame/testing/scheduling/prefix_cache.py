@@ -277,8 +277,8 @@ def check_tokens_of_large_pages_all_count(maker: Maker) -> None:
             for place in (size * (1 + page) - 1, size * page + size // 2, size * page):
                 other = tokens.copy()
                 other[place] += 100_000
-                found = cache.match(other, f"space {page}:").num_tokens
-                assert found == page * size, f"of pages of {size} tokens, {found} tokens match prompts that differ in token {place}"
+                matched = cache.match(other, f"space {page}:").num_tokens
+                assert matched == page * size, f"of pages of {size} tokens, {matched} tokens match prompts that differ in token {place}"
 
 
 def check_evicts_thousands_of_pages(maker: Maker) -> None:

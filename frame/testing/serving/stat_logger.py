@@ -216,9 +216,9 @@ def _renders_what_names_say(make: Any) -> None:
     numbers, expected = _read_numbers(_render_text(logger)), {name: sum(values) for name, values in KNOWN.items()}
     logger.close()
     for name, value in expected.items():
-        for sample, found in numbers.items():
+        for sample, value_shown in numbers.items():
             if re.fullmatch(rf"\w*[_:]{name}_sum(\{{.*\}})?", sample):
-                assert abs(found - value) < 1e-6, f"{sample} is {found} after three requests, and not {value}"
+                assert abs(value_shown - value) < 1e-6, f"{sample} is {value_shown} after three requests, and not {value}"
 
 
 def _renders_all_that_was_recorded(make: Any) -> None:
