@@ -348,7 +348,7 @@ def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any], hel
             yield [code(kind), f"generated from {code(found['member'])}", site.replace("|", "\\|"), harm]
     for kind, columns in held_out.items():
         for name, check in columns.get("after", columns["before"])["killed_by"].items():
-            if not check:
+            if not check or columns["harm"][name].startswith("equivalent"):
                 yield [code(kind), code(name), "a held-out plugin", columns["harm"][name]]
 
 
@@ -362,14 +362,19 @@ def _count_killed(kind: str, sets: Sequence[Mapping[str, Any]]) -> list[str]:
         num_equivalent = sum(harm.startswith("equivalent") for harm in made["survivors"].values())
         apart = f", {num_equivalent} equivalent" if num_equivalent else ""
         cells.append(f"{made['made'] - len(made['survivors'])} / {made['made'] - num_equivalent}{apart}")
-    cells.append(", ".join(_count_held_out(columns, name) for name in ("before", "after") if name in columns) if columns else "none")
+    cells.append(_count_held_out(columns) if columns else "none")
     return cells
 
 
-def _count_held_out(columns: Mapping[str, Any], column: str) -> str:
-    checks = columns[column]["killed_by"]
-    num_equivalent = sum(columns["harm"][name].startswith("equivalent") for name, check in checks.items() if not check)
-    return f"{sum(map(bool, checks.values()))} / {len(checks) - num_equivalent}"
+def _count_held_out(columns: Mapping[str, Any]) -> str:
+    """Killed of those that are not equivalent, before and after."""
+    equivalent = {name for name, harm in columns["harm"].items() if harm.startswith("equivalent")}
+    counts = []
+    for column in ("before", "after"):
+        if column in columns:
+            checks = [check for name, check in columns[column]["killed_by"].items() if name not in equivalent]
+            counts.append(f"{sum(map(bool, checks))} / {len(checks)}")
+    return ", ".join(counts) + (f", {len(equivalent)} equivalent" if equivalent else "")
 
 
 def _kit(kind: Any, found: Mapping[str, Any] | None, sets: Sequence[Mapping[str, Any]], root: Path) -> list[str]:

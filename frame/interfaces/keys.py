@@ -94,4 +94,5 @@ class KeyStore(ABC):
         return 1
 
     async def close(self) -> None:
-        """Close connections. May be called twice; calls of `find_holder` may still run."""
+        """Close connections. May be called twice; calls of `find_holder` may still run: they return
+        the holder or raise, since None would refuse a key that is valid."""

@@ -101,7 +101,7 @@ class ReasoningParser(ABC):
 class Function:
     """A function that the model may call."""
 
-    name: str
+    name: str  # 1 to 128 ASCII letters, digits and `_.:/-`
     parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object"})  # JSON schema
     is_strict: bool = False  # the arguments must follow the schema
 

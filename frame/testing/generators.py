@@ -36,6 +36,23 @@ def make_alike(lengths: Iterable[int] = ALIKE, fill: str = "n") -> list[tuple[st
     return [((fill * length) + "-1", (fill * length) + "-2") for length in lengths]
 
 
+class Salted(str):
+    """A text whose hash is that of another process: Python draws them anew in each."""
+
+    _salt: int
+
+    def __new__(cls, text: str, salt: int) -> Salted:
+        made = super().__new__(cls, text)
+        made._salt = salt
+        return made
+
+    def __hash__(self) -> int:
+        return hash((str.__hash__(self), self._salt))
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) if isinstance(other, str) else NotImplemented
+
+
 # ---- one address, and results that are kept ------------------------------------------------------
 
 
@@ -122,17 +139,17 @@ def require_no_waiting(call: Callable[[], object], what: str, seconds: float = 1
     def measure() -> float:
         waited = []
         for _ in range(CALLS):
-            pauses, began, computed = _count_pauses(), time.perf_counter(), time.process_time()
+            pauses, began, computed = count_pauses(), time.perf_counter(), time.process_time()
             call()
             taken = time.perf_counter() - began - (time.process_time() - computed)
-            waited.append(taken if _count_pauses() > pauses else 0.0)
+            waited.append(taken if count_pauses() > pauses else 0.0)
         return min(waited)
 
     best, _ = _find_round(lambda: (measure(), seconds))
     assert best < seconds, f"{what} waits for {best * 1e3:.2f} ms in which it computes nothing"
 
 
-def _count_pauses() -> int:
+def count_pauses() -> int:
     """How often this thread gave up the processor."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 

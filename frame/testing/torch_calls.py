@@ -3,7 +3,7 @@ conformance suites of plugins whose calls must be few and must not wait."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,14 @@ class TorchCalls(TorchFunctionMode):
             self.waits.add(name)
         elif name in ("__getitem__", "__setitem__"):
             self.waits |= set(_waiting_indices(args))
+        elif name == "repeat_interleave" and not (kwargs or {}).get("output_size") and _has_counts(args, kwargs or {}):
+            self.waits.add("repeat_interleave without output_size")
         return func(*args, **(kwargs or {}))
+
+
+def _has_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `repeat_interleave` has its counts in a tensor, whose sum is the size."""
+    return (len(args) == 1 and not kwargs) or isinstance(kwargs.get("repeats", args[1] if len(args) > 1 else None), torch.Tensor)
 
 
 def _waiting_indices(args: Sequence[Any]) -> Iterator[str]:

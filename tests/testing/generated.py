@@ -46,11 +46,12 @@ from tests.testing.mutants import load_mutants
 
 RESULTS = Path(__file__).with_name("generated.json")
 MEMBERS = {  # the in-tree member that is changed; "": the reference of the kind's mutants, "held-out": the right held-out plugin
-    "adapter": "lora", "attention_backend": "torch_native", "collective": "held-out", "drafter": "suffix", "eviction_policy": "slru",
-    "gemm_kernel": "cpu_int8", "grammar_backend": "llguidance", "key_store": "file", "kv_allocator": "contiguous", "kv_tier": "host",
-    "launcher": "local", "logits_processor": "penalties", "modality": "image", "model": "gemma3", "moe_dispatcher": "all_to_all",
-    "moe_runner": "torch_native", "platform": "cpu", "pooler": "", "prefix_cache": "radix", "reasoning_parser": "think-tags",
-    "routing_policy": "prefix_load", "sampler": "torch", "scheduling_policy": "dfs-weight", "stat_logger": "prometheus",
+    "adapter": "lora", "attention_backend": "torch_native", "cli_command": "", "collective": "held-out", "drafter": "suffix",
+    "eviction_policy": "slru", "gemm_kernel": "cpu_int8", "grammar_backend": "llguidance", "http_extension": "", "key_store": "file",
+    "kv_allocator": "contiguous", "kv_tier": "host", "launcher": "local", "logits_processor": "penalties", "modality": "image",
+    "model": "gemma3", "moe_dispatcher": "all_to_all", "moe_runner": "torch_native", "platform": "cpu", "pooler": "",
+    "prefix_cache": "radix", "reasoning_parser": "deepseek_r1", "routing_policy": "prefix_load", "sampler": "",
+    "scheduling_policy": "dfs-weight", "stat_logger": "prometheus",
     "tool_call_parser": "hermes", "tracer": "json_lines", "weight_format": "gptq", "weight_source": "safetensors",
     "weight_transfer": "ipc",
 }  # fmt: skip
@@ -100,6 +101,8 @@ def find_sites(tree: ast.Module, target: type) -> list[Site]:
 
 def is_text(node: ast.AST) -> bool:
     """An error that is raised, a line of the log, or a formatted text: words for people."""
+    if isinstance(node, ast.Expr):
+        return is_text(node.value)
     is_log = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0].lstrip("_") in ("log", "logger", "logging", "warnings")
     return is_log or isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert)
 

@@ -48,5 +48,5 @@ def test_texts_are_drawn_from_a_format() -> None:
 
 def test_known_answers_cover_all_prompts() -> None:
     known = reasoning_parser.find_replies(lambda: ThinkTags(PARSER))
-    assert {end for _, end, _ in known} == set(reasoning_parser.PROMPT_ENDS)
+    assert {end for _, end, _ in known} == {*reasoning_parser.PROMPT_ENDS, "<think>"}
     assert any(parser_texts.THOUGHT in text for text, *_ in known)

@@ -129,7 +129,7 @@ class PrefixCache(ABC):
       a colon has no owner.
     - `evict(n)` returns at least n pages if that many are evictable, else all that are; `evict(0)`
       does nothing. The caller frees them.
-    - num_evictable + num_locked = pages owned; `audit` raises otherwise.
+    - num_evictable + num_locked = pages owned; `audit` raises otherwise. Steps read both: O(1).
     - A match is valid until the next `insert` or `evict`: lock it at once.
     - Arrays that are passed in are views that change later: keep copies. `match` may be given more
       tokens than whole pages, and `insert` more pages.

@@ -147,7 +147,7 @@ class Drafter(ABC):
     @abstractmethod
     def add_slot(self, setup: SlotSetup) -> None:
         """`setup.token_ids`: the prompt, then the output so far. A negative one stands for a
-        placeholder of a certain image, video or audio file; drafts end before one."""
+        placeholder of a certain image, video or audio file; drafts end, or are cut, before one."""
 
     @abstractmethod
     def remove_slot(self, slot: int) -> None: ...

@@ -93,7 +93,7 @@ class KVTier(ABC):
     """Holds blocks of `block_bytes` bytes by keys of 32 bytes, at most as many as its options
     allow; it evicts the least recently used.
 
-    Contract: a job is a number of the caller, unique while it lasts. No method waits for the place:
+    Contract: a job is a number of the caller, which uses each once. No method waits for the place:
     work is done by threads of the tier or of the system. A buffer is uint8 [block_bytes]; it is the
     caller's until `finish`, also where the block is evicted meanwhile. A block that was changed in
     the place, cut off or written for another key or identity is a failed block of `poll`, never

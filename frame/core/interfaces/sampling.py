@@ -94,7 +94,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """The tokens sampled for these slots. Both int64 [m], on the device."""
+        """The tokens sampled for these slots, each slot once. Both int64 [m], on the device."""
 
     @abstractmethod
     def remove_slot(self, slot: int) -> None: ...

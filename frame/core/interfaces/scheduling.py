@@ -80,14 +80,14 @@ class SchedulableRequest(Protocol):
 class SchedulingPolicy(ABC):
     """Orders waiting requests and selects the requests to preempt.
 
-    Contract: `sort_waiting` returns a permutation of `waiting`, or a lazy prefix of one, of which
-    the scheduler reads as much as the budget allows; it changes nothing. `select_victim` never
+    Contract: `sort_waiting` returns a permutation of `waiting`, or a lazy prefix of one that fills
+    `view.token_budget`; it changes nothing, and takes the time of a sort. `select_victim` never
     returns the oldest running request (progress guarantee). Where `sort_waiting` raises or returns
     no requests, waiting requests keep their order in that step. Where `select_victim` raises or
     returns a request that it may not, the newest is preempted. Where `can_preempt` raises, no
     request is preempted. The log names the policy. `waiting` is a bounded window of the head of the
-    queue (the oldest; with `by_priority` those of highest priority), so that 10,000 queued requests
-    cost no more than 100: a policy must not assume that it sees all."""
+    queue (the oldest; with `by_priority` those of highest priority): a policy must not assume that
+    it sees all. It remembers no request by its address."""
 
     needs_matches: ClassVar[bool] = False  # `request.match`, the cached prefix, is set before `sort_waiting`
     by_priority: ClassVar[bool] = False  # the queue is sorted by `request.priority` (higher first), then by arrival

@@ -44,6 +44,8 @@ def _check_source(kind: str, source: str, max_chars: int, max_depth: int, pointe
     if kind not in JSON_KINDS:
         if kind in ("regex", "ebnf"):
             _check_text(kind, source, kind == "ebnf", max_depth)
+        if kind == "choice":
+            _check_texts(source, max_depth)
         return
     _check_depth(kind, source, max_depth)
     try:
@@ -55,6 +57,17 @@ def _check_source(kind: str, source: str, max_chars: int, max_depth: int, pointe
     for text, is_ebnf in _list_texts(parsed):
         _check_text(kind, text, is_ebnf, max_depth)
     check_references(kind, parsed, pointers_only)
+
+
+def _check_texts(source: str, max_depth: int) -> None:
+    """Raise ValueError for choices that are no JSON list of texts."""
+    _check_depth("choice", source, max_depth)
+    try:
+        texts = json.loads(source)
+    except ValueError as error:
+        raise ValueError(f"choice is not JSON: {error}") from None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("choice must be a list of texts, of which there is at least one")
 
 
 def _check_depth(kind: str, source: str, limit: int) -> None:

@@ -57,7 +57,12 @@ class JsonLinesTracer(Tracer):
 
     @staticmethod
     def read_conformance_spans(folder: Path) -> list[dict[str, Any]]:
-        return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+        files = [*sorted(folder.glob("*.jsonl.1")), *sorted(folder.glob("*.jsonl"))]
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    @staticmethod
+    def limit_conformance_options(folder: Path, num_bytes: int) -> JsonLinesOptions:
+        return JsonLinesOptions(folder=str(folder), max_bytes=num_bytes)
 
     def start_span(self, name: str, headers: Sequence[tuple[bytes, bytes]]) -> Span:
         return LineSpan(self, name, TraceParent.read(headers))

@@ -4,25 +4,29 @@ of their own. It cannot see whether drafts are good. Must not know a plugin by n
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from types import FunctionType, MethodType, ModuleType
 
 import numpy as np
 
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.drafter import Drafter, DrafterContext, Drafts
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
-from frame.testing.generators import require_bounded, require_fast
+from frame.testing.conformance import Check, Subject, find_checks
+from frame.testing.generators import require_bounded, require_fast, require_growth
 
 VOCAB, SLOTS, CONTEXT, STEPS = 37, 6, 16_384, 5
 CONTEXT_OF = DrafterContext(vocab_size=VOCAB, max_slots=SLOTS, max_context=CONTEXT, num_steps=STEPS)
 SHORT, LONG = 256, 12_288  # tokens of texts whose calls are timed
 LARGE_VOCAB, MANY_SLOTS = 150_000, 256
 MAX_SECONDS = 1.8e-3  # of the drafts of a few slots
+MAX_ROUNDS = 120  # of four long texts each, after which a drafter that keeps texts holds no more
 MAX_RATIO = 3.0  # of their times
 MIN_SECONDS = 2e-4  # shorter times are not compared
 
@@ -141,9 +145,12 @@ def check_real_sizes(subject: Subject) -> None:
 
 
 def check_ended_requests_are_forgotten(subject: Subject) -> None:
-    if getattr(subject.record.capabilities, "keeps_texts", False):
-        raise SkipCheck("it keeps texts of ended requests, in a bounded amount of memory")
+    """With `keeps_texts`, what is kept of one tenant, of many tenants, and of long texts has a
+    bound, which is reached after at most 8 million tokens."""
     drafter: Drafter = subject.target(CONTEXT_OF, subject.options)
+    if getattr(subject.record.capabilities, "keeps_texts", False):
+        _require_bounded_texts(drafter)
+        return
 
     def work(number: int) -> None:
         _add(drafter, number % SLOTS, _text(number % 50, 20))
@@ -151,6 +158,82 @@ def check_ended_requests_are_forgotten(subject: Subject) -> None:
         drafter.remove_slot(number % SLOTS)
 
     require_bounded(drafter, work, 2000, "requests that have ended")
+
+
+def _require_bounded_texts(drafter: Drafter) -> None:
+    """Memory at the end of rounds of the same number of tokens: it stops to grow."""
+    numbers, sizes = np.random.default_rng(0), list[int]()
+    for round_ in range(MAX_ROUNDS):
+        for number in range(4):
+            tenant = "one" if number % 2 else f"tenant {round_}"
+            text = numbers.integers(0, VOCAB, CONTEXT - 64).astype(np.int32)
+            text.flags.writeable = False
+            drafter.add_slot(SlotSetup(0, SamplingParams(), 0, len(text), text, tenant=tenant))
+            _observe(drafter, {0: [number]})
+            drafter.remove_slot(0)
+        sizes.append(_count_bytes(drafter))
+        if len(sizes) > 2 and sizes[-1] <= 1.02 * sizes[-3]:
+            return
+    kept = f"{sizes[0] >> 10} KiB after 4 of them, and {sizes[-1] >> 10} KiB after {4 * MAX_ROUNDS}"
+    raise AssertionError(f"texts of ended requests take {kept}")
+
+
+def _count_bytes(drafter: object) -> int:
+    """Bytes of the arrays and containers that a drafter refers to."""
+    waiting, seen, size = [drafter], set[int](), 0
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType | MethodType):
+            continue
+        seen.add(id(one))
+        size += one.nbytes if isinstance(one, np.ndarray) else sys.getsizeof(one)
+        waiting += gc.get_referents(one)
+    return size
+
+
+def check_set_up_again_forgets_what_was_observed(make: Make) -> None:
+    """A preempted request comes back in its slot, which was not removed: its text is that of the
+    setup alone, as in a fresh slot."""
+    for seed in range(8):
+        text, other = _text(20 + seed, 160), _text(60 + seed, 120)
+        drafter, fresh = make(), make()
+        _add(drafter, 1, text[:50])
+        _observe(drafter, {1: other[:9]})  # tokens that were drawn again otherwise
+        for size in (59, 80):
+            _add(drafter, 1, text[:size])
+        _add(fresh, 1, text[:80])
+        assert _go_on(drafter, 1, text, 80) == _go_on(fresh, 1, text, 80), "a slot that is set up again keeps tokens from before"
+
+
+def _propose_tokens(drafter: Drafter, slot: int) -> list[int]:
+    """The draft of a slot up to the first placeholder, as the scheduler cuts it."""
+    drafts = drafter.propose_tokens(np.array([slot]), np.array([STEPS], np.int32)).token_ids.tolist()
+    return drafts[: next((place for place, token in enumerate(drafts) if token < -1), len(drafts))]
+
+
+def check_placeholders_are_not_drafted(make: Make) -> None:
+    """Where a file's placeholder follows, a draft ends. Which file it is changes no token of a
+    draft."""
+    for first, second in ((-5, -1000), (-2, -(1 << 30)), (-VOCAB, -VOCAB - 7)):
+        drafts = []
+        for placeholder in (first, second):
+            drafter, copied = make(), list[list[int]]()
+            for slot, gap in enumerate((1, 2, 3)):
+                text = [*(([20 + slot, 25, *([placeholder] * gap), 30, 31]) * 6), 20 + slot, 25]
+                _add(drafter, slot, text)
+                copied.append(_propose_tokens(drafter, slot))
+                for token in (30, 31, 20 + slot):
+                    _observe(drafter, {slot: [token]})
+                    copied.append(_propose_tokens(drafter, slot))
+            drafts.append(copied)
+        assert drafts[0] == drafts[1], f"drafts depend on the id of a placeholder: {drafts[0]} for {first}, {drafts[1]} for {second}"
+    plain = make()
+    _add(plain, 0, [20, 25, 26, 30, 31] * 6 + [20, 25])
+    if _propose_tokens(plain, 0)[:1] == [26]:  # it copies what followed before
+        marked = make()
+        _add(marked, 0, [20, 25, -9, 30, 31] * 6 + [20, 25])
+        draft = _propose_tokens(marked, 0)
+        assert not draft, f"the tokens {draft} are drafted where a placeholder followed; drafts end before one"
 
 
 def check_a_draft_is_fast(make: Make) -> None:
@@ -268,6 +351,18 @@ def check_fills_the_context(make: Make) -> None:
     for place in range(CONTEXT - 7, CONTEXT - 1):
         _propose(drafter, [0, SLOTS - 1], [min(STEPS, CONTEXT - 1 - place), STEPS])
         _observe(drafter, {0: text[place : place + 1]})
+
+
+def check_time_does_not_grow_without_a_match(make: Make) -> None:
+    """Texts whose end they do not have before, so that a search would read all of them."""
+
+    def draft(count: int) -> Callable[[], object]:
+        drafter, numbers = make(), random.Random(count)
+        _add(drafter, 0, [*(numbers.randrange(VOCAB - 2) for _ in range(count)), VOCAB - 1, VOCAB - 2])
+        slots, limits = np.zeros(1, np.int64), np.full(1, STEPS, np.int32)
+        return lambda: [drafter.propose_tokens(slots, limits) for _ in range(60)]
+
+    require_growth(draft, SHORT, LONG, "60 drafts after so many tokens", factor=MAX_RATIO, minimum=4e-3)
 
 
 def check_time_does_not_grow(make: Make) -> None:

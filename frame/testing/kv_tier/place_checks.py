@@ -44,6 +44,21 @@ def _find_files(rig: Rig) -> list[Path]:
     return [path for path in sorted(rig.folder.rglob("*")) if path.is_file() and path.stat().st_size >= rig.block_bytes]
 
 
+def check_clear_empties_the_folder(make: Make) -> None:
+    """What is dropped takes no room any more: the quota is that of the folder."""
+    rig = make()
+    rig.require_persistence()
+    for turn in range(3):
+        keys = make_keys(NUM_BLOCKS // 2, f"weights {turn}-")
+        rig.store(keys)
+        rig.tier.clear()
+    rig.wait_until(lambda: _count_bytes(rig) <= NUM_BLOCKS // 4 * rig.block_bytes, "`clear` leaves the files of blocks in the folder")
+
+
+def _count_bytes(rig: Rig) -> int:
+    return sum(path.stat().st_size for path in _find_files(rig) if path.exists())
+
+
 def check_blocks_survive_a_restart(make: Make) -> None:
     rig, keys = make(), make_keys(6)
     rig.require_persistence()

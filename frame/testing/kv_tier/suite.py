@@ -212,15 +212,38 @@ def check_abandoned_loads_are_not_returned(make: Make) -> None:
     rig, keys = make(), make_keys(8)
     rig.store(keys)
     for _ in range(3 * NUM_BLOCKS):
-        rig.begin_load(keys[:4], 5)
-        rig.tier.finish(5)
-        job, buffers = rig.begin_load(keys[4:], 5)  # the number is free again
+        abandoned, _ = rig.begin_load(keys[:4])
+        rig.tier.finish(abandoned)
+        job, buffers = rig.begin_load(keys[4:])
         result = rig.wait_for([job])[job]
         rig.compare(keys[4:], buffers, result)
-        assert result.num_blocks == 4, "a load fails after one with its number was abandoned"
+        assert result.num_blocks == 4, "a load fails after one that was abandoned"
         rig.tier.finish(job)
     time.sleep(0.02)
     assert rig.tier.poll() == [], "poll returns a load that was abandoned"
+
+
+def check_abandoned_loads_write_to_no_other_buffer(make: Make) -> None:
+    """A load may still write when it is given up: its buffers are none of a store that begins
+    then."""
+    rig, keys = make(num_blocks=4 * NUM_BLOCKS, block_bytes=4 << 20), make_keys(2)
+    rig.store(keys)
+    for turn, pause in enumerate((0.0, 0.001, 0.002, 0.004, 0.0, 0.003)):
+        others = make_keys(2, f"turn {turn}-")
+        contents = [rig.make(key) for key in others]
+        abandoned, _ = rig.begin_load(keys)
+        time.sleep(pause)
+        rig.tier.finish(abandoned)
+        job = rig.next_job()
+        buffers = rig.tier.store(job, others)
+        if buffers is None:
+            continue
+        for content, buffer in zip(contents, buffers, strict=True):
+            if buffer is not None:
+                buffer.copy_(content)
+        rig.tier.finish(job)
+        rig.wait_for([job])
+        rig.load_all(others)
 
 
 def check_loads_of_one_block_at_once(make: Make) -> None:

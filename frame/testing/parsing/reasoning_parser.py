@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from frame.interfaces.parsing import Format, ReasoningParser
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
@@ -27,12 +28,51 @@ from frame.testing.parsing.texts import THOUGHT, accepts, noise, write
 PROMPT_ENDS = ("", "<think>\n", "<think>\n\n</think>\n\n", "[THINK]", "<|start|>assistant<|channel|>analysis<|message|>")
 REPLY = "7 of 8"
 
+GAPS = ("", "\n", "\n\n", " ")  # that templates write after a mark
 MakeReasoning = Callable[[], ReasoningParser]
 
 
 def suite(subject: Subject) -> Iterable[Check]:
     """The suite of the kind `reasoning_parser`."""
     return collect(__name__, partial(subject.target, PARSER, subject.options))
+
+
+def find_pairs(make: MakeReasoning) -> list[tuple[str, str]]:
+    """The marks that open and close the parser's reasoning: those that it names, and the tags of
+    free text in its grammar."""
+    parser = make()
+    parser.begin("")
+    named = parser.find_marks()
+    pairs = {(named.begin, named.end)} if named is not None else set()
+    waiting: list[Any] = [parser.grammar({"type": "const_string", "value": REPLY}, is_calls=False)]
+    while waiting:
+        form = waiting.pop()
+        if isinstance(form, dict):
+            if form.get("type") == "tag" and form["content"] == {"type": "any_text"}:
+                pairs.add((form["begin"], form["end"] if isinstance(form["end"], str) else form["end"][0]))
+            waiting += form.values()
+        elif isinstance(form, list):
+            waiting += form
+    return sorted(pair for pair in pairs if pair[1])  # the first may be empty: reasoning comes first
+
+
+def find_prompt_ends(make: MakeReasoning) -> list[str]:
+    """Ends of prompts: those of known models, and those that open or close this parser's
+    reasoning."""
+    ends = [end for begin, close in find_pairs(make) for end in (begin, f"{begin}\n", f"{begin}\n\n{close}\n\n")]
+    return [*dict.fromkeys((*PROMPT_ENDS, *ends))]
+
+
+def make_marked_texts(make: MakeReasoning) -> list[str]:
+    """Texts with the parser's own marks: parts of them, blank lines beside them, and marks within
+    the answer."""
+    texts = []
+    for begin, end in find_pairs(make):
+        texts += [f"{begin}{'x' * size} {end[:size]} y{end}{REPLY}" for size in range(1, len(end))]
+        texts += [f"{begin}{THOUGHT}{end}\n\n {REPLY}", f"{begin}{THOUGHT}{end}{REPLY} {end} or {begin} is {end}\n"]
+        texts += [f"{REPLY} {end} {begin}"]
+        texts += [f"{begin}{THOUGHT} {end[:-1]}", f"{begin[:-1]} {REPLY}", f"{begin}{end}{REPLY}", f"{begin}{begin}{end}{REPLY}"]
+    return texts
 
 
 def read_reasoning(make: MakeReasoning, pieces: Iterable[str], prompt_end: str = "", may_think: bool = True) -> tuple[str, str]:
@@ -45,8 +85,9 @@ def read_reasoning(make: MakeReasoning, pieces: Iterable[str], prompt_end: str =
 
 def check_text_is_kept(make: MakeReasoning) -> None:
     """Every character of a text without marks is reasoning or content, after any prompt."""
-    for prompt_end in PROMPT_ENDS:
-        for text in ("Hello, world.", "x", " two  words\nand a line ", "日本 🙂", "1 <"):
+    parts = [f"1 {end[:size]}" for _, end in find_pairs(make) for size in range(1, len(end))]
+    for prompt_end in find_prompt_ends(make):
+        for text in ("Hello, world.", "x", " two  words\nand a line ", "日本 🙂", "1 <", *parts):
             for pieces in ([text], list(text)):
                 result = "".join(read_reasoning(make, pieces, prompt_end))
                 assert result.split() == text.split(), f"{text!r} after the prompt {prompt_end!r} is read as {result!r}"
@@ -54,7 +95,7 @@ def check_text_is_kept(make: MakeReasoning) -> None:
 
 def check_reasoning_is_not_held_back(make: MakeReasoning) -> None:
     text = "word " * 400
-    for prompt_end in PROMPT_ENDS:
+    for prompt_end in find_prompt_ends(make):
         parser = make()
         parser.begin(prompt_end)
         deltas = [parser.feed(piece) for piece in text]
@@ -67,9 +108,46 @@ def check_reasoning_that_is_off_is_content(make: MakeReasoning) -> None:
     assert result == ("", REPLY), f"{REPLY!r} is read as {result} where the client switched reasoning off"
 
 
+def check_grammar_demands_no_reasoning_that_is_off(make: MakeReasoning) -> None:
+    """Where the client switched reasoning off, or the prompt closed it, the answer alone is
+    allowed."""
+    closed = [f"{begin}\n\n{end}\n\n" for begin, end in find_pairs(make)]
+    for prompt_end, may_think in (("", False), *((end, True) for end in closed), *((end, False) for end in closed)):
+        parser = make()
+        parser.begin(prompt_end, may_think)
+        form = parser.grammar({"type": "const_string", "value": REPLY}, is_calls=False)
+        texts = [text for seed in range(8) if accepts(form, text := write(form, random.Random(seed)))]
+        if texts and not any(THOUGHT not in text for text in texts):
+            state = "the prompt closed the reasoning" if may_think else "the client switched reasoning off"
+            raise AssertionError(f"grammar() demands reasoning where {state}: {texts[0]!r}")
+
+
+def check_space_after_the_prompts_mark_changes_nothing(make: MakeReasoning) -> None:
+    """Templates write line breaks after the mark that opens the reasoning."""
+    for begin, end in find_pairs(make):
+        read = [read_reasoning(make, [f"{THOUGHT}{end}{REPLY}"], begin + gap) for gap in GAPS]
+        assert all(each == read[0] for each in read), f"after a prompt that ends with {begin!r} and white space, {read} is read"
+
+
+def check_marks_are_those_that_are_read(make: MakeReasoning) -> None:
+    """`find_marks`, by which the server limits the reasoning, says where it begins and ends after
+    each prompt."""
+    for prompt_end in find_prompt_ends(make):
+        parser = make()
+        parser.begin(prompt_end)
+        marks = parser.find_marks()
+        if marks is not None and marks.end:
+            reasoning, content = read_reasoning(make, [marks.begin + THOUGHT, marks.end + REPLY], prompt_end)
+            is_read = reasoning.strip() == THOUGHT and content.strip() in (REPLY, "")  # an answer may need a header
+            what = f"the marks are {marks}, and a text with them has the reasoning {reasoning!r} and the content {content!r}"
+            assert is_read, f"after the prompt {prompt_end!r}, {what}"
+        elif marks is not None:
+            assert not read_reasoning(make, [REPLY], prompt_end)[0], f"after the prompt {prompt_end!r} are no marks, and there is reasoning"
+
+
 def check_grammar_keeps_the_reply(make: MakeReasoning) -> None:
     reply: Format = {"type": "const_string", "value": REPLY}
-    for prompt_end in PROMPT_ENDS:
+    for prompt_end in find_prompt_ends(make):
         for is_calls in (False, True):
             parser = make()
             parser.begin(prompt_end)
@@ -91,7 +169,7 @@ def check_grammars_are_those_of_their_replies(make: MakeReasoning) -> None:
 
 def check_long_reasoning_is_kept(make: MakeReasoning) -> None:
     """100,000 characters of each part."""
-    for prompt_end in PROMPT_ENDS:
+    for prompt_end in find_prompt_ends(make):
         for length in (10, 100_000):
             text = "so it is. " * (length // 10)
             reasoning, content = read_reasoning(make, [text[place : place + 1000] for place in range(0, len(text), 1000)], prompt_end)
@@ -123,9 +201,10 @@ def check_known_replies_are_read(make: MakeReasoning) -> None:
 
 
 def check_reasoning_splits_change_nothing(make: MakeReasoning) -> None:
-    for prompt_end in PROMPT_ENDS:
+    for prompt_end in find_prompt_ends(make):
         known = [text for text, end, may_think in find_replies(make) if end == prompt_end and may_think]
-        compare_splits(lambda pieces, prompt_end=prompt_end: read_reasoning(make, pieces, prompt_end), [*noise(), *known])  # type: ignore[misc]
+        texts = [*noise(), *make_marked_texts(make), *known]
+        compare_splits(lambda pieces, prompt_end=prompt_end: read_reasoning(make, pieces, prompt_end), texts)  # type: ignore[misc]
 
 
 def check_cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
@@ -138,6 +217,11 @@ def check_cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
             assert not content.strip(), f"{text[: at + size]!r} ends within the reasoning, and {content!r} of it is read as content"
             assert reasoning.strip() == THOUGHT[:size].strip(), f"{text[: at + size]!r} has the reasoning {reasoning!r}"
             checked += 1
+    for begin, end in find_pairs(make):  # within the closing mark
+        for size in range(1, len(end)):
+            reasoning, content = read_reasoning(make, [f"{begin}{THOUGHT}{end[:size]}"])
+            assert not content.strip(), f"a response that ends within its closing mark has the content {content!r}"
+            assert reasoning.strip().startswith(THOUGHT), f"a response that ends within its closing mark has the reasoning {reasoning!r}"
     if not checked:
         raise SkipCheck("no text of the grammar has reasoning")
 
@@ -145,20 +229,21 @@ def check_cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
 def check_replies_stand_alone(make: MakeReasoning) -> None:
     """Parsers of two responses, fed in turn, share nothing."""
 
-    texts = [*noise()[:10], *(text for text, end, _ in find_replies(make) if not end)]
+    texts = [*noise()[:10], *make_marked_texts(make), *(text for text, end, _ in find_replies(make) if not end)]
     compare_interleaved(lambda: _started(make), lambda pieces: read_reasoning(make, pieces), texts)
 
 
 def check_odd_reasoning_does_not_raise(make: MakeReasoning) -> None:
-    for prompt_end in (*PROMPT_ENDS, *ODD, "<think>" * 99):
+    for prompt_end in (*find_prompt_ends(make), *ODD, "<think>" * 99):
         for odd in ODD:
-            for text in (odd, f"<think>{odd}</think>{odd}", f"[THINK]{odd}[/THINK]", f"<|channel|>{odd}<|message|>{odd}<|end|>"):
+            marked = [f"{begin}{odd}{close}{odd}" for begin, close in find_pairs(make)]
+            for text in (odd, *marked, f"<think>{odd}</think>{odd}", f"[THINK]{odd}[/THINK]", f"<|channel|>{odd}<|message|>{odd}<|end|>"):
                 require_no_error(lambda text=text, end=prompt_end: read_reasoning(make, [text], end), text)  # type: ignore[misc]
 
 
 def check_reasoning_time_is_linear(make: MakeReasoning) -> None:
-    heads = ["", "<think>", "[THINK]", "<|channel|>analysis<|message|>"]
-    require_linear_time(lambda pieces: read_reasoning(make, pieces), heads)
+    own = [begin for begin, _ in find_pairs(make)]
+    require_linear_time(lambda pieces: read_reasoning(make, pieces), [*dict.fromkeys(["", "<think>", "[THINK]", *own])])
 
 
 def find_replies(make: MakeReasoning) -> list[tuple[str, str, bool]]:
@@ -166,7 +251,7 @@ def find_replies(make: MakeReasoning) -> list[tuple[str, str, bool]]:
     reasoning is on."""
     replies = []
     reply: Format = {"type": "const_string", "value": REPLY}
-    for prompt_end in PROMPT_ENDS:
+    for prompt_end in find_prompt_ends(make):
         for may_think in (True, False):
             parser = make()
             parser.begin(prompt_end, may_think)

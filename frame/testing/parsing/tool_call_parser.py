@@ -35,7 +35,7 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {},
     {"city": "Köln 🙂"},
     {"text": 'quote " and back\\slash', "other": "a/b"},
-    {"number": -5, "share": 1.5, "is_exact": True, "none": None},
+    {"number": -5, "share": 1.5, "is_exact": True, "none": None, "id": 2**53 + 1},
     {"items": [1, "two", [3]], "deep": {"a": {"b": [{}]}}},
     {"text": "braces } ] { [ in , a : text"},
     {"long": "abc " * 80 + "end"},
@@ -97,6 +97,42 @@ def check_known_calls_are_read(make: MakeCalls) -> None:
         assert read_values(calls) == expected, f"{text!r} has {len(expected)} calls, and is read as {calls}"
 
 
+def check_marks_within_arguments(make: MakeCalls) -> None:
+    """Code of a parser is an argument too: texts with its marks, of formats that quote texts. One
+    that does not quote them cannot tell its marks from theirs."""
+    parser, rule = make(), make_rule({"text": CITY})
+    parser.begin(rule.functions)
+    marks = sorted(_find_marks(parser.grammar(rule)))
+    for arguments in [{"text": text} for mark in marks for text in (f"a {mark} b", f"'{mark}' {mark[:-1]}".strip())]:
+        for text in find_calls(make, make_rule(arguments)):
+            plain = text.replace("\\'", "'")
+            if '\\"' not in text and not any(f"{quote}{arguments['text']}{quote}" in plain for quote in ("'", '"')):
+                continue
+            for pieces in ([text], list(text)):
+                content, calls = read_calls(make, pieces, make_rule(arguments).functions)
+                assert read_values(calls) == [("f", arguments)], f"{text!r} is allowed, and is read as {content!r}, {calls}"
+
+
+def _find_marks(form: Any) -> set[str]:
+    """The texts that begin and end the tags of a format."""
+    if isinstance(form, list):
+        return set().union(*map(_find_marks, form))
+    if not isinstance(form, dict):
+        return set()
+    ends = form.get("end", ())
+    own = {form["begin"], *([ends] if isinstance(ends, str) else ends)} if form.get("type") == "tag" else set()
+    return {mark for mark in own if mark.strip()} | set().union(*(_find_marks(part) for key, part in form.items() if key != "json_schema"))
+
+
+def check_open_calls_are_not_lost(make: MakeCalls) -> None:
+    """An answer that the model ended within the arguments of a call is content, or the call as far
+    as it was written."""
+    for text in find_calls(make, make_rule({"city": CITY}))[:1]:
+        for size in range(text.index(CITY) + len(CITY), len(text)):
+            content, calls = read_calls(make, [text[:size]])
+            assert content.strip() or calls, f"the answer {text[:size]!r}, which the model ended, is lost"
+
+
 def check_text_around_calls_is_content(make: MakeCalls) -> None:
     """Text before and after a call, where the grammar allows it."""
     rule = CallRule(make_rule({"city": CITY}).functions)
@@ -116,6 +152,7 @@ def check_text_around_calls_is_content(make: MakeCalls) -> None:
 
 def check_splits_change_nothing(make: MakeCalls) -> None:
     known = [text for arguments in ARGUMENTS[1:5] for text in find_calls(make, make_rule(arguments))]
+    known += find_calls(make, make_rule({"city": CITY}, is_parallel=True))
     compare_splits(lambda pieces: read_calls(make, pieces), [*noise(), *PLAIN, *known, *(f"Hm. {text} So." for text in known)])
 
 
@@ -195,8 +232,9 @@ def check_many_calls(make: MakeCalls) -> None:
     text = next((text for text in joined if form is not None and one and accepts(form, text)), None)
     if text is None:
         raise SkipCheck("the grammar does not allow calls that follow one another")
-    _, calls = read_calls(make, [text])
-    assert len(calls) == 40, f"of 40 calls {len(calls)} are read"
+    for pieces in ([text], list(text)):
+        _, calls = read_calls(make, pieces)
+        assert len(calls) == 40, f"of 40 calls {len(calls)} are read"
 
 
 def check_names_are_compared_whole(make: MakeCalls) -> None:

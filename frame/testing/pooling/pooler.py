@@ -24,6 +24,7 @@ HIDDEN = 48
 LENGTHS = (5, 1, 130, 2, 17, 1, 64, 33)
 LONG = (8192, 3, 5001)  # tokens of prompts whose sums leave the range of small floats
 LONGEST = 131_072
+WIDE_RESULT = 1e-3  # the same for vectors in float32 of states in fewer bits: lengths and sums are not rounded
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of a vector's greatest value
 NUM_STEPS = 300  # after which a pooler holds no more than after half of them
 
@@ -161,6 +162,20 @@ def check_small_floats(make: Make, device: str) -> None:
         rounded = replace(drawn, states=[(each * 0.2 + 30).to(dtype).float() for each in drawn.states])
         expected = pool(make(), rounded, device)
         require_equal(pool(make(dtype=dtype), rounded, device, dtype), expected, f"hidden states in {dtype}", dtype)
+        if make(dtype=dtype).pool(*rounded.make_step(device, dtype)).dtype == torch.float32:
+            error = ((pool(make(dtype=dtype), rounded, device, dtype) - expected).abs() / expected.abs().clamp(min=1e-6)).max()
+            assert float(error) < WIDE_RESULT, f"vectors in float32 of hidden states in {dtype} differ by {float(error):.1e}"
+
+
+def check_large_states(make: Make, device: str) -> None:
+    """Hidden states of 1e6, which float32 and bfloat16 hold and float16 does not, and of 1e-6."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for scale in (1e6, 1e-6):
+            prompts = Prompts.draw(LENGTHS)
+            scaled = replace(prompts, states=[each * scale for each in prompts.states])
+            vectors = pool(make(dtype=dtype), scaled, device, dtype)
+            assert torch.isfinite(vectors).all(), f"hidden states of {scale:g} in {dtype} have vectors that are not finite"
+            assert bool((vectors.abs().amax(-1) > 0).all()), f"hidden states of {scale:g} in {dtype} have vectors of zeros"
 
 
 def check_long_prompts(make: Make, device: str) -> None:
@@ -208,6 +223,20 @@ def check_pool_is_fast(make: Make, device: str) -> None:
         return torch.zeros(64, HIDDEN, device=hidden.device).index_add_(0, rows, hidden.float()) / 3
 
     require_near_reference(lambda: pooler.pool(hidden, batch), take_mean, "pool of 64 prompts", times=10, extra=1e-3)
+
+
+def check_long_prompts_beside_short_ones(make: Make, device: str) -> None:
+    """A step of one long prompt and 255 short ones takes about as long as its mean: its time and
+    memory are those of its tokens, and not of as many long prompts."""
+    lengths = (LONG[0], *([1] * 255))
+    pooler, (hidden, batch) = make(), Prompts.draw(lengths).make_step(device)
+    rows = torch.arange(len(lengths), device=hidden.device).repeat_interleave(torch.tensor(lengths, device=hidden.device))
+
+    def take_mean() -> torch.Tensor:
+        sums = torch.zeros(len(lengths), HIDDEN, device=hidden.device).index_add_(0, rows, hidden.float())
+        return sums / batch.query_lens.unsqueeze(1)
+
+    require_near_reference(lambda: pooler.pool(hidden, batch), take_mean, "pool of a long prompt and 255 short ones", times=10, extra=5e-3)
 
 
 def check_steps_are_apart(make: Make, device: str) -> None:

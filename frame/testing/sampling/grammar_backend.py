@@ -6,7 +6,9 @@ grammars are validated with `re`, `json` and jsonschema.
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,14 +18,14 @@ import numpy as np
 
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, CompiledGrammar, Grammar, GrammarBackend, GrammarContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
-from frame.testing.generators import require_bounded, require_fast
+from frame.testing.generators import make_alike, require_bounded, require_fast
 from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
 
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
 MAX_KNOWN = 1.8e-3  # seconds of a mask of the state that was asked for before
 WALKS, MAX_TOKENS = 4, 60  # random texts of a grammar, and their length
 MAX_SENTENCE = 400  # characters of an error, which a client reads
-THREADS = 4
+THREADS, MIN_FILLS = 4, 6000  # masks that they fill, of few grammars or many
 
 Make = Callable[[], GrammarBackend]
 
@@ -202,9 +204,11 @@ def check_tokens_are_rolled_back(run: Run) -> None:
 
 def check_many_tokens_are_rolled_back(run: Run) -> None:
     """`MAX_ROLLBACK` tokens at once: the masks are those before them."""
-    if "regex" not in run.kinds:
-        raise SkipCheck("the backend compiles no regular expressions")
-    grammar = run.backend.compile("regex", "bbb(ab|b)*c").start()
+    sources = {"regex": "bbb(ab|b)*c", "choice": json.dumps(["b" * (MAX_ROLLBACK + 4), "bbbc"])}
+    kind = next((kind for kind in sources if kind in run.kinds), None)
+    if kind is None:
+        raise SkipCheck("the backend compiles neither regular expressions nor choices")
+    grammar = run.backend.compile(kind, sources[kind]).start()
     token = next(token for token, text in run.vocabulary.tokens.items() if text == b"b")
     first = run.allowed(grammar)
     for count in (70, MAX_ROLLBACK):
@@ -319,6 +323,22 @@ def check_grammars_stand_alone(run: Run) -> None:
         assert np.array_equal(among, alone), f"{case.name}: its mask is another when other grammars are compiled"
 
 
+def check_sources_are_compared_whole(run: Run) -> None:
+    """Grammars whose sources are equal in up to 128 characters are different grammars."""
+    sources: dict[str, Callable[[str], tuple[str, str]]] = {
+        "choice": lambda name: (json.dumps([name, "x"]), name),
+        "regex": lambda name: (name, name),
+        "json_schema": lambda name: (json.dumps({"const": name}), json.dumps(name)),
+        "ebnf": lambda name: (f"root ::= {json.dumps(name)}", name),
+    }
+    for kind, write in ((kind, write) for kind, write in sources.items() if kind in run.kinds):
+        for pair in make_alike():
+            cases = [(Language(kind, source), text) for source, text in map(write, pair)]
+            for number, (case, text) in enumerate(cases):
+                assert takes_text(run, case, text), f"{case.name} refuses its text, after a grammar whose source begins alike"
+                assert not takes_text(run, case, cases[1 - number][1]), f"{case.name} takes the text of another source that begins alike"
+
+
 def check_loaded_grammars_are_equal(run: Run) -> None:
     """`load(dump(compiled))` in another process has the masks of the compiled grammar."""
     loader = run.make()
@@ -349,10 +369,16 @@ def check_masks_are_filled_in_threads(run: Run) -> None:
         begin.wait(timeout=60)
         return [run.allowed(each.start()) for each in compiled[first:] + compiled[:first]]
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        for first, masks in enumerate(pool.map(fill, range(THREADS))):
-            for mask, expected in zip(masks, alone[first:] + alone[:first], strict=True):
-                assert np.array_equal(mask, expected), "a mask differs when threads fill several at once"
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns within a mask
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in range(max(3, MIN_FILLS // (THREADS * len(compiled)))):
+                for first, masks in enumerate(pool.map(fill, range(THREADS))):
+                    for mask, expected in zip(masks, alone[first:] + alone[:first], strict=True):
+                        assert np.array_equal(mask, expected), "a mask differs when threads fill several at once"
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def check_masks_are_filled_in_time(run: Run) -> None:

@@ -223,6 +223,10 @@ INVALID = (
     ("ebnf", "root ::= undefined_rule"),
     ("ebnf", "nothing"),
     ("choice", "not JSON"),
+    ("choice", '["a", 1]'),
+    ("choice", '["a", ["b"]]'),
+    ("choice", '{"a": "b"}'),
+    ("choice", "[]"),
     ("structural_tag", "{"),
     ("structural_tag", '{"type": "structural_tag", "format": {"type": "nope"}}'),
 )

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.sampling import LogitsProcessor, ProcessorCapabilities, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
@@ -137,9 +138,11 @@ def check_bad_parameters_are_refused(make: Make, examples: Sequence[SamplingPara
             try:
                 used = fill_processor(make, [setup])
                 observe_outputs(used, [setup], 3)
-                apply_processor(used, make_logits(1), [0], [setup])
+                result = apply_processor(used, make_logits(1), [0], [setup])
             except Exception as error:
                 raise AssertionError(f"validate_params() takes {what}, on which the processor fails: {type(error).__name__}") from error
+            assert not (result.isnan() | result.isposinf()).any(), f"validate_params() takes {what}, which makes logits NaN or infinite"
+            assert not result.isneginf().all(), f"validate_params() takes {what}, which excludes every token"
 
 
 def _is_refused(processor: LogitsProcessor, params: SamplingParams, name: str, what: str) -> bool:
@@ -316,6 +319,26 @@ def check_long_outputs(make: Make, examples: Sequence[SamplingParams]) -> None:
             stayed.observe_tokens(torch.tensor([whole.slot]), torch.tensor([token]))
         here, there = (apply_processor(each, make_logits(1), [0], [whole]) for each in (stayed, fill_processor(make, [whole])))
         assert torch.allclose(here, there), f"after 600 tokens, a recovered request has other logits than one that stayed ({params})"
+
+
+def check_counts_do_not_wrap(make: Make, examples: Sequence[SamplingParams]) -> None:
+    """A token that changes the logits when it is in the output once, 100 and 255 times changes them
+    after 256, 512 and 65,536 uses too."""
+    for params in examples:
+        (setup,) = make_setups([params], 1)
+        prompt = np.full(PROMPT, 60, np.int32)
+
+        def find_effect(uses: int, params: SamplingParams = params, setup: SlotSetup = setup, prompt: np.ndarray = prompt) -> bool:
+            size, results = max(uses, 1) + 3, []
+            for token in (11, 61):  # the same number of tokens, with and without the one that is looked at
+                output = np.array([token] * uses + [61] * (size - uses), np.int32)
+                whole = replace(setup, token_ids=np.concatenate((prompt, output)))
+                results.append(apply_processor(fill_processor(make, [whole]), make_logits(1), [0], [whole])[0, 11])
+            return not torch.equal(*results)
+
+        if all(find_effect(uses) for uses in (1, 100, 255)):
+            for uses in (256, 512, 65_536):
+                assert find_effect(uses), f"a token that was used {uses} times counts as one that was not ({params})"
 
 
 def check_real_sizes(make: Make, examples: Sequence[SamplingParams]) -> None:

@@ -23,7 +23,8 @@ from frame.testing.sampling.processor_inputs import BAD_VALUES
 from frame.testing.sampling.sampler_bench import PROMPT, SLOTS, VOCAB, Bed, Bench, make_logits, require_tokens
 from frame.testing.torch_calls import TorchCalls
 
-LARGE_VOCAB = 32_001
+LARGE_VOCAB, HUGE_VOCAB = 32_001, 151_936
+NEAR, DTYPE_STEPS = 16, 150  # tokens that are about equally likely, and steps in which they are drawn
 NUM_STEPS = 120  # after which a sampler holds no more than after half of them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,6 +66,38 @@ def check_many_rows(bench: Bench) -> None:
     logits = make_logits(rows, LARGE_VOCAB)
     results = bed.draw(logits, range(rows), [PROMPT] * rows)
     assert torch.equal(results[::2], logits[::2].argmax(-1)), "rows of temperature 0 beside drawn ones do not yield their greatest logits"
+
+
+def check_vocabularies_of_today(bench: Bench) -> None:
+    """Tokens after the first 65,536 are drawn, greedily and not."""
+    places = torch.tensor([65_535, 65_536, 100_000, HUGE_VOCAB - 1])
+    for temperature in (0.0, 1.0):
+        bed = bench.make(HUGE_VOCAB).enter(*(bench.setup(slot, slot, temperature=temperature) for slot in range(4)))
+        logits = torch.full((4, HUGE_VOCAB), -30.0)
+        logits[torch.arange(4), places] = 30.0
+        drawn = bed.draw(logits, range(4), [PROMPT] * 4)
+        sentence = f"of {HUGE_VOCAB} tokens, {drawn.tolist()} are drawn where {places.tolist()} have the probability 1"
+        assert torch.equal(drawn, places), sentence
+
+
+def check_seed_of_rows_of_other_magnitude(bench: Bench) -> None:
+    """A row draws what it draws alone beside rows whose logits are greater by up to 10,000, and a
+    row's tokens are those of its values, in whichever dtype they are stored."""
+    shifts = torch.tensor([0.0, 120.0, 1e4])[torch.arange(SLOTS) // 3 % 3].unsqueeze(1)
+    setups = [bench.setup(slot, slot, seed=slot) for slot in range(SLOTS)]
+    bed, wide = bench.make().enter(*setups), bench.make().enter(*setups)
+    for step in range(DTYPE_STEPS):
+        logits, positions = make_logits(SLOTS, seed=700 + step, spread=0.6), [PROMPT + step] * SLOTS
+        logits[:, NEAR:] = -torch.inf  # so that many probabilities are near the limits of the examples
+        rounded = logits.bfloat16()
+        drawn = bed.draw(rounded, range(SLOTS), positions), wide.draw(rounded.float(), range(SLOTS), positions)
+        assert torch.equal(*drawn), "logits in bfloat16 draw other tokens than the same values in float32"
+        if step < 8:
+            shifted = logits + shifts
+            together = wide.draw(shifted, range(SLOTS), positions)
+            for slot in range(SLOTS):
+                alone = wide.draw(shifted[slot : slot + 1], [slot], positions[:1])
+                assert int(alone[0]) == int(together[slot]), "a row draws another token beside rows of much greater logits"
 
 
 def check_likely_tokens_are_drawn(bench: Bench) -> None:

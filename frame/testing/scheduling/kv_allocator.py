@@ -246,7 +246,7 @@ def check_work_is_done_in_batches(make: Make, wants_after: bool) -> None:
 def check_time_does_not_grow_with_the_pool(make: Make, wants_after: bool) -> None:
     """Single pages of a pool of a million take about the time of those of a pool of 4,096."""
     small, large = (min(_time_pages(make, size, wants_after) for _ in range(3)) for size in (HUGE // 256, HUGE))
-    slower = large / small
+    slower = large / max(small, 1e-9)
     sentence = f"a page of a pool of {HUGE} pages takes {large * 1e6:.0f} µs, {slower:.0f} times the time of one of {HUGE // 256}"
     assert slower <= MAX_GROWTH or large < FEW_SECONDS, sentence
 
@@ -303,6 +303,32 @@ def check_after_is_a_hint(make: Make, wants_after: bool) -> None:
                 held.append(pool.alloc(count, after))
             while held and (pool.num_free < 30 or rng.random() < 0.3):
                 pool.free(held.pop(rng.randrange(len(held))))
+
+
+def check_after_in_a_nearly_full_pool(make: Make, wants_after: bool) -> None:
+    """New rows where few pages are left for each, which all stay in the pool."""
+    for rows in (1, 2, 5):
+        for left in range(rows, 4 * rows + 2):
+            pool = Pool(make, 80, wants_after)
+            pool.alloc(79 - left)
+            pool.free(pool.alloc(rows, [0] * rows))
+            pool.alloc(rows, [0] * rows)
+            pool.drain()
+
+
+def check_after_takes_no_memory(make: Make, wants_after: bool) -> None:
+    """A row that grows and ends, thousands of times, in a pool that is nearly empty."""
+    pool, sizes = Pool(make, 2000, wants_after), [0, 0]
+    first = pool.alloc(1)
+    tracemalloc.start()
+    try:
+        for event in range(4 * NUM_CALLS):
+            pool.free(pool.alloc(3, first.tolist()))
+            half = event // (2 * NUM_CALLS)
+            sizes[half] = max(sizes[half], tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert sizes[1] < 1.2 * sizes[0] + NUM_CALLS * 8, f"{2 * NUM_CALLS} calls leave {sizes[0]} bytes, and twice as many {sizes[1]}"
 
 
 def check_after_the_last_page(make: Make, wants_after: bool) -> None:

@@ -267,6 +267,41 @@ def check_time_does_not_grow_with_the_cache(maker: Maker) -> None:
     require_fast(lambda: on.cache.match(tokens), MAX_SECONDS, "a match of four pages")
 
 
+def check_tokens_of_large_pages_all_count(maker: Maker) -> None:
+    """Prompts that differ in the last token of a page of 16 to 256 tokens, and in no other."""
+    for size in maker.capabilities.page_sizes or (16, 17, 64, 256):
+        cache = maker.make(size)
+        for page in range(2):
+            tokens = np.arange(2 * size, dtype=np.int32)
+            cache.insert(tokens, ids([1 + 4 * page, 2 + 4 * page]), f"space {page}:")
+            for place in (size * (1 + page) - 1, size * page + size // 2, size * page):
+                other = tokens.copy()
+                other[place] += 100_000
+                matched = cache.match(other, f"space {page}:").num_tokens
+                assert matched == page * size, f"of pages of {size} tokens, {matched} tokens match prompts that differ in token {place}"
+
+
+def check_evicts_thousands_of_pages(maker: Maker) -> None:
+    on = _new(maker)
+    for number in range(100):
+        on.insert([1000 * number + page for page in range(30)])
+    freed = on.cache.evict(2500)
+    assert len(freed) >= 2500, f"evict(2500) returned {len(freed)} pages, though 3000 were evictable"
+    check_integrity(on.cache)
+
+
+def check_counting_takes_no_longer_in_a_full_cache(maker: Maker) -> None:
+    """The scheduler asks for the number of evictable and locked pages several times a step."""
+
+    def count(size: int) -> Callable[[], object]:
+        on = _new(maker)
+        for number in range(size):
+            on.insert([2 * number, 2 * number + 1])
+        return lambda: [(on.cache.num_evictable, on.cache.num_locked) for _ in range(300)]
+
+    require_growth(count, 60, 1800, "300 times num_evictable and num_locked with so many prompts", factor=4.0, minimum=5e-3)
+
+
 def check_keeps_whole_pages_only(maker: Maker) -> None:
     size = max(maker.page_sizes)
     on = Sequences(maker.make(size), size)
@@ -428,6 +463,11 @@ def _repairs_its_locks(maker: Maker) -> None:
     _check_counts(on.cache, [*pages, *other], locked=2)
     on.cache.unlock(held)
     _check_counts(on.cache, [*pages, *other], locked=0)
+    cache.relock([held, inserted.handle, held])  # two requests hold one prefix
+    on.cache.unlock(held)
+    _check_counts(on.cache, [*pages, *other], locked=6)
+    on.cache.unlock(held)
+    _check_counts(on.cache, [*pages, *other], locked=4)
 
 
 def _agrees_with_a_dictionary(maker: Maker) -> None:

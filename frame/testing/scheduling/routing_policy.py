@@ -12,7 +12,7 @@ from statistics import median
 from frame.interfaces.routing import RoutingCapabilities, RoutingPolicy, RoutingRequest
 from frame.testing.conformance import Check, Subject, collect, count_elements
 from frame.testing.contexts import ROUTING
-from frame.testing.generators import require_growth
+from frame.testing.generators import Salted, require_growth
 
 MAX_SECONDS = 1e-3  # of one choice among 64 replicas; the router's event loop waits for it
 NUM_BLOCKS = 32  # of a long prompt
@@ -260,14 +260,16 @@ def check_prefix_is_the_longest(make: Make) -> None:
         assert got == {0: 0, 1: 1}, f"conversations of replicas 0 and 1, which begin with equal blocks, went to {got[0]} and {got[1]}"
 
 
-def check_prefix_counts_from_the_start(make: Make) -> None:
-    """A hash covers the prompt from its start: a prompt of which only a later block is known has
-    no cached prefix, and goes by load."""
-    policy, prompts = make(), Prompts()
-    known = prompts.make(6)
-    choose(policy, RoutingRequest(known), {0: 0})
-    chosen = choose(policy, RoutingRequest([*prompts.make(1), *known[1:]]), {0: 3, 1: 2})
-    assert chosen == 1, "blocks count that follow one that the replica has not"
+def check_prefix_is_followed_by_few_requests(make: Make) -> None:
+    """One or two requests that run are no load: a conversation stays beside replicas without
+    any."""
+    for load in (1, 2):
+        policy, talk = make(), (prompts := Prompts()).make(6)
+        home = choose(policy, RoutingRequest(talk), dict.fromkeys(range(4), 0))
+        for _ in range(3):
+            talk = prompts.extend(talk)
+            chosen = choose(policy, RoutingRequest(talk), {replica: load * (replica == home) for replica in range(4)})
+            assert chosen == home, f"a conversation leaves its replica, which has {load} requests, for one that has none"
 
 
 def check_prefix_is_forgotten(make: Make) -> None:
@@ -312,6 +314,18 @@ def check_session_moves_with_its_replica_alone(make: Make) -> None:
     assert not moved, f"{len(moved)} sessions of replicas that stayed moved when another one left"
     assert len({away[name] for name in names if before[name] == 2}) > 1, "all sessions of a replica that left went to one other"
     ask((0, 1, 2, 3))
+
+
+def check_session_is_the_same_in_each_process(make: Make) -> None:
+    """Several routers, and one that starts again, send a session to the same replica. Python's
+    hashes of texts, which differ in each process, do not count."""
+    names, homes = [f"session {number}" for number in range(60)], []
+    for salt in range(3):
+        policy = make()
+        requests = [RoutingRequest([], Salted(name, salt)) for name in names]
+        homes.append([choose(policy, request, dict.fromkeys(range(4), 0)) for request in requests])
+    moved = sum(len({*each}) > 1 for each in zip(*homes, strict=True))
+    assert not moved, f"{moved} of {len(names)} sessions have another replica in another process: use a hash that is the same in each"
 
 
 def check_session_names_are_compared_whole(make: Make) -> None:

@@ -24,7 +24,7 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements
 from frame.testing.contexts import SCHEDULING
-from frame.testing.generators import ALIKE, make_alike, require_fast
+from frame.testing.generators import ALIKE, make_alike, require_fast, require_growth
 from frame.testing.scheduler_rig import SchedulerRig, add_requests, make_tight_config
 
 VIEW = SchedulerView(now=8.0, num_running=3, token_budget=512, free_pages=7, evictable_pages=5, page_size=4)
@@ -90,6 +90,64 @@ def take_all(policy: SchedulingPolicy, waiting: list[Request], view: SchedulerVi
         assert left.keys() >= {id(each) for each in ordered}, "sort_waiting() returned other requests than it was given"
         for each in ordered:
             del left[id(each)]
+
+
+def check_equal_requests_are_told_apart(policy: Make) -> None:
+    """The prompts of a batch come in one moment, and may be equal in all but their ids: each is
+    ordered."""
+    for count in (2, 9, 64):
+        waiting = example_requests(count)
+        for request in waiting:
+            for name in ("arrival", "deadline", "priority", "prompt", "max_num_tokens", "match", "params", "output"):
+                setattr(request, name, getattr(waiting[0], name))
+        take_all(policy(), waiting, VIEW)
+        ordered = list(policy().sort_waiting(waiting, VIEW))
+        is_filled = sum(request.prompt_len for request in ordered) >= VIEW.token_budget
+        assert len(ordered) == count or is_filled, f"of {count} equal requests that fit in a step, sort_waiting() returned {len(ordered)}"
+
+
+def check_windows_in_any_order(policy: Make) -> None:
+    """Deadlines, arrivals and priorities in any order: the window stays as it was passed."""
+    for seed in range(6):
+        waiting = example_requests(40, seed)
+        rng = random.Random(seed)
+        for request in waiting:
+            request.deadline = request.arrival + rng.choice((0.5, 5.0, 60.0, 600.0))
+        rng.shuffle(waiting)
+        for passed in (waiting, sorted(waiting, key=lambda request: -request.index)):
+            before = _snapshot(passed)
+            list(policy().sort_waiting(passed, VIEW))
+            assert before == _snapshot(passed), "sort_waiting() changed the sequence that it was given; return another one"
+
+
+def check_addresses_do_not_count(policy: Make) -> None:
+    """Requests that have ended leave their memory to others, so an address names no request."""
+
+    def run(keeps: bool) -> list[list[str]]:
+        one, kept, orders = policy(), list[list[Request]](), []
+        for seed in range(25):
+            waiting = example_requests(40, seed)
+            for request in waiting:
+                request.rid, request.index = f"{seed}-{request.rid}", 40 * seed + request.index
+            orders.append([request.rid for request in one.sort_waiting(list(waiting), VIEW)])
+            if keeps:
+                kept.append(waiting)
+            del waiting, request
+        return orders
+
+    apart = run(keeps=True)
+    if run(keeps=True) == apart:  # its order is no matter of chance
+        assert run(keeps=False) == apart, "the order of requests is another where they have the memory of requests that ended"
+
+
+def check_time_grows_with_the_window(policy: Make) -> None:
+    """A window of 4,096 requests takes about 16 times as long as one of 256."""
+
+    def sort(size: int) -> Callable[[], object]:
+        one, waiting = policy(), example_requests(size)
+        return lambda: list(one.sort_waiting(waiting, VIEW))
+
+    require_growth(sort, 256, 4096, "sort_waiting() of so many requests", factor=64.0, minimum=0.02)
 
 
 def check_names_are_compared_whole(policy: Make) -> None:

@@ -10,21 +10,27 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 from click.testing import CliRunner, Result
 
+from frame.core.errors import ConfigurationError
 from frame.host.interpreter import child_environment, python_command
 from frame.interfaces.cli import CliCommand, CommandContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, unchanged_process
+from frame.testing.generators import leaves_nothing
 
 MAX_SECONDS = 1.0  # of CPU, for the module, the constructor, `make_command` and the help
 HEAVY = ("torch", "transformers")
 WIDTH = 60  # characters of a command's line in a group's help
+ODD_VALUES = ("", "nan", "-1", "x", "1e999", "0", "ü 🙂", "{", "a/../b", "%s", "--")  # in place of an argument
 UNKNOWN = "--no-such-option-of-any-command"
 # Makes the command in a process of its own, shows its help and prints the cost.
 MEASURE = """
@@ -55,6 +61,9 @@ def suite(subject: Subject) -> Iterator[Check]:
     yield from collect(__name__, make)
     yield Check("appears_at_once", partial(_appears_at_once, subject))
     yield Check("runs", partial(_runs, subject, make))
+    yield Check("calls_are_apart", partial(_calls_are_apart, subject))
+    yield Check("wrong_values_end_in_a_sentence", partial(_wrong_values_end_in_a_sentence, subject, make))
+    yield Check("unusable_files_are_failures", partial(_unusable_files_are_failures, subject, make))
 
 
 def check_is_a_command(make: Callable[[], Any]) -> None:
@@ -72,10 +81,18 @@ def check_is_made_anew(make: Callable[[], click.Command]) -> None:
 
 def check_is_made_without_effect(make: Callable[[], click.Command]) -> None:
     with unchanged_process("making the command and its help change"):
-        with contextlib.redirect_stdout(io.StringIO()) as output:
+        with contextlib.redirect_stdout(io.StringIO()) as output, leaves_nothing("making the command"):
             command = make()
         assert not output.getvalue(), "making the command prints to standard output"
         _invoke(command, "--help")
+
+
+def check_is_made_for_every_user(make: Callable[[], click.Command]) -> None:
+    """In an empty home folder too, and without writing to it: other commands' help makes it."""
+    with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, {"HOME": home, "XDG_CONFIG_HOME": home}):
+        _invoke(make(), "--help")
+        left = [path.name for path in Path(home).iterdir()]
+    assert not left, f"making the command leaves {left[0]} in the user's home folder"
 
 
 def check_has_help_texts(make: Callable[[], click.Command]) -> None:
@@ -125,14 +142,75 @@ def _appears_at_once(subject: Subject) -> None:
 
 
 def _runs(subject: Subject, make: Callable[[], click.Command]) -> None:
-    calls = getattr(subject.target, "conformance_arguments", ())
-    if not calls:
-        raise SkipCheck("the class has no conformance_arguments; list calls that end soon")
+    calls = _list_calls(subject)
     with unchanged_process("a call changes"):
         for arguments in calls:
             results = [_invoke(command, *arguments) for command in (make(), make())]
             for result in results:
                 assert result.exit_code == 0, f"the call with {arguments} ends with exit code {result.exit_code}: {result.exception!r}"
+
+
+def _list_calls(subject: Subject) -> Sequence[tuple[str, ...]]:
+    calls: Sequence[tuple[str, ...]] = getattr(subject.target, "conformance_arguments", ())
+    if not calls:
+        raise SkipCheck("the class has no conformance_arguments; list calls that end soon")
+    return calls
+
+
+def _calls_are_apart(subject: Subject) -> None:
+    """A call prints what it prints alone, after other calls of the same object."""
+    calls = _list_calls(subject)
+    with unchanged_process("a call changes"):
+        _compare_calls(subject, calls)
+
+
+def _compare_calls(subject: Subject, calls: Sequence[tuple[str, ...]]) -> None:
+    def run(one: CliCommand | None, arguments: tuple[str, ...]) -> str:
+        maker: CliCommand = one or subject.target(CommandContext(), subject.options)
+        return _invoke(maker.make_command(), *arguments).output
+
+    alone = [run(None, each) for each in calls]
+    if alone == [run(None, each) for each in calls]:  # what it prints depends on no clock
+        shared: CliCommand = subject.target(CommandContext(), subject.options)
+        for _ in range(2):
+            for arguments, expected in zip(calls, alone, strict=True):
+                output = run(shared, arguments)
+                assert output == expected, f"after other calls, {arguments} prints {output!r:.100} and not {expected!r:.100}"
+
+
+def _wrong_values_end_in_a_sentence(subject: Subject, make: Callable[[], click.Command]) -> None:
+    """Each argument of the class's calls is replaced by an odd value: the call succeeds, or ends
+    with one of the exit codes of the contract, and not in a stack trace."""
+    with unchanged_process("a call changes"), tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for arguments in _list_calls(subject):
+            for place in range(len(arguments)):
+                for value in ODD_VALUES:
+                    changed = (*arguments[:place], value, *arguments[place + 1 :])
+                    with mock.patch("os._exit", _refuse_to_exit):
+                        result = _invoke(make(), *changed)
+                    error = result.exception
+                    is_told = error is None or isinstance(error, SystemExit | ConfigurationError)
+                    assert is_told, f"the call with {changed!r:.120} ends with {type(error).__name__} and not with a sentence"
+                    is_known = isinstance(error, ConfigurationError) or result.exit_code in (0, 1, 2, 78)
+                    assert is_known, f"the call with {changed!r:.120} ends with exit code {result.exit_code}"
+
+
+def _refuse_to_exit(code: int) -> None:
+    raise RuntimeError(f"it calls os._exit({code}); raise click.ClickException")
+
+
+def _unusable_files_are_failures(subject: Subject, make: Callable[[], click.Command]) -> None:
+    """A file that can neither be read nor written, for each option of a path: the exit code is not
+    0."""
+    command = make()
+    paths = [each for each in command.params if isinstance(each, click.Option) and isinstance(each.type, click.Path | click.File)]
+    for option in paths:
+        for arguments in _list_calls(subject):
+            with tempfile.NamedTemporaryFile() as file:
+                changed = (option.opts[0], f"{file.name}/none", *arguments)
+                with unchanged_process("a call changes"):
+                    result = _invoke(make(), *changed)
+                assert result.exit_code, f"the call with {changed} ends with exit code 0, though nothing can be at this path"
 
 
 def _walk(command: click.Command, path: str = "the command") -> Iterator[tuple[str, click.Command]]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import httpx
 from fastapi import APIRouter, FastAPI
@@ -27,6 +28,7 @@ from frame.testing.generators import make_alike
 
 CONTEXT = HttpContext("model", max_context=4096)
 MAX_SENTENCE = 4096  # characters of a refusal
+MAX_TEXTS = 60  # of an extension's code, which are tried as values of headers
 MAX_SECONDS = 1.8e-3  # for the fastest of some calls of a hook
 MAX_BLOCKING = 0.2  # seconds that the event loop may stand still
 FEW, MANY = 3000, 6000  # requests before memory is compared
@@ -89,7 +91,8 @@ def suite(subject: Subject) -> Iterable[Check]:
 
     by_method: tuple[tuple[tuple[str, ...], tuple[Callable[..., Any], ...]], ...] = (
         (("make_routers",), (check_routes, check_routes_are_repeatable, check_own_routes_respond)),
-        (("on_request",), (check_decisions, check_requests_stand_alone, check_objects_are_independent, check_tenants_are_apart)),
+        (("on_request",), (check_decisions, check_headers_that_it_reads, check_requests_stand_alone)),
+        (("on_request",), (check_objects_are_independent, check_tenants_are_apart)),
         (("on_response",), (check_responses,)),
         (("on_request", "on_response"), (check_hooks_are_coroutines, check_event_loop, check_hooks_are_fast, check_memory)),
         (("make_middleware",), (check_middleware,)),
@@ -187,6 +190,62 @@ async def check_decisions(make: Callable[[], HttpExtension], target: type[HttpEx
     """`on_request` accepts or refuses every request, whatever its headers."""
     for request in example_requests(target):
         await decide(make(), request)
+
+
+class _WatchedHeaders(dict[str, str]):
+    """Headers that note which names are asked for."""
+
+    def __init__(self, headers: Mapping[str, str], asked: set[str]) -> None:
+        super().__init__(headers)
+        self._asked = asked
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._asked.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> str:
+        self._asked.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._asked.add(str(name))
+        return super().__contains__(name)
+
+
+def _list_texts(target: type) -> list[str]:
+    """The texts in the code of a class: values that it compares with."""
+    codes = [value.__code__ for kind in target.__mro__[:-1] for value in vars(kind).values() if inspect.isfunction(value)]
+    texts: dict[str, None] = {}
+    for code in codes:  # grows by the functions within
+        for constant in code.co_consts:
+            if inspect.iscode(constant):
+                codes.append(constant)
+            elif isinstance(constant, str) and constant.isascii() and constant.isprintable() and len(constant) < 60:
+                texts[constant] = None
+    return [*texts][:MAX_TEXTS]
+
+
+async def check_headers_that_it_reads(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """Each header that it asks for has each text of its own code as a value. A refusal that it
+    makes is raised, with the status of an error."""
+    asked: set[str] = set()
+    for request in example_requests(target):
+        await decide(make(), replace(request, headers=_WatchedHeaders(request.headers, asked)))
+    made: list[RefuseRequest] = []
+    begin = RefuseRequest.__init__
+
+    def note(self: RefuseRequest, *arguments: Any, **named: Any) -> None:
+        made.append(self)
+        begin(self, *arguments, **named)
+
+    example = example_requests(target)[0]
+    texts = _list_texts(target)
+    with mock.patch.object(RefuseRequest, "__init__", note):
+        for name in sorted(asked):
+            for value in (*texts, *(f"{text}1" for text in texts)):
+                made.clear()
+                decision = await decide(make(), replace(example, headers=_WatchedHeaders({name: value}, asked)))
+                assert decision[0] == "refused" or not made, f"on_request makes a refusal for {name}: {value!r}, and accepts the request"
 
 
 async def check_requests_stand_alone(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
@@ -313,6 +372,8 @@ def check_middleware(make: Callable[[], HttpExtension], target: type[HttpExtensi
     for kind, arguments in middleware:
         asyncio.run(_check_stream(kind, dict(arguments)))
         asyncio.run(_check_stream(kind, dict(arguments), (b"x" * 300_000, b"y", b"")))
+        asyncio.run(_check_stream(kind, dict(arguments), (*[b"z" * 1_000_000] * 12, b"")))
+        asyncio.run(_check_lifespan(kind, dict(arguments)))
         asyncio.run(_check_two_responses(kind, dict(arguments)))
         asyncio.run(_check_failure(kind, dict(arguments)))
 
@@ -385,6 +446,31 @@ async def _check_stream(kind: type, arguments: dict[str, Any], chunks: Sequence[
     headers = {tuple(pair) for pair in sent[0]["headers"]}
     assert {(b"content-type", b"text/event-stream"), (b"x-a", b"b")} <= headers, "middleware drops headers"
     assert not sent[-1].get("more_body", False), "middleware does not end the response"
+
+
+async def _check_lifespan(kind: type, arguments: dict[str, Any]) -> None:
+    """Middleware hands on the start and the end of the server, which have neither headers nor a
+    path."""
+    inbox, sent, seen = [{"type": "lifespan.shutdown"}, {"type": "lifespan.startup"}], list[Any](), list[Any]()
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(2):
+            seen.append((await receive())["type"])
+            await send({"type": f"{seen[-1]}.complete"})
+
+    async def receive() -> Any:
+        return inbox.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
+    try:
+        await asyncio.wait_for(kind(inner, **arguments)(scope, receive, send), 10)
+    except Exception as error:
+        raise AssertionError(f"middleware raises {type(error).__name__} ({error}) when the server starts or stops") from error
+    assert seen == ["lifespan.startup", "lifespan.shutdown"], f"of the server's start and end, middleware hands on {seen}"
+    assert sent == [f"{each}.complete" for each in seen], f"of what the application says to start and end, middleware hands on {sent}"
 
 
 async def _check_failure(kind: type, arguments: dict[str, Any]) -> None:

@@ -11,6 +11,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -19,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from frame.core.errors import ConfigurationError
+from frame.host.interpreter import child_environment, python_command
 from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements, unchanged_process
 from frame.testing.serving.http_extension import measure_pause
@@ -45,6 +50,25 @@ NUM_UNKNOWN = 600  # keys, after which a store holds no more than after half of 
 MAX_LOOKUP = 1.8e-3  # seconds; for the fastest of some lookups
 MAX_PAUSE = 0.05  # seconds for which a lookup may hold the event loop
 TIMEOUT = 60.0
+# Makes a store with some keys in a process of its own, and prints their tenants.
+PRINT_TENANTS = """
+import asyncio, importlib, importlib.util, json, pathlib, sys
+name, file, attribute, folder, keys = sys.argv[1:6]
+try:
+    module = importlib.import_module(name)
+except ImportError:
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+target, keys = getattr(module, attribute), json.loads(keys)
+context, options = target.make_conformance_store(pathlib.Path(folder), keys)
+async def work():
+    store = target(context, options)
+    tenants = [(await store.find_holder(key.encode())).tenant for key in keys]
+    await store.close()
+    return tenants
+print(json.dumps(asyncio.run(work())))
+"""
 
 Make = Callable[..., KeyStore]
 
@@ -105,6 +129,32 @@ def check_known_keys_have_holders(make: Make, has_operators: bool) -> None:
         await second.close()
 
     run(work())
+
+
+def check_tenants_are_the_same_in_each_process(make: Make, has_operators: bool) -> None:
+    """A store of a process of its own, with other hashes of texts, gives each key the tenant that
+    it has here. Stored responses belong to it."""
+    target: Any = make().__class__
+    module = sys.modules.get(target.__module__)
+    name: str = target.__qualname__
+    is_known = getattr(module, name, None) is target
+    if not hasattr(target, "make_conformance_store") or not is_known:
+        raise SkipCheck("a class without make_conformance_store, or in no module, is not made in a process of its own")
+
+    async def work() -> list[str]:
+        store = make()
+        tenants = [(await find_known(store, key)).tenant for key in KEYS]
+        await store.close()
+        return tenants
+
+    expected = run(work())
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (target.__module__, str(getattr(module, "__file__", "")), name, folder, json.dumps(dict(KEYS)))
+        environment = {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path), "PYTHONHASHSEED": "7"}
+        command = python_command("-c", PRINT_TENANTS, *arguments)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=child_environment(environment))
+    assert done.returncode == 0, f"the store fails in a process of its own: {(done.stderr.splitlines() or ['?'])[-1]}"
+    assert json.loads(done.stdout.splitlines()[-1]) == expected, "a key has another tenant in another process"
 
 
 def check_unknown_keys_have_none(make: Make, has_operators: bool) -> None:
@@ -325,7 +375,8 @@ def check_number_of_tenants(make: Make, has_operators: bool) -> None:
 
 
 def check_process_and_close(make: Make, has_operators: bool) -> None:
-    """A store may be closed twice, while lookups run, and leaves the process as it was."""
+    """A store may be closed twice, while lookups run, and leaves the process as it was. A lookup
+    that runs then ends with the holder or with an error, which is none of the client's."""
 
     async def work() -> None:
         store = make()
@@ -336,6 +387,7 @@ def check_process_and_close(make: Make, has_operators: bool) -> None:
         await store.close()
         for result in await asyncio.gather(*running, return_exceptions=True):
             assert not isinstance(result, KeyHolder) or result.tenant, "a lookup that a close ended has a holder without a tenant"
+        assert running[2].exception() or running[2].result(), "a known key is refused because its store was closed during the lookup"
 
     with unchanged_process("a key store changed"):
         run(work())

@@ -8,6 +8,7 @@ import contextlib
 import io
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,16 @@ TEXT_FORMATS = ("text/plain", "application/openmetrics-text")
 SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{([a-zA-Z_]\w*=\"(\\.|[^\"\\])*\",? ?)*\})? [^ ]+( [0-9.e+-]+)?( # .*)?")
 HISTOGRAM = re.compile(r"# TYPE ([a-zA-Z_:][a-zA-Z0-9_:]*) (?:histogram|summary)")
 COUNT = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)_count(?:\{.*\})? ([0-9.e+]+)")
+HELP = re.compile(r"# HELP \S+ [a-z:]+_\w+")  # a text that is the name of a metric
+# name of a histogram -> its values for `REQUEST` with 5, 2 and 1 output tokens
+KNOWN = {
+    "e2e_request_latency_seconds": (0.5, 0.5, 0.5),
+    "request_time_per_output_token_seconds": (0.1, 0.4),
+    "request_decode_time_seconds": (0.4, 0.4, 0.4),
+    "request_prompt_tokens": (20, 20, 20),
+    "request_generation_tokens": (5, 2, 1),
+    "request_params_max_tokens": (8, 8, 8),
+}
 REQUEST = RequestRecord("r", "tiny", "alice", "stop", 20, 16, 5, 0.5, 0.01, 0.1, 0.1, inference_time=0.49, max_tokens=8)
 
 
@@ -49,6 +60,7 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield Check("renders_large_numbers", partial(_renders_large_numbers, make))
         yield Check("renders_without_effect", partial(_renders_without_effect, make))
         yield Check("renders_valid_lines", partial(_renders_valid_lines, make))
+        yield Check("renders_what_names_say", partial(_renders_what_names_say, make))
         yield Check("renders_all_that_was_recorded", partial(_renders_all_that_was_recorded, make))
         yield Check("renders_no_metric_that_stands_still", partial(_renders_no_metric_that_stands_still, make))
         yield Check("renders_what_it_recorded_itself", partial(_renders_what_it_recorded_itself, make))
@@ -185,8 +197,28 @@ def _renders_valid_lines(make: Any) -> None:
     _run(logger, 6)
     metrics = _render_text(logger)
     logger.close()
-    wrong = [line for line in metrics.body.decode().splitlines() if line and not line.startswith("#") and not SAMPLE.fullmatch(line)]
+    lines = metrics.body.decode().splitlines()
+    samples = [line for line in lines if line and not line.startswith("#")]
+    wrong = [line for line in samples if not SAMPLE.fullmatch(line)]
     assert not wrong, f"{wrong[0]!r:.100} is no line of a sample: NAME{{LABELS}} VALUE"
+    counts = Counter(line.rpartition(" ")[0] for line in samples)
+    twice = [name for name, count in counts.items() if count > 1]
+    assert not twice, f"there are several samples {twice[0]!r:.100}: label them"
+    unhelpful = [match[0] for match in map(HELP.fullmatch, lines) if match]
+    assert not unhelpful, f"{unhelpful[0]!r:.100} explains a metric by a name"
+
+
+def _renders_what_names_say(make: Any) -> None:
+    """Histograms with the names of vLLM's metrics have the values that vLLM's have."""
+    logger = make()
+    for tokens in (5, 2, 1):
+        logger.record_request(replace(REQUEST, output_tokens=tokens))
+    numbers, expected = _read_numbers(_render_text(logger)), {name: sum(values) for name, values in KNOWN.items()}
+    logger.close()
+    for name, value in expected.items():
+        for sample, value_shown in numbers.items():
+            if re.fullmatch(rf"\w*[_:]{name}_sum(\{{.*\}})?", sample):
+                assert abs(value_shown - value) < 1e-6, f"{sample} is {value_shown} after three requests, and not {value}"
 
 
 def _renders_all_that_was_recorded(make: Any) -> None:

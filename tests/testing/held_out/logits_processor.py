@@ -105,7 +105,7 @@ class NeverClears(Fade):
             self.cleared.add(slot)
 
 
-@WRONG.add("With drafts, a word that is accepted twice in a step counts once: the sum is written without accumulation.")
+@WRONG.add("equivalent: a slot is there once in each call, also with drafts; the sum is written without accumulation.")
 class CountsOnce(Fade):
     def observe_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         counts, _ = self.allocate()

@@ -224,7 +224,7 @@ class FailsOnDepth(Bracketed):
             return None
 
 
-@WRONG.add("Functions with letters that JSON escapes cannot be called under a grammar: their names are written as they are.")
+@WRONG.add("equivalent: names have no letters that JSON escapes; it writes them as they are.")
 class WritesNames(Bracketed):
     def make_tag(self, function: Function, rule: CallRule) -> Format:
         return {**super().make_tag(function, rule), "begin": f'[call "{function.name}"]'}

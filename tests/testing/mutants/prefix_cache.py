@@ -17,10 +17,20 @@ Prefix = tuple[str, bytes]
 class Entry:
     """One cached page."""
 
-    def __init__(self, page: int, parent: Prefix | None) -> None:
+    def __init__(self, page: int, parent: Prefix | None, locked: set[Entry]) -> None:
         self.page, self.parent = page, parent
-        self.locks = self.used = self.children = self.priority = 0
+        self._locked, self._locks = locked, 0
+        self.used = self.children = self.priority = 0
         self.last_access = self.created = self.hits = 0
+
+    @property
+    def locks(self) -> int:
+        return self._locks
+
+    @locks.setter
+    def locks(self, locks: int) -> None:
+        self._locks = locks
+        (self._locked.add if locks > 0 else self._locked.discard)(self)
 
 
 class PlainCache(PrefixCache, SupportsRelock):
@@ -31,6 +41,7 @@ class PlainCache(PrefixCache, SupportsRelock):
         self.page_size = context.page_size
         self.policy = context.eviction_policy
         self.entries: dict[Prefix, Entry] = {}
+        self.locked = set[Entry]()
         self.clock = 0
 
     def prefixes(self, tokens: np.ndarray, namespace: str) -> list[Prefix]:
@@ -85,7 +96,7 @@ class PlainCache(PrefixCache, SupportsRelock):
         return Inserted(num_cached * self.page_size, prefixes[-1] if prefixes else None)
 
     def add(self, prefix: Prefix, page: int, parent: Prefix | None) -> None:
-        entry = self.entries[prefix] = Entry(page, parent)
+        entry = self.entries[prefix] = Entry(page, parent, self.locked)
         entry.created = self.clock
         if parent is not None:
             self.entries[parent].children += 1
@@ -107,6 +118,7 @@ class PlainCache(PrefixCache, SupportsRelock):
 
     def remove(self, prefix: Prefix) -> int:
         entry = self.entries.pop(prefix)
+        self.locked.discard(entry)
         if entry.parent is not None:
             self.entries[entry.parent].children -= 1
         return entry.page
@@ -122,7 +134,7 @@ class PlainCache(PrefixCache, SupportsRelock):
 
     @property
     def num_locked(self) -> int:
-        return sum(entry.locks > 0 for entry in self.entries.values())
+        return len(self.locked)
 
     @property
     def num_evictable(self) -> int:

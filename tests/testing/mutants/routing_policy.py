@@ -215,7 +215,7 @@ class BansWhatItForgot(Sticky):
         self.banned.add(replica)
 
 
-@mutant
+@mutant.survives("a hash covers the prompt from its start: a replica that had a later block had those before it")
 class CountsAnyBlock(Sticky):
     """Counts all blocks that a replica knows, in place of those from the start on."""
 
