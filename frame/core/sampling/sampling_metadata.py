@@ -3,8 +3,7 @@
 The host decides which work a step has (sampling, filters, log-probabilities), so that the device is
 never queried. It also makes the key of each row's draw, a counter-based hash of (seed, position).
 The sampler hashes the noise of each token id from the key, so a token depends on its seed, position
-and distribution only. Used by `SamplingPlanner` and the sampler. Imports no
-torch.
+and distribution only. For `SamplingPlanner` and the sampler. Imports no torch.
 """
 
 from __future__ import annotations

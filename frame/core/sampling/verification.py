@@ -2,9 +2,8 @@
 
 The sampler draws the token of every drafted position. A drafted token is accepted while it equals
 the token drawn at its position, so the output is the one that single tokens would give (lossless
-for any sampling parameters, since a draw depends on seed, position and distribution only). In
-benchmarks `chosen` says instead which drafts count as accepted. Used by the model runner. Must not
-know a drafter.
+for any sampling parameters, since a draw depends on seed, position and distribution only), except
+with `chosen` of benchmarks. Used by the model runner. Must not know a drafter.
 """
 
 from __future__ import annotations

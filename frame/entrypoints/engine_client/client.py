@@ -379,15 +379,9 @@ class EngineClient:
         self.commands.fail_pending(error)
 
     def begin_recovery(
-        self,
-        reason: str,
-        inflight: Mapping[int, int] | None = None,
-        inflight_text: frozenset[int] = frozenset(),
-        *,
-        is_killed: bool = False,
+        self, reason: str, inflight: Mapping[int, int] | None = None, inflight_text: frozenset[int] = frozenset(), is_killed: bool = False
     ) -> None:
-        """The engine or the detokenizer has crashed and will be restarted: hold all requests until
-        `resume_requests`.
+        """The engine or the detokenizer has crashed and restarts: hold all until `resume_requests`.
 
         `inflight`: prefilled tokens by request hash of the sequences on the device, if the engine
         crashed; None if the detokenizer did. `inflight_text`: request hashes of the sequence whose

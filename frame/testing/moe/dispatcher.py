@@ -222,9 +222,9 @@ def _work_is_spread(place: Place) -> None:
         return tokens.ids[tokens.weights == 0].bincount(minlength=dispatcher.place_experts(len(inputs[3])).per_rank)
 
     for rank, counts in enumerate(run_ranks(2, work)):
-        most = int(counts.max())
-        what = f"of {int(counts.sum())} pairs without weight, rank {rank} gives {most} to one expert"
-        assert most <= max(64, MAX_SHARE * int(counts.sum())), what
+        maximum = int(counts.max())
+        what = f"of {int(counts.sum())} pairs without weight, rank {rank} gives {maximum} to one expert"
+        assert maximum <= max(64, MAX_SHARE * int(counts.sum())), what
 
 
 def check_steps_of_two_layers(place: Place) -> None:

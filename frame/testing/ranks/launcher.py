@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from frame.host.interpreter import python_command
+from frame.host.interpreter import child_environment, python_command
 from frame.interfaces.launcher import Launcher, LauncherCapabilities, LauncherContext, Placement, RankProcess
 from frame.testing.conformance import Check, Subject, find_checks
 from frame.testing.generators import leaves_nothing, require_fast
@@ -90,7 +90,7 @@ def _takes_early(subject: Subject) -> None:
         return waiting.pop() if waiting else None
 
     command, variables = python_command("-c", "import sys; sys.stdin.read(); sys.exit(6)"), {"FRAME_EARLY": "1"}
-    early = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    early = subprocess.Popen(command, env=child_environment(), stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     waiting.append(early)  # type: ignore[arg-type]
     started: list[RankProcess] = []
     try:

@@ -84,8 +84,8 @@ def _devices_are_found_without_torch(subject: Subject) -> None:
         raise SkipCheck("the record names no function that finds devices")
     module, _, name = can.find_devices.partition(":")
     code = f"import importlib, sys; importlib.import_module({module!r}).{name}(); sys.exit('torch' in sys.modules)"
-    environment = child_environment({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
-    ended = subprocess.run(python_command("-c", code), env=environment, capture_output=True, text=True, check=False, timeout=120)
+    command, paths = python_command("-c", code), {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(command, env=child_environment(paths), capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, f"{can.find_devices} imports torch, or fails in a process of its own: {ended.stderr[-300:]}"
 
 

@@ -4,12 +4,11 @@ parts, ranks and experts.
 Checkpoint tensors are random numbers of their dtype, or what the class's `make_conformance_tensor`
 returns.
 
-Two attributes of the class say which `quantization_config`s it reads: `conformance_config`, with
-which all checks run, and `conformance_variants`, a tuple of others (group sizes, layers that are
-left out or have settings of their own). Its static method `list_conformance_layers()` yields layers
-whose weights are known: (configuration, name of the layer, kind, stored tensors by name after the
-layer's, float32 weight [outputs, inputs]). Give one for each setting that changes what is stored:
-defaults, group sizes, layers that stay plain or have settings of their own.
+Attributes of the class say which `quantization_config`s it reads: `conformance_config`, with which
+all checks run, and `conformance_variants`, a tuple of others. Its static method
+`list_conformance_layers()` yields layers whose weights are known: (configuration, name of the
+layer, kind, stored tensors by name after the layer's, float32 weight [outputs, inputs]), one for
+each setting that changes what is stored, such as group sizes and layers that stay plain.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LARGE_INPUTS, LARGE_OUTPUTS = 2048, (8960, 128, 128)
 EXPERTS = 3
 NAME = "model.layers.0.mlp.up_proj"
 MAX_GROWTH = 2.5  # from stored bytes to decoded ones: 2 bits become 4
-HEADS = ("lm_head", "score", "model.output", "classifier")
+HEADS = ("lm_head", "score", "transformer.output", "classifier")
 WRONG: tuple[Any, ...] = ({"x": [1]}, {"": None}, [[]], ["a"], "text", "", None, -3, 0, 10**30, 0.5, float("nan"), True, False)
 
 
