@@ -28,7 +28,7 @@ def test_another_process_is_refused_until_the_descriptor_is_closed(tmp_path: Pat
     assert lock_elsewhere(tmp_path) == 0
 
 
-def test_a_shared_lock_lets_others_share_and_nobody_lock(tmp_path: Path) -> None:
+def test_a_shared_lock_is_shared_and_excludes_others(tmp_path: Path) -> None:
     descriptors = [lock_folder(tmp_path, fcntl.LOCK_SH) for _ in range(2)]
     with pytest.raises(BlockingIOError):
         lock_folder(tmp_path)
