@@ -45,6 +45,7 @@ def test_other_models(checkpoint: Callable[..., Path], architecture: str, sectio
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", [EMBEDDED, "LlamaForCausalLM"])
 def test_adapters(checkpoint: Callable[..., Path], tmp_path: Path, architecture: str, dtype: str) -> None:

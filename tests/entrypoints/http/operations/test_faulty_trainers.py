@@ -163,7 +163,17 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "phase"), [(kind, phase) for kind, phases in PHASES.items() for phase in phases])
+BETWEEN = {("ipc", "part"), ("ipc", "later"), ("group", "begin"), ("group", "later")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [
+        pytest.param(kind, phase, marks=[pytest.mark.soak] * ((kind, phase) in BETWEEN))
+        for kind, phases in PHASES.items()
+        for phase in phases
+    ],
+)
 def test_a_trainer_is_killed(kind: str, phase: str, server: RunningServer, folders: list[Path], expected: list[list[list[int]]]) -> None:
     command = [sys.executable, "-c", KILLED, server.url, str(folders[1] / "model.safetensors"), kind, phase]
     with streams(server) as found:
