@@ -138,9 +138,16 @@ def open_engines(folders: Sequence[Path], **keys: Any) -> Iterator[list[Engine]]
 
 def free_port() -> int:
     """A port of the loopback that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ones: a port that was closed may be the next one that the kernel gives."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 class RunningRouter(RunningServer):

@@ -21,16 +21,16 @@ ROOT = Path(__file__).parents[2]
 
 # Checks that a written plugin skips: what its template does not offer.
 SKIPPED = {
-    "adapter": 4,  # invocations, ranks of single layers, stacked experts, one rank and scale
+    "adapter": 5,  # invocations, ranks of single layers, stacked experts, one rank and scale, one kind of deltas
     "collective": 3,  # capture in a graph; sends that return at once; sums of one order
     "gemm_kernel": 3,  # gated products, in each dtype
     "grammar_backend": 2,  # cases of other kinds of grammar
-    "kv_tier": 5,  # files, restarts
+    "kv_tier": 6,  # files, restarts, blocks that were removed
     "tracer": 1,  # a bound of its place
     "weight_transfer": 3,  # trainers that join
     "model": 1,  # transformers does not have it
-    "platform": 17,  # streams, events, graphs, releases of memory, the allocator of a device; calls that wait for it
-    "weight_format": 6,  # rounded weights of a checkpoint, scales in float32
+    "platform": 18,  # streams, events, graphs, releases of memory, the allocators of device and host; calls that wait for it
+    "weight_format": 9,  # rounded weights of a checkpoint, scales in float32, known layers, scales of another form
 }
 
 CONFIG = {

@@ -71,7 +71,7 @@ BITSANDBYTES = [
     Case("absmax scalar", replace(f"{ATTENTION}.weight.absmax", torch.tensor(1.0)), ("absmax", "shape"), "bitsandbytes"),
     Case("absmax nan", replace(f"{ATTENTION}.weight.absmax", lambda part: part * float("nan")), ("absmax", "finite"), "bitsandbytes"),
     Case("map nan", replace(f"{ATTENTION}.weight.quant_map", torch.full((16,), float("nan"))), ("quant_map",), "bitsandbytes"),
-    Case("codes type", replace(f"{ATTENTION}.weight", lambda part: part.to(torch.int8)), ("q_proj.weight", "I8"), "bitsandbytes"),
+    Case("codes type", replace(f"{ATTENTION}.weight", lambda part: part.to(torch.int8)), ("q_proj.weight", "int8"), "bitsandbytes"),
     Case("both bits", quantize(quant_method="bitsandbytes", load_in_8bit="yes", load_in_4bit=[]), ("weight",), "bitsandbytes"),
     Case(
         "quant type list",
@@ -86,7 +86,7 @@ BITSANDBYTES = [
         "bitsandbytes",
     ),
     Case("bnb fifo", make_fifo("more.safetensors"), ("more.safetensors", "regular file"), "bitsandbytes"),
-    Case("bnb length", write("more.safetensors", header("{}", size=1 << 63)), ("more.safetensors",), "bitsandbytes"),
+    Case("bnb length", write("model.safetensors", header("{}", size=1 << 63)), ("model.safetensors",), "bitsandbytes"),
 ]
 
 TORCHAO = [

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from scripts.rolling_upgrade import main
-from tests.entrypoints.serving import free_port
+from tests.entrypoints.serving import free_port, free_ports
 
 SERVER = '''
 import http.server, json, signal, sys, threading
@@ -53,7 +53,7 @@ class Fleet:
         self.folder = folder
         for name, text in (("server", SERVER), ("start", START), ("stop", STOP)):
             (folder / f"{name}.py").write_text(text)
-        self.ports = [free_port() for _ in range(3)]
+        self.ports = free_ports(3)
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         for port in self.ports[:2]:
             subprocess.run([sys.executable, folder / "start.py", folder, str(port), "old"], check=True)

@@ -8,7 +8,12 @@ from frame.plugins.loader import load_registry
 from frame.testing.conformance import Setting, find, run_suite
 
 REGISTRY = load_registry(installed=False)
-FILES = {"files_that_have_changed_are_not_served", "blocks_survive_a_restart", "the_quota_is_kept_over_restarts"}
+FILES = {
+    "clear_empties_the_folder",
+    "files_that_have_changed_are_not_served",
+    "blocks_survive_a_restart",
+    "the_quota_is_kept_over_restarts",
+}
 IN_MEMORY = "buffers_in_memory_hold_blocks_at_once"
 PLACES = FILES | {"other_identities_are_not_served"}
 SKIPPED = {"host": PLACES, "disk": {IN_MEMORY}, "nixl": PLACES | {IN_MEMORY}}

@@ -39,7 +39,12 @@ class FirstFew(ShortestFirst):
     """Orders no more requests than a step takes, as the contract allows."""
 
     def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterator[Request]:
-        yield from list(super().sort_waiting(waiting, view))[:4]
+        left = view.token_budget
+        for request in super().sort_waiting(waiting, view):
+            yield request
+            left -= request.prompt_len
+            if left <= 0:
+                return
 
 
 def test_a_prefix_of_a_permutation_passes() -> None:

@@ -75,7 +75,9 @@ class DeepEP(MoEDispatcher):
             topk_idx=ids,
             topk_weights=weights,
         )
-        return DispatchOutput(received, local.clamp_min(0), factors.masked_fill(local < 0, 0), Exchange(handle, num_tokens))
+        pairs = torch.arange(local.numel(), device=local.device).view_as(local)  # what is no expert here is spread over all
+        own = torch.where(local < 0, pairs % placement.per_rank, local)
+        return DispatchOutput(received, own, factors.masked_fill(local < 0, 0), Exchange(handle, num_tokens))
 
     def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:
         if tokens.state is None:

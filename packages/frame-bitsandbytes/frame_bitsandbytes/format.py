@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 NF4_BLOCK = 64  # weights that share a scale; the source repeats scales of larger blocks
 _INT8_MAX = 127.0
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _WRAPPER = re.compile(r"^(?:model\.language_model|language_model\.model)\.")  # of a language model beside encoders
 _OUTPUTS, _INPUTS = Axis("output"), Axis("input")
 
@@ -66,14 +67,14 @@ class BitsAndBytes(WeightFormat):
 
 
 def _list_unquantized(folder: Path) -> frozenset[str]:
-    """The layers without scales: transformers 5 quantizes no experts, and the configuration lists
-    neither these nor, beside encoders, layers by the names that models have."""
+    """The layers that are stored as floats: transformers 5 quantizes no experts, and the
+    configuration lists neither these nor, beside encoders, layers by the names that models have."""
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:  # the source names a damaged file
-            names.update(file.keys())
-    layers = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
-    return frozenset(_WRAPPER.sub("model.", layer) for layer in layers if not names & {f"{layer}.SCB", f"{layer}.weight.absmax"})
+            weights = (name for name in file.keys() if name.endswith(".weight"))  # noqa: SIM118 - no dict
+            names.update(name for name in weights if file.get_slice(name).get_dtype() in _FLOATS)
+    return frozenset(_WRAPPER.sub("model.", name.removesuffix(".weight")) for name in names)
 
 
 @dataclass(frozen=True, slots=True)

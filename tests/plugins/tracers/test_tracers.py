@@ -60,7 +60,9 @@ class ReadableTracer(OtlpTracer):
 def test_it_passes_its_suite(target: type) -> None:
     record = load_registry(installed=False).get("tracer", "json_lines" if target is JsonLinesTracer else "otlp")
     outcomes = conformance.run_suite(conformance.Subject(record, target, None, conformance.Setting()))
-    assert [outcome for outcome in outcomes if outcome.result != "passed"] == []
+    assert [outcome for outcome in outcomes if outcome.result == "failed"] == []
+    has_limit = target is JsonLinesTracer
+    assert [outcome.check for outcome in outcomes if outcome.result == "skipped"] == ([] if has_limit else ["place_is_bounded"])
     assert len(outcomes) > 10
 
 
