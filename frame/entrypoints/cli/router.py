@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import click
@@ -69,6 +68,8 @@ def command(
 
     signals = StartSignals()  # before the other imports, which take most of the start
 
+    import uvloop
+
     from frame.config.server_sections import LogSection
     from frame.core.errors import ConfigError
     from frame.entrypoints import logs
@@ -119,4 +120,4 @@ def command(
     admin = None
     if admin_port is not None and admin_key is not None:
         admin = bound_port(admin_host, admin_port, "--admin-host and --admin-port"), AdminKey(admin_key)
-    asyncio.run(route(settings, make_policy, listener, signals, admin))
+    uvloop.run(route(settings, make_policy, listener, signals, admin))

@@ -188,7 +188,8 @@ class HttpServer(uvicorn.Server):
 def bound_port(host: str, port: int, flags: str) -> socket.socket:
     """A TCP socket on the address, not listening yet. Raises ConfigurationError that names the
     `flags` that choose another."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # asyncio sets TCP_NODELAY, which sends small pieces at once, only where the protocol is named
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
