@@ -7,6 +7,7 @@ Made by `frame.config.resolve`. Each process compares the plugins that it finds 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -74,6 +75,13 @@ class Resolved(BaseModel):
     awaits_weights: str = ""  # why those of the checkpoint must not be served before an update; empty: they may
     draft: Resolved | None = None  # of a drafter whose model is that of a model plugin
     rejected: dict[str, dict[str, list[str]]] = {}  # by setting, then by plugin: why it was rejected
+
+    @property
+    def batch_folder(self) -> Path | None:
+        """`batches.folder`, else a folder in `server.state_dir`; None without both."""
+        if self.user.batches.folder is not None:
+            return Path(self.user.batches.folder)
+        return None if self.user.server.state_dir is None else Path(self.user.server.state_dir) / "batches"
 
     @property
     def computes_whole_prompts(self) -> bool:

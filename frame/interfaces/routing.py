@@ -22,7 +22,7 @@ class RoutingCapabilities(Anything):
     """What a policy promises. The conformance suite tests each promise."""
 
     avoids_load: bool = True  # a replica with many more outstanding sequences than another gets no new prompt
-    keeps_prefixes: bool = False  # a prompt goes where its beginning went, while loads differ by two sequences or about as little
+    keeps_prefixes: bool = False  # a prompt goes where its beginning went, while loads are nearly equal (two sequences)
     keeps_sessions: bool = False  # requests of a session go to one replica, while it is there; the same in each process
 
     def unsupported(self, requirements: Any) -> list[Reason]:

@@ -1,9 +1,8 @@
 """`CacheEvents`: tells subscribers which blocks a prefix cache and its tiers hold.
 
 `KVCacheManager` calls it for each insertion and eviction of any prefix cache, `frame.kv_tiers` for
-those of its tiers. It copies what a
-thread needs, and returns; the thread computes the hashes and publishes. Must not know requests or a
-cache's inside.
+those of its tiers. It copies what a thread needs, and returns; the thread computes the hashes and
+publishes. Must not know requests or a cache's inside.
 """
 
 from __future__ import annotations

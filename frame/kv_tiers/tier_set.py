@@ -92,7 +92,7 @@ class TierSet:
         self.max_pages = max(1, self.options.num_pages // 2)
         self.groups = find_groups(self.kv_manager, self.options.layout)
         self.noted: dict[int, tuple[bytes, bool]] = {}  # by page, where blocks are stored late: its key, and whether others know it
-        self._lists: dict[int, bool] = {}  # by tier that has been announced: whether it tells which blocks leave it
+        self._reports_removed: dict[int, bool] = {}  # by tier that has been announced: whether it tells which blocks leave it
         self._last_job = 0
         self._no_log_until: dict[tuple[int, str], float] = {}  # by tier and error
 
@@ -110,15 +110,15 @@ class TierSet:
         of them, int32; None: they were evicted from the device."""
         if self.events is None or not len(names):
             return
-        if index not in self._lists:
-            self._lists[index] = self.tiers[index].tier.list_removed() is not None  # else subscribers would know too much
-        if self._lists[index]:
+        if index not in self._reports_removed:
+            self._reports_removed[index] = self.tiers[index].tier.list_removed() is not None  # else subscribers would know too much
+        if self._reports_removed[index]:
             self.events.record_tier_stored(self._place(index), names, keys, namespace)
 
     def report_removed(self) -> None:
         """Tell which blocks have left the tiers."""
-        for index, is_listed in self._lists.items():
-            if is_listed and self.events is not None and (names := self.tiers[index].tier.list_removed()):
+        for index, reports in self._reports_removed.items():
+            if reports and self.events is not None and (names := self.tiers[index].tier.list_removed()):
                 self.events.record_tier_removed(self._place(index), names)
 
     def report_cleared(self) -> None:

@@ -218,7 +218,9 @@ class WeightCommands:
         if error := self._order("join" if joins else "open", beat, channel=channel, info=command.info):
             self._close(channel, beat)
             raise Refusal(error, "invalid")
-        (self._channels.discard if joins else self._channels.add)(channel)
+        self._channels.discard(channel)  # until its trainer is met again
+        if not joins:
+            self._channels.add(channel)
         return {}
 
     def _close(self, channel: str, beat: Beat, why: str = "the group was closed before it was formed") -> None:

@@ -73,16 +73,6 @@ def test_every_format_with_every_kernel_on_one_and_two_ranks(architecture: str, 
     torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dialect", ["gptq 3", "gptq 4 ordered", "awq", "packed", "torchao fp8", "fp8 blocks"])
-def test_fused_layers(dialect: str, tmp_path: Path) -> None:
-    """Phi-3 stores queries, keys and values as one, with the outputs in either dimension."""
-    stored, plain = make_pair("Phi3ForCausalLM", dialect, tmp_path)
-    want, method = reference_logits(plain), DIALECTS[dialect][0]["quant_method"]
-    torch.testing.assert_close(logits_of(open_session(stored, quantization=method, gemm_kernel="torch")), want, rtol=1e-3, atol=1e-3)
-    both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, quantization=method, gemm_kernel="torch")))
-    torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
-
-
 def test_random_weights_of_a_quantized_checkpoint(tmp_path: Path) -> None:
     stored, _ = make_pair("LlamaForCausalLM", "awq", tmp_path)
     got = logits_of(open_session(stored, quantization="awq", load_format="dummy"))

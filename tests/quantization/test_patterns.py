@@ -1,4 +1,4 @@
-"""Lists of layers in published configurations, and the names of the layers."""
+"""Names of layers in published configurations and files: lists, and layers stored as one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from frame.quantization.patterns import find_match, matches
+from tests.models.ranks import on_ranks
 from tests.quantization.checkpoints import DIALECTS, make_pair
 from tests.quantization.test_formats import logits_of, open_session, reference_logits
 
@@ -46,6 +47,16 @@ def test_names_of_published_lists(pattern: str, name: str, is_match: bool) -> No
     assert matches(pattern, name) is is_match
     if pattern.startswith("re:"):
         assert find_match(pattern.removeprefix("re:"), name) is is_match
+
+
+@pytest.mark.parametrize("dialect", ["gptq 3", "gptq 4 ordered", "awq", "packed", "torchao fp8", "fp8 blocks"])
+def test_fused_layers(dialect: str, tmp_path: Path) -> None:
+    """Phi-3 stores queries, keys and values as one, with the outputs in either dimension."""
+    stored, plain = make_pair("Phi3ForCausalLM", dialect, tmp_path)
+    want, method = reference_logits(plain), DIALECTS[dialect][0]["quant_method"]
+    torch.testing.assert_close(logits_of(open_session(stored, quantization=method, gemm_kernel="torch")), want, rtol=1e-3, atol=1e-3)
+    both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, quantization=method, gemm_kernel="torch")))
+    torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dialect", ["packed", "fp8 blocks", "gptq 4"])

@@ -325,6 +325,7 @@ class Server:
         serving = asyncio.create_task(self._http.serve([self._listener]))
         listening = asyncio.create_task(self._http.listening.wait())
         await asyncio.wait({listening, serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
         if serving.done():
             serving.result()  # raises why it does not listen
         self._reload.on_certificate.append(self._http.renew_certificate)

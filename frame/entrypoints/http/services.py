@@ -103,7 +103,7 @@ class Services:
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
-        server, batches = self.resolved.user.server, self.resolved.user.batches
+        server = self.resolved.user.server
         digest = hashlib.sha256(self.resolved.model_dump_json(exclude={"user": {"server", "batches", "log"}}).encode())
         self.fingerprint = f"frame-{package_version()}-{digest.hexdigest()[:8]}"
         num_keys = 0 if self.keys is None else self.keys.num_tenants
@@ -111,20 +111,17 @@ class Services:
         self.quotas = TenantQuotas(server.max_requests_per_key, places)
         if self.tokenizer is not None:
             _ = self.tokenizer.bounds  # read now: for a large vocabulary it takes a while
-        if batches.folder is not None or server.state_dir is not None:
-            self.batches = self._make_batches()
+        if (folder := self.resolved.batch_folder) is not None:
+            self.batches = self._make_batches(folder)
         if server.state_dir is not None:
             _ = self.responses  # read now: its files may be many
 
-    def _make_batches(self) -> BatchJobRunner | None:
+    def _make_batches(self, folder: Path) -> BatchJobRunner:
         from frame.entrypoints.http.batch.files import FileStore
-        from frame.entrypoints.http.batch.folder import find_folder
         from frame.entrypoints.http.batch.jobs import BatchJobRunner
         from frame.entrypoints.http.batch.sending import LineSender
 
-        config, folder = self.resolved.user.batches, find_folder(self.resolved.user)
-        if folder is None:
-            return None
+        config = self.resolved.user.batches
 
         def is_stopping() -> bool:
             return self.draining or self.client.dead_reason is not None

@@ -94,11 +94,10 @@ def open_listeners(resolved: Resolved) -> tuple[socket.socket, AdminListener]:
         from frame.entrypoints.http.openai.response_files import make_state_folder
 
         make_state_folder(Path(server.state_dir))
-    if resolved.user.batches.folder is not None or server.state_dir is not None:
-        from frame.entrypoints.http.batch.folder import find_folder, make_folder
+    if (folder := resolved.batch_folder) is not None:
+        from frame.entrypoints.http.batch.folder import make_folder
 
-        if (folder := find_folder(resolved.user)) is not None:
-            make_folder(folder)
+        make_folder(folder)
     if (dump := resolved.user.log.request_dump) is not None:
         from frame.entrypoints.engine_client.request_dump import make_folder as make_dump_folder
 

@@ -40,12 +40,12 @@ from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, 
 from frame.entrypoints.router.requests import (
     BROADCAST,
     STATES,
-    hash_prompt,
+    Prompt,
     is_pinned,
     is_repeatable,
     is_stored,
     is_streamed,
-    read_adapter,
+    read_prompt,
 )
 from frame.interfaces.routing import RoutingRequest
 
@@ -158,8 +158,8 @@ class Proxy:
 
     async def _route(self, request: RoutedRequest) -> None:
         """Send the request to a replica; to another one where that duplicates nothing."""
-        blocks = hash_prompt(request.body, self._adapters) if request.method == "POST" else []
-        routing = RoutingRequest(blocks, request.session)
+        prompt = read_prompt(request.body, self._adapters) if request.method == "POST" else Prompt([], b"")
+        routing = RoutingRequest(prompt.blocks, request.session)
         whole = request  # which another replica continues
         request = await self._begin(request, routing)
         reason, last, num_lost = "no replica is healthy", None, 0
@@ -171,7 +171,7 @@ class Proxy:
                     with timed(backend, is_streamed(request.body)):
                         reply = await self._exchange.open(request, backend, signature)
                     if ADAPTER.decode() in reply.headers:
-                        self._note_adapter(read_adapter(request.body))
+                        self._note_adapter(prompt.model)
                     if self._mover is not None and signature and HEADER.decode() in reply.headers:
                         await self._mover.pass_on(whole, routing, place, reply)
                         return

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Container
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -70,42 +70,39 @@ def is_streamed(body: bytes) -> bool:
     return len(body) <= MAX_READ_LENGTH and _STREAM.search(body) is not None
 
 
-def hash_prompt(body: bytes, adapters: Container[bytes] = ()) -> list[int]:
-    """A hash of each prefix of whole blocks of the prompt in a JSON body; empty without one. An
-    adapter, one of `adapters` or a path, counts as a block before the prompt."""
-    if (fields := _read_fields(body)) is None:
-        return []
-    before, prompts = ([memoryview(getattr(fields, name))[:MAX_BYTES] for name in names] for names in (_BEFORE, _PROMPTS))
+class Prompt(NamedTuple):
+    """What the choice of a replica reads of a body. blocks: a hash of each prefix of whole blocks
+    of the prompt; empty without one. model: what names the model or the adapter, as it came; b"":
+    nothing."""
+
+    blocks: list[int]
+    model: bytes
+
+
+def read_prompt(body: bytes, adapters: Container[bytes] = ()) -> Prompt:
+    """The prompt in a JSON body. An adapter, one of `adapters` or a path, counts as a block before
+    it."""
+    if len(body) > MAX_READ_LENGTH:
+        return Prompt([], b"")
+    try:
+        fields: Any = _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Prompt([], b"")  # the replica refuses the body
+    path, name = bytes(fields.lora_path), bytes(fields.model)
+    is_adapter = name in adapters
+    if path not in (b"", b"null", b'""'):
+        is_adapter, name = True, path
+    before, prompts = ([memoryview(getattr(fields, field))[:MAX_BYTES] for field in names] for names in (_BEFORE, _PROMPTS))
     prompt = next((value for value in prompts if value and value != b"null"), None)
     if prompt is None:
-        return []
+        return Prompt([], name)
     if prompt[:2] == b"[[":  # the first of several
         prompt = prompt[1:]
     text = b",".join([*before, prompt])[:MAX_BYTES]
     digest, hashes = hashlib.blake2b(digest_size=8), []
-    if (name := _find_adapter(fields)) in adapters or name != bytes(fields.model):
+    if is_adapter:
         hashes.append(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
     for start in range(0, len(text) - BLOCK + 1, BLOCK):
         digest.update(text[start : start + BLOCK])
         hashes.append(int.from_bytes(digest.digest(), "little"))
-    return hashes
-
-
-def read_adapter(body: bytes) -> bytes:
-    """What names the adapter in a JSON body of a request that was served by one; b"": nothing."""
-    return b"" if (fields := _read_fields(body)) is None else _find_adapter(fields)
-
-
-def _find_adapter(fields: Any) -> bytes:
-    path = bytes(fields.lora_path)
-    return path if path not in (b"", b"null", b'""') else bytes(fields.model)
-
-
-def _read_fields(body: bytes) -> Any:
-    """The fields of a JSON body, as they came; None: it is too long, or the replica refuses it."""
-    if len(body) > MAX_READ_LENGTH:
-        return None
-    try:
-        return _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    return Prompt(hashes, name)

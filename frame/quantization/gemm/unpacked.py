@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
 from frame.kernels.linear.invariant import InvariantMatmul
 from frame.models.layers.packed import can_pack, pack_weight
 from frame.models.layers.weights.plain_gemm import PackedGemm, PlainGemm, PlainGroupedGemm
-
-if TYPE_CHECKING:
-
-    pass
 
 
 class UnpackedKernel(GemmKernel):

@@ -19,7 +19,7 @@ from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends, RouterMetrics
-from frame.entrypoints.router.requests import hash_prompt
+from frame.entrypoints.router.requests import read_prompt
 from frame.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.routing_policies.prefix_load import PrefixLoad
@@ -93,7 +93,7 @@ class FakeReplica:
         if scope["path"].startswith("/v1/responses"):
             await self._send(send, 404, b'{"error": {"message": "no such response"}}')
             return
-        prompt = hash_prompt(body)
+        prompt = read_prompt(body).blocks
         missing = [block for block in prompt if block not in self.cache]
         self.hits, self.blocks = self.hits + len(prompt) - len(missing), self.blocks + len(prompt)
         for block in prompt:

@@ -22,8 +22,8 @@ from frame.entrypoints.http.protocol.bodies import AT_ONCE
 from frame.entrypoints.router import proxy
 from frame.entrypoints.router.discovery import check_url
 from frame.entrypoints.router.exchange import MAX_REFUSAL_LENGTH
-from frame.entrypoints.router.replicas import Backends, counted
-from frame.entrypoints.router.requests import BROADCAST, MAX_READ_LENGTH, hash_prompt, is_pinned, is_repeatable, is_stored, read_adapter
+from frame.entrypoints.router.replicas import Backends
+from frame.entrypoints.router.requests import BROADCAST, MAX_READ_LENGTH, is_pinned, is_repeatable, is_stored, read_prompt
 from tests.entrypoints.published import ROUTES
 from tests.entrypoints.router.fake_replica import FakeReplica, check_reply, raw_replica, routed
 
@@ -76,24 +76,6 @@ def test_a_hot_prefix_is_not_slower_than_by_turns() -> None:
         shares = sorted(replica.requests for replica in replicas)
         assert shares[1] <= 1.05 * 60 + 4  # the difference of loads that counts as none
         assert min(replica.hits / replica.blocks for replica in replicas) > 0.9
-
-    run(main)
-
-
-def test_an_adapter_stays_on_its_replica() -> None:
-    """Once a response has named the adapter of a model, its requests go where the others went, and
-    those to the base model where the load is least."""
-
-    async def main() -> None:
-        first, second = FakeReplica(), FakeReplica()
-        first.adapters = second.adapters = ("sql",)
-        async with routed(first, second) as (client, backends, _):
-            with counted(backends.all[0]):  # it is busy
-                for text in ("a", "b"):  # the response to the first one names the adapter
-                    await client.post("/v1/chat/completions", json=chat(text, model="sql"))
-            for text, fields in (("c", {"model": "sql"}), ("d" * 900, {"model": "sql"}), ("e", {"model": "base"}), ("f", {})):
-                assert (await client.post("/v1/chat/completions", json=chat(text, **fields))).status_code == 200
-        assert (first.models, second.models) == (["base", ""], ["sql"] * 4)
 
     run(main)
 
@@ -482,22 +464,24 @@ def test_a_client_that_leaves_ends_its_request() -> None:
 
 
 def test_prompts_are_compared_from_their_beginning() -> None:
-    first, second = (hash_prompt(json.dumps(chat("a" * 600, extra)).encode()) for extra in ("b" * 600, "c" * 600))
+    first, second = (read_prompt(json.dumps(chat("a" * 600, extra)).encode()).blocks for extra in ("b" * 600, "c" * 600))
     assert first[:2] == second[:2]
     assert first[-1] != second[-1]
-    assert hash_prompt(json.dumps(chat("a" * 600, model="other")).encode())[0] != first[0]
-    assert hash_prompt(json.dumps(chat("a" * MAX_READ_LENGTH)).encode()) == []  # it would hold the event loop
+    assert read_prompt(json.dumps(chat("a" * 600, model="other")).encode()).blocks[0] != first[0]
+    assert read_prompt(json.dumps(chat("a" * MAX_READ_LENGTH)).encode()).blocks == []  # it would hold the event loop
     for body in (b"no JSON", b"[]", b"{}", b"[" * 200_000, b'"\xff"'):
-        assert hash_prompt(body) == []
-    assert hash_prompt(b'{"prompt":[[' + b"1," * 600 + b"1],[2]]}")[:4] == hash_prompt(b'{"prompt":[' + b"1," * 600 + b"1]}")[:4] != []
+        assert read_prompt(body).blocks == []
+    ids = b"1," * 600 + b"1]"
+    several, one = (read_prompt(b'{"prompt":' + each + b"}").blocks for each in (b"[[" + ids + b",[2]]", b"[" + ids))
+    assert several[:4] == one[:4] != []
     texts = [json.dumps({**nulls, "text": "a" * 600}).encode() for nulls in ({}, {"input_ids": None, "prompt": None})]
-    assert hash_prompt(texts[0]) == hash_prompt(texts[1]) != []
+    assert read_prompt(texts[0]).blocks == read_prompt(texts[1]).blocks != []
     named = (b'{"model":"sql","prompt":"a"}', b'{"model":"base","lora_path":"/sql","text":"a"}', b'{"model":"base","prompt":"a"}')
-    assert [len(hash_prompt(body, {b'"sql"'})) for body in named] == [1, 1, 0]
-    assert [read_adapter(body) for body in (*named, b"no JSON")] == [b'"sql"', b'"/sql"', b'"base"', b""]
+    assert [len(read_prompt(body, {b'"sql"'}).blocks) for body in named] == [1, 1, 0]
+    assert [read_prompt(body).model for body in (*named, b"no JSON")] == [b'"sql"', b'"/sql"', b'"base"', b""]
     objects = b'{"prompt":[' + b'{"a":1},' * 50_000 + b"1]}"
     tracemalloc.start()
-    assert len(hash_prompt(objects)) == 64 * 1024 // 256
+    assert len(read_prompt(objects).blocks) == 64 * 1024 // 256
     assert tracemalloc.get_traced_memory()[1] < len(objects)  # no object is built
     tracemalloc.stop()
     assert is_repeatable("POST", "/v1/chat/completions")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import pytest
 
 from frame.core.errors import ConfigError, PluginError
+from frame.entrypoints.router.replicas import counted
 from frame.entrypoints.router.server import load_policy
 from frame.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
 from frame.plugins.routing_policies.session import Session
@@ -103,3 +104,17 @@ def test_the_command_refuses_an_unknown_policy() -> None:
     assert done.returncode == 78, done.stderr
     assert "Unknown routing_policy 'nearest'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_an_adapter_stays_on_its_replica() -> None:
+    """Once a response has named the adapter of a model, its requests go where the others went, and
+    those to the base model where the load is least."""
+    first, second = FakeReplica(), FakeReplica()
+    first.adapters = second.adapters = ("sql",)
+    async with routed(first, second) as (client, backends, _):
+        with counted(backends.all[0]):  # it is busy
+            for text in ("a", "b"):  # the response to the first one names the adapter
+                await client.post("/v1/completions", json={"prompt": text, "model": "sql"})
+        for text, fields in (("c", {"model": "sql"}), ("d" * 900, {"model": "sql"}), ("e", {"model": "base"}), ("f", {})):
+            assert (await client.post("/v1/completions", json={"prompt": text, **fields})).status_code == 200
+    assert (first.models, second.models) == (["base", ""], ["sql"] * 4)

@@ -22,7 +22,6 @@ from typing import IO, Generic, Protocol, TypeVar
 
 import msgspec
 
-from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -38,13 +37,6 @@ _UNFINISHED = re.compile(r"(file|batch)-[0-9a-f]{32}\.json(l|\.[0-9a-f]{16})\.ne
 STALE = 3600.0  # seconds after which such a file is of a server that has ended
 
 Stamp = tuple[int, int]  # of a version of a file: when it was written, and its inode
-
-
-def find_folder(user: FrameConfig) -> Path | None:
-    """`batches.folder`, else a folder in `server.state_dir`; None without both."""
-    if user.batches.folder is not None:
-        return Path(user.batches.folder)
-    return None if user.server.state_dir is None else Path(user.server.state_dir) / "batches"
 
 
 def is_name(name: str) -> bool:

@@ -142,14 +142,14 @@ class StateMixer(nn.Module):
             mixed[:, place : place + width].unflatten(-1, (heads, -1))
             for place, width, heads in zip(layout.places, widths, (layout.key_heads, layout.key_heads, layout.heads), strict=True)
         )
-        mode = self._is_deterministic
+        is_invariant = self._is_deterministic
         if layout.normalized:
             squares = (tensor.float().square() for tensor in (q, k))
-            sums = (add_halves(each, -1).unsqueeze(-1) if mode else each.sum(-1, keepdim=True) for each in squares)
+            sums = (add_halves(each, -1).unsqueeze(-1) if is_invariant else each.sum(-1, keepdim=True) for each in squares)
             q, k = (tensor.float() * torch.rsqrt(total + _NORM_EPS) for tensor, total in zip((q, k), sums, strict=True))
             q = q * layout.key**-0.5
         step = gates.decay.float() + gates.bias
-        step = map_elements(F.softplus, step) if mode else F.softplus(step)
+        step = map_elements(F.softplus, step) if is_invariant else F.softplus(step)
         if not layout.delta:
             step = step.clamp(min=gates.minimum)
             return Recurrence(q, k, v, -gates.log_decay.exp() * step, step, delta=False)
@@ -158,4 +158,4 @@ class StateMixer(nn.Module):
         else:
             decay = -gates.log_decay.exp() * step
         beta = gates.beta.float()
-        return Recurrence(q, k, v, decay, map_elements(torch.sigmoid, beta) if mode else beta.sigmoid())
+        return Recurrence(q, k, v, decay, map_elements(torch.sigmoid, beta) if is_invariant else beta.sigmoid())

@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import load_file
 
 from frame.rl.weight_client import WeightClient, WeightUpdateError
-from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.serving import RunningServer, wait_until
 
 pytestmark = pytest.mark.slow
@@ -83,12 +82,6 @@ if kind == "group" and phase == "part":
     group, client._group = client._group, Silent()
 client.update(pairs(), "never", bucket_bytes=1)
 """
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("versions")
-    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")

@@ -23,19 +23,12 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 from frame.rl.weight_client import WeightClient, WeightUpdateError
-from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.serving import RunningServer, wait_until
 
 TRANSFERS = ("--weight-transfer", "ipc", "--weight-transfer", "group")
 FLAGS = ("--dtype", "float32", "--max-model-len", "128", "--max-total-tokens", "2048", *TRANSFERS)
 WAIT = timedelta(seconds=30)
 BODY = {"input_ids": list(range(20, 50)), "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("versions")
-    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")
