@@ -84,7 +84,7 @@ def wrong_command(words: list[str]) -> str | None:
 
 def _wrong_frame(words: list[str]) -> str | None:
     command: click.Command = cli
-    context = click.Context(cli, info_name="frame")
+    context = click.Context(cli, info_name="frame", **cli.context_settings)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         found = command.get_command(context, words[0]) or package_commands().get(words[0])
         if found is None:
@@ -244,7 +244,7 @@ def cli_options() -> frozenset[str]:
                 if (found := command.get_command(context, name)) is not None:
                     yield from walk(found, click.Context(found, info_name=name, parent=context))
 
-    return frozenset(walk(cli, click.Context(cli, info_name="frame")))
+    return frozenset(walk(cli, click.Context(cli, info_name="frame", **cli.context_settings)))
 
 
 def unknown_settings(text: str) -> list[str]:

@@ -17,7 +17,7 @@ WIDTH = 80
 
 @pytest.mark.parametrize("name", ["bench", "config", "plugins", "profile"])
 def test_every_command_is_told_in_a_sentence(name: str) -> None:
-    context = click.Context(cli)
+    context = click.Context(cli, **cli.context_settings)
     group = cli.get_command(context, name)
     assert isinstance(group, click.Group)
     room = WIDTH - 6 - max(map(len, group.commands))
