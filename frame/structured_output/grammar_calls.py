@@ -91,11 +91,7 @@ class WrappedGrammar:
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-
-    @property
-    def batch(self) -> MaskBatch | None:
-        """See `BatchedGrammar`."""
-        return getattr(self._grammar, "batch", None)
+        self.batch: MaskBatch | None = getattr(grammar, "batch", None)  # see `BatchedGrammar`
 
     @property
     def num_measured(self) -> int:
@@ -116,6 +112,8 @@ class MeteredGrammar(WrappedGrammar):
         self._clock = time.thread_time if self.batch is None else time.perf_counter
 
     def fill_mask(self, mask: np.ndarray) -> bool:
+        if self.batch is not None and self.start_mask(mask) is None:
+            return True  # it was known
         began = time.thread_time()
         is_limited = self._grammar.fill_mask(mask)
         self.meter.charge(time.thread_time() - began)

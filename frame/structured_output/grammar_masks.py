@@ -137,7 +137,7 @@ class GrammarCalls(StepGrammars):
             elif end is None:
                 calls[i] = GrammarCall(request, tokens, np.empty(self._words, np.int32))
             ends.append(end)
-            if len(fills) == slice_rows or (fills and i == len(drawn) - 1):
+            if fills and ((i + 1) % slice_rows == 0 or i == len(drawn) - 1):
                 filling.begun += self._begin(fills, num_rows, filling.masks)
                 fills = []
         self._filling = filling

@@ -62,6 +62,7 @@ def test_outputs_are_those_without_shared_masks(name: str, monkeypatch: pytest.M
         return handle
 
     monkeypatch.setattr(llguidance.LLGrammar, "start_mask", note)
+    monkeypatch.setattr(llguidance, "SHARING_REQUESTS", 2)  # depends on the cores otherwise
     found = generate(**SETTINGS[name])
     assert sum(used) > len(used) // 3
     used.clear()
@@ -69,11 +70,12 @@ def test_outputs_are_those_without_shared_masks(name: str, monkeypatch: pytest.M
     assert found == generate(**SETTINGS[name]) and not any(used)
 
 
-def test_rows_that_miss_steps_keep_their_masks() -> None:
+def test_rows_that_miss_steps_keep_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of the steps share memory; a preempted request gets its mask in a later step."""
+    monkeypatch.setattr(llguidance, "SHARING_REQUESTS", 2)
     backend = llguidance.LLGuidanceBackend(GrammarContext(Tokenizer.load(find_model(EMBEDDED)), 2048))
     compiled, numbers = backend.compile("json_schema", ASKED[0]["json_schema"]), random.Random(2)
-    compiled.start()
+    _first = compiled.start()
     table, calls, requests, alone = RequestTable(9, 4), GrammarCalls(2048, 2), [], []
     for i in range(8):
         request = Request(str(i), np.array([1], np.int32), SamplingParams(), 0, i, 0.0, 100.0, 10_000)

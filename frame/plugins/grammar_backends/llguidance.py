@@ -48,7 +48,10 @@ MATCHER_BYTES = 384 << 10  # of a matcher that computes masks, beside its source
 READ_SECONDS = 1.0  # of masks of one request, after which the count is read: 2 us to 1 ms, by the size of the grammar
 NO_ROLLBACK = 1 << 30  # tokens: an error
 MAX_AHEAD = 256  # tokens that a matcher catches up with at once, in less than a millisecond
-SHARING_COPIES = 2  # of each matcher before there is a further one, where requests share masks
+COPIES = 4  # of each matcher before there is a further one: parsing it takes as long as dozens of masks
+# Requests of one grammar at a time, from which on its requests share masks. For fewer ones, states
+# take the engine's thread longer than all masks take the library's threads.
+SHARING_REQUESTS = max(2, NUM_CORES // 2)
 SHARING_KINDS = ("json_schema", "regex", "choice", "structural_tag")  # whose states are known; see `states`
 # Expressions: where a grammar allows all tokens of one, a mask takes them as a whole, and walks the
 # other tokens byte by byte. The library's own list has `_TEXT` with 10, 30 and any number of
@@ -258,21 +261,19 @@ class LLCompiled:
 
     Copies of a matcher share cached states and a lock. So that several threads can compute masks,
     requests that run at a time get copies of several matchers. A further one is created while each
-    has a request, if parsing takes no longer than a step can wait. Fewer are needed from the second
-    request on, where requests share masks (`shared`).
+    has `COPIES` requests, if parsing takes no longer than a step can wait.
     """
 
     def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int], batch: LLMaskBatch) -> None:
         self.batch = batch
         self.shared: SharedMasks | None = None
-        self.read_states: Callable[[], SharedMasks | None] | None = None  # for requests after the first; None: it was called
+        self.read_states: Callable[[], SharedMasks | None] | None = None  # for requests that share masks; None: it was called
         began = time.perf_counter()
         self._parse = parse
         self._matchers = [parse()]
         self.cost = read_cost(self.matcher.deep_copy())
         self._maximum = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
         self._num_copies = [0]  # of each matcher, with requests
-        self._is_used = False
         self.num_quick = 0  # masks that took less than `QUICK`, since the last that took more
         self.stop_token_ids = stop_token_ids
         self._matcher_bytes = 64 * len(source) + BYTES_PER_COST * self.cost + MATCHER_BYTES
@@ -287,14 +288,13 @@ class LLCompiled:
         return self._matchers[0]
 
     def start(self) -> LLGrammar:
-        if self._is_used and self.read_states is not None:
+        if self.read_states is not None and sum(self._num_copies) + 1 >= SHARING_REQUESTS:
             self.shared, self.read_states = self.read_states(), None
         elif self.shared is not None and not self.shared.is_usable:
             self.shared = None
-        self._is_used = True
         with self._lock:
             number = self._num_copies.index(min(self._num_copies))
-            if self._num_copies[number] >= (1 if self.shared is None else SHARING_COPIES) and len(self._matchers) < self._maximum:
+            if self._num_copies[number] >= COPIES and len(self._matchers) < self._maximum:
                 number = len(self._matchers)
                 self._matchers.append(self._parse())
                 self._num_copies.append(0)

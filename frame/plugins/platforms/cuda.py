@@ -145,6 +145,7 @@ def _find_saver() -> Any:
         command = install_command("frame-serve[sleep]")
         raise ConfigurationError(f"execution.sleep needs torch-memory-saver; run {command}, or turn it off") from None
     torch_memory_saver.hook_mode = "torch"  # needs no library that is loaded before the process starts; graphs stay
+    torch_memory_saver.retain_cpu_backup = True  # page-locking the host's copy anew takes 20 times as long as the copy
     return torch_memory_saver
 
 

@@ -16,6 +16,7 @@ from frame.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 
+from frame.plugins.grammar_backends import llguidance
 from frame.plugins.grammar_backends.llguidance import LLCompiled, LLGrammar, LLGuidanceBackend
 from frame.plugins.grammar_backends.states import shared_masks
 
@@ -55,6 +56,11 @@ GRAMMARS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def two_requests_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llguidance, "SHARING_REQUESTS", 2)
+
+
 @pytest.fixture(scope="module")
 def backend() -> LLGuidanceBackend:
     return LLGuidanceBackend(GrammarContext(Tokenizer.load(find_model(EMBEDDED)), SIZE))
@@ -79,7 +85,8 @@ def draw(numbers: random.Random, mask: np.ndarray) -> int:
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_shared_masks_are_those_of_the_library(backend: LLGuidanceBackend, name: str) -> None:
     compiled, numbers = backend.compile(*GRAMMARS[name]), random.Random(name)
-    assert compiled.start().key is None  # the first request computes its own masks
+    first = compiled.start()
+    assert first.key is None  # it computes its own masks
     found, expected = np.zeros((2, WORDS), np.int32)
     num_masks = num_known = 0
     for _ in range(5):
@@ -115,7 +122,7 @@ def test_a_batch_computes_one_mask_for_each_state(backend: LLGuidanceBackend, mo
         plain(self, entries, masks)
 
     monkeypatch.setattr(type(compiled.batch), "_compute", count)
-    compiled.start()
+    _first = compiled.start()
     pairs, numbers = [start_pair(compiled) for _ in range(12)], random.Random(3)
     masks, expected = np.zeros((12, WORDS), np.int32), np.zeros((12, WORDS), np.int32)
     for _ in range(40):
@@ -136,7 +143,7 @@ def test_a_matcher_that_is_behind_catches_up(backend: LLGuidanceBackend, monkeyp
     """Requests that find all masks known, and then leave what is known."""
     monkeypatch.setattr("frame.plugins.grammar_backends.llguidance.MAX_AHEAD", 7)
     compiled, numbers = backend.compile(*GRAMMARS["counts"]), random.Random(5)
-    compiled.start()
+    _first = compiled.start()
     found, expected = np.zeros((2, WORDS), np.int32)
     for round_ in range(3):
         shared, alone = start_pair(compiled)
@@ -154,7 +161,7 @@ def test_memory_is_bounded_and_counted(backend: LLGuidanceBackend, monkeypatch: 
     monkeypatch.setattr(shared_masks, "MASK_BYTES", 4000)
     monkeypatch.setattr(shared_masks, "MAX_SIZE", 600)
     compiled, numbers, mask = backend.compile(*GRAMMARS["schema"]), random.Random(7), np.zeros(WORDS, np.int32)
-    compiled.start()
+    _first = compiled.start()
     before = compiled.num_bytes
     sizes = set()
     for _ in range(3):
@@ -173,12 +180,23 @@ def test_a_grammar_whose_states_do_not_return_is_not_followed(backend: LLGuidanc
     """Each token of this language leads to a new state."""
     monkeypatch.setattr(shared_masks, "MIN_FOLLOWED", 50)
     compiled, numbers, mask = backend.compile("regex", "(a|b)*a(a|b){30}"), random.Random(1), np.zeros(WORDS, np.int32)
-    compiled.start()
+    _first = compiled.start()
     grammar, letters = compiled.start(), backend._tokenizer.tokenize_str("a") + backend._tokenizer.tokenize_str("b")
     for _ in range(200):
         grammar.fill_mask(mask)
         assert grammar.accept_token(numbers.choice(letters))
     assert grammar.key is None and compiled.start().key is None
+
+
+def test_few_requests_at_a_time_share_nothing(backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llguidance, "SHARING_REQUESTS", 3)
+    compiled = backend.compile(*GRAMMARS["schema"])
+    for _ in range(4):  # one after the other
+        pair = [compiled.start(), compiled.start()]
+        assert [grammar.key for grammar in pair] == [None, None]
+        del pair
+    running = [compiled.start() for _ in range(4)]
+    assert [grammar.key is None for grammar in running] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +210,6 @@ def test_a_grammar_whose_states_do_not_return_is_not_followed(backend: LLGuidanc
 )
 def test_other_grammars_are_served_as_before(backend: LLGuidanceBackend, kind: str, source: str) -> None:
     compiled, mask = backend.compile(kind, source), np.zeros(WORDS, np.int32)
-    compiled.start()
+    _first = compiled.start()
     grammar = compiled.start()
     assert compiled.shared is None and grammar.key is None and grammar.fill_mask(mask) and mask.any()

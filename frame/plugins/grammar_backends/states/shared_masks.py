@@ -59,11 +59,14 @@ class SharedMask:
 
     def __init__(self, mask: np.ndarray, is_accepting: bool) -> None:
         self.is_accepting = is_accepting
-        places = np.flatnonzero(mask)
-        is_short = len(places) <= FEW_WORDS
-        self._few: dict[int, int] | None = dict(zip(places.tolist(), mask[places].tolist(), strict=True)) if is_short else None
+        count = int(np.count_nonzero(mask))
+        is_short = count <= FEW_WORDS
+        self._few: dict[int, int] | None = None
+        if is_short:
+            places = np.flatnonzero(mask)
+            self._few = dict(zip(places.tolist(), mask[places].tolist(), strict=True))
         self._words = _NO_WORDS if is_short else mask.copy()
-        self.num_bytes = 512 + (100 * len(places) if is_short else mask.nbytes)
+        self.num_bytes = 512 + (100 * count if is_short else mask.nbytes)
 
     def allows(self, token: int) -> bool:
         place = token >> 5
@@ -125,9 +128,9 @@ class SharedMasks:
 
     def is_forced(self, mask: np.ndarray) -> bool:
         """Whether all tokens of a mask, int32 [words], begin with one byte."""
-        words = np.flatnonzero(mask)
-        if len(words) > self._tokens.max_length:  # the prefixes of one text
+        if np.count_nonzero(mask) > self._tokens.max_length:  # the prefixes of one text
             return False
+        words = np.flatnonzero(mask)
         bits = np.unpackbits(mask[words].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
         rows, places = np.nonzero(bits)
         return len({self._tokens[token][:1] for token in (32 * words[rows] + places).tolist()}) == 1
