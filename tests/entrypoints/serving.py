@@ -20,6 +20,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.entrypoints.fork_server import make_environment, start_forked
+
 if TYPE_CHECKING:
     from frame import Engine
 
@@ -31,7 +33,8 @@ FAKE_SERVE = (sys.executable, "-m", "tests.entrypoints.fake_engine", "serve")
 class RunningServer:
     """`fake`: the engine runs a fake model (`fake_engine.py`), which starts fast and
     needs no weights. `reads_log`: standard error is read to its end; else only until the server is
-    ready. `command`: of a server that is no fake; `cwd`: its working folder."""
+    ready. `command`: of a server that is no fake; `cwd`: its working folder. `forked`: it may be
+    started by the fork server, which has its imports."""
 
     def __init__(
         self,
@@ -42,18 +45,14 @@ class RunningServer:
         reads_log: bool = True,
         command: Sequence[str] = (sys.executable, "-m", "frame", "serve"),
         cwd: Path | None = None,
+        forked: bool = True,
     ) -> None:
-        command = FAKE_SERVE if fake else command
-        self._start([*command, "--model", str(folder), "--port", "0", *flags], env, reads_log, cwd)
+        command = [*(FAKE_SERVE if fake else command), "--model", str(folder), "--port", "0", *flags]
+        self._start(command, env or {}, reads_log, cwd, forked and cwd is None)
 
-    def _start(self, command: list[str], env: dict[str, str] | None, reads_log: bool, cwd: Path | None = None) -> None:
-        self.process = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-            text=True,
-            cwd=cwd,
+    def _start(self, command: list[str], env: dict[str, str], reads_log: bool, cwd: Path | None = None, forked: bool = True) -> None:
+        self.process = (start_forked(command, env) if forked else None) or subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=make_environment(env), text=True, cwd=cwd
         )
         self.lines: list[str] = []
         self._reads_log = reads_log
@@ -155,7 +154,7 @@ class RunningRouter(RunningServer):
 
     def __init__(self, *urls: str, flags: Sequence[str] = ()) -> None:
         replicas = [flag for url in urls for flag in ("--replica", url)]
-        self._start([sys.executable, "-m", "frame", "router", *replicas, *flags, "--port", "0", "--health-interval", "0.2"], None, True)
+        self._start([sys.executable, "-m", "frame", "router", *replicas, *flags, "--port", "0", "--health-interval", "0.2"], {}, True)
 
 
 def wait_until(condition: Any, timeout: float = 20.0) -> None:

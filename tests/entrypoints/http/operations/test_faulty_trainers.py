@@ -29,7 +29,7 @@ from tests.entrypoints.serving import RunningServer, wait_until
 pytestmark = pytest.mark.slow
 FLAGS = (
     *("--dtype", "float32", "--enable-deterministic-inference", "--max-model-len", "128", "--max-total-tokens", "2048"),
-    *("--weight-transfer", "ipc", "--weight-transfer", "group", "--weight-update-timeout", "5", "--max-restarts", "1000"),
+    *("--weight-transfer", "ipc", "--weight-transfer", "group", "--weight-update-timeout", "3", "--max-restarts", "1000"),
 )
 PROMPTS = [[7 * number + place for place in range(20 + number)] for number in range(4)]
 TOKENS = 90
