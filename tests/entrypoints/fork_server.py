@@ -42,7 +42,7 @@ IMPORTED = (
     "frame.entrypoints.processes.build_engine",
     "tests.entrypoints.fake_engine",
 )
-OWN = ("FRAME_FAKE_", "PYTEST_CURRENT_TEST")  # variables that no import reads
+OWN = ("FRAME_", "FAULT_FILE", "PYTEST_CURRENT_TEST")  # variables that no import reads
 PADDING = 8192  # bytes of a command line
 MAX_ORDER = 1 << 17  # bytes
 

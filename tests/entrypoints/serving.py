@@ -48,11 +48,11 @@ class RunningServer:
         forked: bool = True,
     ) -> None:
         command = [*(FAKE_SERVE if fake else command), "--model", str(folder), "--port", "0", *flags]
-        self._start(command, env or {}, reads_log, cwd, forked and cwd is None)
+        self._start(command, env, reads_log, cwd, forked and cwd is None)
 
-    def _start(self, command: list[str], env: dict[str, str], reads_log: bool, cwd: Path | None = None, forked: bool = True) -> None:
-        self.process = (start_forked(command, env) if forked else None) or subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=make_environment(env), text=True, cwd=cwd
+    def _start(self, command: list[str], env: dict[str, str] | None, reads_log: bool, cwd: Path | None = None, forked: bool = True) -> None:
+        self.process = (start_forked(command, env or {}) if forked else None) or subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=make_environment(env or {}), text=True, cwd=cwd
         )
         self.lines: list[str] = []
         self._reads_log = reads_log
@@ -154,7 +154,7 @@ class RunningRouter(RunningServer):
 
     def __init__(self, *urls: str, flags: Sequence[str] = ()) -> None:
         replicas = [flag for url in urls for flag in ("--replica", url)]
-        self._start([sys.executable, "-m", "frame", "router", *replicas, *flags, "--port", "0", "--health-interval", "0.2"], {}, True)
+        self._start([sys.executable, "-m", "frame", "router", *replicas, *flags, "--port", "0", "--health-interval", "0.2"], None, True)
 
 
 def wait_until(condition: Any, timeout: float = 20.0) -> None:
