@@ -113,6 +113,7 @@ def make_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 _servers: list[ForkServer] = []  # one for each process of tests
+_starting = threading.Lock()
 
 
 def start_forked(command: Sequence[str], extra: Mapping[str, str]) -> ForkedProcess | None:
@@ -120,8 +121,9 @@ def start_forked(command: Sequence[str], extra: Mapping[str, str]) -> ForkedProc
     this process's fork server does not have, or where processes cannot be forked so."""
     if not sys.platform.startswith("linux") or list(command[:2]) != [sys.executable, "-m"] or sum(map(len, command)) > PADDING // 2:
         return None
-    if not _servers:
-        _servers.append(ForkServer())
+    with _starting:
+        if not _servers:
+            _servers.append(ForkServer())
     environment = make_environment(extra)
     both = environment.items() ^ _servers[0].environment.items()
     if any(not name.startswith(OWN) for name, _ in both):

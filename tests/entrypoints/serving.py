@@ -4,7 +4,6 @@ signal, knows its children."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import socket
