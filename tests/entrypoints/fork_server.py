@@ -45,6 +45,7 @@ IMPORTED = (
 OWN = ("FRAME_", "FAULT_FILE", "PYTEST_CURRENT_TEST")  # variables that no import reads
 PADDING = 8192  # bytes of a command line
 MAX_ORDER = 1 << 17  # bytes
+MAX_SERVERS = 4  # of different environments; each has 0.3 GB of imports
 
 
 class ForkedProcess:
@@ -80,14 +81,13 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Forks processes until this one ends. Its environment is that of its start."""
+    """Forks processes until this one ends. `environment`: that of its imports."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.environment = make_environment({})
         with theirs:
             command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), "x" * PADDING]
-            self._process = subprocess.Popen(command, env=self.environment, pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         self._lock = threading.Lock()
         atexit.register(self.close)
 
@@ -112,23 +112,28 @@ def make_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **extra}
 
 
-_servers: list[ForkServer] = []  # one for each process of tests
+_seen: dict[frozenset[tuple[str, str]], ForkServer | None] = {}  # by the variables that imports may read
 _starting = threading.Lock()
 
 
 def start_forked(command: Sequence[str], extra: Mapping[str, str]) -> ForkedProcess | None:
-    """A process that runs `command`, with `extra` variables; None where imports may read one that
-    this process's fork server does not have, or where processes cannot be forked so."""
+    """A process that runs `command`, with `extra` variables; None for the first one with such
+    variables, and where processes cannot be forked so."""
     if not sys.platform.startswith("linux") or list(command[:2]) != [sys.executable, "-m"] or sum(map(len, command)) > PADDING // 2:
         return None
-    with _starting:
-        if not _servers:
-            _servers.append(ForkServer())
     environment = make_environment(extra)
-    both = environment.items() ^ _servers[0].environment.items()
-    if any(not name.startswith(OWN) for name, _ in both):
-        return None
-    return _servers[0].start(command, environment)
+    read = {name: value for name, value in environment.items() if not name.startswith(OWN)}
+    key = frozenset(read.items())
+    with _starting:
+        if key not in _seen:
+            _seen[key] = None
+            return None
+        server = _seen[key]
+        if server is None:
+            if sum(each is not None for each in _seen.values()) == MAX_SERVERS:
+                return None
+            server = _seen[key] = ForkServer(read)
+    return server.start(command, environment)
 
 
 # the process that forks ---------------------------------------------------------------------------
