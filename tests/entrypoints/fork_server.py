@@ -102,7 +102,8 @@ class ForkServer:
         order = {"command": list(command), "environment": dict(environment), "folder": str(Path.cwd())}
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(order).encode()], [their_stderr, their_code])
-            pid = int(self._socket.recv(100))
+            pid = int(self._socket.recv(100) or -1)
+        assert pid > 0, "the fork server has ended; standard error says why"
         for each in (their_stderr, their_code):
             os.close(each)
         return ForkedProcess(pid, os.fdopen(code, "rb"), os.fdopen(stderr, encoding="utf-8"))
@@ -249,6 +250,7 @@ if __name__ == "__main__":
         for name in IMPORTED:
             importlib.import_module(name)
         for each in pkgutil.walk_packages(importlib.import_module("frame.entrypoints.http").__path__, "frame.entrypoints.http."):
-            importlib.import_module(each.name)
+            with contextlib.suppress(ImportError):  # of a library that this environment does not have
+                importlib.import_module(each.name)
         gc.freeze()
         serve_orders(orders)
