@@ -119,8 +119,10 @@ _starting = threading.Lock()
 
 def start_forked(command: Sequence[str], extra: Mapping[str, str]) -> ForkedProcess | None:
     """A process that runs `command`, with `extra` variables; None for the first one with such
-    variables, and where processes cannot be forked so."""
+    variables, and where processes cannot be forked so, as with other folders of modules."""
     if not sys.platform.startswith("linux") or list(command[:2]) != [sys.executable, "-m"] or sum(map(len, command)) > PADDING // 2:
+        return None
+    if "PYTHONPATH" in extra:  # its modules may change what is imported
         return None
     environment = make_environment(extra)
     read = {name: value for name, value in environment.items() if not name.startswith(OWN)}
@@ -250,7 +252,6 @@ if __name__ == "__main__":
         for name in IMPORTED:
             importlib.import_module(name)
         for each in pkgutil.walk_packages(importlib.import_module("frame.entrypoints.http").__path__, "frame.entrypoints.http."):
-            with contextlib.suppress(ImportError):  # of a library that this environment does not have
-                importlib.import_module(each.name)
+            importlib.import_module(each.name)
         gc.freeze()
         serve_orders(orders)
