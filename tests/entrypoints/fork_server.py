@@ -57,7 +57,9 @@ class ForkedProcess:
         self._code, self._lock = code, threading.Lock()
 
     def wait(self, timeout: float | None = None) -> int:
-        if not select.select([self._code], [], [], timeout)[0]:
+        watched = select.poll()  # unlike select, of any number of open files
+        watched.register(self._code, select.POLLIN)
+        if not watched.poll(None if timeout is None else timeout * 1000):
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         with self._lock:
             if self.returncode is None:
