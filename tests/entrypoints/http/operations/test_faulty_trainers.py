@@ -222,7 +222,7 @@ def test_a_folder_that_is_cut_off(server: RunningServer, folders: list[Path], ex
     assert found == expected[0]
 
 
-@pytest.mark.parametrize("kind", ["disk", "ipc", "group"])
+@pytest.mark.parametrize("kind", [pytest.param("disk", marks=pytest.mark.soak), "ipc", "group"])  # disk: test_weight_updates.py too
 def test_an_engine_is_killed_between_an_update_and_the_next_step(
     kind: str, folders: list[Path], expected: list[list[list[int]]], tmp_path: Path
 ) -> None:
