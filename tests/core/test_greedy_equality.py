@@ -22,7 +22,7 @@ from tests.core.greedy import FALLBACK, NATIVE, NEWER, WHOLE, check_logits, make
 from tests.interpreter import needs_triton, run_interpreted
 
 PROMPTS = 16
-GREEDY = greedy.greedy(32)
+GREEDY = greedy.greedy(20)
 INTERPRETED = Path(__file__).with_name("interpreted_greedy.py")
 POOL = 16 * 1024  # tokens; more than all prompts and outputs
 TIGHT = 320  # tokens; about a quarter of them

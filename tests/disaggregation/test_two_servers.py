@@ -16,7 +16,6 @@ from tests.entrypoints.serving import wait_until
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.slow
-NUM_REQUESTS = 300
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,8 @@ def body_of(number: int) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": f"{number} {text}"}]}
 
 
-def test_outputs_are_those_of_one_server(servers: Deployment) -> None:
+@pytest.mark.parametrize("num_requests", [100, pytest.param(300, marks=pytest.mark.soak)])
+def test_outputs_are_those_of_one_server(servers: Deployment, num_requests: int) -> None:
     """Temperatures 0 and 1, streamed and not, text and chat; usage too."""
 
     def compare(number: int) -> None:
@@ -45,9 +45,9 @@ def test_outputs_are_those_of_one_server(servers: Deployment) -> None:
         assert actual == expected, (path, body)
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(compare, range(NUM_REQUESTS)))
-    assert servers.router.metric("frame_router_prefills_total") >= NUM_REQUESTS // 2
-    assert servers.decode.metric("frame_kv_transfers_total") > NUM_REQUESTS // 4
+        list(pool.map(compare, range(num_requests)))
+    assert servers.router.metric("frame_router_prefills_total") >= num_requests // 2
+    assert servers.decode.metric("frame_kv_transfers_total") > num_requests // 4
     assert servers.decode.metric("frame_kv_tier_loaded_tokens_total") > 1000
     wait_empty(servers.prefill)
     wait_until(lambda: servers.decode.metric("frame_kv_tier_requests_waiting") == 0)

@@ -4,7 +4,6 @@ signal, knows its children."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import socket
@@ -20,6 +19,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.entrypoints.fork_server import make_environment, start_forked
+
 if TYPE_CHECKING:
     from frame import Engine
 
@@ -31,7 +32,8 @@ FAKE_SERVE = (sys.executable, "-m", "tests.entrypoints.fake_engine", "serve")
 class RunningServer:
     """`fake`: the engine runs a fake model (`fake_engine.py`), which starts fast and
     needs no weights. `reads_log`: standard error is read to its end; else only until the server is
-    ready. `command`: of a server that is no fake; `cwd`: its working folder."""
+    ready. `command`: of a server that is no fake; `cwd`: its working folder. `forked`: it may be
+    started by the fork server, which has its imports."""
 
     def __init__(
         self,
@@ -42,18 +44,14 @@ class RunningServer:
         reads_log: bool = True,
         command: Sequence[str] = (sys.executable, "-m", "frame", "serve"),
         cwd: Path | None = None,
+        forked: bool = True,
     ) -> None:
-        command = FAKE_SERVE if fake else command
-        self._start([*command, "--model", str(folder), "--port", "0", *flags], env, reads_log, cwd)
+        command = [*(FAKE_SERVE if fake else command), "--model", str(folder), "--port", "0", *flags]
+        self._start(command, env, reads_log, cwd, forked and cwd is None)
 
-    def _start(self, command: list[str], env: dict[str, str] | None, reads_log: bool, cwd: Path | None = None) -> None:
-        self.process = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-            text=True,
-            cwd=cwd,
+    def _start(self, command: list[str], env: dict[str, str] | None, reads_log: bool, cwd: Path | None = None, forked: bool = True) -> None:
+        self.process = (start_forked(command, env or {}) if forked else None) or subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=make_environment(env or {}), text=True, cwd=cwd
         )
         self.lines: list[str] = []
         self._reads_log = reads_log

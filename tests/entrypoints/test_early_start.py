@@ -48,7 +48,7 @@ def early_processes(parent: int) -> list[list[str]]:
 
 
 def test_it_becomes_the_engine() -> None:
-    with RunningServer(Path(EMBEDDED), *SMALL, fake=False) as server:
+    with RunningServer(Path(EMBEDDED), *SMALL, fake=False, forked=False) as server:
         (child,) = psutil.Process(server.process.pid).children()
         assert child.cmdline()[3:6] == [WORKER, "scheduler", "--early"]
         reply = server.post("/generate", {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})

@@ -19,7 +19,7 @@ from tests.entrypoints.serving import RunningRouter, RunningServer, open_engines
 
 KEYS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_total_tokens": 16384, "threads": 1, "page_size": 4}
 FLAGS = ("--dtype", "float32", "--max-model-len", "256", "--max-total-tokens", "16384", "--page-size", "4", "--sleep-mode", "wait")
-NUM_STREAMS, NUM_TOKENS = 64, 180
+NUM_STREAMS, NUM_TOKENS = 24, 180
 PROMPTS = [[7 + index, *range(20, 36), 40 + index] for index in range(NUM_STREAMS)]
 Result = tuple[list[int], dict[str, Any]]  # tokens, meta_info
 

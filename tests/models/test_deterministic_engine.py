@@ -18,7 +18,7 @@ from tests.models.deterministic_engine import DRAWN, LIKELY, REPEATED, check_eng
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", [48, pytest.param(255, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("others", [24, pytest.param(255, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_embedded_model(dtype: str, others: int) -> None:
     """Latents, experts and drafts of both kinds."""
@@ -41,7 +41,7 @@ def test_embedded_model(dtype: str, others: int) -> None:
     ],
 )
 def test_other_models(checkpoint: Callable[..., Path], architecture: str, sections: dict[str, Any]) -> None:
-    check_engine(checkpoint(architecture), "cpu", "bfloat16", 40, **sections)
+    check_engine(checkpoint(architecture), "cpu", "bfloat16", 24, **sections)
 
 
 @pytest.mark.slow
@@ -54,8 +54,8 @@ def test_adapters(checkpoint: Callable[..., Path], tmp_path: Path, architecture:
     path = find_model(EMBEDDED) if architecture == EMBEDDED else checkpoint(architecture)
     adapters = {f"rank{rank}": write_adapter(path, tmp_path / f"rank{rank}", rank) for rank in (20, 5)}
     plain = score_one(make_engine(path, "cpu", dtype), DRAWN)
-    assert check_engine(path, "cpu", dtype, 40, adapters=adapters).logprobs != plain.logprobs
-    assert score_one(make_engine(path, "cpu", dtype, {"": Path(), **adapters}), DRAWN, 40) == plain
+    assert check_engine(path, "cpu", dtype, 18, adapters=adapters).logprobs != plain.logprobs
+    assert score_one(make_engine(path, "cpu", dtype, {"": Path(), **adapters}), DRAWN, 18) == plain
 
 
 def explain(path: Path | str, **sections: dict[str, Any]) -> str:

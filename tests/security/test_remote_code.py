@@ -179,6 +179,7 @@ def test_every_call_says_whether_code_may_run() -> None:
     assert calls > 5
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", [evil, own_tokenizer, own_model], ids=["all", "tokenizer", "model"])
 @pytest.mark.parametrize("command", [("serve", "--port", "0"), ("config", "check")], ids=["serve", "check"])
 def test_standard_input_is_not_read(make: Callable[[Path], Path], command: tuple[str, ...], tmp_path: Path) -> None:

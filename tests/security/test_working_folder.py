@@ -159,8 +159,8 @@ COMMANDS = {
     "config": ("config", "check", "--model", "."),
 }
 SLOW_COMMANDS = {
-    "check": ("plugins", "check", "scheduling_policy/fcfs", "--conformance"),
-    "compare": ("plugins", "check", "tool_call_parser/hermes", "--against", "hermes"),
+    "check": ("plugins", "check", "eviction_policy/fifo", "--conformance"),
+    "compare": ("plugins", "check", "reasoning_parser/think-tags", "--against", "think-tags"),
 }
 
 

@@ -16,7 +16,7 @@ from frame.checkpoint.model_config import find_model
 from frame.text.text_bounds import SLICE, WHOLE, TextTooLongError, find_max_token_length, split_groups
 from frame.text.tokenizer import Tokenizer
 
-LONG = 4 * WHOLE
+LONG = 2 * WHOLE
 
 
 class Counting:

@@ -3,9 +3,11 @@ suites, products of every way in which the kernels multiply, and the operations 
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,13 +53,23 @@ SCHEMES = (
 )
 
 
+def build_libraries(folder: Path, levels: Iterable[str]) -> Path:
+    """The folder of the libraries, built as an installation builds them."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder / "temp")]
+    subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, env={**os.environ, "FRAME_X86_LEVELS": ",".join(levels)})
+    return folder / "frame_x86"
+
+
 @pytest.fixture(scope="module")
 def built_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the libraries, built as an installation builds them."""
-    folder = tmp_path_factory.mktemp("x86")
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder / "temp")]
-    subprocess.run(command, cwd=FOLDER, check=True, capture_output=True)
-    return folder / "frame_x86"
+    """Those that this CPU runs."""
+    levels = {level for name in frame_x86.NEEDS if (level := frame_x86.find_level(name))}
+    return build_libraries(tmp_path_factory.mktemp("x86"), sorted(levels))
+
+
+@pytest.mark.soak
+def test_every_level_compiles(tmp_path: Path) -> None:
+    assert len(list(build_libraries(tmp_path, frame_x86.LEVELS).iterdir())) == len(frame_x86.LEVELS)
 
 
 @pytest.fixture(autouse=True)

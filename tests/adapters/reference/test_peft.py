@@ -99,8 +99,8 @@ def check_family(folder: Path, model: Any, references: dict[str, Reference], scr
     of = {None: base, **references}
     with open_engine(folder, {name: scratch / name for name in references}) as engine:
         scored = run(engine, rows, greedy(1, prompt_logprobs=20))
-        written = run(engine, rows, greedy(64, logprobs=20))
-        again = run(engine, rows, greedy(64))
+        written = run(engine, rows, greedy(32, logprobs=20))
+        again = run(engine, rows, greedy(32))
     problems = []
     for row, first, second, third in zip(rows, scored, written, again, strict=True):
         name, prompt = row
@@ -155,9 +155,9 @@ def test_a_merged_checkpoint_gives_the_same_tokens(family: str, bases: Any, tmp_
     for file in folder.glob("token*"):
         (tmp_path / "merged" / file.name).write_bytes(file.read_bytes())
     with open_engine(folder, {"adapter": tmp_path / "adapter"}) as engine:
-        adapted = run(engine, [("adapter", prompt) for prompt in prompts()], greedy(64))
+        adapted = run(engine, [("adapter", prompt) for prompt in prompts()], greedy(32))
     with open_engine(tmp_path / "merged", {}) as engine:
-        merged = run(engine, [(None, prompt) for prompt in prompts()], greedy(64))
+        merged = run(engine, [(None, prompt) for prompt in prompts()], greedy(32))
     assert [output.token_ids for output in adapted] == [output.token_ids for output in merged]
 
 
@@ -237,7 +237,7 @@ def test_peft_agrees_with_itself(name: str, bases: Any, tmp_path: Path) -> None:
     target, variant = name.split("-")
     reference = make_adapter(bases("llama")[1], Case("llama", target, variant), tmp_path)
     for prompt in prompts()[3:6]:
-        tokens = reference.greedy(prompt, 64)
+        tokens = reference.greedy(prompt, 32)
         logits = reference.logits(prompt, tokens)
         assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         if not reference.is_activated:

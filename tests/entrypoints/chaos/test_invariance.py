@@ -123,7 +123,7 @@ def kill_under_streams(form: str, kills: int, tokens: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_three_kills_under_sixteen_streams() -> None:
-    kill_under_streams("plain", 3, 70, 1)
+    kill_under_streams("plain", 3, 52, 1)
 
 
 @pytest.mark.soak

@@ -54,7 +54,7 @@ def test_the_start_of_a_server_counts_from_its_process(checkpoint) -> None:  # t
     """The engine's process imports torch while the main process still reads its configuration."""
     assert find_process_start() < time.perf_counter()
     began = time.perf_counter()
-    with RunningServer(checkpoint, "--max-model-len", "64", "--max-total-tokens", "512", fake=False) as server:
+    with RunningServer(checkpoint, "--max-model-len", "64", "--max-total-tokens", "512", fake=False, forked=False) as server:
         seconds = time.perf_counter() - began
         lines = [line for line in server.lines if " ready " in line or "ready on" in line]
     engine = next(line for line in lines if "engine ready after" in line)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from tests.entrypoints.serving import RunningServer, wait_until
 pytestmark = pytest.mark.slow
 FLAGS = (
     *("--dtype", "float32", "--enable-deterministic-inference", "--max-model-len", "128", "--max-total-tokens", "2048"),
-    *("--weight-transfer", "ipc", "--weight-transfer", "group", "--weight-update-timeout", "5", "--max-restarts", "1000"),
+    *("--weight-transfer", "ipc", "--weight-transfer", "group", "--weight-update-timeout", "3", "--max-restarts", "1000"),
 )
 PROMPTS = [[7 * number + place for place in range(20 + number)] for number in range(4)]
 TOKENS = 90
@@ -179,6 +180,7 @@ def test_a_trainer_is_killed(kind: str, phase: str, server: RunningServer, folde
             update(server, folders[1], kind)
         except WeightUpdateError as error:
             print(error)  # shown where the test fails
+            time.sleep(0.1)  # an attempt takes processor time of both sides
             return False
         return True
 
@@ -220,7 +222,7 @@ def test_a_folder_that_is_cut_off(server: RunningServer, folders: list[Path], ex
     assert found == expected[0]
 
 
-@pytest.mark.parametrize("kind", ["disk", "ipc", "group"])
+@pytest.mark.parametrize("kind", [pytest.param("disk", marks=pytest.mark.soak), "ipc", "group"])  # disk: test_weight_updates.py too
 def test_an_engine_is_killed_between_an_update_and_the_next_step(
     kind: str, folders: list[Path], expected: list[list[list[int]]], tmp_path: Path
 ) -> None:

@@ -234,8 +234,9 @@ else:
 """
 
 
+# of the others, test_faulty_trainers.py has the like under streams in each run
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["begin", "first", "broadcast", "later"])
+@pytest.mark.parametrize("phase", [*(pytest.param(phase, marks=pytest.mark.soak) for phase in ("begin", "first", "broadcast")), "later"])
 def test_a_trainer_that_is_killed(phase: str, folders: list[Path]) -> None:
     """Old weights, or, after a crash, none until the next update; never a mixture."""
     with RunningServer(folders[0], *FLAGS, "--weight-update-timeout", "2", fake=False) as server:
@@ -257,7 +258,7 @@ def test_a_trainer_that_is_killed(phase: str, folders: list[Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", [False, pytest.param(True, marks=pytest.mark.soak)])  # test_faulty_trainers.py: under streams
 def test_an_engine_that_is_killed_after_an_update(keeps: bool, folders: list[Path], tmp_path: Path) -> None:
     flags = ("--keep-updates", str(tmp_path)) if keeps else ()
     with RunningServer(folders[0], *FLAGS, *flags, fake=False) as server:
