@@ -16,7 +16,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import distributed
@@ -97,6 +97,12 @@ class WeightClient:
                 self._step("cancel", update=update)
             raise
         return served
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self.leave_group()

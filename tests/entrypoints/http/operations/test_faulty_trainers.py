@@ -144,11 +144,10 @@ def streams(server: RunningServer) -> Iterator[list[list[int]]]:
 
 
 def update(server: RunningServer, folder: Path, kind: str) -> None:
-    client = WeightClient(server.url, timeout=60)
-    if kind == "group":
-        client.join_group()
-    client.update(load_file(folder / "model.safetensors"), f"by {kind}", bucket_bytes=100_000)
-    client.close()
+    with WeightClient(server.url, timeout=60) as client:
+        if kind == "group":
+            client.join_group()
+        client.update(load_file(folder / "model.safetensors"), f"by {kind}", bucket_bytes=100_000)
 
 
 PHASES = {

@@ -244,15 +244,16 @@ def test_a_trainer_that_is_killed(phase: str, folders: list[Path]) -> None:
         command = [sys.executable, "-c", KILLED, server.url, str(folders[1] / "model.safetensors"), phase]
         assert subprocess.run(command, check=False, env={**os.environ}, capture_output=True).returncode == -signal.SIGKILL
         assert generate(server) == before
-        wait_until(lambda: WeightClient(server.url)._request("GET", "/get_world_size") is not None)
+        with WeightClient(server.url) as client:
+            wait_until(lambda: client._request("GET", "/get_world_size") is not None)
 
-        def is_updated() -> bool:
-            try:
-                return WeightClient(server.url).update(tensors_of(folders[1]), "new") == "new"
-            except WeightUpdateError:
-                return False
+            def is_updated() -> bool:
+                try:
+                    return client.update(tensors_of(folders[1]), "new") == "new"
+                except WeightUpdateError:
+                    return False
 
-        wait_until(is_updated)
+            wait_until(is_updated)
         changed = generate(server)
         assert changed[1] == "new" and changed[0] != before[0]
 
@@ -261,9 +262,8 @@ def test_a_trainer_that_is_killed(phase: str, folders: list[Path]) -> None:
 @pytest.mark.parametrize("keeps", [False, pytest.param(True, marks=pytest.mark.soak)])  # test_faulty_trainers.py: under streams
 def test_an_engine_that_is_killed_after_an_update(keeps: bool, folders: list[Path], tmp_path: Path) -> None:
     flags = ("--keep-updates", str(tmp_path)) if keeps else ()
-    with RunningServer(folders[0], *FLAGS, *flags, fake=False) as server:
+    with RunningServer(folders[0], *FLAGS, *flags, fake=False) as server, WeightClient(server.url) as client:
         old = generate(server)
-        client = WeightClient(server.url)
         client.update(tensors_of(folders[1]), "new")
         new = generate(server)
         assert new[0] != old[0]
