@@ -29,7 +29,8 @@ CLOSE_SECONDS = 4.0  # the contract allows one; a busy machine takes longer
 
 def suite(subject: Subject) -> Iterator[Check]:
     """`kv_tier/1`."""
-    modules = (__name__, *(module.__name__ for module in (cost_checks, place_checks, kept_checks)))
+    keeps = getattr(subject.record.capabilities, "keeps", False)
+    modules = (__name__, *(module.__name__ for module in (cost_checks, place_checks, *([kept_checks] if keeps else []))))
     for name, check in (each for module in modules for each in find_checks(module)):
         yield Check(name, partial(_run, check, subject))
 
