@@ -75,8 +75,8 @@ class HttpExtension:
 
     open_paths: ClassVar[frozenset[str]] = frozenset()  # own routes that need no API key
     # What the extension does, for its conformance suite: requests that it accepts, those that it
-    # refuses with their status, and the JSON that GET of its paths answers when it has seen one
-    # request and its `HttpResponse(200, 0.25, 3, 4)`.
+    # refuses with their status, and the JSON that GET of its paths answers when it has seen those
+    # that it accepts, each with an `HttpResponse(200, 0.25, 3, 4)`.
     conformance_requests: ClassVar[Sequence[HttpRequest]] = ()
     conformance_refusals: ClassVar[Sequence[tuple[HttpRequest, int]]] = ()
     conformance_bodies: ClassVar[Mapping[str, Any]] = MappingProxyType({})

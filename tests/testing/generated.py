@@ -18,6 +18,7 @@ operators leave texts of errors and of the log alone, arguments `device`, which 
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import copy
 import functools
@@ -40,19 +41,22 @@ from typing import Any, NamedTuple
 
 import click
 
+from frame.core.interfaces.plugin import Anything, PluginRecord
+from frame.entrypoints.tools.scaffold import write_plugin
+from frame.interfaces.kinds import KINDS
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from tests.testing.mutants import load_mutants
 
 RESULTS = Path(__file__).with_name("generated.json")
 # The in-tree members that are changed; "reference": of the kind's mutants, "held-out": the right
-# held-out plugin, FILE.py:CLASS: another. Members of one class, with options of their own, share
-# its changes: a change is killed by the suite of any of them.
+# held-out plugin, "scaffold": what `frame plugins new` writes, FILE.py:CLASS: another. Members of
+# one class, with options of their own, share its changes: the suite of any of them may kill.
 MEMBERS = {
     "adapter": "lora", "attention_backend": "torch_native", "collective": "held-out", "drafter": "suffix",
     "cli_command": "reference tests/plugins/cli_command_example.py:Greet tests/examples/packages/frame-hello/frame_hello.py:Hello",
     "eviction_policy": "slru", "gemm_kernel": "cpu_int8", "grammar_backend": "llguidance",
-    "http_extension": "reference held-out", "key_store": "file http",
+    "http_extension": "reference scaffold tests/plugins/http_extension_example.py:Budget", "key_store": "file held-out",
     "kv_allocator": "contiguous", "kv_tier": "host", "launcher": "local", "logits_processor": "penalties", "modality": "image",
     "model": "gemma3", "moe_dispatcher": "all_to_all", "moe_runner": "torch_native", "platform": "cpu", "pooler": "reference",
     "prefix_cache": "radix", "reasoning_parser": "deepseek_r1 think-tags gpt-oss", "routing_policy": "prefix_load",
@@ -211,10 +215,27 @@ def find_subject(kind: str, name: str) -> conformance.Subject:
         return load_mutants(kind).reference.subject()
     if name == "held-out":
         return make_subject(kind, importlib.import_module(f"tests.testing.held_out.{kind}").TWIN)
+    if name == "scaffold":
+        return write_scaffold(kind)
     file, _, target = name.partition(".py:")
     if target:
         return make_subject(kind, getattr(importlib.import_module(file.replace("/", ".")), target))
     return conformance.find(load_registry(installed=False), f"{kind}:{name}", conformance.Setting())
+
+
+def write_scaffold(kind: str) -> conformance.Subject:
+    """The plugin that `frame plugins new` writes, in a folder that stays as long as the process."""
+    folder = tempfile.TemporaryDirectory(prefix="frame-scaffold-")
+    atexit.register(folder.cleanup)
+    written = write_plugin(kind, f"scaffold-{kind.replace('_', '-')}", Path(folder.name))
+    sys.path.insert(0, str(written.folder))
+    package: Any = importlib.import_module(written.distribution.replace("-", "_"))
+    plugin = importlib.import_module(f"{package.__name__}.plugin")
+    target = next(each for each in vars(plugin).values() if isinstance(each, type) and each.__name__.startswith("Scaffold"))
+    options = package.Options() if hasattr(package, "Options") else None
+    capabilities = getattr(package, "CAPABILITIES", Anything())
+    record = PluginRecord(kind, "scaffold", f"{plugin.__name__}:{target.__name__}", KINDS[kind].api, capabilities)
+    return conformance.Subject(record, target, options, conformance.Setting())
 
 
 class Reach(NamedTuple):

@@ -247,10 +247,12 @@ def _step(on: Grouped, rng: random.Random) -> None:
         on.forget(freed, "evict")
     elif choice < 0.95:
         on.evict_group(rng.choice((WINDOW, STATE)), rng.randint(0, 3))
-    elif isinstance(on.cache, SupportsRelock) and all(held.has_window for held in on.held):
-        for held in on.held[:1]:
-            on.cache.lock(held.handle)  # never released
-        on.cache.relock([held.handle for held in on.held])
+    elif all(held.has_window for held in on.held):
+        repairs: Any = on.cache if isinstance(on.cache, SupportsRelock) else None
+        if repairs is not None:
+            for held in on.held[:1]:
+                repairs.lock(held.handle)  # never released
+            repairs.relock([held.handle for held in on.held])
 
 
 # pins ---------------------------------------------------------------------------------------------
