@@ -129,11 +129,11 @@ class Grouped:
     def list_locked(self, group: int, width: int = 0) -> set[int]:
         """Pages of a further group that must stay. `width`: pages of a window; 0: those that the
         next token reads."""
-        found = self.further[group]
+        pages = self.further[group]
         if group == STATE:
-            return {found[held.prefixes[-1]] for held in self.held if held.has_state}
+            return {pages[held.prefixes[-1]] for held in self.held if held.has_state}
         width = width or WIDTH - (self.size == 1)
-        return {found[prefix] for held in self.held if held.has_window for prefix in held.prefixes[-width:] if prefix in found}
+        return {pages[prefix] for held in self.held if held.has_window for prefix in held.prefixes[-width:] if prefix in pages}
 
     def forget(self, freed: np.ndarray, what: str) -> None:
         gone = set(map(int, freed))
@@ -157,13 +157,13 @@ class Grouped:
         """The cache owns what it was given and has not returned."""
         check_integrity(self.cache)
         owned = sorted(int(page) for pages in self.cache.audit() for page in pages)
-        given = sorted(page for pages in (self.pages, *self.further) for page in pages.values())
-        assert owned == given, f"audit yields {len(owned)} pages, and the cache has {len(given)} of all groups"
+        stored = sorted(page for pages in (self.pages, *self.further) for page in pages.values())
+        assert owned == stored, f"audit yields {len(owned)} pages, and the cache has {len(stored)} of all groups"
         locked = {prefix for held in self.held for prefix in held.prefixes}
         assert self.cache.num_locked == len(locked), f"num_locked is {self.cache.num_locked}, {len(locked)} pages are locked"
-        for group, found in enumerate(self.further):
+        for group, pages in enumerate(self.further):
             counts = self.cache.count_evictable(group), self.cache.count_locked(group)
-            assert sum(counts) == len(found), f"of {len(found)} pages of group {group}, {counts[0]} are evictable and {counts[1]} locked"
+            assert sum(counts) == len(pages), f"of {len(pages)} pages of group {group}, {counts[0]} are evictable and {counts[1]} locked"
             bounds = len(self.list_locked(group)), len(self.list_locked(group, WIDTH))
             assert bounds[0] <= counts[1] <= bounds[1], f"{counts[1]} pages of group {group} are locked, those of matches are {bounds[1]}"
 
@@ -241,9 +241,9 @@ def _step(on: Grouped, rng: random.Random) -> None:
         on.cache.unlock_group(held.handle, group)
         held.has_window, held.has_state = held.has_window and group != WINDOW, held.has_state and group != STATE
     elif choice < 0.85:
-        evictable, wanted = on.cache.num_evictable, rng.randint(0, 6)
-        freed = on.cache.evict(wanted)
-        assert len(freed) >= min(wanted, evictable), f"evict({wanted}) returns {len(freed)} pages of {evictable} evictable ones"
+        evictable, num_pages = on.cache.num_evictable, rng.randint(0, 6)
+        freed = on.cache.evict(num_pages)
+        assert len(freed) >= min(num_pages, evictable), f"evict({num_pages}) returns {len(freed)} pages of {evictable} evictable ones"
         on.forget(freed, "evict")
     elif choice < 0.95:
         on.evict_group(rng.choice((WINDOW, STATE)), rng.randint(0, 3))

@@ -156,12 +156,12 @@ def check_spans_are_written_soon(place: Callable[[], Any]) -> None:
         write(tracer, range(count))
         for number in (count, count + 1):  # the second alone, when the first is there
             tracer.start_span("GET /", ()).end({"number": number})
-            began, found = time.monotonic(), where.find_numbers()
-            while number not in found and time.monotonic() < began + (MAX_DELAY_SECONDS if found else MAX_DRAIN_SECONDS):
+            began, numbers = time.monotonic(), where.find_numbers()
+            while number not in numbers and time.monotonic() < began + (MAX_DELAY_SECONDS if numbers else MAX_DRAIN_SECONDS):
                 time.sleep(0.05)
-                found = where.find_numbers()
-            assert not found or number in found, f"a span is not written {MAX_DELAY_SECONDS:g} s after its end, and earlier ones are"
-            if not found:
+                numbers = where.find_numbers()
+            assert not numbers or number in numbers, f"a span is not written {MAX_DELAY_SECONDS:g} s after its end, and earlier ones are"
+            if not numbers:
                 break  # it writes when it is closed
         tracer.close()
 
