@@ -35,10 +35,12 @@ class CliCommand(ABC):
       until the process ends.
 
     `conformance_arguments`, a class attribute, may list calls for the suite, each a tuple of
-    arguments with which the command ends soon and with exit code 0.
+    arguments with which the command ends soon and with exit code 0. `conformance_outputs` may say
+    what such calls print.
     """
 
     conformance_arguments: tuple[tuple[str, ...], ...] = ()
+    conformance_outputs: tuple[tuple[tuple[str, ...], str], ...] = ()
 
     def __init__(self, context: CommandContext, options: BaseModel | None = None) -> None: ...
 

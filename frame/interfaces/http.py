@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -73,6 +74,12 @@ class HttpExtension:
     """
 
     open_paths: ClassVar[frozenset[str]] = frozenset()  # own routes that need no API key
+    # What the extension does, for its conformance suite: requests that it accepts, those that it
+    # refuses with their status, and the JSON that GET of its paths answers when it has seen those
+    # that it accepts, each with an `HttpResponse(200, 0.25, 3, 4)`.
+    conformance_requests: ClassVar[Sequence[HttpRequest]] = ()
+    conformance_refusals: ClassVar[Sequence[tuple[HttpRequest, int]]] = ()
+    conformance_bodies: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(self, context: HttpContext, options: BaseModel | None = None) -> None: ...
 

@@ -79,8 +79,10 @@ class Tracer(ABC):
     """Writes spans.
 
     Contract: any thread calls it, and waits for it, so no method waits for a destination: what
-    cannot be written soon is dropped. What is kept is bounded. No method raises, whatever a client
-    sends. A span of a trace that its caller does not sample is not written.
+    cannot be written soon is dropped. A tracer that writes while the server runs writes a span
+    within ten seconds of its end, and waits for no further one. What is kept is bounded. Its
+    threads are daemons. No method raises, whatever a client sends. A span of a trace that its
+    caller does not sample is not written.
     """
 
     def __init__(self, context: TracerContext, options: BaseModel | None = None) -> None:

@@ -10,6 +10,7 @@ class Greet(CliCommand):
     """Greets with a word of the configuration."""
 
     conformance_arguments = (("there",),)
+    conformance_outputs = (((), "Hello, world.\n"), (("there",), "Hello, there.\n"))
 
     class Options(BaseModel):
         word: str = "Hello"

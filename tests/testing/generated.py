@@ -18,6 +18,7 @@ operators leave texts of errors and of the log alone, arguments `device`, which 
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import copy
 import functools
@@ -40,19 +41,27 @@ from typing import Any, NamedTuple
 
 import click
 
+from frame.core.interfaces.plugin import Anything, PluginRecord
+from frame.entrypoints.tools.scaffold import write_plugin
+from frame.interfaces.kinds import KINDS
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from tests.testing.mutants import load_mutants
 
 RESULTS = Path(__file__).with_name("generated.json")
-MEMBERS = {  # the in-tree member that is changed; "": the reference of the kind's mutants, "held-out": the right held-out plugin
-    "adapter": "lora", "attention_backend": "torch_native", "cli_command": "", "collective": "held-out", "drafter": "suffix",
-    "eviction_policy": "slru", "gemm_kernel": "cpu_int8", "grammar_backend": "llguidance", "http_extension": "", "key_store": "file",
+# The in-tree members that are changed; "reference": of the kind's mutants, "held-out": the right
+# held-out plugin, "scaffold": what `frame plugins new` writes, FILE.py:CLASS: another. Members of
+# one class, with options of their own, share its changes: the suite of any of them may kill.
+MEMBERS = {
+    "adapter": "lora", "attention_backend": "torch_native", "collective": "held-out", "drafter": "suffix",
+    "cli_command": "reference tests/plugins/cli_command_example.py:Greet tests/examples/packages/frame-hello/frame_hello.py:Hello",
+    "eviction_policy": "slru", "gemm_kernel": "cpu_int8", "grammar_backend": "llguidance",
+    "http_extension": "reference scaffold tests/plugins/http_extension_example.py:Budget", "key_store": "file held-out",
     "kv_allocator": "contiguous", "kv_tier": "host", "launcher": "local", "logits_processor": "penalties", "modality": "image",
-    "model": "gemma3", "moe_dispatcher": "all_to_all", "moe_runner": "torch_native", "platform": "cpu", "pooler": "",
-    "prefix_cache": "radix", "reasoning_parser": "deepseek_r1", "routing_policy": "prefix_load", "sampler": "",
-    "scheduling_policy": "dfs-weight", "stat_logger": "prometheus",
-    "tool_call_parser": "hermes", "tracer": "json_lines", "weight_format": "gptq", "weight_source": "safetensors",
+    "model": "gemma3", "moe_dispatcher": "all_to_all", "moe_runner": "torch_native", "platform": "cpu", "pooler": "reference",
+    "prefix_cache": "radix", "reasoning_parser": "deepseek_r1 think-tags gpt-oss", "routing_policy": "prefix_load",
+    "sampler": "reference", "scheduling_policy": "dfs-weight lpm lof priority random", "stat_logger": "prometheus",
+    "tool_call_parser": "hermes", "tracer": "json_lines held-out", "weight_format": "gptq", "weight_source": "safetensors",
     "weight_transfer": "ipc",
 }  # fmt: skip
 LIMIT, FACTOR = 10.0, 5.0  # seconds of CPU time of a mutant; and as a multiple of that of the correct member
@@ -198,16 +207,35 @@ def make_class(target: type, tree: ast.Module, reached: set[int] | None = None) 
     return made
 
 
-def find_subject(kind: str) -> conformance.Subject:
-    """The correct member of a kind."""
-    name = MEMBERS.get(kind, "")
-    if not name:
+def find_subject(kind: str, name: str) -> conformance.Subject:
+    """A correct member of a kind."""
+    from tests.testing.measure_held_out import make_subject
+
+    if name == "reference":
         return load_mutants(kind).reference.subject()
     if name == "held-out":
-        from tests.testing.measure_held_out import make_subject
-
         return make_subject(kind, importlib.import_module(f"tests.testing.held_out.{kind}").TWIN)
+    if name == "scaffold":
+        return write_scaffold(kind)
+    file, _, target = name.partition(".py:")
+    if target:
+        return make_subject(kind, getattr(importlib.import_module(file.replace("/", ".")), target))
     return conformance.find(load_registry(installed=False), f"{kind}:{name}", conformance.Setting())
+
+
+def write_scaffold(kind: str) -> conformance.Subject:
+    """The plugin that `frame plugins new` writes, in a folder that stays as long as the process."""
+    folder = tempfile.TemporaryDirectory(prefix="frame-scaffold-")
+    atexit.register(folder.cleanup)
+    written = write_plugin(kind, f"scaffold-{kind.replace('_', '-')}", Path(folder.name))
+    sys.path.insert(0, str(written.folder))
+    package: Any = importlib.import_module(written.distribution.replace("-", "_"))
+    plugin = importlib.import_module(f"{package.__name__}.plugin")
+    target = next(each for each in vars(plugin).values() if isinstance(each, type) and each.__name__.startswith("Scaffold"))
+    options = package.Options() if hasattr(package, "Options") else None
+    capabilities = getattr(package, "CAPABILITIES", Anything())
+    record = PluginRecord(kind, "scaffold", f"{plugin.__name__}:{target.__name__}", KINDS[kind].api, capabilities)
+    return conformance.Subject(record, target, options, conformance.Setting())
 
 
 class Reach(NamedTuple):
@@ -279,29 +307,53 @@ def call_apart(work: Callable[[], Any], limit: float) -> Any:
 
 
 def run_kind(kind: str, sample: int, seed: int, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The results of a kind, as the documents show them. `known`: earlier results, of which only
-    the survivors run again."""
-    subject = find_subject(kind)
-    tree = ast.parse(inspect.getsource(importlib.import_module(subject.target.__module__)))
-    sites = find_sites(tree, subject.target)
-    reaches = call_apart(functools.partial(trace, subject, tree), 600.0)
-    assert isinstance(reaches, list), f"{kind}: the unchanged member ends by {reaches}"
-    if failed := [reach.check for reach in reaches if reach.failure]:
-        click.echo(f"{kind}: left out, because the unchanged {subject.target.__name__} fails them here: {', '.join(failed)}")
-    reaches = sorted((reach for reach in reaches if not reach.failure), key=lambda reach: reach.seconds)
+    """The results of a kind, as the documents show them: those of its members together. `sample`:
+    of each class. `known`: earlier results, of which only the survivors run again."""
+    classes: dict[type, list[conformance.Subject]] = {}
+    for name in MEMBERS.get(kind, "reference").split():
+        subject = find_subject(kind, name)
+        classes.setdefault(subject.target, []).append(subject)
+    total: dict[str, Any] = {"member": ", ".join(each.__name__ for each in classes), "sites": 0, "made": 0, "seed": seed, "sample": sample}
+    total["survivors"] = {}
+    for target, subjects in classes.items():
+        prefix = f"{target.__name__}: " if len(classes) > 1 else ""
+        num_sites, num_made, survivors = run_class(kind, subjects, sample, seed, prefix, known)
+        total["sites"], total["made"] = total["sites"] + num_sites, total["made"] + num_made
+        total["survivors"] |= survivors
+    return total
+
+
+def run_class(
+    kind: str, subjects: Sequence[conformance.Subject], sample: int, seed: int, prefix: str, known: Mapping[str, Any] | None
+) -> tuple[int, int, dict[str, str]]:
+    """Number of changes and of mutants of a class, and the survivors. `subjects`: members of the
+    class, with options of their own."""
+    target = subjects[0].target
+    tree = ast.parse(inspect.getsource(importlib.import_module(target.__module__)))
+    sites = find_sites(tree, target)
+    traced: list[tuple[conformance.Subject, list[Reach]]] = []
+    for subject in subjects:
+        reaches = call_apart(functools.partial(trace, subject, tree), 600.0)
+        assert isinstance(reaches, list), f"{kind}: the unchanged member ends by {reaches}"
+        if failed := [reach.check for reach in reaches if reach.failure]:
+            click.echo(f"{kind}: left out, because the unchanged {target.__name__} fails them here: {', '.join(failed)}")
+        traced.append((subject, sorted((reach for reach in reaches if not reach.failure), key=lambda reach: reach.seconds)))
     survivors, seen = {}, set[str]()
     chosen = random.Random(seed).sample(sites, min(sample, len(sites)))
     for site in sorted(chosen, key=lambda site: site.place):
-        name = str(site) if str(site) not in seen else f"{site} (line {site.line})"
+        name = f"{prefix}{site}" if f"{prefix}{site}" not in seen else f"{prefix}{site} (line {site.line})"
         seen.add(name)
         if known is not None and name not in known["survivors"]:
             continue
-        found = [reach for reach in reaches if site.line in reach.lines]
-        limit = max(LIMIT, FACTOR * sum(reach.seconds for reach in found))
-        names = [reach.check for reach in found]
-        if not names or not call_apart(functools.partial(find_failure, subject, tree, site, names), limit):
-            survivors[name] = UNKNOWN if names else f"{UNKNOWN}: no check reaches it"
-    return {"member": subject.target.__name__, "sites": len(sites), "made": len(chosen), "seed": seed, "survivors": survivors}
+        found = [(subject, reached) for subject, reaches in traced if (reached := [each for each in reaches if site.line in each.lines])]
+        if not any(is_killed(subject, tree, site, reached) for subject, reached in found):
+            survivors[name] = UNKNOWN if found else f"{UNKNOWN}: no check reaches it"
+    return len(sites), len(chosen), survivors
+
+
+def is_killed(subject: conformance.Subject, tree: ast.Module, site: Site, reached: Sequence[Reach]) -> bool:
+    limit = max(LIMIT, FACTOR * sum(reach.seconds for reach in reached))
+    return bool(call_apart(functools.partial(find_failure, subject, tree, site, [reach.check for reach in reached]), limit))
 
 
 def count(found: Mapping[str, Any]) -> tuple[int, int]:
@@ -312,7 +364,7 @@ def count(found: Mapping[str, Any]) -> tuple[int, int]:
 
 @click.command()
 @click.argument("kinds", nargs=-1)
-@click.option("--sample", default=20, help="Mutants of a kind.")
+@click.option("--sample", default=20, help="Mutants of a class.")
 @click.option("--seed", default=1, help="Of the choice among all changes.")
 @click.option("--survivors", is_flag=True, help="Run the recorded survivors alone, after a check was added.")
 def main(kinds: tuple[str, ...], sample: int, seed: int, survivors: bool) -> None:
@@ -320,10 +372,10 @@ def main(kinds: tuple[str, ...], sample: int, seed: int, survivors: bool) -> Non
     for kind in kinds or MEMBERS:
         recorded = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         if survivors:
-            sample, seed = recorded[kind]["made"], recorded[kind]["seed"]
+            sample, seed = recorded[kind].get("sample", recorded[kind]["made"]), recorded[kind]["seed"]
         found = run_kind(kind, sample, seed, recorded[kind] if survivors else None)
         recorded = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}  # another run may have written
-        known = recorded.get(kind, {}).get("survivors", {})
+        known = {site: harm for site, harm in recorded.get(kind, {}).get("survivors", {}).items() if not harm.startswith(UNKNOWN)}
         found["survivors"] = {site: known.get(site, harm) for site, harm in found["survivors"].items()}
         RESULTS.write_text(json.dumps(dict(sorted({**recorded, kind: found}.items())), indent=2, ensure_ascii=False) + "\n")
         made, killed = count(found)

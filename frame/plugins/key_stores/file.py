@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,31 @@ class FileKeyStore(KeyStore):
 
     @staticmethod
     def make_conformance_store(folder: Path, keys: dict[str, bool]) -> tuple[KeyStoreContext, None]:
-        """A file of the suite's keys, half of them as digests."""
+        """A file of the suite's keys, half of them as digests, as editors of Windows write it."""
         file = folder / "keys"
         lines = [key if place % 2 else HASHED + hashlib.sha256(key.encode()).hexdigest() for place, key in enumerate(keys)]
-        file.write_text("\n".join(lines))
+        file.write_bytes("\r\n".join([*lines, "", "# a comment"]).encode("utf-8-sig"))
         return KeyStoreContext(api_keys=str(file)), None
+
+    @staticmethod
+    def list_broken_conformance_stores(folder: Path) -> Iterator[tuple[KeyStoreContext, None, str]]:
+        """Files that cannot be used, and words of the errors."""
+        for number, (content, words) in enumerate(
+            (
+                (b"\n# none\n", "contains no key"),
+                (b"\xff\xfe\x00k", "is not a text file"),
+                (f"key\n\n{HASHED}12\n".encode(), "line 3"),
+                (f"{HASHED}{'x' * 64}\n".encode(), "line 1"),
+            )
+        ):
+            file = folder / f"{number}"
+            file.write_bytes(content)
+            yield KeyStoreContext(api_keys=str(file)), None, words
+        with (folder / "large").open("wb") as large:
+            large.truncate(MAX_FILE_BYTES + 1)
+        yield KeyStoreContext(api_keys=str(folder / "large")), None, "is larger than"
+        yield KeyStoreContext(api_keys=str(folder / "none")), None, "cannot be read"
+        yield KeyStoreContext(api_key=" "), None, "server.api_key is empty"
 
     async def find_holder(self, key: bytes) -> KeyHolder | None:
         return self._holders.get(self._tag(hashlib.sha256(key).digest()))

@@ -25,6 +25,21 @@ class GptOss(ReasoningParser):
     """Parses harmony messages. Text without a header is content."""
 
     keeps_special_tokens = True
+    conformance_replies = (
+        ("", f"{ANALYSIS}1{ENDS[0]}{START}assistant{ANALYSIS}2{ENDS[0]}{START}assistant{FINAL}3{ENDS[1]}", "1\n2", "3"),
+        ("", f"{FINAL}1{ENDS[0]}{START}assistant{FINAL}2", "", "1\n2"),
+        (START + "assistant" + ANALYSIS, f"1{ENDS[0]}{START}assistant{FINAL}2", "1", "2"),
+        (START + "assistant" + FINAL, "1", "", "1"),
+        (f"{START}assistant{ANALYSIS}0{ENDS[0]}{START}assistant", f"{ANALYSIS}1{ENDS[0]}{START}assistant{FINAL}2", "1", "2"),
+        ("", f"{MESSAGE}1", "", "1"),
+        ("", "a text without a header" * 20, "", "a text without a header" * 20),
+        (
+            "",
+            f"{ANALYSIS}1{ENDS[0]}{START}assistant<|channel|>commentary to=functions.f <|constrain|>json{MESSAGE}{{}}{ENDS[2]}",
+            "1",
+            f"<|channel|>commentary to=functions.f{MESSAGE}{{}}<|call|>",
+        ),
+    )
 
     def __init__(self, context: ParserContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)

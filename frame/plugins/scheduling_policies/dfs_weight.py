@@ -7,7 +7,7 @@ Requests that share a prefix run one after the other, while it is cached.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,17 @@ class DepthFirstByWeight(SchedulingPolicy):
     """
 
     needs_matches: ClassVar[bool] = True
+    conformance_orders: ClassVar[tuple[Any, ...]] = (
+        # the larger group first; in it longer common prefixes before one that ends at a branch
+        (({"pages": (1,)}, {"pages": (2, 3)}, {"pages": (2,)}, {"pages": (2, 3)}, {}), (1, 3, 2, 0, 4)),
+        # branches of any depth, after common prefixes of several pages
+        (({"pages": (1, 2, 3, 4)}, {"pages": (1, 2, 3, 5, 6)}, {"pages": (1, 2, 3, 5, 7)}, {"pages": (1, 2)}), (1, 2, 0, 3)),
+        (({"pages": (9, 1)}, {"pages": (8, 1)}, {"pages": (9, 2)}, {"pages": (8, 1)}), (0, 2, 1, 3)),
+        (({"pages": (1, 2)}, {"pages": (1, 3)}, {"pages": (1, 2)}), (0, 2, 1)),
+        (({"pages": (1, 2, 9)}, {"pages": (1, 3, 8)}, {"pages": (1, 4, 9)}), (0, 1, 2)),
+        (({"pages": None}, {"pages": (1,)}, {"pages": None}, {"pages": ()}), (1, 0, 2, 3)),
+        (({"pages": (1,)}, {"pages": (2,), "waited": 60.0}), (1, 0)),
+    )
 
     def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Iterable[SchedulableRequest]:
         ordered: list[SchedulableRequest] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingPolicy, late_first
 
@@ -13,6 +13,11 @@ class LongestPrefixMatch(SchedulingPolicy):
     limit come first."""
 
     needs_matches: ClassVar[bool] = True
+    conformance_orders: ClassVar[tuple[Any, ...]] = (
+        (({"pages": (1,)}, {}, {"pages": (2, 3)}, {"pages": (4,)}), (2, 0, 3, 1)),
+        (({"pages": ()}, {"pages": None}), (0, 1)),
+        (({"pages": (1,)}, {"waited": 60.0}), (1, 0)),
+    )
 
     def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Iterable[SchedulableRequest]:
         return late_first(sorted(waiting, key=_cached_tokens, reverse=True), view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from frame.core.interfaces.scheduling import SchedulableRequest, SchedulerView, SchedulingPolicy
 
@@ -15,6 +15,7 @@ class PriorityFirst(SchedulingPolicy):
     lower priority."""
 
     by_priority: ClassVar[bool] = True
+    conformance_orders: ClassVar[tuple[Any, ...]] = ((({}, {"priority": 2}, {"priority": -1}, {"priority": 2}), (1, 3, 0, 2)),)
 
     def sort_waiting(self, waiting: Sequence[SchedulableRequest], view: SchedulerView) -> Iterable[SchedulableRequest]:
         return sorted(waiting, key=attrgetter("priority"), reverse=True)

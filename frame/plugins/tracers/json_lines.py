@@ -53,11 +53,11 @@ class JsonLinesTracer(Tracer):
 
     @staticmethod
     def make_conformance_options(folder: Path) -> JsonLinesOptions:
-        return JsonLinesOptions(folder=str(folder))
+        return JsonLinesOptions(folder=str(folder / "new" / "traces"))
 
     @staticmethod
     def read_conformance_spans(folder: Path) -> list[dict[str, Any]]:
-        files = [*sorted(folder.glob("*.jsonl.1")), *sorted(folder.glob("*.jsonl"))]
+        files = [*sorted(folder.rglob("*.jsonl.1")), *sorted(folder.rglob("*.jsonl"))]
         return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
     @staticmethod

@@ -34,13 +34,39 @@ def make_block(key: bytes, num_bytes: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
 
 
+class KeptBytes:
+    """Memory that outlives an engine. A copy is what an engine that is killed now leaves."""
+
+    def __init__(self, bytes_: np.ndarray | None = None) -> None:
+        self.bytes = bytes_
+
+    def copy(self) -> KeptBytes:
+        return KeptBytes(None if self.bytes is None else self.bytes.copy())
+
+    def map(self, num_bytes: int) -> np.ndarray:
+        if self.bytes is None or len(self.bytes) < num_bytes:
+            kept, self.bytes = self.bytes, np.zeros(num_bytes, np.uint8)
+            if kept is not None:
+                self.bytes[: len(kept)] = kept
+        return self.bytes[:num_bytes]
+
+
 class Rig:
     """A tier in a folder, its next job number, and the memory that it has allocated."""
 
-    def __init__(self, subject: Subject, folder: Path, num_blocks: int = 16, block_bytes: int = 4096, identity: str = "model") -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        folder: Path,
+        num_blocks: int = 16,
+        block_bytes: int = 4096,
+        identity: str = "model",
+        kept: KeptBytes | None = None,
+    ) -> None:
         self.block_bytes, self.num_bytes = block_bytes, 0  # allocated by the tier
         self.memory: list[weakref.ref[np.ndarray]] = []
-        context = KVTierContext(block_bytes, identity, self._allocate)
+        self.kept = kept or KeptBytes()
+        context = KVTierContext(block_bytes, identity, self._allocate, map_kept=None if kept is None else kept.map)
         make_options = getattr(subject.target, "make_conformance_options", None)
         self.has_quota = make_options is not None
         capabilities = subject.record.capabilities

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
-from frame.testing.kv_tier import cost_checks, place_checks
+from frame.testing.kv_tier import cost_checks, kept_checks, place_checks
 from frame.testing.kv_tier.rig import NUM_BLOCKS, PATIENCE, Make, Rig, make_keys
 
 CLOSE_SECONDS = 4.0  # the contract allows one; a busy machine takes longer
@@ -29,7 +29,9 @@ CLOSE_SECONDS = 4.0  # the contract allows one; a busy machine takes longer
 
 def suite(subject: Subject) -> Iterator[Check]:
     """`kv_tier/1`."""
-    for name, check in (each for module in (__name__, cost_checks.__name__, place_checks.__name__) for each in find_checks(module)):
+    keeps = getattr(subject.record.capabilities, "keeps", False)
+    modules = (__name__, *(module.__name__ for module in (cost_checks, place_checks, *([kept_checks] if keeps else []))))
+    for name, check in (each for module in modules for each in find_checks(module)):
         yield Check(name, partial(_run, check, subject))
 
 
@@ -460,7 +462,7 @@ def _end_loads(rig: Rig, loads: dict[int, tuple[list[bytes], Any]], results: Any
 
 
 def check_close_ends_everything(make: Make) -> None:
-    threads = threading.active_count()
+    before = {*threading.enumerate()}
     with unchanged_process("a tier changes"):
         rig, keys = make(), make_keys(8)
         rig.store(keys[:4])
@@ -471,9 +473,9 @@ def check_close_ends_everything(make: Make) -> None:
         rig.tier.close()
         assert time.monotonic() - began < CLOSE_SECONDS, f"close takes {time.monotonic() - began:.1f} seconds"
         end = time.monotonic() + PATIENCE
-        while threading.active_count() > threads and time.monotonic() < end:
+        while {*threading.enumerate()} - before and time.monotonic() < end:
             time.sleep(0.01)
-        assert threading.active_count() <= threads, "threads go on after close"
+        assert not {*threading.enumerate()} - before, "threads go on after close"
     del loaded, buffers
     if not rig.is_persistent:
         assert rig.count_memory() == 0, "memory of the tier is in use after close"

@@ -1,12 +1,15 @@
 """The conformance suite of reasoning parsers, on noise and on texts that the parser's own grammar
 allows. Must not know a parser by name.
+
+The class may state what it reads: `conformance_replies` is a tuple of (end of the prompt, text,
+reasoning, content).
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,9 +35,21 @@ GAPS = ("", "\n", "\n\n", " ")  # that templates write after a mark
 MakeReasoning = Callable[[], ReasoningParser]
 
 
-def suite(subject: Subject) -> Iterable[Check]:
+def suite(subject: Subject) -> Iterator[Check]:
     """The suite of the kind `reasoning_parser`."""
-    return collect(__name__, partial(subject.target, PARSER, subject.options))
+    make = partial(subject.target, PARSER, subject.options)
+    yield from collect(__name__, make)
+    yield Check("reads_as_it_states", partial(_reads_as_it_states, make, getattr(subject.target, "conformance_replies", ())))
+
+
+def _reads_as_it_states(make: MakeReasoning, stated: Sequence[tuple[str, str, str, str]]) -> None:
+    """The class's own examples, whole and character by character."""
+    if not stated:
+        raise SkipCheck("the class has no conformance_replies: messages that its grammar does not show are not checked")
+    for prompt_end, text, *expected in stated:
+        for pieces in ([text], [*text]):
+            read = read_reasoning(make, pieces, prompt_end)
+            assert read == (*expected,), f"{text!r} after the prompt {prompt_end!r} is read as {read}, and not as {expected}"
 
 
 def find_pairs(make: MakeReasoning) -> list[tuple[str, str]]:
@@ -54,6 +69,11 @@ def find_pairs(make: MakeReasoning) -> list[tuple[str, str]]:
         elif isinstance(form, list):
             waiting += form
     return sorted(pair for pair in pairs if pair[1])  # the first may be empty: reasoning comes first
+
+
+def find_begins(make: MakeReasoning) -> list[str]:
+    """Marks that open the reasoning: the parser's, and those of known models."""
+    return [*dict.fromkeys(begin for begin in (*(begin for begin, _ in find_pairs(make)), "<think>", "[THINK]") if begin)]
 
 
 def find_prompt_ends(make: MakeReasoning) -> list[str]:
@@ -86,6 +106,7 @@ def read_reasoning(make: MakeReasoning, pieces: Iterable[str], prompt_end: str =
 def check_text_is_kept(make: MakeReasoning) -> None:
     """Every character of a text without marks is reasoning or content, after any prompt."""
     parts = [f"1 {end[:size]}" for _, end in find_pairs(make) for size in range(1, len(end))]
+    parts += [begin[:size] for begin in find_begins(make) for size in range(1, len(begin))]
     for prompt_end in find_prompt_ends(make):
         for text in ("Hello, world.", "x", " two  words\nand a line ", "日本 🙂", "1 <", *parts):
             for pieces in ([text], list(text)):
@@ -165,6 +186,8 @@ def check_grammars_are_those_of_their_replies(make: MakeReasoning) -> None:
             form = parser.grammar(reply, is_calls=is_calls)
             assert f"only_in_{number}" in json.dumps(form), "grammar() returns the format of another reply of the same type"
             assert json.dumps(reply) == before, "grammar() changes the format of the reply, which the caller uses again"
+            other: Format = {"type": "json_schema", "json_schema": {"type": "object", "properties": {"only_in_other": {"type": "integer"}}}}
+            assert "only_in_other" in json.dumps(parser.grammar(other, is_calls=is_calls)), "grammar() returns the format of another reply"
 
 
 def check_long_reasoning_is_kept(make: MakeReasoning) -> None:
@@ -222,6 +245,10 @@ def check_cut_reasoning_is_reasoning(make: MakeReasoning) -> None:
             reasoning, content = read_reasoning(make, [f"{begin}{THOUGHT}{end[:size]}"])
             assert not content.strip(), f"a response that ends within its closing mark has the content {content!r}"
             assert reasoning.strip().startswith(THOUGHT), f"a response that ends within its closing mark has the reasoning {reasoning!r}"
+    marks = _started(make).find_marks()
+    if marks is not None and marks.end and not marks.begin:  # all text is reasoning, up to its end
+        for text in (begin[:size] for begin in find_begins(make) for size in range(1, len(begin))):
+            assert not read_reasoning(make, [text])[1].strip(), f"{text!r}, which ends within the reasoning, is read as content"
     if not checked:
         raise SkipCheck("no text of the grammar has reasoning")
 

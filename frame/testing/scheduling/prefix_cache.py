@@ -17,6 +17,7 @@ from frame.core.interfaces.cache import (
     PrefixCacheCapabilities,
     PrefixCacheContext,
     SupportsOutline,
+    SupportsPins,
     SupportsRelock,
     check_integrity,
     evict_all,
@@ -25,6 +26,7 @@ from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import EVICTION
 from frame.testing.generators import make_alike, require_bounded, require_fast, require_growth, require_kept
 from frame.testing.scheduler_rig import InOrder, OldestFirst, SchedulerRig, add_requests, make_tight_config
+from frame.testing.scheduling import prefix_cache_groups
 
 NUM_PAGES = 4096
 MAX_SECONDS = 1.5e-3  # of a match of a few pages
@@ -67,7 +69,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     maker = Maker(subject)
 
     def check(function: Callable[..., None], *arguments: Any, name: str = "") -> Check:
-        return Check(name or function.__name__.strip("_"), partial(function, maker, *arguments))
+        return Check(name or function.__name__.strip("_").removeprefix("check_"), partial(function, maker, *arguments))
 
     yield check(_record_and_class_agree)
     if not maker.target.reuses:
@@ -78,10 +80,15 @@ def suite(subject: Subject) -> Iterator[Check]:
     checks: list[Callable[[Maker], None]] = []
     if maker.capabilities.eviction_policy:
         checks += [_evicts_in_the_order_of_its_policy, _passes_priorities_to_its_policy]
+        checks.append(prefix_cache_groups.check_policies_with_ties)
     if issubclass(maker.target, SupportsOutline):
         checks.append(_outlines_parents_before_children)
     if issubclass(maker.target, SupportsRelock):
         checks.append(_repairs_its_locks)
+    if maker.capabilities.groups:
+        checks += [function for name, function in vars(prefix_cache_groups).items() if name.startswith("check_groups_")]
+    if issubclass(maker.target, SupportsPins):
+        checks += [function for name, function in vars(prefix_cache_groups).items() if name.startswith("check_pins_")]
     yield from map(check, checks)
     for page_size in maker.page_sizes[:2]:
         for overlap in (False, True):

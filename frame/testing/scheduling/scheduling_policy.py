@@ -1,17 +1,23 @@
 """The conformance suite of scheduling policies: single calls, simulations of long queues, then
-whole scheduler runs on `SchedulerRig`. Must not know a policy by name."""
+whole scheduler runs on `SchedulerRig`. Must not know a policy by name.
+
+The class may state what it does: `conformance_orders` is a tuple of (requests, order). A request is
+a mapping with any of the fields of `EXAMPLE`; the order has the places of the requests, as
+`sort_waiting` returns them.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, replace
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +42,12 @@ MAX_FEW_SECONDS = 1.5e-3  # of a call with four requests
 MAX_WAIT = 200  # seconds that a request may wait while later ones are admitted
 BACKLOG, ADMITTED = 8, 2  # of the simulated queue: its length, and the requests admitted each second
 
+# A request of `conformance_orders`; `pages` are those of its cached prefix (None: it was not looked
+# up), `waited` are seconds.
+EXAMPLE: Mapping[str, Any] = MappingProxyType(
+    {"prompt_len": 40, "max_new_tokens": 20, "output_len": 0, "priority": 0, "waited": 1.0, "pages": ()}
+)
+
 Make = Callable[[], SchedulingPolicy]
 
 
@@ -44,6 +56,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     that must yield what an unconstrained run yields."""
     policy = partial(subject.target, SCHEDULING, subject.options)
     yield from collect(__name__, policy)
+    yield Check("orders_as_it_states", partial(_orders_as_it_states, policy, getattr(subject.target, "conformance_orders", ())))
     if policy().by_priority:
         yield Check("priorities_are_kept", partial(priorities_are_kept, policy))
     for overlap in (False, True):
@@ -77,6 +90,29 @@ def check_order_is_a_permutation(policy: Make) -> None:
     one = policy()
     for turn, count in enumerate((50, 50, 1, WINDOW)):  # one policy orders window after window
         take_all(one, example_requests(count, seed=turn), VIEW)
+
+
+def _orders_as_it_states(policy: Make, stated: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[int]]]) -> None:
+    """The class's own examples of its order."""
+    if not stated:
+        raise SkipCheck("the class has no conformance_orders: whether it orders as it means to is not checked")
+    for examples, expected in stated:
+        waiting = [_make_example(place, example) for place, example in enumerate(examples)]
+        got = [request.index for request in policy().sort_waiting(waiting, VIEW)]
+        assert got == [*expected], f"requests {examples} are ordered {got}, and not {[*expected]}"
+
+
+def _make_example(place: int, example: Mapping[str, Any]) -> Request:
+    unknown = sorted(example.keys() - EXAMPLE.keys())
+    assert not unknown, f"conformance_orders has the field {unknown[0]}; write one of {', '.join(EXAMPLE)}"
+    prompt_len, max_new_tokens, output_len, priority, waited, pages = ({**EXAMPLE, **example}[name] for name in EXAMPLE)
+    prompt, arrival = np.full(prompt_len, 5, np.int32), VIEW.now - waited
+    request = Request(
+        f"request-{place}", prompt, SamplingParams(), place, place, arrival, arrival + 600, prompt_len + max_new_tokens, priority=priority
+    )
+    request.output.extend([5] * output_len)
+    request.match = None if pages is None else Match(VIEW.page_size * len(pages), np.array(pages, np.int32), None)
+    return request
 
 
 def take_all(policy: SchedulingPolicy, waiting: list[Request], view: SchedulerView) -> None:
@@ -225,9 +261,9 @@ def check_victim_is_never_the_oldest(policy: Make) -> None:
 
 
 def check_preemption_has_no_cycle(policy: Make) -> None:
-    requests = example_requests(30)
+    requests, asked = example_requests(30), policy()
     for one, other in product(requests, repeat=2):
-        both = policy().can_preempt(one, other) and policy().can_preempt(other, one)
+        both = asked.can_preempt(one, other) and asked.can_preempt(other, one)
         assert not both, "two requests may preempt each other, so neither would ever finish"
 
 
@@ -253,8 +289,18 @@ def priorities_are_kept(policy: Make) -> None:
     victim = policy().select_victim(waiting, VIEW)
     lowest = min(request.priority for request in waiting[1:])
     assert victim is not None and victim.priority == lowest, "select_victim spares a request of the lowest priority"
+    asked = policy()  # one policy for all pairs, as in a scheduler
     for one, other in product(waiting, repeat=2):
-        assert one.priority >= other.priority or not policy().can_preempt(one, other), "can_preempt lets a lower priority preempt"
+        assert one.priority >= other.priority or not asked.can_preempt(one, other), "can_preempt lets a lower priority preempt"
+
+
+def check_preemption_is_decided_by_the_pair(policy: Make) -> None:
+    """A policy that was asked about other pairs decides as a new one."""
+    requests, asked = example_requests(12), policy()
+    for one, other in product(requests, repeat=2):
+        alone = policy().can_preempt(one, other)
+        if alone == policy().can_preempt(one, other):  # no matter of chance
+            assert asked.can_preempt(one, other) == alone, "can_preempt decides otherwise about a pair when it was asked about others"
 
 
 def check_requests_are_not_kept(policy: Make) -> None:

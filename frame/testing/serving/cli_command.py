@@ -62,6 +62,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     yield Check("appears_at_once", partial(_appears_at_once, subject))
     yield Check("runs", partial(_runs, subject, make))
     yield Check("calls_are_apart", partial(_calls_are_apart, subject))
+    yield Check("prints_what_it_states", partial(_prints_what_it_states, subject, make))
     yield Check("wrong_values_end_in_a_sentence", partial(_wrong_values_end_in_a_sentence, subject, make))
     yield Check("unusable_files_are_failures", partial(_unusable_files_are_failures, subject, make))
 
@@ -155,6 +156,18 @@ def _list_calls(subject: Subject) -> Sequence[tuple[str, ...]]:
     if not calls:
         raise SkipCheck("the class has no conformance_arguments; list calls that end soon")
     return calls
+
+
+def _prints_what_it_states(subject: Subject, make: Callable[[], click.Command]) -> None:
+    """The class's own examples, `conformance_outputs`."""
+    stated: Sequence[tuple[tuple[str, ...], str]] = getattr(subject.target, "conformance_outputs", ())
+    if not stated:
+        raise SkipCheck("the class has no conformance_outputs: what its calls print is not checked")
+    with unchanged_process("a call changes"):
+        for arguments, expected in stated:
+            result = _invoke(make(), *arguments)
+            assert result.exit_code == 0, f"the call with {arguments} ends with exit code {result.exit_code}: {result.exception!r}"
+            assert result.output == expected, f"the call with {arguments} prints {result.output!r:.100} and not {expected!r:.100}"
 
 
 def _calls_are_apart(subject: Subject) -> None:

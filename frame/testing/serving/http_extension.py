@@ -2,7 +2,8 @@
 server.
 
 Used by `frame plugins check` and the pytest plugin. An extension that refuses requests is checked
-with the suite's own; give the class `conformance_requests` to add some that it accepts.
+with the suite's own; give the class `conformance_requests` to add some that it accepts. The class
+may state more of what it does, in `conformance_refusals` and `conformance_bodies`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
 from frame.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
-from frame.testing.conformance import Check, SkipCheck, Subject, count_elements
+from frame.testing.conformance import Check, SkipCheck, Subject, count_elements, find_checks
 from frame.testing.generators import make_alike
+from frame.testing.serving import http_examples
 
 CONTEXT = HttpContext("model", max_context=4096)
 MAX_SENTENCE = 4096  # characters of a refusal
@@ -56,7 +58,7 @@ def example_requests(target: type) -> list[HttpRequest]:
         for method, path, route in paths
         for tenant, client in (("", ""), ("tenant", "127.0.0.1"))
     ]
-    return [*requests, *getattr(target, "conformance_requests", ())]
+    return [*requests, *getattr(target, "conformance_requests", ()), *(each for each, _ in getattr(target, "conformance_refusals", ()))]
 
 
 async def decide(extension: HttpExtension, request: HttpRequest) -> Decision:
@@ -101,6 +103,8 @@ def suite(subject: Subject) -> Iterable[Check]:
     for names, checks in by_method:
         for check in checks if has(*names) else ():
             yield Check(check.__name__.removeprefix("check_"), partial(_run, check, make, target))
+    for name, check in find_checks(http_examples.__name__) if has("on_request", "make_routers") else ():
+        yield Check(name, partial(_run, partial(check, requests=example_requests(target), decide=decide), make, target))
 
 
 def _run(check: Callable[..., Any], make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:

@@ -3,7 +3,8 @@ what a store keeps of them. Must not know a key store by name.
 
 `make_conformance_store(folder, keys)`, a static method of the class, returns the context and the
 options of a store for a place with these keys (key -> it is an operator's). Without the method, the
-options must lead to a place that knows `KEYS`.
+options must lead to a place that knows `KEYS`. `list_broken_conformance_stores(folder)`, another
+one, yields contexts and options of places that cannot be used, each with words of the error.
 """
 
 from __future__ import annotations
@@ -326,6 +327,23 @@ def check_a_place_without_keys(make: Make, has_operators: bool) -> None:
         await store.close()
 
     run(work())
+
+
+def check_broken_places_are_refused(make: Make, has_operators: bool) -> None:
+    """A place that cannot be used is an error at the start, in one sentence that says what is
+    wrong. A store that took it would refuse all clients, or accept wrong ones."""
+    target: Any = make().__class__
+    broken = getattr(target, "list_broken_conformance_stores", None)
+    if broken is None:
+        raise SkipCheck("the class has no list_broken_conformance_stores(folder): errors about its place are not checked")
+    with tempfile.TemporaryDirectory(prefix="frame-keys-") as folder:
+        for context, options, words in broken(Path(folder)):
+            try:
+                target(context, options)
+            except ConfigurationError as error:
+                assert words in str(error) and "\n" not in str(error), f"the error does not say {words!r} in one line: {error!s:.300}"
+                continue
+            raise AssertionError(f"a place of which the error must say {words!r} is taken")
 
 
 def check_lookups_are_fast(make: Make, has_operators: bool) -> None:

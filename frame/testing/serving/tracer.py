@@ -12,10 +12,11 @@ time in nanoseconds), attributes, and error. A tracer that bounds the size of it
 from __future__ import annotations
 
 import random
+import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,7 @@ from frame.testing.generators import make_alike
 
 MAX_SECONDS = 1e-3  # of one call; an event loop waits for it
 MAX_CLOSE_SECONDS = 2.0
+MAX_DELAY_SECONDS = 10.0  # from a span's end until it is written
 MAX_DRAIN_SECONDS = 5.0  # in which a tracer writes what waits
 LIMIT = 20_000  # bytes of a place, in one check
 NOWHERE = "http://127.0.0.1:9"  # where no collector listens
@@ -50,10 +52,13 @@ def suite(subject: Subject) -> Iterator[Check]:
     folder = tempfile.TemporaryDirectory(prefix="frame-traces-")
     place: Any = getattr(subject.target, "make_conformance_options", None)
     read_spans: Any = getattr(subject.target, "read_conformance_spans", None)
+    limit: Any = getattr(subject.target, "limit_conformance_options", None)
     count = iter(range(10_000))
 
     class Place:
         """A new place for spans."""
+
+        has_limit, is_readable = limit is not None, read_spans is not None
 
         def __init__(self) -> None:
             self.folder = Path(folder.name) / f"{next(count)}"
@@ -68,13 +73,21 @@ def suite(subject: Subject) -> Iterator[Check]:
 
         def write_with_limit(self, num_bytes: int, count: int) -> list[dict[str, Any]]:
             """Spans with numbers, of about 1 KB each, at a place with a limit; what it has then."""
-            limit: Any = getattr(subject.target, "limit_conformance_options", None)
-            if limit is None:
+            if not self.has_limit:
                 raise SkipCheck("the class has no limit_conformance_options(folder, num_bytes)")
-            self.tracers.append(subject.target(TracerContext("main", NOWHERE), limit(self.folder, num_bytes)))
-            for number in range(count):
-                self.tracers[-1].start_span("GET /", ()).end({"number": number, "text": "x" * 700})
+            write(self.make_limited(num_bytes), range(count))
             return self.read()
+
+        def make_limited(self, num_bytes: int) -> Tracer:
+            self.tracers.append(subject.target(TracerContext("main", NOWHERE), limit(self.folder, num_bytes)))
+            return self.tracers[-1]
+
+        def find_numbers(self) -> set[int]:
+            """The numbers of the spans that are there while the tracers run."""
+            try:
+                return {span["attributes"]["number"] for span in read_spans(self.folder)} if read_spans is not None else set()
+            except Exception:  # noqa: BLE001 - the last one is half written, or nothing is
+                return set()
 
         def read(self) -> list[dict[str, Any]]:
             """The spans, when the tracers are closed."""
@@ -96,6 +109,11 @@ def start(tracer: Tracer, headers: Sequence[tuple[bytes, bytes]] = (), name: str
     if own is None:
         raise AssertionError(f"the traceparent of a span is {span.traceparent!r:.80}, which is not of the form 00-TRACE-SPAN-FLAGS")
     return span, own
+
+
+def write(tracer: Tracer, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        tracer.start_span("GET /", ()).end({"number": number, "text": "x" * 700})
 
 
 def name_parent(is_sampled: bool = True) -> list[tuple[bytes, bytes]]:
@@ -125,6 +143,57 @@ def check_place_is_bounded(place: Callable[[], Any]) -> None:
     kept = [span["attributes"]["number"] for span in spans]
     assert kept == [*range(400 - len(kept), 400)], f"of 400 spans those of the numbers {kept[:3]} … {kept[-3:]} are kept, and not the last"
     assert len(kept) >= 10, f"of 400 spans of 1 KB the last {len(kept)} are kept, though {LIMIT} bytes are allowed"
+
+
+def check_spans_are_written_soon(place: Callable[[], Any]) -> None:
+    """Of a tracer that writes while the server runs, a span is there some seconds after its end; it
+    waits for no further ones. A server that is killed then loses no span of a quiet time."""
+    for count, limited in ((30, False), (60, True)):
+        where = place()
+        if limited and not where.has_limit:
+            continue
+        tracer = where.make_limited(LIMIT) if limited else where.make()
+        write(tracer, range(count))
+        for number in (count, count + 1):  # the second alone, when the first is there
+            tracer.start_span("GET /", ()).end({"number": number})
+            began, numbers = time.monotonic(), where.find_numbers()
+            while number not in numbers and time.monotonic() < began + (MAX_DELAY_SECONDS if numbers else MAX_DRAIN_SECONDS):
+                time.sleep(0.05)
+                numbers = where.find_numbers()
+            assert not numbers or number in numbers, f"a span is not written {MAX_DELAY_SECONDS:g} s after its end, and earlier ones are"
+            if not numbers:
+                break  # it writes when it is closed
+        tracer.close()
+
+
+def check_a_full_disk_takes_no_other_spans(place: Callable[[], Any]) -> None:
+    """Of a tracer that bounds its place: a span for which there is no room is dropped, as a whole,
+    and later ones are written. A limit of the size of files takes the place of the disk's."""
+    where = place()
+    if not where.has_limit:
+        raise SkipCheck("the class has no limit_conformance_options(folder, num_bytes)")
+    tracer, usual = where.make_limited(100 * LIMIT), resource.getrlimit(resource.RLIMIT_FSIZE)
+    write(tracer, range(5))
+    size = max((file.stat().st_size for file in where.folder.rglob("*") if file.is_file()), default=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 300, usual[1]))
+    try:
+        write(tracer, range(5, 8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    write(tracer, range(8, 12))
+    kept = [span["attributes"]["number"] for span in where.read()]
+    expected = [*range(5), *range(8, 12)]
+    assert [number for number in kept if number in expected] == expected, f"of the spans {expected} before and after, {kept} are written"
+
+
+def check_threads_keep_no_process_alive(place: Callable[[], Any]) -> None:
+    """A server that fails before `close` ends."""
+    before = {*threading.enumerate()}
+    tracer = place().make()
+    start(tracer)[0].end({})
+    alive = [each.name for each in {*threading.enumerate()} - before if not each.daemon]
+    tracer.close()
+    assert not alive, f"the thread {alive[0]} keeps the process alive until `close`; make it a daemon"
 
 
 def check_names_are_drawn_anew(place: Callable[[], Any]) -> None:
@@ -297,7 +366,9 @@ def check_spans_of_threads(place: Callable[[], Any]) -> None:
 
 def check_spans_after_the_end(place: Callable[[], Any]) -> None:
     """A request may end after the tracer: its span is dropped."""
-    tracer = place().make()
+    where = place()
+    tracer = where.make()
+    start(tracer, name="before")[0].end({})
     span, own = start(tracer)
     began = time.perf_counter()
     tracer.close()
@@ -306,6 +377,8 @@ def check_spans_after_the_end(place: Callable[[], Any]) -> None:
     span.end({})
     tracer.add_span("late", str(own), 1.0, 2.0, {})
     start(tracer)[0].end({})
+    names = [each["name"] for each in where.read()] if where.is_readable else ["before"]
+    assert names == ["before"], f"of the spans that end before and after `close`, {names} are written"
 
 
 def check_memory_is_bounded(place: Callable[[], Any]) -> None:

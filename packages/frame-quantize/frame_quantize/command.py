@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from contextlib import nullcontext
+from copy import copy
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ _METHODS = "\n".join(f"  {name}: {method.summary}" for name, method in METHODS.i
 
 @click.command(
     name="quantize",
-    help="Write a quantized copy of the checkpoint MODEL, a folder or a Hugging Face id.\n\nMethods:\n\n\b\n" + _METHODS,
+    help="Write a quantized copy of the checkpoint MODEL.\n\nMODEL is a folder or a Hugging Face id.\n\nMethods:\n\n\b\n" + _METHODS,
 )
 @click.argument("model")
 @click.option("--method", type=click.Choice(tuple(METHODS)), required=True, help="How the weights are quantized.")
@@ -99,4 +100,6 @@ class Quantize(CliCommand):
     """The command as a plugin."""
 
     def make_command(self) -> click.Command:
-        return command
+        made = copy(command)  # callers may add to one
+        made.params = [*command.params]
+        return made

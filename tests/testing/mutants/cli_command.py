@@ -21,6 +21,7 @@ class Greeting(CliCommand):
     """Greets."""
 
     conformance_arguments = (("there", "--times", "2"),)
+    conformance_outputs = (((), "frame: hello, world\n"), (("there", "--times", "2"), "frame: hello, there\n" * 2))
 
     def __init__(self, context: CommandContext, options: Any = None) -> None:
         self.program = context.program

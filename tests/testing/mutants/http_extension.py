@@ -38,6 +38,9 @@ class Reference(HttpExtension):
 
     open_paths: ClassVar[frozenset[str]] = frozenset({"/extension/status"})
     middleware: ClassVar[type] = AddHeader
+    conformance_requests = (HttpRequest("POST", "/v1/chat/completions", "none", {"authorization": "Bearer key"}, "id"),)
+    conformance_refusals = ((HttpRequest("POST", "/v1/chat/completions", "none", {"authorization": "Bearer other"}, "id"), 403),)
+    conformance_bodies: ClassVar[Mapping[str, Any]] = {"/extension/status": {"model": "model", "recorded": 1}}
 
     def __init__(self, context: HttpContext, options: Any = None) -> None:
         self.name = context.served_name

@@ -96,7 +96,7 @@ class Options(BaseModel):
 _FIELDS: Mapping[str, str] = {
     "key_store": 'file: str = ""',
     "kv_tier": "max_blocks: int = 1000",
-    "tracer": 'file: str = ""',
+    "tracer": 'file: str = ""\n    max_bytes: int = 10_000_000  # of spans in memory, and in the file',
 }
 
 
