@@ -30,6 +30,7 @@ R = TypeVar("R")
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 ADAPTER = b"x-frame-adapter"  # names the version of the adapter that a response is of
+BLOCKS = b"x-frame-blocks"  # tells the router the blocks of the prompt; also of its request for that
 JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
 INLINE_BYTES = 64 * 1024  # of a body that is looked through on the event loop
@@ -56,7 +57,7 @@ class RequestContext:
 
     __slots__ = (
         "_bodies", "_has_rest", "_held", "_watcher", "errors", "handoff", "ignored", "max_body", "receive", "recorder", "scope", "send",
-        "started", "state", "status",
+        "started", "state", "status", "tell_blocks",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +73,7 @@ class RequestContext:
         self.status = 0  # of the response, once it has started
         self.handoff: Handoff | None = None  # of the stream that the response continues
         self.recorder: Recorder | None = None  # where the router asked for frames
+        self.tell_blocks: Callable[[RequestState], bytes] | None = None  # where the router asked for the blocks of the prompt
         self.ignored: tuple[str, ...] = ()  # fields of the body without effect, which the response names
         self._bodies = bodies or Bodies(maximum=2 * max_body, pause=BODY_PAUSE)
         self._has_rest = False  # a part of the body was asked for and may still come
@@ -279,6 +281,8 @@ class RequestContext:
                 headers.append((self.errors.id_header, self.request_id.encode()))
         if self.state is not None and (adapters := self.state.adapters):
             headers.append((ADAPTER, adapters.encode()))
+        if self.state is not None and self.tell_blocks is not None:
+            headers.append((BLOCKS, self.tell_blocks(self.state)))
         return [*headers, ignored_header(self.ignored)] if self.ignored else headers
 
     async def send_message(self, message: MutableMapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from frame.core.blame import explain
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.paced_json import PacedBody, collect_pieces, each_piece, encode_steps
 from frame.entrypoints.http.request_body import parse_body
-from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send, check_query
+from frame.entrypoints.http.request_context import BLOCKS, Receive, RequestContext, Scope, Send, check_query
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.validation_errors import validation_error
 from frame.entrypoints.logs import ACCESS
@@ -172,7 +172,8 @@ class ApiRoute(APIRoute):
                         from frame.entrypoints.http.protocol.continuation import read_fleet_header
 
                         await read_fleet_header(context, app.services.fleet, value)
-                        break
+                    elif name == BLOCKS and (fleet := app.services.fleet) is not None and fleet.asks_for_blocks(scope["path"], value):
+                        context.tell_blocks = fleet.tell_blocks
                 query: bytes = scope.get("query_string", b"")
                 if query:
                     context.ignored = check_query(query, self._query_names)
