@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -49,8 +49,8 @@ class PromptPrefixes:
 class CachedPrefixes:
     """What one router knows. One thread uses it."""
 
-    def __init__(self, reader: EventReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: EventReader, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reader, self._clock = reader, clock
         self._blocks: OrderedDict[int, int] = OrderedDict()  # key of a prefix -> hash of its last block of tokens; 0: it has none
         self._running: dict[int, Counter[str]] = {}  # key of a prefix -> requests with it, by replica
         self._ended: deque[tuple[float, Sequence[int], str]] = deque()  # those that linger: until when
@@ -130,10 +130,10 @@ class CachedPrefixes:
 
     def leave(self, keys: Sequence[int], replica: str) -> None:
         self._end_lingering()
-        self._ended.append((time.monotonic() + LINGER, keys, replica))
+        self._ended.append((self._clock() + LINGER, keys, replica))
 
     def _end_lingering(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         while self._ended and self._ended[0][0] < now:
             _, keys, replica = self._ended.popleft()
             for key in keys:
