@@ -20,7 +20,7 @@ from frame.entrypoints.router.requests import BLOCK, Prompt
 from frame.kv_events.prompt_blocks import PromptBlocks, read_blocks
 from frame.kv_events.subscriber import GPU, OTHER, EventReader, Subscription
 
-MAX_PREFIXES = 131_072  # of texts that are remembered, the most recently used
+MAX_PREFIXES = 1 << 19  # of texts that are remembered, the most recently used; about 100 MB
 LINGER = 1.0  # seconds in which the events of a request that has ended are on their way
 TIER_WEIGHT = 0.7  # of a block that only a cache tier holds, beside one on the device
 MAX_PORT, MAX_CACHES = 65_000, 64  # of a replica, whose caches have ports one after the other
