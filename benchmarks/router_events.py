@@ -13,30 +13,22 @@ both, prompts begin with one of many documents that together do not fit into the
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
-from router_hot_prefix import find_ports, wait_ready
 
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.cache_groups import RESERVED_PAGES
-from frame.entrypoints.router.cached_prefixes import CachedPrefixes, PromptPrefixes
+from frame.entrypoints.router.cached_prefixes import MAX_PREFIXES, CachedPrefixes, PromptPrefixes
 from frame.entrypoints.router.requests import read_prompt
 from frame.entrypoints.tools.simulate.engine import VirtualEngine
 from frame.entrypoints.tools.simulate.fleet import Fleet
@@ -49,6 +41,8 @@ from frame.kv_events.cache_events import _ROOT, EventBuilder, Stored
 from frame.kv_events.prompt_blocks import tell_blocks
 from frame.kv_events.publisher import EventBatch
 from frame.kv_events.subscriber import CacheIndex
+from frame.plugins.routing_policies import prefix_load
+from frame.plugins.routing_policies.prefix_load import MAX_PREFIXES as FEW_PREFIXES
 from frame.plugins.routing_policies.prefix_load import PrefixLoad
 from frame.plugins.routing_policies.round_robin import RoundRobin
 
@@ -188,7 +182,13 @@ def draw(options: argparse.Namespace, documents: int, seed: int) -> Iterator[Arr
         yield Arrival(when, [*heads[head].tolist(), *rng.integers(10, 128000, 64).tolist()], options.tokens)
 
 
-def simulate(options: argparse.Namespace) -> dict[str, Any]:
+def write(options: argparse.Namespace, page_size: int, rows: list[dict[str, Any]]) -> None:
+    report = {"options": {name: value for name, value in vars(options).items() if name != "json"}, "page_size": page_size, "rows": rows}
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def simulate(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
         config = FrameConfig.model_validate({"model": {"path": folder, "skip_tokenizer_init": True}})
@@ -197,7 +197,10 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
         rows = []
         for documents in options.documents:
             for routers in options.routers:
-                for kind in ("events", "estimate", "round_robin"):
+                for kind in ("events", "estimate", "estimate_with_memory", "round_robin"):
+                    if kind == "round_robin" and routers > 1:
+                        continue
+                    prefix_load.MAX_PREFIXES = MAX_PREFIXES if kind == "estimate_with_memory" else FEW_PREFIXES
                     began, measures = time.perf_counter(), Measures(simulation.shares.entry)
                     fleet = RoutedFleet(simulation, measures, options.replicas, options.cache // size, Routers(kind, routers))
                     fleet.run(draw(options, documents, 0))
@@ -207,8 +210,8 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
                            "hit_rate": round(measures._cached_tokens / measures.prompt_tokens, 4),  # noqa: SLF001
                            "seconds": round(time.perf_counter() - began, 1), "figures": figures}  # fmt: skip
                     rows.append(row)
+                    write(options, size, rows)
                     print(json.dumps({key: value for key, value in row.items() if key != "figures"}), figures.get("first_token_ms"), flush=True)
-    return {"options": {name: value for name, value in vars(options).items() if name != "json"}, "page_size": size, "rows": rows}
 
 
 if __name__ == "__main__":
@@ -225,6 +228,4 @@ if __name__ == "__main__":
     parser.add_argument("--skew", type=float, default=0.8)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    report = simulate(given)
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    simulate(given)

@@ -138,7 +138,7 @@ def test_the_header(length: int) -> None:
     "value", [b"", b"x", b"1.2", b"1.2.3.4", b"-1.16.", b"1.0.", b"9.16.AAAA", b"9" * 5000 + b".1.", b"9.1." + b"A" * 9000]
 )
 def test_a_broken_header_is_as_none(value: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
+    with pytest.raises(ValueError):
         read_blocks(value)
     rig = Rig(one={})
     text = make_text("a", 300, 7)
