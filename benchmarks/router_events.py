@@ -211,7 +211,70 @@ def simulate(options: argparse.Namespace) -> None:
                            "seconds": round(time.perf_counter() - began, 1), "figures": figures}  # fmt: skip
                     rows.append(row)
                     write(options, size, rows)
-                    print(json.dumps({key: value for key, value in row.items() if key != "figures"}), figures.get("first_token_ms"), flush=True)
+                    print(json.dumps(row | {"figures": figures["first_token_ms"]}), flush=True)
+
+
+async def ask_all(ports: list[int], prompts: list[str], together: int) -> dict[str, float]:
+    """The share of the prompts' tokens that were cached, and seconds to the answer."""
+    gate, found, times = asyncio.Semaphore(together), [0, 0], list[float]()
+    async with httpx.AsyncClient(timeout=120) as client:
+
+        async def ask(number: int, prompt: str) -> None:
+            body = {"model": "frame", "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+            async with gate:
+                began = time.perf_counter()
+                answer = await client.post(f"http://127.0.0.1:{ports[number % len(ports)]}/v1/completions", json=body)
+                times.append(time.perf_counter() - began)
+            usage = answer.raise_for_status().json()["usage"]
+            found[0] += usage["prompt_tokens_details"]["cached_tokens"]
+            found[1] += usage["prompt_tokens"]
+
+        await asyncio.gather(*(ask(*each) for each in enumerate(prompts)))
+    return {"hit_rate": round(found[0] / found[1], 4), "median_s": round(median(times), 4), "prompt_tokens": found[1]}
+
+
+def serve(options: argparse.Namespace, kind: str, routers: int, prompts: list[str]) -> dict[str, float]:
+    """One round, with new servers."""
+    ports = find_ports(9 + routers)
+    servers, doors = ports[:3], ports[9:]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FRAME_FLEET_KEY": "the key of this benchmark"}
+    policy = ["--policy", "round_robin"] if kind == "round_robin" else []
+    replicas = [part for port in servers for part in ("--replica", f"http://127.0.0.1:{port}")]
+    commands = [
+        [sys.executable, "-m", "frame", "serve", "--port", str(port), "--served-model-name", "frame", "--page-size", "16",
+         "--max-model-len", "4096", "--max-total-tokens", str(options.server_cache),
+         *(["--kv-events-config", json.dumps({"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{ports[3 + number]}",
+                                              "replay_endpoint": f"tcp://127.0.0.1:{ports[6 + number]}"})] if kind == "events" else [])]
+        for number, port in enumerate(servers)
+    ] + [[sys.executable, "-m", "frame", "router", "--port", str(port), *policy, *replicas] for port in doors]  # fmt: skip
+    running = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for command in commands]
+    try:
+        for port in (*servers, *doors):
+            asyncio.run(wait_ready(port))
+        time.sleep(5)  # each router has checked all servers
+        asyncio.run(ask_all(doors, prompts[: len(prompts) // 3], options.together))  # fills the caches
+        return asyncio.run(ask_all(doors, prompts[len(prompts) // 3 :], options.together))
+    finally:
+        for each in running:
+            each.terminate()
+        for each in running:
+            each.wait(30)
+
+
+def run_servers(options: argparse.Namespace) -> None:
+    chooser = random.Random(3)
+    documents = [" ".join(f"{chooser.choice(WORDS)} {number}" for _ in range(options.words)) for number in range(options.server_documents)]
+    weights = [1 / (number + 1) ** options.skew for number in range(len(documents))]
+    rows: list[dict[str, Any]] = []
+    for number in range(options.rounds):
+        chosen = random.Random(number).choices(documents, weights, k=options.server_requests)
+        prompts = [f"{document} {place}" for place, document in enumerate(chosen)]
+        for routers in options.routers:
+            for kind in ("events", "estimate", "round_robin")[:: -1 if number % 2 else 1]:
+                row = {"kind": kind, "routers": routers, "round": number, "load": os.getloadavg()[0], **serve(options, kind, routers, prompts)}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                write(options, 16, rows)
 
 
 if __name__ == "__main__":
@@ -226,6 +289,12 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=400.0)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--skew", type=float, default=0.8)
+    parser.add_argument("--server-cache", type=int, default=8192, help="tokens of a server's cache")
+    parser.add_argument("--server-documents", type=int, default=36)
+    parser.add_argument("--words", type=int, default=250, help="of a server's document")
+    parser.add_argument("--server-requests", type=int, default=360)
+    parser.add_argument("--together", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    simulate(given)
+    (simulate if given.what == "simulate" else run_servers)(given)
