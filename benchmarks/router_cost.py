@@ -45,7 +45,8 @@ async def serve_replica(port: int, event_port: int = 0) -> None:
     fleet, told = f"x-frame-fleet: a b {VERSION}\r\n", f"x-frame-events: {event_port} 0 1\r\n" if event_port else ""
     blocks, numbers = b"x-frame-blocks: " + tell_blocks(list(range(1200)), "", 16) + b"\r\n", itertools.count()
     names = list(range(1, 40))
-    batch = msgspec.msgpack.encode(EventBatch(0.0, [BlockStored(names, None, [1] * 640, 16, None, "GPU", None), BlockRemoved(names, "GPU")]))
+    changes = [BlockStored(names, None, [1] * 640, 16, None, "GPU", None), BlockRemoved(names, "GPU")]
+    batch = msgspec.msgpack.encode(EventBatch(0.0, changes))
     if event_port:
         events.bind(f"tcp://127.0.0.1:{event_port}")
 
@@ -150,8 +151,8 @@ async def compare_events(options: argparse.Namespace) -> None:
     ports = find_ports(5)
     commands = [[sys.executable, __file__, "--replica", str(ports[0]), "--event-port", str(ports[4])],
                 [sys.executable, __file__, "--replica", str(ports[1])]]  # fmt: skip
-    commands += [[sys.executable, "-m", "frame", "router", "--replica", f"http://127.0.0.1:{ports[number]}", "--port", str(ports[2 + number])]
-                 for number in (0, 1)]  # fmt: skip
+    for replica, port in zip(ports[:2], ports[2:4], strict=True):
+        commands += [[sys.executable, "-m", "frame", "router", "--replica", f"http://127.0.0.1:{replica}", "--port", str(port)]]
     environment = {**os.environ, "FRAME_FLEET_KEY": "the key of this benchmark"}
     processes = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for command in commands]  # noqa: ASYNC220 - at the start
     found: dict[str, Any] = {"load": []}

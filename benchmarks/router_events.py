@@ -13,18 +13,25 @@ both, prompts begin with one of many documents that together do not fit into the
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
+from router_hot_prefix import find_ports, wait_ready
 
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.cache_groups import RESERVED_PAGES
@@ -271,7 +278,8 @@ def run_servers(options: argparse.Namespace) -> None:
         prompts = [f"{document} {place}" for place, document in enumerate(chosen)]
         for routers in options.routers:
             for kind in ("events", "estimate", "round_robin")[:: -1 if number % 2 else 1]:
-                row = {"kind": kind, "routers": routers, "round": number, "load": os.getloadavg()[0], **serve(options, kind, routers, prompts)}
+                row = {"kind": kind, "routers": routers, "round": number, "load": os.getloadavg()[0]}
+                row |= serve(options, kind, routers, prompts)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 write(options, 16, rows)
