@@ -147,7 +147,7 @@ class RoutedFleet(Fleet):
         super()._finish(replica)
         router, prefixes = self.running[replica].popleft()  # about in order
         self.routers.loads[router][replica] -= 1
-        prefixes.leave(str(replica))
+        prefixes.owner.leave(prefixes, str(replica))
 
     def _send(self, arrival: Arrival) -> None:
         routers = self.routers
@@ -169,7 +169,7 @@ class RoutedFleet(Fleet):
         replica = routers.policies[router].choose_replica(request, routers.loads[router])
         if request.cached.get(replica, 0.0) < 1.0:
             self.answers.append((arrival.at + ANSWER, router, prefixes, arrival.prompt))
-        prefixes.enter(str(replica))
+        known.enter(prefixes, str(replica))
         routers.loads[router][replica] += 1
         self.running[replica].append((router, prefixes))
         self.loads[replica] += 1
@@ -245,7 +245,6 @@ def serve(options: argparse.Namespace, kind: str, routers: int, prompts: list[st
     ports = find_ports(9 + routers)
     servers, doors = ports[:3], ports[9:]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FRAME_FLEET_KEY": "the key of this benchmark"}
-    policy = ["--policy", "round_robin"] if kind == "round_robin" else []
     replicas = [part for port in servers for part in ("--replica", f"http://127.0.0.1:{port}")]
     commands = [
         [sys.executable, "-m", "frame", "serve", "--port", str(port), "--served-model-name", "frame", "--page-size", "16",
@@ -253,7 +252,7 @@ def serve(options: argparse.Namespace, kind: str, routers: int, prompts: list[st
          *(["--kv-events-config", json.dumps({"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{ports[3 + number]}",
                                               "replay_endpoint": f"tcp://127.0.0.1:{ports[6 + number]}"})] if kind == "events" else [])]
         for number, port in enumerate(servers)
-    ] + [[sys.executable, "-m", "frame", "router", "--port", str(port), *policy, *replicas] for port in doors]  # fmt: skip
+    ] + [[sys.executable, "-m", "frame", "router", "--port", str(port), *replicas] for port in doors]  # fmt: skip
     running = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for command in commands]
     try:
         for port in (*servers, *doors):
@@ -277,7 +276,7 @@ def run_servers(options: argparse.Namespace) -> None:
         chosen = random.Random(number).choices(documents, weights, k=options.server_requests)
         prompts = [f"{document} {place}" for place, document in enumerate(chosen)]
         for routers in options.routers:
-            for kind in ("events", "estimate", "round_robin")[:: -1 if number % 2 else 1]:
+            for kind in ("events", "estimate")[:: -1 if number % 2 else 1]:
                 row = {"kind": kind, "routers": routers, "round": number, "load": os.getloadavg()[0]}
                 row |= serve(options, kind, routers, prompts)
                 rows.append(row)
@@ -297,12 +296,12 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=400.0)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--skew", type=float, default=0.8)
-    parser.add_argument("--server-cache", type=int, default=8192, help="tokens of a server's cache")
-    parser.add_argument("--server-documents", type=int, default=36)
-    parser.add_argument("--words", type=int, default=250, help="of a server's document")
-    parser.add_argument("--server-requests", type=int, default=360)
+    parser.add_argument("--server-cache", type=int, default=4096, help="tokens of a server's cache")
+    parser.add_argument("--server-documents", type=int, default=40)
+    parser.add_argument("--words", type=int, default=80, help="of a server's document")
+    parser.add_argument("--server-requests", type=int, default=210)
     parser.add_argument("--together", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     (simulate if given.what == "simulate" else run_servers)(given)

@@ -121,10 +121,6 @@ class Subscription:
         """The blocks of each cache."""
         return [feed.index.blocks for feed in self._feeds]
 
-    @property
-    def num_feeds(self) -> int:
-        return len(self._feeds)
-
     def turn(self, context: zmq.Context[zmq.Socket[bytes]], now: float, limit: int) -> None:
         """Read what has come."""
         if now < self._paused_until:
@@ -305,7 +301,7 @@ class EventReader:
     def _turn(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         with self._lock:
             subscriptions = list(self._subscriptions)
-        limit = MAX_BLOCKS // max(1, sum(each.num_feeds for each in subscriptions))
+        limit = MAX_BLOCKS // max(1, sum(len(each.indexes) for each in subscriptions))
         for each in subscriptions:
             if each.is_closed:
                 each.release()

@@ -37,14 +37,6 @@ class PromptPrefixes:
     length: int
     is_cached: bool = False  # whether the chosen replica has all of it, as is known
 
-    def enter(self, replica: str) -> None:
-        """A replica gets the request: until its end its cache has the prompt, or soon will."""
-        self.owner.enter(self.keys, replica)
-
-    def leave(self, replica: str) -> None:
-        """The request ended there."""
-        self.owner.leave(self.keys, replica)
-
 
 class CachedPrefixes:
     """What one router knows. One thread uses it."""
@@ -122,15 +114,15 @@ class CachedPrefixes:
         while len(self._blocks) > MAX_PREFIXES:
             self._blocks.popitem(last=False)
 
-    def enter(self, keys: Sequence[int], replica: str) -> None:
-        for key in keys:
-            if key not in self._running:
-                self._running[key] = Counter()
-            self._running[key][replica] += 1
+    def enter(self, prefixes: PromptPrefixes, replica: str) -> None:
+        """A replica gets the request: until its end its cache has the prompt, or soon will."""
+        for key in prefixes.keys:
+            self._running.setdefault(key, Counter())[replica] += 1
 
-    def leave(self, keys: Sequence[int], replica: str) -> None:
+    def leave(self, prefixes: PromptPrefixes, replica: str) -> None:
+        """The request ended there."""
         self._end_lingering()
-        self._ended.append((self._clock() + LINGER, keys, replica))
+        self._ended.append((self._clock() + LINGER, prefixes.keys, replica))
 
     def _end_lingering(self) -> None:
         now = self._clock()

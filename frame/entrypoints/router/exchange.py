@@ -99,7 +99,7 @@ class Exchange:
         before the body; `asks_blocks`: the signature that asks for the prompt's blocks. Raises
         LostError, ApiError 400 for a request that cannot be sent, and 502 for an answer that cannot
         be passed on."""
-        headers = [*request.headers, *((name, value) for name, value in ((HEADER, signature), (BLOCKS, asks_blocks)) if value)]
+        headers = [*request.headers, *((name, value) for name, value in ((BLOCKS, asks_blocks), (HEADER, signature)) if value)]
         exact = {"target": request.target}  # a URL's path would be normalized
         forwarded = self._client.build_request(
             request.method, backend.url, headers=headers, content=handoff + request.body or None, extensions=exact

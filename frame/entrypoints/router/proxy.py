@@ -174,8 +174,9 @@ class Proxy:
                 try:
                     with timed(backend, is_streamed(request.body)):
                         reply = await self._exchange.open(request, backend, signature, asks_blocks=asks)
-                    if asks and reply.status_code == 200:
-                        self._learn_blocks(request, reply)
+                    told = reply.headers.get(BLOCKS.decode()) if asks and reply.status_code == 200 else None
+                    if told is not None and request.prefixes is not None:
+                        request.prefixes.owner.learn(request.prefixes, told.encode("latin-1", "replace"))
                     if ADAPTER.decode() in reply.headers:
                         self._note_adapter(prompt.model)
                     if self._mover is not None and signature and HEADER.decode() in reply.headers:
@@ -214,11 +215,6 @@ class Proxy:
         if self._key is None or backend.events is None or prefixes is None or prefixes.is_cached:
             return b""
         return self._key.sign(request.path, BLOCKS.decode())
-
-    def _learn_blocks(self, request: RoutedRequest, reply: httpx.Response) -> None:
-        told = reply.headers.get(BLOCKS.decode())
-        if told is not None and request.prefixes is not None and self.backends.prefixes is not None:
-            self.backends.prefixes.learn(request.prefixes, told.encode("latin-1", "replace"))
 
     def _note_adapter(self, name: bytes) -> None:
         """Later requests that name it prefer the replicas that have served it."""

@@ -305,13 +305,13 @@ class Place:
         self.backend = backend
         backend.outstanding += 1
         if self._prefixes is not None:
-            self._prefixes.enter(backend.url)
+            self._prefixes.owner.enter(self._prefixes, backend.url)
 
     def leave(self) -> None:
         """It has ended there."""
         self.backend.outstanding -= 1
         if self._prefixes is not None:
-            self._prefixes.leave(self.backend.url)
+            self._prefixes.owner.leave(self._prefixes, self.backend.url)
 
     def move(self, backend: Backend) -> None:
         """It is another replica's now."""

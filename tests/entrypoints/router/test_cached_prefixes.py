@@ -103,10 +103,10 @@ def test_requests_that_run_count_as_cached() -> None:
     rig = Rig(first={}, second={})
     prefixes = rig.read(text)
     rig.known.learn(prefixes, tell_blocks(tokens(text), "", PAGE))
-    prefixes.enter("second")
+    rig.known.enter(prefixes, "second")
     longer = rig.read(text + " more words" * 100)
     assert rig.shares(prefixes)[1] == 1.0 and 0.5 < rig.shares(longer)[1] < 1.0 and rig.shares(longer)[0] == 0.0
-    prefixes.leave("second")
+    rig.known.leave(prefixes, "second")
     assert rig.shares(prefixes)[1] == 1.0  # its events are on their way
     rig.now += LINGER + 0.1
     assert rig.shares(prefixes)[1] == 0.0 and not rig.known._running and not rig.known._ended

@@ -168,12 +168,13 @@ class ApiRoute(APIRoute):
                 if hooks is not None and self.access is not Access.OPEN and "admitted" not in scope:
                     await hooks.check_request(context, self.path)
                 for name, value in scope["headers"]:
-                    if name == HANDOFF:
+                    if name == BLOCKS and (fleet := app.services.fleet) is not None and fleet.asks_for_blocks(scope["path"], value):
+                        context.tell_blocks = fleet.tell_blocks
+                    elif name == HANDOFF:
                         from frame.entrypoints.http.protocol.continuation import read_fleet_header
 
                         await read_fleet_header(context, app.services.fleet, value)
-                    elif name == BLOCKS and (fleet := app.services.fleet) is not None and fleet.asks_for_blocks(scope["path"], value):
-                        context.tell_blocks = fleet.tell_blocks
+                        break
                 query: bytes = scope.get("query_string", b"")
                 if query:
                     context.ignored = check_query(query, self._query_names)
