@@ -23,14 +23,14 @@ from frame.kv_events.subscriber import GPU, OTHER, EventReader, Subscription
 MAX_PREFIXES = 1 << 19  # of texts that are remembered, the most recently used; about 100 MB
 LINGER = 1.0  # seconds in which the events of a request that has ended are on their way
 TIER_WEIGHT = 0.7  # of a block that only a cache tier holds, beside one on the device
-MAX_PORT, MAX_CACHES = 65_000, 64  # of a replica, whose caches have ports one after the other
+MAX_CACHES, NUM_PORTS = 64, 1 << 16  # of a replica, whose caches have ports one after the other
 _KEYS = (b"authorization", b"x-api-key")  # headers by which servers keep the prefixes of tenants apart
 
 
 @dataclass(slots=True, eq=False)
 class PromptPrefixes:
     """The prefixes of one prompt. keys: of each, the shortest first, for its owner. length: bytes
-    of the whole text; 0: unknown."""
+    of the whole text."""
 
     owner: CachedPrefixes
     keys: list[int]
@@ -51,15 +51,16 @@ class CachedPrefixes:
         """Read the events of the replica at `url`. told: `KV_EVENTS` of its health. Raises
         ValueError."""
         port, replay_port, num_caches = map(int, told.split())
-        if not (0 < port <= MAX_PORT and 0 <= replay_port <= MAX_PORT and 0 < num_caches <= MAX_CACHES):
+        if not (0 < port and 0 <= replay_port and 0 < num_caches <= MAX_CACHES and max(port, replay_port) + num_caches <= NUM_PORTS):
             raise ValueError(f"it names the ports {told[:40]!r}")
         host = urlsplit(url).hostname or ""  # another host than the replica's would be contacted for it
         host = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         return self._reader.subscribe(f"{host}:{port}", f"{host}:{replay_port}" if replay_port else "", num_caches)
 
     def read(self, prompt: Prompt, headers: Iterable[tuple[bytes, bytes]]) -> PromptPrefixes | None:
-        """The prefixes of a request's prompt; None: it has none of a whole block."""
-        if not prompt.blocks:
+        """The prefixes of a request's prompt; None: it has none of a whole block, or there are
+        several prompts."""
+        if not prompt.blocks or not prompt.length:
             return None
         owner = hash(tuple(value for name, value in headers if name in _KEYS))
         return PromptPrefixes(self, [key ^ owner for key in prompt.blocks], prompt.length)
@@ -72,6 +73,7 @@ class CachedPrefixes:
             if (block := self._blocks.get(key)) is None:
                 break
             blocks.append(block)
+            self._blocks.move_to_end(key)
         if not blocks or not blocks[-1]:
             return {}
         self._end_lingering()
@@ -97,7 +99,7 @@ class CachedPrefixes:
             told = read_blocks(value)
         except ValueError:
             told = None
-        if told is None or not prefixes.length:
+        if told is None:
             for key in prefixes.keys:
                 self._blocks.pop(key, None)
             return
