@@ -51,7 +51,7 @@ class CachedPrefixes:
         """Read the events of the replica at `url`. told: `KV_EVENTS` of its health. Raises
         ValueError."""
         port, replay_port, num_caches = map(int, told.split())
-        if not (0 < port and 0 <= replay_port and 0 < num_caches <= MAX_CACHES and max(port, replay_port) + num_caches <= NUM_PORTS):
+        if not (port > 0 and replay_port >= 0 and 0 < num_caches <= MAX_CACHES and max(port, replay_port) + num_caches <= NUM_PORTS):
             raise ValueError(f"it names the ports {told[:40]!r}")
         host = urlsplit(url).hostname or ""  # another host than the replica's would be contacted for it
         host = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
