@@ -57,7 +57,7 @@ class _Batch(msgspec.Struct, array_like=True, gc=False):
 _decoder = msgspec.msgpack.Decoder(_Batch)
 
 
-class FeedError(Exception):
+class EventsError(Exception):
     """A server sends what is no series of events."""
 
 
@@ -69,11 +69,11 @@ class CacheIndex:
         self.next = 0  # number of the next batch
 
     def apply(self, number: int, data: bytes, limit: int) -> None:
-        """The events of the next batch. Blocks beyond `limit` are not kept. Raises FeedError."""
+        """The events of the next batch. Blocks beyond `limit` are not kept. Raises EventsError."""
         try:
             batch = _decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FeedError(f"batch {number} is invalid: {error}") from None
+            raise EventsError(f"batch {number} is invalid: {error}") from None
         blocks = self.blocks
         for event in batch.events:
             if isinstance(event, _Cleared):
@@ -103,8 +103,8 @@ class Subscription:
 
     def __init__(self, endpoint: str, replay_endpoint: str, num_caches: int) -> None:
         self.name = endpoint
-        self._feeds = [
-            Feed(offset_endpoint(endpoint, rank), offset_endpoint(replay_endpoint, rank) if replay_endpoint else "")
+        self._readers = [
+            CacheReader(offset_endpoint(endpoint, rank), offset_endpoint(replay_endpoint, rank) if replay_endpoint else "")
             for rank in range(num_caches)
         ]
         self._spent, self._counted = 0.0, time.monotonic()
@@ -114,12 +114,12 @@ class Subscription:
     @property
     def is_live(self) -> bool:
         """Whether `indexes` are what the caches hold."""
-        return not self.is_closed and all(feed.is_live for feed in self._feeds)
+        return not self.is_closed and all(each.is_live for each in self._readers)
 
     @property
     def indexes(self) -> list[dict[int, int]]:
         """The blocks of each cache."""
-        return [feed.index.blocks for feed in self._feeds]
+        return [each.index.blocks for each in self._readers]
 
     def turn(self, context: zmq.Context[zmq.Socket[bytes]], now: float, limit: int) -> None:
         """Read what has come."""
@@ -127,13 +127,13 @@ class Subscription:
             return
         began = time.thread_time()
         try:
-            for feed in self._feeds:
-                feed.turn(context, now, limit)
+            for each in self._readers:
+                each.turn(context, now, limit)
             self._spent = max(0.0, self._spent - SHARE * (now - self._counted)) + time.thread_time() - began
             self._counted = now
             if self._spent > BURST:
                 self._spent = 0.0
-                raise FeedError("it sends more events than are read")
+                raise EventsError("it sends more events than are read")
         except Exception as error:  # noqa: BLE001 - others are read whatever one sends
             self._num_failures = 0 if now > self._paused_until + MAX_PAUSE else self._num_failures
             pause = min(MAX_PAUSE, FIRST_PAUSE * 4**self._num_failures)
@@ -144,11 +144,11 @@ class Subscription:
 
     def release(self) -> None:
         """Close the sockets, and forget what the caches hold."""
-        for feed in self._feeds:
-            feed.close()
+        for each in self._readers:
+            each.close()
 
 
-class Feed:
+class CacheReader:
     """The events of one cache. After a connection is made, and after a gap, it asks for a replay;
     live messages wait meanwhile. Without a replay endpoint the index then begins empty: it holds
     too little, never too much."""
@@ -165,7 +165,7 @@ class Feed:
         self._may_repeat = False  # whether live messages may be those of the replay
 
     def turn(self, context: zmq.Context[zmq.Socket[bytes]], now: float, limit: int) -> None:
-        """Read what has come. Raises FeedError, ZMQError."""
+        """Read what has come. Raises EventsError, ZMQError."""
         if self._socket is None or self._monitor is None:
             self._open(context)
             return
@@ -183,7 +183,7 @@ class Feed:
                 return
             frames = source.recv_multipart()
             if len(frames) < 2 or len(frames[-2]) != 8:
-                raise FeedError(f"a message has {len(frames)} frames without a number")
+                raise EventsError(f"a message has {len(frames)} frames without a number")
             if self._replay is not None:
                 self._take_replayed(frames[-2], frames[-1], now, limit)
             else:
@@ -228,7 +228,7 @@ class Feed:
         if number > index.next and index.next == self._asked:  # earlier ones are not kept any more
             index.clear()
         elif number != index.next:
-            raise FeedError(f"batch {number} was sent in place of {index.next}")
+            raise EventsError(f"batch {number} was sent in place of {index.next}")
         index.apply(number, data, limit)
         self._deadline = now + REPLAY_TIME
 
@@ -251,7 +251,7 @@ class Feed:
             if number < index.next:
                 if self._monitor is not None and _has_message(self._monitor):
                     return  # the connection was lost
-                raise FeedError(f"batch {number} came after {index.next - 1}")
+                raise EventsError(f"batch {number} came after {index.next - 1}")
             self._synchronize(context, now, index.next)
             if self._replay is not None:
                 return  # it is repeated

@@ -241,7 +241,7 @@ def test_a_flood_is_left_alone(tmp_path: Path, reader: EventReader, raw: Raw, mo
 
     flooding = threading.Thread(target=flood, daemon=True)
     flooding.start()
-    wait(lambda: bad._num_failures and bad._feeds[0]._socket is None)
+    wait(lambda: bad._num_failures and bad._readers[0]._socket is None)
     is_open.set()
     flooding.join()
     assert not bad.is_live and not bad.indexes[0]
@@ -256,10 +256,10 @@ def test_memory_is_bounded(reader: EventReader, raw: Raw, monkeypatch: pytest.Mo
     wait(lambda: followed.is_live)
     for number in range(50):
         raw.send(stored(*range(100 * number, 100 * number + 100)))
-    wait(lambda: followed._feeds[0].index.next == 50)
+    wait(lambda: followed._readers[0].index.next == 50)
     assert set(followed.indexes[0]) == set(range(1000))
     raw.send(BlockRemoved(list(range(500)), "GPU"), stored(7000))
-    wait(lambda: followed._feeds[0].index.next == 51)
+    wait(lambda: followed._readers[0].index.next == 51)
     assert set(followed.indexes[0]) == {*range(500, 1000), 7000}
 
 
@@ -272,4 +272,4 @@ def test_tiers_and_closing(reader: EventReader, raw: Raw) -> None:
     followed.is_closed = True
     assert not followed.is_live
     wait(lambda: not reader._subscriptions)
-    assert followed._feeds[0]._socket is None
+    assert followed._readers[0]._socket is None

@@ -57,7 +57,7 @@ class RequestContext:
 
     __slots__ = (
         "_bodies", "_has_rest", "_held", "_watcher", "errors", "handoff", "ignored", "max_body", "receive", "recorder", "scope", "send",
-        "started", "state", "status", "tell_blocks",
+        "started", "state", "status",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +73,6 @@ class RequestContext:
         self.status = 0  # of the response, once it has started
         self.handoff: Handoff | None = None  # of the stream that the response continues
         self.recorder: Recorder | None = None  # where the router asked for frames
-        self.tell_blocks: Callable[[RequestState], bytes] | None = None  # where the router asked for the blocks of the prompt
         self.ignored: tuple[str, ...] = ()  # fields of the body without effect, which the response names
         self._bodies = bodies or Bodies(maximum=2 * max_body, pause=BODY_PAUSE)
         self._has_rest = False  # a part of the body was asked for and may still come
@@ -281,8 +280,8 @@ class RequestContext:
                 headers.append((self.errors.id_header, self.request_id.encode()))
         if self.state is not None and (adapters := self.state.adapters):
             headers.append((ADAPTER, adapters.encode()))
-        if self.state is not None and self.tell_blocks is not None:
-            headers.append((BLOCKS, self.tell_blocks(self.state)))
+        if self.state is not None and (tell_blocks := self.scope.get("tell_blocks")) is not None:
+            headers.append((BLOCKS, tell_blocks(self.state)))
         return [*headers, ignored_header(self.ignored)] if self.ignored else headers
 
     async def send_message(self, message: MutableMapping[str, Any]) -> None:

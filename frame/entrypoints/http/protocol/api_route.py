@@ -169,7 +169,7 @@ class ApiRoute(APIRoute):
                     await hooks.check_request(context, self.path)
                 for name, value in scope["headers"]:
                     if name == BLOCKS and (fleet := app.services.fleet) is not None and fleet.asks_for_blocks(scope["path"], value):
-                        context.tell_blocks = fleet.tell_blocks
+                        scope["tell_blocks"] = fleet.tell_blocks
                     elif name == HANDOFF:
                         from frame.entrypoints.http.protocol.continuation import read_fleet_header
 
