@@ -161,7 +161,7 @@ class Proxy:
         """Send the request to a replica; to another one where that duplicates nothing."""
         prompt = read_prompt(request.body, self._adapters) if request.method == "POST" else Prompt([], b"")
         routing = RoutingRequest(prompt.blocks, request.session)
-        if self.backends.prefixes is not None and self.backends.has_events:
+        if self.backends.prefixes is not None and any(backend.events is not None for backend in self._all):
             request.prefixes = self.backends.prefixes.read(prompt, request.headers)
         whole = request  # which another replica continues
         request = await self._begin(request, routing)

@@ -176,11 +176,6 @@ class Backends:
     def healthy(self) -> list[Backend]:
         return [backend for backend in self.all if backend.is_healthy]
 
-    @property
-    def has_events(self) -> bool:
-        """Whether KV events of a replica are read."""
-        return any(backend.events is not None for backend in self._members.values())
-
     def choose(self, request: RoutingRequest, tried: Collection[int] = (), prefixes: PromptPrefixes | None = None) -> Backend | None:
         """The replica of a request, among the healthy ones that were not tried. Slow ones count as
         more loaded, and suspended ones are the last resort. `prefixes`: of its prompt."""
@@ -283,7 +278,7 @@ class Backends:
     def _follow_events(self, backend: Backend, told: str) -> None:
         """Read the KV events of a replica's process, where it says."""
         source = f"{backend.instance} {told}" if told and backend.instance and self.prefixes is not None else ""
-        if source == backend.events_source:
+        if source == backend.events_source or self._members.get(backend.number) is not backend:  # it has left meanwhile
             return
         backend.close_events()
         backend.events_source = source

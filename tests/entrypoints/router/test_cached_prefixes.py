@@ -229,6 +229,11 @@ async def test_the_router_reads_events_and_keeps_the_header(tmp_path: Path, monk
             second.told = value
             await backends.check(two)
             assert two.state == "serving" and two.events is None
+        second.told = f"{port} {replay_port} 1"
+        backends.remove(two)
+        backends._drop_left()
+        await backends.check(two)  # a check that began before
+        assert two.events is None and backends.all == [one]
     reader.close()
     raw.close()
 
