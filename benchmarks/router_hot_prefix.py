@@ -68,12 +68,16 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--events", action="store_true", help="the router reads the servers' KV events")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    first, second, by_prefix, by_turns = find_ports(4)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first, second, by_prefix, by_turns, *publish = find_ports(8)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"FRAME_FLEET_KEY": "the key of this benchmark"} if arguments.events else {})}
     replicas = [part for port in (first, second) for part in ("--replica", f"http://127.0.0.1:{port}")]
     serve = [[sys.executable, "-m", "frame", "serve", "--port", str(port), "--served-model-name", "frame"] for port in (first, second)]
+    for command, event_port, replay_port in zip(serve, publish[::2], publish[1::2], strict=True) if arguments.events else ():
+        places = {"endpoint": f"tcp://127.0.0.1:{event_port}", "replay_endpoint": f"tcp://127.0.0.1:{replay_port}"}
+        command += ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, **places})]
     routers = [
         [sys.executable, "-m", "frame", "router", "--port", str(by_prefix), *replicas],
         [sys.executable, "-m", "frame", "router", "--port", str(by_turns), "--policy", "round_robin", *replicas],
@@ -95,7 +99,7 @@ def main() -> None:
             each.wait(30)
     ratios = sorted(a / b for a, b in zip(taken[by_prefix], taken[by_turns], strict=True))
     report = {
-        "requests": arguments.requests, "together": arguments.together, "tokens": arguments.tokens,
+        "requests": arguments.requests, "together": arguments.together, "tokens": arguments.tokens, "events": arguments.events,
         "router s": taken[by_prefix], "by turns s": taken[by_turns],
         "ratio": round(median(ratios), 4), "ratios": [round(each, 4) for each in ratios],
     }  # fmt: skip

@@ -28,6 +28,7 @@ VERSION = 1  # of the header, the frames and the handoff
 HEADER = b"x-frame-handoff"  # of a request: the router's signature; of a response: its body is frames
 FLEET = b"x-frame-fleet"  # of /health: the server's instance, identity and version of the handoff
 LOAD = b"x-frame-load"  # of /health: seconds between two tokens of a stream, lately
+KV_EVENTS = b"x-frame-events"  # of /health: the ports of KV events and of replays (0: none), and the number of caches
 MAX_HANDOFF = 8 << 20  # bytes of a handoff
 MAX_BODY = 64 << 20  # bytes of a frame's body
 VALIDITY = 60.0  # seconds in which a signature is accepted; the clocks of the hosts may differ by as much

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -45,6 +45,7 @@ class RoutingRequest:
 
     blocks: Sequence[int] = ()  # a 64-bit hash of each prefix of the prompt, the shortest first; empty: unknown
     session: str = ""  # what the client calls the conversation (`X-Session-ID`); "": nothing
+    cached: Mapping[int, float] = field(default_factory=dict)  # share of the prompt by replica, as caches tell; others are unknown
 
 
 class RoutingPolicy(ABC):

@@ -163,7 +163,7 @@ class RequestState:
     is_disconnected: bool = False
     is_answered: bool = False  # a part of the response was sent
     on_update: Callable[[], None] | None = None  # called instead of waking `wait`
-    namespace: str = ""  # of the prefix cache, of a request whose blocks go to another server
+    namespace: str = ""  # of the prefix cache
     second_text_starts: Sequence[int] = ()  # one a prompt, for pairs of texts: where the second text begins
     on_left: Callable[[], None] | None = None  # called once, when no sequence will be in an engine any more
     vectors: dict[int, bytes] = field(default_factory=dict)  # by sequence index: float32 bytes, from a pooling engine

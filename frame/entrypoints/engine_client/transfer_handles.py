@@ -61,7 +61,6 @@ def prepare_transfer(
     num_blocks = len(sequence.prompt) // page_size
     if num_blocks * page_size >= min_tokens:
         sequence.recovery.transfer = KVTransfer(secrets.token_hex(16), num_blocks=num_blocks)
-        state.namespace = namespace
 
 
 def describe_transfer(state: RequestState, server: Mapping[str, Any]) -> dict[str, Any] | None:

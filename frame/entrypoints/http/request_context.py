@@ -30,6 +30,7 @@ R = TypeVar("R")
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 ADAPTER = b"x-frame-adapter"  # names the version of the adapter that a response is of
+BLOCKS = b"x-frame-blocks"  # tells the router the blocks of the prompt; also of its request for that
 JSON = (b"content-type", b"application/json")
 CLOSED = (OSError, RuntimeError)  # what sending raises on a connection whose end the server has not heard of (uvloop: RuntimeError)
 INLINE_BYTES = 64 * 1024  # of a body that is looked through on the event loop
@@ -279,6 +280,8 @@ class RequestContext:
                 headers.append((self.errors.id_header, self.request_id.encode()))
         if self.state is not None and (adapters := self.state.adapters):
             headers.append((ADAPTER, adapters.encode()))
+        if self.state is not None and (tell_blocks := self.scope.get("tell_blocks")) is not None:
+            headers.append((BLOCKS, tell_blocks(self.state)))
         return [*headers, ignored_header(self.ignored)] if self.ignored else headers
 
     async def send_message(self, message: MutableMapping[str, Any]) -> None:

@@ -87,7 +87,6 @@ class Caller(Protocol):
 
     @property
     def handoff(self) -> Handoff | None: ...  # of the stream of another server that it continues
-
     def header(self, name: bytes) -> str | None: ...
 
     def on_disconnect(self, act: Callable[[], None]) -> None: ...
@@ -146,7 +145,7 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
     try:
         async with hold_media(services, plan.prompts, call.tenant) as media:
             state = await _prepare_state(services, call, plan, rid, media)
-            space = _namespace(services, call, salt)
+            state.namespace = space = _namespace(services, call, salt)
             seconds = services.client.limits.request_timeout if deadline is None else deadline
             async with hold_adapters(services, call.tenant, adapters, seconds) as uses:
                 for sequence in state.sequences if uses else ():

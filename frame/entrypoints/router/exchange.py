@@ -18,6 +18,8 @@ import httpx
 
 from frame.entrypoints.handoff import HEADER
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
+from frame.entrypoints.http.request_context import BLOCKS
+from frame.entrypoints.router.cached_prefixes import PromptPrefixes
 from frame.entrypoints.router.connections import InformationalError, ResponseHeadError
 from frame.entrypoints.router.replicas import Backend, RouterMetrics
 
@@ -25,11 +27,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
-# Headers of one connection (RFC 9110, section 7.6.1), and those that the next end sets itself.
+# Headers of one connection (RFC 9110, section 7.6.1), those that the next end sets itself, and what
+# replicas tell the router alone.
 # `Host` goes on: by it a replica without a key refuses requests of pages of another name.
 _HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
-     b"content-length", b"expect", b"date")
+     b"content-length", b"expect", b"date", BLOCKS)
 )  # fmt: skip
 SESSION = b"x-session-id"
 MAX_REFUSAL_LENGTH = 1 << 20  # bytes of an answer that is read before it is passed on
@@ -59,6 +62,7 @@ class RoutedRequest:
     send: Any
     gone: asyncio.Task[None]
     tried: set[int] = field(default_factory=set)
+    prefixes: PromptPrefixes | None = None  # of its prompt, where replicas publish events
 
     @property
     def session(self) -> str:
@@ -88,11 +92,14 @@ class Exchange:
     def __init__(self, client: httpx.AsyncClient, metrics: RouterMetrics) -> None:
         self._client, self._metrics = client, metrics
 
-    async def open(self, request: RoutedRequest, backend: Backend, signature: bytes = b"", handoff: bytes = b"") -> httpx.Response:
+    async def open(
+        self, request: RoutedRequest, backend: Backend, signature: bytes = b"", handoff: bytes = b"", asks_blocks: bytes = b""
+    ) -> httpx.Response:
         """The head of a replica's answer. `signature`: the header of the fleet; `handoff`: goes
-        before the body. Raises LostError, ApiError 400 for a request that cannot be sent, and 502
-        for an answer that cannot be passed on."""
-        headers = [*request.headers, (HEADER, signature)] if signature else request.headers
+        before the body; `asks_blocks`: the signature that asks for the prompt's blocks. Raises
+        LostError, ApiError 400 for a request that cannot be sent, and 502 for an answer that cannot
+        be passed on."""
+        headers = [*request.headers, *((name, value) for name, value in ((BLOCKS, asks_blocks), (HEADER, signature)) if value)]
         exact = {"target": request.target}  # a URL's path would be normalized
         forwarded = self._client.build_request(
             request.method, backend.url, headers=headers, content=handoff + request.body or None, extensions=exact

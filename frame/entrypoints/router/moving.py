@@ -167,7 +167,7 @@ class StreamMover:
         reason, refused = "no other replica is there", set[str]()
         tried = {place.backend.number}  # first; its connection may be all that broke
         while True:
-            backend = self._backends.choose(routing, tried)
+            backend = self._backends.choose(routing, tried, request.prefixes)
             if backend is None:
                 candidates = {each.instance for each in self._backends.healthy if each.instance}
                 if not is_lost or time.monotonic() > deadline or (candidates and candidates <= refused):

@@ -21,7 +21,7 @@ import httpx
 from frame.entrypoints.handoff import HEADER, FleetKey
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError, ResponseCutError
 from frame.entrypoints.http.protocol.bodies import AT_ONCE, Bodies
-from frame.entrypoints.http.request_context import ADAPTER, BODY_PAUSE, RequestContext
+from frame.entrypoints.http.request_context import ADAPTER, BLOCKS, BODY_PAUSE, RequestContext
 from frame.entrypoints.logs import REQUEST_ID, request_id_of
 from frame.entrypoints.router.divided_requests import make_decode_body, make_prefill_body, read_divisible
 from frame.entrypoints.router.exchange import (
@@ -77,6 +77,7 @@ class Proxy:
         self.backends, self._prefill, self.metrics = backends, prefill, RouterMetrics(backends, prefill)
         self._max_body = max_body
         self._exchange = Exchange(client, self.metrics)
+        self._key = key
         self._mover = None if key is None else StreamMover(key, backends, self._exchange, self.metrics)
         self._bodies = Bodies(AT_ONCE * max_body, pause)
         self._adapters: OrderedDict[bytes, None] = OrderedDict()  # models of requests that an adapter has served
@@ -141,10 +142,10 @@ class Proxy:
         headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]  # the response is read here
         begun = replace(request, body=make_prefill_body(fields, request.path), headers=headers)
         tried: set[int] = set()
-        while len(tried) < MAX_LOST and (backend := self._prefill.choose(routing, tried)) is not None:
+        while len(tried) < MAX_LOST and (backend := self._prefill.choose(routing, tried, request.prefixes)) is not None:
             tried.add(backend.number)
             try:
-                with counted(backend):
+                with counted(backend, request.prefixes):
                     response = await self._exchange.wait(begun, backend, read_short(await self._exchange.open(begun, backend)))
             except (LostError, ApiError, httpx.HTTPError, OSError) as error:
                 log.warning("the prefill server %s failed: %s", backend.url, error)
@@ -160,16 +161,22 @@ class Proxy:
         """Send the request to a replica; to another one where that duplicates nothing."""
         prompt = read_prompt(request.body, self._adapters) if request.method == "POST" else Prompt([], b"")
         routing = RoutingRequest(prompt.blocks, request.session)
+        if self.backends.prefixes is not None and any(backend.events is not None for backend in self._all):
+            request.prefixes = self.backends.prefixes.read(prompt, request.headers)
         whole = request  # which another replica continues
         request = await self._begin(request, routing)
         reason, last, num_lost = "no replica is healthy", None, 0
         while (backend := self._choose(request, routing)) is not None:
             request.tried.add(backend.number)
             signature = b"" if self._mover is None else self._mover.signature(request, backend)
-            with counted(backend) as place:
+            asks = self._ask_blocks(request, backend)
+            with counted(backend, request.prefixes) as place:
                 try:
                     with timed(backend, is_streamed(request.body)):
-                        reply = await self._exchange.open(request, backend, signature)
+                        reply = await self._exchange.open(request, backend, signature, asks_blocks=asks)
+                    told = reply.headers.get(BLOCKS.decode()) if asks and reply.status_code == 200 else None
+                    if told is not None and request.prefixes is not None:
+                        request.prefixes.owner.learn(request.prefixes, told.encode("latin-1", "replace"))
                     if ADAPTER.decode() in reply.headers:
                         self._note_adapter(prompt.model)
                     if self._mover is not None and signature and HEADER.decode() in reply.headers:
@@ -202,6 +209,13 @@ class Proxy:
         self.metrics.count("refused" if last.status in REFUSED else "answered")
         await last.send(request.send)
 
+    def _ask_blocks(self, request: RoutedRequest, backend: Backend) -> bytes:
+        """The header that asks for the blocks of the prompt; b"" where they are of no use."""
+        prefixes = request.prefixes
+        if self._key is None or backend.events is None or prefixes is None or prefixes.is_cached:
+            return b""
+        return self._key.sign(request.path, BLOCKS.decode())
+
     def _note_adapter(self, name: bytes) -> None:
         """Later requests that name it prefer the replicas that have served it."""
         if 0 < len(name) <= MAX_ADAPTER_NAME:
@@ -213,7 +227,7 @@ class Proxy:
     def _choose(self, request: RoutedRequest, routing: RoutingRequest) -> Backend | None:
         if is_pinned(request.path):
             return next((backend for backend in self.backends.healthy if backend.number not in request.tried), None)
-        return self.backends.choose(routing, request.tried)
+        return self.backends.choose(routing, request.tried, request.prefixes)
 
     async def _pass_on(self, request: RoutedRequest, backend: Backend, reply: httpx.Response) -> None:
         """The answer to the client, as its bytes come."""

@@ -15,17 +15,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal, get_args
 
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from frame.entrypoints.handoff import FLEET, LOAD, VERSION
+from frame.entrypoints.handoff import FLEET, KV_EVENTS, LOAD, VERSION
+from frame.entrypoints.router.cached_prefixes import CachedPrefixes, PromptPrefixes
 from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
 from frame.entrypoints.router.scaling import DesiredReplicas, FleetSignals, find_percentile, read_inter_token
 from frame.interfaces.routing import RoutingRequest
+from frame.kv_events.subscriber import Subscription
 from frame.parallel.replica_choice import ReplicaChooser
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,14 @@ class Backend:
     first_bytes: FirstBytes = field(default_factory=FirstBytes)
     heard: float = -math.inf  # when a part of an answer came; monotonic
     inter_token: float = 0.0  # seconds, lately, as its last health check tells; 0.0: unknown
+    events: Subscription | None = None  # the KV events of this process
+    events_source: str = ""  # the process and what it says of them
+
+    def close_events(self) -> None:
+        """What its cache holds is not known any more."""
+        if self.events is not None:
+            self.events.is_closed = True
+        self.events, self.events_source = None, ""
 
     def watch_lost(self) -> asyncio.Future[None]:
         """Ends when the replica is lost; the caller takes it out of `watchers`. A task that waits
@@ -90,12 +100,21 @@ class Backend:
 
 
 class Backends:
-    """All replicas. `interval`: seconds between health checks, and of each."""
+    """All replicas. `interval`: seconds between health checks, and of each. `prefixes`: reads their
+    KV events; None: they are not read."""
 
-    def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, interval: float, chooser: ReplicaChooser | None = None) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        client: httpx.AsyncClient,
+        interval: float,
+        chooser: ReplicaChooser | None = None,
+        prefixes: CachedPrefixes | None = None,
+    ) -> None:
         self._members = {number: Backend(url.rstrip("/"), number, self) for number, url in enumerate(urls)}
         self._client, self._interval = client, interval
         self._chooser = chooser or ReplicaChooser(None)
+        self.prefixes = prefixes
         self.desired: DesiredReplicas | None = None  # set where the fleet has latency targets
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)  # (when, seconds) of streams
 
@@ -149,6 +168,7 @@ class Backends:
             is_named = backend.is_removed and backend.source not in ("", "admin")
             if backend.is_leaving and not is_named and (not backend.outstanding or backend.state == "lost"):
                 del self._members[backend.number]
+                backend.close_events()
                 self._chooser.forget_replica(backend.number)
                 log.info("replica %s has left", backend.url)
 
@@ -156,16 +176,25 @@ class Backends:
     def healthy(self) -> list[Backend]:
         return [backend for backend in self.all if backend.is_healthy]
 
-    def choose(self, request: RoutingRequest, tried: Collection[int] = ()) -> Backend | None:
+    def choose(self, request: RoutingRequest, tried: Collection[int] = (), prefixes: PromptPrefixes | None = None) -> Backend | None:
         """The replica of a request, among the healthy ones that were not tried. Slow ones count as
-        more loaded, and suspended ones are the last resort."""
+        more loaded, and suspended ones are the last resort. `prefixes`: of its prompt."""
         left = [backend for backend in self.healthy if backend.number not in tried]
         left = [backend for backend in left if not backend.is_suspended] or left
         loads = {backend.number: round(backend.outstanding * backend.first_bytes.factor) for backend in left}
-        return self._members[self._chooser.choose(request, loads)] if loads else None
+        if not loads:
+            return None
+        if prefixes is not None and self.prefixes is not None:
+            cached = self.prefixes.find_shares(prefixes, {backend.number: (backend.url, backend.events) for backend in left})
+            request = replace(request, cached=cached)
+        chosen = self._members[self._chooser.choose(request, loads)]
+        if prefixes is not None:
+            prefixes.is_cached = request.cached.get(chosen.number, 0.0) >= 1.0
+        return chosen
 
     def mark_lost(self, backend: Backend, reason: str) -> None:
         """The replica does not answer."""
+        backend.close_events()
         if backend.state in ("serving", "draining"):
             log.warning("replica %s is unhealthy: %s", backend.url, reason)
             self._chooser.forget_replica(backend.number)
@@ -234,6 +263,7 @@ class Backends:
             if state == "draining" and backend.state != state:
                 log.info("replica %s drains", backend.url)
             backend.state, backend.failed_checks = "draining" if backend.is_leaving else state, 0
+            self._follow_events(backend, reply.headers.get(KV_EVENTS.decode(), ""))
             return
         if backend.state == "joining":  # it may still load its model
             return
@@ -245,28 +275,53 @@ class Backends:
             self.mark_lost(backend, reason)
 
 
-@dataclass(slots=True)
-class Place:
-    """A request that counts as one of a replica."""
+    def _follow_events(self, backend: Backend, told: str) -> None:
+        """Read the KV events of a replica's process, where it says."""
+        source = f"{backend.instance} {told}" if told and backend.instance and self.prefixes is not None else ""
+        if source == backend.events_source or self._members.get(backend.number) is not backend:  # it has left meanwhile
+            return
+        backend.close_events()
+        backend.events_source = source
+        if source and self.prefixes is not None:
+            try:
+                backend.events = self.prefixes.follow(backend.url, told)
+            except ValueError as error:
+                log.warning("replica %s: its KV events cannot be read: %s", backend.url, error)
 
-    backend: Backend
+
+class Place:
+    """A request that counts as one of a replica. `prefixes`: of its prompt."""
+
+    def __init__(self, backend: Backend, prefixes: PromptPrefixes | None) -> None:
+        self._prefixes = prefixes
+        self._enter(backend)
+
+    def _enter(self, backend: Backend) -> None:
+        self.backend = backend
+        backend.outstanding += 1
+        if self._prefixes is not None:
+            self._prefixes.owner.enter(self._prefixes, backend.url)
+
+    def leave(self) -> None:
+        """It has ended there."""
+        self.backend.outstanding -= 1
+        if self._prefixes is not None:
+            self._prefixes.owner.leave(self._prefixes, self.backend.url)
 
     def move(self, backend: Backend) -> None:
         """It is another replica's now."""
-        self.backend.outstanding -= 1
-        backend.outstanding += 1
-        self.backend = backend
+        self.leave()
+        self._enter(backend)
 
 
 @contextlib.contextmanager
-def counted(backend: Backend) -> Iterator[Place]:
+def counted(backend: Backend, prefixes: PromptPrefixes | None = None) -> Iterator[Place]:
     """Count a request of a replica inside a with block."""
-    backend.outstanding += 1
-    place = Place(backend)
+    place = Place(backend, prefixes)
     try:
         yield place
     finally:
-        place.backend.outstanding -= 1
+        place.leave()
 
 
 @contextlib.contextmanager
@@ -310,6 +365,9 @@ class RouterMetrics:
             "frame_router_replica_outstanding", "Requests of a replica that are not finished.", ["replica"], registry=self._registry
         )
 
+        self._blocks = Gauge(
+            "frame_router_replica_cached_blocks", "Blocks that a replica caches, as events tell.", ["replica"], registry=self._registry
+        )
         self._desired = Gauge("frame_desired_replicas", "Replicas that the latency targets need.", registry=None)
         self._limit = Gauge(
             "frame_router_replica_limit", "Requests of a replica within the targets; 0: not known.", registry=None
@@ -332,7 +390,7 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """All metrics as text."""
-        for gauge in (self._healthy, self._suspended, self._outstanding):  # of those that have left
+        for gauge in (self._healthy, self._suspended, self._outstanding, self._blocks):  # of those that have left
             gauge.clear()
         replicas = [backend for group in self._groups for backend in group.all]
         if (desired := self._groups[0].desired) is not None:
@@ -344,4 +402,6 @@ class RouterMetrics:
             self._suspended.labels(backend.url).set(backend.is_suspended)
             self._healthy.labels(backend.url).set(backend.is_healthy)
             self._outstanding.labels(backend.url).set(backend.outstanding)
+            if backend.events is not None and backend.events.is_live:
+                self._blocks.labels(backend.url).set(sum(map(len, backend.events.indexes)))
         return generate_latest(self._registry)

@@ -73,10 +73,11 @@ def is_streamed(body: bytes) -> bool:
 class Prompt(NamedTuple):
     """What the choice of a replica reads of a body. blocks: a hash of each prefix of whole blocks
     of the prompt; empty without one. model: what names the model or the adapter, as it came; b"":
-    nothing."""
+    nothing. length: bytes of the prompt and what precedes it; 0: there are several prompts."""
 
     blocks: list[int]
     model: bytes
+    length: int = 0
 
 
 def read_prompt(body: bytes, adapters: Container[bytes] = ()) -> Prompt:
@@ -92,17 +93,18 @@ def read_prompt(body: bytes, adapters: Container[bytes] = ()) -> Prompt:
     is_adapter = name in adapters
     if path not in (b"", b"null", b'""'):
         is_adapter, name = True, path
-    before, prompts = ([memoryview(getattr(fields, field))[:MAX_BYTES] for field in names] for names in (_BEFORE, _PROMPTS))
+    before, prompts = ([memoryview(getattr(fields, field)) for field in names] for names in (_BEFORE, _PROMPTS))
     prompt = next((value for value in prompts if value and value != b"null"), None)
     if prompt is None:
         return Prompt([], name)
+    length = 0 if prompt[:2] in (b"[[", b'["') else sum(map(len, before)) + len(before) + len(prompt)
     if prompt[:2] == b"[[":  # the first of several
         prompt = prompt[1:]
-    text = b",".join([*before, prompt])[:MAX_BYTES]
+    text = b",".join([each[:MAX_BYTES] for each in (*before, prompt)])[:MAX_BYTES]
     digest, hashes = hashlib.blake2b(digest_size=8), []
     if is_adapter:
         hashes.append(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
     for start in range(0, len(text) - BLOCK + 1, BLOCK):
         digest.update(text[start : start + BLOCK])
         hashes.append(int.from_bytes(digest.digest(), "little"))
-    return Prompt(hashes, name)
+    return Prompt(hashes, name, length)

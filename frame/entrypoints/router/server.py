@@ -21,6 +21,7 @@ from frame.entrypoints.keys import AdminKey
 from frame.entrypoints.logs import report
 from frame.entrypoints.processes.start_signals import StartSignals
 from frame.entrypoints.router.admin import AdminApp
+from frame.entrypoints.router.cached_prefixes import CachedPrefixes
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.discovery import Source, watch_sources
 from frame.entrypoints.router.proxy import Proxy
@@ -28,6 +29,7 @@ from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.scaling import DesiredReplicas, ScalingTargets
 from frame.entrypoints.tls import Certificate
 from frame.interfaces.routing import RoutingContext, RoutingPolicy
+from frame.kv_events.subscriber import EventReader
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.loader import load_registry
 
@@ -91,8 +93,10 @@ async def route(
     signals.forward(on_signal)
     raise_file_limit(2 * settings.max_connections)
     async with open_client() as client:
-        backends = Backends(settings.urls, client, settings.health_interval, ReplicaChooser(make_policy()))
-        prefill = Backends(settings.prefill_urls, client, settings.health_interval, ReplicaChooser(make_policy()))
+        reader = EventReader()
+        prefixes = None if settings.key is None else CachedPrefixes(reader)
+        backends = Backends(settings.urls, client, settings.health_interval, ReplicaChooser(make_policy()), prefixes)
+        prefill = Backends(settings.prefill_urls, client, settings.health_interval, ReplicaChooser(make_policy()), prefixes)
         backends.desired = None if settings.targets is None else DesiredReplicas(settings.targets)
         sources = [Source(value) for value in settings.sources]
         for source in sources:
@@ -126,6 +130,7 @@ async def route(
                 while any(backend.outstanding for backend in (*backends.all, *prefill.all)) and not now.is_set():  # noqa: ASYNC110 - two conditions
                     await asyncio.sleep(0.05)
         watching.cancel()
+        reader.close()
         await asyncio.gather(watching, return_exceptions=True)
         if admin is not None:
             operators.should_exit = operators.force_exit = True

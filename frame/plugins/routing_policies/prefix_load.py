@@ -1,5 +1,5 @@
 """`prefix_load`: the replica with the greatest share of the prompt in its cache, less its relative
-load. What replicas have cached is estimated from earlier choices."""
+load. What replicas have cached is estimated from earlier choices, unless their caches tell it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class PrefixLoad(RoutingPolicy):
 
         def score(replica: int) -> float:
             excess = max(0, loads[replica] - minimum - SLACK)
-            return matched[replica] / max(1, len(blocks)) - LOAD_WEIGHT * excess / max(1.0, mean)
+            share = request.cached.get(replica)
+            return (matched[replica] / max(1, len(blocks)) if share is None else share) - LOAD_WEIGHT * excess / max(1.0, mean)
 
         chosen = max(loads, key=lambda replica: (score(replica), -loads[replica]))
         for block in blocks:

@@ -110,7 +110,7 @@ def test_a_stream_moves_and_the_client_sees_one() -> None:
         first, second = FramedReplica(), FramedReplica()
         first.script[3] = act
         async with routed(first, second, key=KEY) as (client, backends, metrics):
-            backends.choose = lambda request, tried=(): next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
+            backends.choose = lambda _, tried=(), *__: next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
             await asyncio.gather(*(backends.check(backend) for backend in backends.all))
             reply = await client.post("/v1/chat/completions", json=CHAT)
             assert tokens(reply.text) == whole(), act
@@ -135,7 +135,7 @@ def test_frames_before_the_start_are_none() -> None:
         first, second = FramedReplica(), FramedReplica()
         first.script[-1] = "early"
         async with routed(first, second, key=KEY) as (client, backends, _):
-            backends.choose = lambda request, tried=(): next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
+            backends.choose = lambda _, tried=(), *__: next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
             await asyncio.gather(*(backends.check(backend) for backend in backends.all))
             reply = await client.post("/v1/chat/completions", json=CHAT)
             assert (tokens(reply.text), reply.headers["x-from"]) == (whole(), second.url)
@@ -170,7 +170,7 @@ def test_progress_clears_a_stream_but_not_for_ever() -> None:
         for number, replica in enumerate(replicas[:count]):
             replica.script[10 * number + 9] = "die"
         async with routed(*replicas, key=KEY) as (client, backends, _):
-            backends.choose = lambda request, tried=(): next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
+            backends.choose = lambda _, tried=(), *__: next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
             await asyncio.gather(*(backends.check(backend) for backend in backends.all))
             found = tokens((await client.post("/v1/chat/completions", json=CHAT)).text)
             if count < moving.MAX_LOST_IN_ALL:
@@ -195,7 +195,7 @@ def test_a_stream_that_cannot_move_says_why(monkeypatch: pytest.MonkeyPatch) -> 
         second.refusal = (409, "another checkpoint") if case == "model" else (503, "full") if case == "full" else (0, "")
         second.refusal = (400, '"\xff\xfe"') if case == "nonsense" else second.refusal
         async with routed(*((first,) if case == "alone" else (first, second)), key=KEY) as (client, backends, _):
-            backends.choose = lambda request, tried=(): next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
+            backends.choose = lambda _, tried=(), *__: next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
             await asyncio.gather(*(backends.check(backend) for backend in backends.all))
             text = (await client.post("/v1/chat/completions", json=CHAT)).text
             found = text if case == "part" else tokens(text)[-1]["error"]["message"]

@@ -52,7 +52,7 @@ def test_turns_of_conversations_hit_the_cache() -> None:
         async with routed(*replicas) as (client, backends, _):
             if by_lot:
                 lot = random.Random(6)
-                backends.choose = lambda blocks, tried=(): backends.all[lot.randrange(count)]  # type: ignore[method-assign]
+                backends.choose = lambda _, tried=(), *__: backends.all[lot.randrange(count)]  # type: ignore[method-assign]
             draw = random.Random(5)
             await asyncio.gather(*(talk(client, 6, 700, draw) for _ in range(12)))
         return sum(replica.hits for replica in replicas) / sum(replica.blocks for replica in replicas)
@@ -148,7 +148,7 @@ async def _post_to(backends: Backends, client: httpx.AsyncClient, number: int, b
     """A request that the router sends to the replica `number`."""
     choose = backends.choose
 
-    def pinned(blocks: Any, tried: Any = ()) -> Any:
+    def pinned(*_: Any) -> Any:
         backends.choose = choose  # type: ignore[method-assign]
         return backends.all[number]
 
@@ -160,7 +160,7 @@ def test_what_a_replica_may_have_begun_is_repeated_only_if_it_keeps_nothing() ->
     async def main() -> None:
         dying, other = FakeReplica(), FakeReplica()
         async with routed(dying, other) as (client, backends, _):
-            backends.choose = lambda blocks, tried=(): next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
+            backends.choose = lambda _, tried=(), *__: next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
             response = await client.post("/v1/conversations", json={"kind": "die"}, headers={"x-request-id": "mine"})
             assert response.status_code == 502
             assert "request mine, which is not repeated" in response.json()["error"]["message"]
@@ -272,7 +272,7 @@ def test_a_refusal_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) ->
     async def main() -> None:
         refusal = b"HTTP/1.1 503 X\r\ncontent-length: 9\r\n\r\nO"
         async with raw_replica(refusal) as url, routed(FakeReplica(), urls=(url,)) as (client, backends, _):
-            backends.choose = lambda blocks, tried=(): next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
+            backends.choose = lambda _, tried=(), *__: next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
             assert (await client.post("/generate", json={"text": "x"}, timeout=5)).status_code == 200
 
     run(main)

@@ -27,7 +27,7 @@ from frame.core.blame import explain
 from frame.entrypoints.http.errors import OPENAI, ApiError, DisconnectedError, ErrorShape
 from frame.entrypoints.http.paced_json import PacedBody, collect_pieces, each_piece, encode_steps
 from frame.entrypoints.http.request_body import parse_body
-from frame.entrypoints.http.request_context import Receive, RequestContext, Scope, Send, check_query
+from frame.entrypoints.http.request_context import BLOCKS, Receive, RequestContext, Scope, Send, check_query
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.validation_errors import validation_error
 from frame.entrypoints.logs import ACCESS
@@ -168,7 +168,9 @@ class ApiRoute(APIRoute):
                 if hooks is not None and self.access is not Access.OPEN and "admitted" not in scope:
                     await hooks.check_request(context, self.path)
                 for name, value in scope["headers"]:
-                    if name == HANDOFF:
+                    if name == BLOCKS and (fleet := app.services.fleet) is not None and fleet.asks_for_blocks(scope["path"], value):
+                        scope["tell_blocks"] = fleet.tell_blocks
+                    elif name == HANDOFF:
                         from frame.entrypoints.http.protocol.continuation import read_fleet_header
 
                         await read_fleet_header(context, app.services.fleet, value)

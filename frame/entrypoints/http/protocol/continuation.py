@@ -30,7 +30,7 @@ from frame.entrypoints.engine_client.response_state import RequestState, Sequenc
 from frame.entrypoints.handoff import FleetKey, Handoff, HandoffError, StreamStart, Write
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.paced_json import TURN, Event
-from frame.entrypoints.http.request_context import RequestContext
+from frame.entrypoints.http.request_context import BLOCKS, RequestContext
 from frame.entrypoints.version import package_version
 from frame.text.detokenizer import Detokenizer
 from frame.text.incremental_decoder import PROMPT_TAIL
@@ -41,6 +41,7 @@ _KINDS = ("model", "weight_format", "attention_backend", "adapter", "modality", 
           "reasoning_parser", "tool_call_parser")  # fmt: skip
 SAMPLED_FILE = 4 << 20  # bytes of a file above which only `SAMPLES` blocks of it are hashed
 SAMPLES, SAMPLE = 8, 1 << 14  # blocks, bytes
+FIRST_WEIGHTS = "default"  # the version before an update
 _encode = msgspec.msgpack.encode
 
 
@@ -55,11 +56,31 @@ class Fleet:
         self.recorders: set[StreamRecorder] = set()  # of the streams that can move
         self.is_draining = False
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self.events, self._page_size = _describe_events(resolved), resolved.page_size
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         """Those of /health."""
-        return ((fleet.FLEET, f"{self.instance} {self.identity} {fleet.VERSION}".encode()),)
+        identity = (fleet.FLEET, f"{self.instance} {self.identity} {fleet.VERSION}".encode())
+        return (identity, (fleet.KV_EVENTS, self.events)) if self.events else (identity,)
+
+    def asks_for_blocks(self, path: str, value: bytes) -> bool:
+        """Whether the router asks for the blocks of the prompt. Another client gets none."""
+        try:
+            self.key.check(self.key.read(value), path.removesuffix("/"), BLOCKS.decode())
+        except HandoffError:
+            return False
+        return bool(self.events)
+
+    def tell_blocks(self, state: RequestState) -> bytes:
+        """The blocks of the first prompt, where events name them by these hashes: not of media or
+        adapters, nor after an update of the weights, which the engine counts in the namespace."""
+        from frame.kv_events.prompt_blocks import UNKNOWN, tell_blocks
+
+        first = state.sequences[0]
+        if first.recovery.media or first.recovery.adapter is not None or first.weight_version != FIRST_WEIGHTS:
+            return UNKNOWN
+        return tell_blocks(first.prompt, state.namespace, self._page_size)
 
     async def ask_for_moves(self) -> None:
         """Ask the router to move all streams, and those that begin later. It goes on reading those
@@ -86,6 +107,20 @@ def identify(resolved: Resolved) -> str:
             if file.is_file():
                 _hash_file(digest, file)
     return digest.hexdigest()
+
+
+def _describe_events(resolved: Resolved) -> bytes:
+    """Where the router gets KV events; b"": nowhere."""
+    cache, plan = resolved.user.cache, resolved.plan
+    if cache.events_endpoint is None or cache.events_layout != "map":
+        return b""
+    from frame.kv_events.publisher import is_bound
+
+    ports = [
+        int(endpoint.rpartition(":")[2]) if endpoint is not None and endpoint.startswith("tcp:") and is_bound(endpoint) else 0
+        for endpoint in (cache.events_endpoint, cache.events_replay_endpoint)
+    ]
+    return b"%d %d %d" % (*ports, plan.num_replicas * plan.num_groups) if ports[0] else b""
 
 
 def _hash_file(digest: Any, file: Path) -> None:
