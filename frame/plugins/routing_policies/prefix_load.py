@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from frame.interfaces.routing import RoutingContext, RoutingPolicy, RoutingRequest
 
-MAX_PREFIXES = 65_536  # blocks remembered, the most recently used
+MAX_PREFIXES = 262_144  # blocks remembered, the most recently used; 154 bytes each, more beyond 30 replicas
 LOAD_WEIGHT = 1.0  # score lost by a replica with a mean load more than the least; less would never move a whole prompt from one of two
 SLACK = 4  # sequences; a smaller difference is no load
 

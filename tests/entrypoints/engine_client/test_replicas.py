@@ -19,7 +19,8 @@ from frame.entrypoints.engine_client.response_state import RequestState
 from frame.entrypoints.engine_client.stats import Outstanding
 from frame.interfaces.routing import RoutingContext
 from frame.parallel.replica_choice import BLOCK, ReplicaChooser, sum_loads
-from frame.plugins.routing_policies.prefix_load import MAX_PREFIXES, PrefixLoad
+from frame.plugins.routing_policies import prefix_load
+from frame.plugins.routing_policies.prefix_load import PrefixLoad
 from tests.entrypoints.engine_client.test_client import LIMITS, Link, rids
 
 DRAW = random.Random(3)
@@ -86,12 +87,13 @@ def test_a_replica_that_is_away_gets_nothing() -> None:
     assert chooser.choose_replica(hot, "", {1 - home: 100}) == 1 - home
 
 
-def test_the_memory_of_prefixes_is_bounded() -> None:
+def test_the_memory_of_prefixes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_load, "MAX_PREFIXES", 6400)
     policy = PrefixLoad(RoutingContext())
     chooser = ReplicaChooser(policy)
-    for number in range(MAX_PREFIXES // 32 + 50):
+    for number in range(250):
         chooser.choose_replica([number] * 32 * BLOCK, "", {0: 0, 1: 0})
-    assert len(policy._replicas) == MAX_PREFIXES
+    assert len(policy._replicas) == 6400
 
 
 def make(count: int = 2) -> tuple[ReplicaClient, list[Link]]:
