@@ -241,7 +241,7 @@ class Case:
         require_near(self.kernel.prepare(weight)(x), self.reference(x, other), f"a sum over {inputs} inputs", tolerance)
 
     def check_magnitudes(self) -> None:
-        """Rows of zeros, which pad a batch, and rows of large and of small numbers beside each other."""
+        """Rows of zeros, which pad a batch, of large and of small numbers beside each other."""
         product, x, weight = self.kernel.prepare(self.make()), self.input(6), self.make()
         x[0] = 0
         if self.dtype != torch.float16:  # whose range ends there
