@@ -303,17 +303,17 @@ def check_whitespace_of_a_tag(run: Run) -> None:
     it."""
     if "structural_tag" not in run.kinds:
         raise SkipCheck("the backend compiles no structural tags")
-    for most in (2, 6, 2):
-        content = {"type": "json_schema", "json_schema": {"const": [1]}, "max_whitespace_cnt": most}
+    for maximum in (2, 6, 2):
+        content = {"type": "json_schema", "json_schema": {"const": [1]}, "max_whitespace_cnt": maximum}
         form = {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
         case = Language("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
         try:
             run.backend.compile(case.kind, case.source)
         except ValueError as error:
             raise SkipCheck(f"it does not read max_whitespace_cnt: {error}") from None
-        one, all_of_them, more = (takes_text(run, case, f"<f>[{' ' * number}1]</f>") for number in (1, most, most + 1))
-        assert all_of_them == one, f"with max_whitespace_cnt {most}, one space is {'taken' if one else 'refused'}, and {most} are not"
-        assert not more, f"with max_whitespace_cnt {most}, {most + 1} spaces are taken"
+        one, all_of_them, more = (takes_text(run, case, f"<f>[{' ' * number}1]</f>") for number in (1, maximum, maximum + 1))
+        assert all_of_them == one, f"with max_whitespace_cnt {maximum}, one space is {'taken' if one else 'refused'}, and {maximum} are not"
+        assert not more, f"with max_whitespace_cnt {maximum}, {maximum + 1} spaces are taken"
 
 
 def takes_text(run: Run, case: Language, text: str) -> bool:
