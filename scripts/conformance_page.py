@@ -28,8 +28,9 @@ def conformance_page(root: Path) -> str:
         "`python -m tests.testing.test_mutants KIND` runs the suites and records the results."),
         ("Three further sets measure the suites. Third-party mutants, in `tests/testing/third_party/`, were written from the interfaces "
         "alone, before the checks that kill them; `python -m tests.testing.test_third_party KIND` records them. Generated mutants are "
-        "small changes of the source of an in-tree member, a sample by a seed; those that no user can see are counted apart, as "
-        "equivalent. `python -m tests.testing.generated --seed N` makes others. Held-out plugins, in "
+        "small changes of the source of an in-tree member, a sample by a seed. Two sorts are counted apart: equivalent ones, which no "
+        "user can see, and those in code that runs elsewhere alone, on other hardware than the machine that made the table has. "
+        "`python -m tests.testing.generated --seed N` makes others. Held-out plugins, in "
         "`tests/testing/held_out/`, were written by an author who had not seen the suites: the first number is of the suites as they "
         "were then, the second of those of today where they have run again. `python -m tests.testing.measure_held_out KIND` "
         "records them. `none`: nothing was written, or no run is recorded. "
@@ -69,9 +70,9 @@ def _count_killed(kind: str, sets: Sequence[Mapping[str, Any]]) -> list[str]:
     if made is None:
         cells.append("none")
     else:
-        num_equivalent = sum(harm.startswith("equivalent") for harm in made["survivors"].values())
-        apart = f", {num_equivalent} equivalent" if num_equivalent else ""
-        cells.append(f"{made['made'] - len(made['survivors'])} / {made['made'] - num_equivalent}{apart}")
+        counts = {word: sum(harm.startswith(word) for harm in made["survivors"].values()) for word in ("equivalent", "elsewhere")}
+        apart = "".join(f", {number} {word}" for word, number in counts.items() if number)
+        cells.append(f"{made['made'] - len(made['survivors'])} / {made['made'] - sum(counts.values())}{apart}")
     cells.append(_count_held_out(columns) if columns else "none")
     return cells
 

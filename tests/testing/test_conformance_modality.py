@@ -8,6 +8,7 @@ import pytest
 
 from frame.plugins.loader import load_registry
 from frame.testing.conformance import Setting, find, run_suite
+from frame.testing.modality import families
 from frame.testing.modality.files import Maker, make_sound
 from frame.testing.modality.suite import suite
 
@@ -27,3 +28,9 @@ def test_files_are_those_of_the_modality(tmp_path: Path) -> None:
     subject = find(REGISTRY, "modality:audio", Setting())
     assert Maker(subject, tmp_path).make(50, seed=3) == make_sound(0.5, seed=3)
     assert "alpha_is_laid_over_white" not in {check.name for check in suite(subject)}
+
+
+def test_images_are_checked_for_all_architectures() -> None:
+    names = [check.name for check in families.list_checks(find(REGISTRY, "modality:image", Setting()))]
+    assert len({name.rpartition("-")[2] for name in names if name.startswith("features_are_the_processors")}) >= 13
+    assert set(families.ROWS) <= {name.rpartition("-")[2] for name in names}

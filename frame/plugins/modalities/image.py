@@ -147,6 +147,9 @@ class ImageModality(ProcessorModality):
             return self._scaling if all(self._scales(np.random.default_rng(0), *size) for size in _SAMPLES) else None
         except (AttributeError, KeyError, ValueError):  # patches in another order
             return None
+        except TypeError as error:  # a setting that transformers reads and does not check
+            sentence = f"the image processor of {self.context.folder} cannot use its settings or those of media.processor_options"
+            raise ConfigurationError(f"{sentence}: {str(error)[:200]}; give `size` the keys that preprocessor_config.json has.") from error
 
     def _scales(self, generator: np.random.Generator, height: int, width: int) -> bool:
         from PIL import Image
@@ -201,8 +204,10 @@ def _without_pixels(images: Any) -> Any:
                 height, width = backends.get_resize_output_image_size(image, **arguments)
             elif size.max_height and size.max_width:
                 height, width = backends.get_image_size_for_max_height_width((height, width), size.max_height, size.max_width)
-            else:
+            elif size.height and size.width:
                 height, width = size.height, size.width
+            else:
+                raise ValueError("the size has no keys that the image processor reads")
             return np.broadcast_to(np.uint8(0), (channels, height, width))
 
     base = type(images)

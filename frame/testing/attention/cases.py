@@ -48,6 +48,7 @@ def cases(device: str, thorough: bool, capabilities: Any) -> Iterator[tuple[str,
         candidates += [*_large_cases(), *_fuzzed_cases(60)]
     if getattr(capabilities, "latent_heads", False):
         candidates += [*_wide_cases(32, 16), *(_wide_cases(512, 64) if thorough else ())]
+    candidates += _long_cases()
     names = [name for name in DTYPES if name in getattr(capabilities, "dtypes", DTYPES)]
     for index, (name, case) in enumerate(candidates):
         one = np.random.default_rng(index).integers(len(names)) if thorough else index % len(names)
@@ -96,6 +97,19 @@ def _heads_cases() -> Iterator[tuple[str, Case]]:
     many = Rows.of([1 + n % 23 for n in range(68)], [(n, 1 + n % 2) for n in range(5)])
     yield "mha-many-rows", Case(many, heads=2, kv_heads=1, head_dim=64, v_head_dim=64)
     yield "mha-sinks-decodes-window", Case(DECODES, sinks=True, window=40, head_dim=64, v_head_dim=64)
+
+
+def _long_cases() -> Iterator[tuple[str, Case]]:
+    """One row with so many queries that a backend may compute them block by block; more heads a key
+    than keys."""
+    rows = Rows.of([5], [(100, 1100)])
+    shape: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
+    yield "mha-long-extends", Case(rows, **shape)
+    yield "mha-long-extends-window", Case(rows, window=70, **shape)
+    yield "mha-long-extends-chunks", Case(rows, window=70, chunked=True, **shape)
+    yield "mha-long-extends-sinks", Case(rows, sinks=True, **shape)
+    yield "mha-long-extends-sinks-window", Case(rows, sinks=True, window=700, **shape)
+    yield "mha-long-extends-soft-cap", Case(rows, soft_cap=1.5, **shape)
 
 
 def _sparse_cases() -> Iterator[tuple[str, Case]]:

@@ -24,13 +24,16 @@ _MERGED = 4  # patches of a row in these families
 class Maker:
     """Makes instances of the class under test, and files for it."""
 
-    def __init__(self, subject: Subject, folder: Path) -> None:
+    def __init__(self, subject: Subject, folder: Path, family: str = "") -> None:
+        """`family`: of the checkpoint, in place of the class's own or that of its modality."""
         self._subject = subject
+        self.folder = folder
         can = subject.record.capabilities
         self.modality = can.modality if isinstance(can, ModalityCapabilities) else "image"
         target: Any = subject.target
-        write = getattr(target, "write_conformance_checkpoint", None)
-        model_config = write(folder) if write else write_folder(folder, _FAMILIES[self.modality])
+        write = None if family else getattr(target, "write_conformance_checkpoint", None)
+        model_config = write(folder) if write else write_folder(folder, family or _FAMILIES[self.modality])
+        self.has_mrope = model_config.has_mrope
         self._context = ModalityContext(folder, model_config)
         self._count = getattr(target, "count_conformance_rows", None)
         self._made: Modality | None = None
@@ -38,6 +41,12 @@ class Maker:
     def create(self, **limits: Any) -> Modality:
         """A new instance."""
         made: Modality = self._subject.target(replace(self._context, limits=MediaLimits(**limits)), self._subject.options)
+        return made
+
+    def create_with(self, options: Mapping[str, Any]) -> Modality:
+        """A new instance with options of the server. Raises ConfigurationError if it refuses
+        them."""
+        made: Modality = self._subject.target(replace(self._context, processor_options=options), self._subject.options)
         return made
 
     @property

@@ -2,7 +2,8 @@
 the file asks; what is damaged, too large or unknown is refused. Must not know a plugin by name.
 
 The suite builds the class for a tiny checkpoint (Qwen2-VL for images, Qwen2.5-VL for videos,
-Qwen2-Audio for sound). A class for another one has the static methods
+Qwen2-Audio for sound), and one of images for those of other architectures, unless it refuses them
+with a ConfigurationError. A class for another checkpoint has the static methods
 `write_conformance_checkpoint(folder)`, which writes its files and returns the `ModelConfig`, and
 `count_conformance_rows(arrays)`, which says how many rows the encoder makes of its features. Images
 are PNG files, videos MP4, sound WAV.
@@ -15,6 +16,7 @@ import math
 import re
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,11 +27,13 @@ import numpy as np
 from frame.interfaces.modality import MediaError, MediaSize
 from frame.testing.conformance import Check, SkipCheck, Subject, count_elements, find_checks, unchanged_process
 from frame.testing.generators import require_near_reference
+from frame.testing.modality import families
 from frame.testing.modality.files import Maker, make_pixels, make_video, save_image
 
 _FOREIGN = re.compile(r"0x|Traceback|\w+(?:Error|Exception)\b|<\w+[. ]|site-packages|\bb'")  # of a decoder's message
 SIZES = ((96, 64), (64, 96), (33, 47), (200, 40), (30, 180), (256, 256))
 MAX_LAYOUT_SECONDS = 0.5  # of the largest file
+MAX_LAYOUT_BYTES = 32 << 20
 LARGE = 7000  # pixels of a side; bytes of a picture of this size would be 147 MB
 
 
@@ -42,6 +46,8 @@ def suite(subject: Subject) -> Iterator[Check]:
             kinds = _KINDS.get(name)
             if kinds is None or maker.modality in kinds:
                 yield Check(name, partial(_run, check, subject))
+        if maker.modality == "image" and not hasattr(subject.target, "write_conformance_checkpoint"):
+            yield from families.list_checks(subject)
 
 
 def _run(check: Any, subject: Subject) -> None:
@@ -351,6 +357,13 @@ def check_layouts_need_no_pixels(maker: Maker) -> None:
     maker.one.lay_out(size, {})
     seconds = time.process_time() - began
     assert seconds < MAX_LAYOUT_SECONDS, f"the layout of {LARGE} x {LARGE} pixels takes {seconds:.2f} seconds"
+    tracemalloc.start()
+    try:
+        maker.one.lay_out(size, {})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MAX_LAYOUT_BYTES, f"the layout of {LARGE} x {LARGE} pixels takes {peak >> 20} MiB of memory"
 
 
 def check_the_process_stays_as_it_is(maker: Maker) -> None:

@@ -261,6 +261,25 @@ def check_grammars_are_those_of_their_functions(make: MakeCalls) -> None:
         assert f"only_in_{number}" in json.dumps(form), "the grammar is that of another request, whose functions have the same names"
 
 
+def check_grammars_are_those_of_their_rules(make: MakeCalls) -> None:
+    """A parser that has given one grammar gives others as a new parser does: calls may be required
+    or not, and one or several."""
+    shared, functions = make(), _functions_of_a_request()
+    shared.begin(functions)
+    kinds = [(is_required, is_parallel) for is_required in (True, False) for is_parallel in (True, False)]
+    for kind in [*kinds, *reversed(kinds)]:
+        others = _functions_of_a_request()
+        alone = _started(make(), others).grammar(CallRule(others, *kind))
+        form = shared.grammar(CallRule(functions, *kind))
+        assert form == alone, f"the grammar of calls with is_required, is_parallel = {kind} is another one after those of other rules"
+
+
+def _functions_of_a_request() -> tuple[Function, ...]:
+    """One whose schema always counts, and one whose schema counts where calls are required."""
+    (strict,) = make_rule(ARGUMENTS[1]).functions
+    return strict, Function("g", strict.parameters)
+
+
 def check_a_piece_is_read_at_once(make: MakeCalls) -> None:
     require_quick_pieces(lambda: _started(make()))
 

@@ -24,6 +24,7 @@ from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OP
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
 MAX_KNOWN = 1.8e-3  # seconds of a mask of the state that was asked for before
 WALKS, MAX_TOKENS = 4, 60  # random texts of a grammar, and their length
+MAX_SPACES = 1100  # in one place of JSON; `max_whitespace` of the backends' options is 1,024 at most
 MAX_SENTENCE = 400  # characters of an error, which a client reads
 THREADS, MIN_FILLS = 4, 6000  # masks that they fill, of few grammars or many
 
@@ -284,6 +285,35 @@ def check_known_texts_are_judged(run: Run) -> None:
             assert any(takes_text(run, case, text) for text in texts), f"{case.name}: {texts[0]!r} is valid, and is refused"
         for text in case.invalid:
             assert not takes_text(run, case, text), f"{case.name}: {text!r} is invalid, and is taken"
+
+
+def check_whitespace_has_an_end(run: Run) -> None:
+    """Models repeat whitespace: between the parts of JSON it is bounded, and the text goes on."""
+    space = run.vocabulary.encode(" ")[0]
+    for case in run.of(case for case in OPEN if case.kind in ("json_schema", "json_object")):
+        grammar = run.start(case)
+        for token in run.vocabulary.encode(case.valid[0][0][:1]):
+            grammar.accept_token(token)
+        num_spaces = next((number for number in range(MAX_SPACES) if not grammar.accept_token(space)), MAX_SPACES)
+        assert num_spaces < MAX_SPACES, f"{case.name}: {MAX_SPACES} spaces may follow its first character; an answer may be spaces alone"
+
+
+def check_whitespace_of_a_tag(run: Run) -> None:
+    """`max_whitespace_cnt` of a structural tag is that of its own tag, where the backend reads
+    it."""
+    if "structural_tag" not in run.kinds:
+        raise SkipCheck("the backend compiles no structural tags")
+    for maximum in (2, 6, 2):
+        content = {"type": "json_schema", "json_schema": {"const": [1]}, "max_whitespace_cnt": maximum}
+        form = {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
+        case = Language("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+        try:
+            run.backend.compile(case.kind, case.source)
+        except ValueError as error:
+            raise SkipCheck(f"it does not read max_whitespace_cnt: {error}") from None
+        one, all_of_them, more = (takes_text(run, case, f"<f>[{' ' * number}1]</f>") for number in (1, maximum, maximum + 1))
+        assert all_of_them == one, f"with max_whitespace_cnt {maximum}, one space is {'taken' if one else 'refused'}, and {maximum} are not"
+        assert not more, f"with max_whitespace_cnt {maximum}, {maximum + 1} spaces are taken"
 
 
 def takes_text(run: Run, case: Language, text: str) -> bool:

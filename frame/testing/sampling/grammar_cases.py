@@ -204,7 +204,15 @@ _TAG = {
     "content": {"type": "json_schema", "json_schema": SCHEMAS[1][0]},
     "end": "</f>",
 }
+_WIDE = {"type": "object", "properties": {f"name_{n}": {"type": "integer"} for n in range(300)}, "additionalProperties": False}
 JSON_CASES = (
+    _schema(_WIDE, ({"name_299": 1}, {"name_0": 5, "name_150": 7}), ({"name_300": 1}, {"name_7": "x"})),
+    Language(
+        "structural_tag",
+        json.dumps({"type": "structural_tag", "format": {**_TAG, "content": {"type": "json_schema", "json_schema": _WIDE}}}),
+        valid=(tuple(f"<f>{text}</f>" for text in _written({"name_1": 1, "name_299": 1})),),
+        invalid=('<f>{"name_300": 1}</f>', '<f>{"name_300":1}</f>'),
+    ),
     Language(
         "structural_tag",
         json.dumps({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [_TAG]}}),

@@ -6,6 +6,7 @@ not name a kernel or a format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,10 +23,12 @@ from frame.testing.generators import call_at_one_address, require_kept, require_
 from frame.testing.tensors import require_form, require_near
 from frame.testing.weights.packed_weights import make_weight
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
-SUM_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1.2e-2}  # of sums over many inputs
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
+SUM_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 1.2e-2}  # of sums over many inputs
 ROUNDED = 0.1  # where a kernel rounds activations too
 COUNTED = 0.02  # relative error of counted bytes
+NARROW = 32  # inputs of a weight whose scales weigh as much as its values
+INT8_ERROR = 1.3  # of rounded inputs, relative to that of rounding to int8 with a scale per row
 ROWS = (1, 2, 7, 17, 70, 71, 513)
 OUTPUTS, INPUTS = 128, 256
 NUM_EXPERTS = 130
@@ -38,6 +41,7 @@ SCHEMES: tuple[tuple[WeightScheme, bool], ...] = (  # with a second scale per ou
     (WeightScheme("int4", (1, 128), zeros=True, ordered=True), False),
     (WeightScheme("int8", (1, 0)), False),
     (WeightScheme("int8", (1, 128), zeros=True), False),
+    (WeightScheme("int8", (1, 64)), False),
     (WeightScheme("int8", (1, 64), ordered=True), False),
     (WeightScheme("e2m1", (1, 32)), False),
     (WeightScheme("e2m1", (1, 16)), True),
@@ -68,8 +72,12 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"gated_product-{name}", case.check_gated)
             yield Check(f"results_are_kept-{name}", case.check_results)
             yield Check(f"long_sums-{name}", case.check_sums)
+            yield Check(f"rows_of_any_magnitude-{name}", case.check_magnitudes)
             yield Check(f"takes_no_longer_than_dequantizing-{name}", case.check_time)
             cases = [Case(subject, DTYPES[name], scheme, outer) for scheme, outer in SCHEMES if scheme.quant_type in quantized]
+            yield Check(f"a_weight_of_each_type_is_taken-{name}", partial(_check_types, cases))
+            yield Check(f"obstacles_are_those_of_the_weight-{name}", partial(_check_obstacles, cases))
+            yield Check(f"rounded_inputs_keep_their_precision-{name}", partial(_check_rounded_inputs, cases))
             yield Check(f"bytes_are_as_counted-{name}", partial(_check_bytes, cases))
             if getattr(subject.record.capabilities, "batch_invariant", False):
                 yield Check(f"batch_invariant-{name}", Case(subject, DTYPES[name], *first, deterministic=True).check_invariance)
@@ -104,11 +112,16 @@ class Case:
         if dtype != torch.float32 and scheme.quant_type in ("e4m3", "int8"):
             self.tolerance = ROUNDED if scheme.quant_type == "e4m3" else TOLERANCE[torch.bfloat16]
 
-    def make(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> PackedWeight:
-        """A weight that the kernel takes."""
+    def draw(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> PackedWeight:
+        """A weight of the scheme on the device."""
         weight = make_weight(self.scheme, outputs, inputs, experts=experts, outer=self.outer, dtype=self.dtype, seed=seed)
         for name, tensor in weight.tensors.items():
             setattr(weight, name, tensor.to(self.device))
+        return weight
+
+    def make(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> PackedWeight:
+        """A weight that the kernel takes."""
+        weight = self.draw(outputs, inputs, experts, seed)
         obstacle = find_kernel_obstacle(self.kernel, weight)
         if obstacle is not None and self.scheme.quant_type == "int8":
             weight.rounds_inputs = True
@@ -227,6 +240,16 @@ class Case:
         tolerance = min(self.tolerance, SUM_TOLERANCE[self.dtype]) if self.tolerance == TOLERANCE[self.dtype] else self.tolerance
         require_near(self.kernel.prepare(weight)(x), self.reference(x, other), f"a sum over {inputs} inputs", tolerance)
 
+    def check_magnitudes(self) -> None:
+        """Rows of zeros, which pad a batch, of large and of small numbers beside each other."""
+        product, x, weight = self.kernel.prepare(self.make()), self.input(6), self.make()
+        x[0] = 0
+        if self.dtype != torch.float16:  # whose range ends there
+            x[1], x[2] = x[1] * 2.0**20, x[2] * 2.0**-20
+        result, expected = product(x), self.reference(x, weight)
+        for row, what in enumerate(("zeros", "large numbers", "small numbers", "numbers beside them")):
+            self.compare(result[row : row + 1], expected[row : row + 1], f"a row of {what}")
+
     def check_arguments(self) -> None:
         product, x = self.kernel.prepare(self.make()), self.input(5)
         kept = x.clone()
@@ -244,13 +267,63 @@ class Case:
         self.compare(out, torch.nn.functional.silu(gate) * up, "gated")
 
 
+def _check_types(cases: Sequence[Case]) -> None:
+    """Of each type that it has a speed for, the kernel multiplies some weight."""
+    obstacles: dict[str, dict[str, str]] = {}
+    taken = set()
+    for case in cases:
+        for outputs, inputs in ((OUTPUTS, INPUTS), (4096, 4096)):
+            if case.scheme.quant_type not in taken:
+                try:
+                    case.make(outputs, inputs)
+                    taken.add(case.scheme.quant_type)
+                except SkipCheck as obstacle:
+                    obstacles.setdefault(case.scheme.quant_type, {})[str(obstacle)] = f"{case.scheme}, {outputs} x {inputs}"
+    for quant_type in obstacles.keys() - taken:
+        reasons = "; ".join(f"{what}: {reason}" for reason, what in obstacles[quant_type].items())
+        raise AssertionError(f"its speeds name {quant_type}, and it takes no such weight ({reasons})")
+
+
+def _check_obstacles(cases: Sequence[Case]) -> None:
+    """A kernel that was asked about other weights answers as one that was not."""
+    shared = cases[0].kernel
+    for case in [*cases, *reversed(cases)]:
+        weight = case.draw()
+        expected, obstacle = find_kernel_obstacle(case.kernel, weight), find_kernel_obstacle(shared, weight)
+        assert obstacle is None or (isinstance(obstacle, str) and obstacle.strip()), f"{case.scheme}: the obstacle is {obstacle!r}"
+        assert obstacle == expected, f"{case.scheme}: after other weights the obstacle is {obstacle!r}, and {expected!r} before"
+
+
+def _check_rounded_inputs(cases: Sequence[Case]) -> None:
+    """A kernel that rounds the inputs of a checkpoint made for that has at most the error of int8
+    with one scale per row."""
+    num_checked = 0
+    for case in cases:
+        weight = case.draw()
+        weight.rounds_inputs = True
+        if find_kernel_obstacle(case.kernel, weight) is not None:
+            continue
+        num_checked += 1
+        expected = weight.dequantize(torch.float32).double()
+        for rows in (3, 70):
+            x = case.input(rows)
+            exact, step = x.double() @ expected.t(), x.double().abs().amax(1, keepdim=True) / 127
+            rounding = float(((x.double() / step).round() * step @ expected.t() - exact).norm())
+            allowed = INT8_ERROR * math.hypot(rounding, torch.finfo(case.dtype).eps / 2 * float(exact.norm()))
+            error = float((case.kernel.prepare(replace(weight))(x).double() - exact).norm())
+            what = f"{case.scheme}, {rows} rows of inputs that may be rounded to int8"
+            assert error <= allowed, f"{what}: the error's norm is {error:.2e}; that of int8 with one scale per row allows {allowed:.2e}"
+    if not num_checked:
+        raise SkipCheck("it takes no weight whose inputs may be rounded")
+
+
 def _check_bytes(cases: Sequence[Case]) -> None:
     """The memory plan counts what products keep, by weights on the meta device."""
     num_checked = 0
     for case in cases:
-        for experts in (0, 2):
+        for experts, inputs in ((0, 4 * INPUTS), (2, 4 * INPUTS), (0, NARROW)):
             try:
-                weight = case.make(OUTPUTS, 4 * INPUTS, experts)
+                weight = case.make(OUTPUTS, inputs, experts)
             except SkipCheck:
                 continue
             meta: dict[str, Any] = {name: tensor.to("meta") for name, tensor in weight.tensors.items()}

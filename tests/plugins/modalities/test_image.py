@@ -6,6 +6,7 @@ import contextlib
 import io
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,14 @@ def test_code_of_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     with contextlib.suppress(ConfigurationError):
         ImageModality(ModalityContext(tmp_path, config))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_size_that_the_processor_does_not_read_is_refused(folder: Path, built: dict[str, ImageModality]) -> None:
+    """At the start, or as other pictures that it does not take: not by an error of transformers."""
+    size = {"shortest_edge": 3136, "longest_edge": 4_000_000}
+    with pytest.raises(ConfigurationError, match="media.processor_options"):
+        ImageModality(ModalityContext(folder / "internvl", built["internvl"].context.model_config, processor_options={"size": size}))
+    context = ModalityContext(folder / "llava_next", built["llava_next"].context.model_config)
+    other = ImageModality(replace(context, processor_options={"size": {"max_height": 112, "max_width": 84}}))
+    with pytest.raises(MediaError, match="send one"):
+        other.lay_out(other.read_size(save(make(96, 64).convert("RGB"))), {})
