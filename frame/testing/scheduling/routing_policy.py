@@ -128,7 +128,7 @@ def check_memory_is_bounded(make: Make) -> None:
     policy, prompts, sizes = make(), Prompts(), []
     loads = dict.fromkeys(range(4), 0)
     for number in range(2 * MEMORY):
-        policy.choose_replica(RoutingRequest(prompts.make(4), f"{number}" if number % 2 else ""), loads)
+        policy.choose_replica(RoutingRequest(prompts.make(8), f"{number}" if number % 2 else ""), loads)
         if number % MEMORY == MEMORY - 1:
             sizes.append(count_elements(policy, maximum=1_000_000))
     assert sizes[1] <= 1.1 * sizes[0] + 1000, f"it holds {sizes[0]} elements after {MEMORY} requests, and {sizes[1]} after twice as many"
