@@ -25,8 +25,7 @@ from frame.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import leaves_nothing, make_alike, require_fast, require_growth
 
-ROOM = 10 << 30  # bytes for a checkpoint of 2 GiB, which a class may copy while it writes it
-LARGE = (1 << 31) + (1 << 12)  # bytes of a tensor, above what a signed number of 32 bits holds
+LARGE, ROOM = (1 << 31) + 4096, 10 << 30  # bytes of a tensor, and for its checkpoint, which a class may copy while it writes it
 MAX_SECONDS = 1.5e-3  # of a small tensor
 WRONG: tuple[Any, ...] = ({"x": [1]}, [[]], ["a"], "text", None, -1, 10**30, 0.5)  # in place of a value of a JSON file
 CPU = torch.device("cpu")
