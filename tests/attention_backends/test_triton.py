@@ -21,8 +21,12 @@ pytestmark = needs_triton
 CPU = AttentionRequirements("cpu", None, "mha", 64, 64, None, "float32", "float32", 16)
 
 
-# Half of the suite's time here: times of an interpreter, and forms of what other checks do mixed.
-COSTLY = "not (grows_with_keys or batch_invariant-mha-window or batch_invariant-mha-long or steps-mha-pages-of-1)"
+# Two thirds of the suite's time here: times of an interpreter, forms of what other checks do mixed,
+# and prompts of 1,100 tokens, of which the kernels see no more than tiles.
+COSTLY = (
+    "not (grows_with_keys or batch_invariant-mha-window or batch_invariant-mha-long or steps-mha-pages-of-1"
+    " or (mha-long-extends and not mha-long-extends-window))"
+)
 
 
 @pytest.mark.slow

@@ -147,9 +147,12 @@ def start_forked(command: Sequence[str], extra: Mapping[str, str]) -> ForkedProc
 def serve_orders(link: socket.socket) -> None:
     """Fork for each order, and send the exit codes, until the other end is closed."""
     codes: dict[int, tuple[int, int]] = {}  # by the descriptor of a process: its id, and that of its exit code
+    watched = select.poll()  # the link has the number that it has in the tests' process, maybe a large one
+    watched.register(link, select.POLLIN)
     while True:
-        for ready in select.select([link, *codes], [], [])[0]:
-            if ready is not link:
+        for ready, _ in watched.poll():
+            if ready != link.fileno():
+                watched.unregister(ready)
                 pid, code = codes.pop(ready)
                 os.write(code, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
                 os.close(code)
@@ -167,7 +170,9 @@ def serve_orders(link: socket.socket) -> None:
             if not pid:
                 run_order(json.loads(data), stderr)
             os.close(stderr)
-            codes[os.pidfd_open(pid)] = (pid, code)
+            process = os.pidfd_open(pid)
+            watched.register(process, select.POLLIN)
+            codes[process] = (pid, code)
             link.send(str(pid).encode())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.entrypoints.fork_server import ForkedProcess, start_forked
+from tests.entrypoints.fork_server import ForkedProcess, ForkServer, make_environment, start_forked
 from tests.entrypoints.serving import READY
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="servers are forked on Linux only")
@@ -63,3 +65,19 @@ def test_its_refusal_has_a_code_and_a_sentence(checkpoint: Path) -> None:
     process = start(command_of(checkpoint, "--no-such-flag"))
     assert process.wait(30) != 0
     assert "--no-such-flag" in process.stderr.read()
+
+
+def test_it_is_forked_where_many_files_are_open(checkpoint: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        server = ForkServer(make_environment({}))
+        process = server.start(command_of(checkpoint, "--no-such-flag"), make_environment({}))
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert process.wait(30) != 0
+    assert "--no-such-flag" in process.stderr.read()
+    server.close()

@@ -33,7 +33,10 @@ SKIPPED = {
 }
 
 # Checks that take seconds, and that the reference of each kind passes in tests/testing.
-LONG = ("files_above_2_gib", "long_calls", "time_is_linear", "grows_with_keys")
+LONG = (
+    *("files_above_2_gib", "long_calls", "time_is_linear", "grows_with_keys", "mha-long-extends", "time_grows_with", "time_does_not_grow"),
+    *("takes_no_longer", "take_linear_time"),
+)
 
 CONFIG = {
     "architectures": ["MyModelForCausalLM"],

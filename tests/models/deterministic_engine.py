@@ -163,6 +163,7 @@ def check_engine(
     plain: dict[str, dict[str, Any]] | None = None,
     adapters: Mapping[str, Path] | None = None,
     drafters: Mapping[str, SamplingParams] = MappingProxyType({"ngram": REPEATED}),
+    chunks: Sequence[int] = (16, 33, 64, 100),
     **sections: dict[str, Any],
 ) -> Scores:
     """Raises AssertionError if the bits of the request depend on anything. Returns them. plain:
@@ -175,7 +176,7 @@ def check_engine(
     for params, alone in ((DRAWN, expected), (REPEATED, repeated)):
         assert score_one(loop, params, others) == alone, f"among {others} others"
         assert score_as_prompt(loop, alone.tokens) == alone.logprobs, "as a prompt"
-    for chunk in (16, 33, 64, 100):
+    for chunk in chunks:
         chunked = sections | (plain or {}) | {"scheduler": sections.get("scheduler", {}) | {"chunked_prefill_size": chunk}}
         found = score_one(make_engine(path, device, dtype, adapters, **chunked), FIRST)
         count = len(found.tokens)

@@ -26,6 +26,9 @@ def test_embedded_model(dtype: str, others: int) -> None:
     assert score_one(make_engine(find_model(EMBEDDED), "cpu", dtype), DRAWN, 3) == expected  # a fresh start
 
 
+FEWER = (33, 64)  # chunks, off and on the bounds of pages; an engine for each is a quarter of a test's time
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "sections"),
@@ -41,7 +44,7 @@ def test_embedded_model(dtype: str, others: int) -> None:
     ],
 )
 def test_other_models(checkpoint: Callable[..., Path], architecture: str, sections: dict[str, Any]) -> None:
-    check_engine(checkpoint(architecture), "cpu", "bfloat16", 24, **sections)
+    check_engine(checkpoint(architecture), "cpu", "bfloat16", 24, chunks=FEWER, **sections)
 
 
 @pytest.mark.slow
@@ -54,7 +57,7 @@ def test_adapters(checkpoint: Callable[..., Path], tmp_path: Path, architecture:
     path = find_model(EMBEDDED) if architecture == EMBEDDED else checkpoint(architecture)
     adapters = {f"rank{rank}": write_adapter(path, tmp_path / f"rank{rank}", rank) for rank in (20, 5)}
     plain = score_one(make_engine(path, "cpu", dtype), DRAWN)
-    assert check_engine(path, "cpu", dtype, 18, adapters=adapters).logprobs != plain.logprobs
+    assert check_engine(path, "cpu", dtype, 18, adapters=adapters, chunks=FEWER).logprobs != plain.logprobs
     assert score_one(make_engine(path, "cpu", dtype, {"": Path(), **adapters}), DRAWN, 18) == plain
 
 

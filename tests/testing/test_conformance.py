@@ -10,6 +10,7 @@ import pytest
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.checkpoints import make_checkpoint
+from tests.testing.small_sizes import use_small_sizes
 
 REGISTRY = load_registry(installed=False)
 SMALL = ("weight_format", "gemm_kernel", "moe_runner", "moe_dispatcher", "logits_processor", "tool_call_parser", "reasoning_parser")
@@ -25,8 +26,11 @@ def _selectors() -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["small", "whole"])
 @pytest.mark.parametrize("selector", _selectors())
-def test_our_own_plugins_conform(selector: str) -> None:
+def test_our_own_plugins_conform(selector: str, is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_small:
+        use_small_sizes(monkeypatch)
     subject = conformance.find(REGISTRY, selector, conformance.Setting())
     for check in conformance.checks(selector.partition(":")[0], subject):
         with suppress(conformance.SkipCheck):

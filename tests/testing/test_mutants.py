@@ -19,6 +19,7 @@ import pytest
 from frame.testing.conformance import run_suite
 from frame.testing.ranks import launcher as conformance_launcher
 from tests.testing.mutants import Mutant, kill_table, kinds, load_mutants
+from tests.testing.small_sizes import use_small_sizes
 
 RESULTS = Path(__file__).with_name("mutants")
 MINIMUM = 10  # mutants of a kind
@@ -54,6 +55,7 @@ def process() -> Iterator[None]:
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: f"{mutant.kind}-{mutant.name}")
 def test_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance_launcher, "_PATIENCE", 3.0)  # a mutant that does not answer is waited for to the end
+    use_small_sizes(monkeypatch)
     record = f"`python -m tests.testing.test_mutants {mutant.kind}`, then `make docs`"
     result = recorded(mutant.kind)[mutant.name]
     failed = [outcome for outcome in run_suite(mutant.subject(), only=result["killed_by"]) if outcome.result == "failed"]
@@ -62,8 +64,11 @@ def test_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> No
     assert (result["sentence"], result["survives"]) == (mutant.sentence, mutant.survives), f"run {record}"
 
 
+@pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["small", "whole"])
 @pytest.mark.parametrize("kind", kinds())
-def test_reference_passes(kind: str) -> None:
+def test_reference_passes(kind: str, is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_small:
+        use_small_sizes(monkeypatch)
     outcomes = run_suite(load_mutants(kind).reference.subject())
     assert outcomes
     assert [outcome for outcome in outcomes if outcome.result == "failed"] == []

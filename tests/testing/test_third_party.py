@@ -18,6 +18,7 @@ import pytest
 
 from frame.testing.conformance import run_suite
 from tests.testing.mutants import Mutant, kill_table
+from tests.testing.small_sizes import use_small_sizes
 from tests.testing.third_party import find_third_party, load_third_party
 
 RESULTS = Path(__file__).with_name("third_party") / "results.json"
@@ -47,7 +48,8 @@ def require_killed(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), KNOWN)
-def test_a_bug_of_another_project_is_found(kind: str, name: str) -> None:
+def test_a_bug_of_another_project_is_found(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_sizes(monkeypatch)
     require_killed(find_third_party(kind, name))
 
 

@@ -25,7 +25,7 @@ from frame.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import leaves_nothing, make_alike, require_fast, require_growth
 
-ROOM = 10 << 30  # bytes for a checkpoint of 2 GiB, which a class may copy while it writes it
+LARGE, ROOM = (1 << 31) + 4096, 10 << 30  # bytes of a tensor, and for its checkpoint, which a class may copy while it writes it
 MAX_SECONDS = 1.5e-3  # of a small tensor
 WRONG: tuple[Any, ...] = ({"x": [1]}, [[]], ["a"], "text", None, -1, 10**30, 0.5)  # in place of a value of a JSON file
 CPU = torch.device("cpu")
@@ -203,8 +203,8 @@ def check_files_above_2_gib(maker: Maker) -> None:
     if min(psutil.virtual_memory().available, shutil.disk_usage(tempfile.gettempdir()).free) < ROOM:
         raise SkipCheck(f"it needs {ROOM >> 30} GiB of memory and of the disk")
     with tempfile.NamedTemporaryFile() as file, maker.folder() as folder:
-        file.truncate(size := (1 << 31) + (1 << 12))
-        large = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8).view(-1, 1 << 12)
+        file.truncate(LARGE)
+        large = torch.from_file(file.name, shared=True, size=LARGE, dtype=torch.uint8).view(-1, 1 << 12)
         large[-1] = 7
         tensors = {"a.large": large, "b.behind": torch.arange(200, dtype=torch.uint8).view(10, 20)}
         maker.target.write_checkpoint(folder, tensors)

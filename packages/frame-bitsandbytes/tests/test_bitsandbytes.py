@@ -26,6 +26,7 @@ from tests.models.harness import open_session
 from tests.models.package_plugins import use_package
 from tests.models.ranks import on_ranks
 from tests.testing.failures import failures
+from tests.testing.small_sizes import use_small_sizes
 
 TOKENS = list(range(20, 44))
 DATA = Path(__file__).parent / "data" / "bitsandbytes.safetensors"
@@ -176,7 +177,10 @@ def test_its_checkpoints_are_read_without_a_setting(tmp_path: Path) -> None:
         assert (resolved.choice("weight_source").name, resolved.choice("weight_format").name) == chosen
 
 
-def test_conformance() -> None:
+@pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["small", "whole"])
+def test_conformance(is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_small:
+        use_small_sizes(monkeypatch)
     assert failures("weight_format", BitsAndBytes) == {}
     assert failures("weight_format", type("Int8", (BitsAndBytes,), {"conformance_config": {"load_in_8bit": True}})) == {}
     assert failures("weight_source", BitsAndBytesSource) == {}

@@ -1,0 +1,25 @@
+"""Smaller inputs for the checks whose cost grows with them, a third of the time of the suites that
+tests run; `make soak` runs them at the sizes that plugins are checked with. What they must find is
+shown by the mutants, which are killed at these sizes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from frame.testing.parsing import reading, tool_call_parser
+from frame.testing.weights import weight_source
+
+SMALL = (
+    (weight_source, "LARGE", 1 << 21),  # bytes of a tensor
+    (tool_call_parser, "LONG_CALL", 20_000),  # characters; the square outgrows the rest of the time of 4 * LONG_CALL
+    (reading, "LONG", 1_500),
+    (reading, "PIECES", 2_500),
+    (reading, "QUICK", 0.03),  # seconds
+)
+
+
+def use_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in SMALL:
+        assert hasattr(module, name)
+        monkeypatch.setattr(module, name, value)
