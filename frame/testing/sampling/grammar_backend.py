@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, CompiledGrammar, Grammar, GrammarBackend, GrammarContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import make_alike, require_bounded, require_fast
+from frame.testing.sampling import grammar_requests
 from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
 
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
@@ -76,7 +78,14 @@ def suite(subject: Subject) -> Iterator[Check]:
     context = GrammarContext(vocabulary.tokenizer, vocabulary.size)
     kinds = getattr(subject.record.capabilities, "kinds", GRAMMAR_KINDS)
     run = Run(lambda: subject.target(context, subject.options), kinds, vocabulary)
-    yield from collect(__name__, run)
+    about = {"whitespace_has": {"json_schema", "json_object"}, "whitespace_of": {"structural_tag"}, "memory": {"regex"}}
+    left_out = tuple(name for name, needed in about.items() if not needed & set(kinds))
+    yield from (check for check in (*collect(__name__, run), *collect(grammar_requests.__name__, run)) if not check.name.startswith(left_out))
+    is_json = {"json_schema", "json_object"} & set(kinds)
+    if is_json and subject.options is not None and {"any_whitespace", "max_whitespace"} <= set(type(subject.options).model_fields):
+        loose = subject.options.model_copy(update={"any_whitespace": True, "max_whitespace": 3})
+        spaced = Run(lambda: subject.target(context, loose), kinds, vocabulary)
+        yield Check("whitespace_of_the_options", partial(_compare_whitespace, spaced))
 
 
 # sources ------------------------------------------------------------------------------------------
@@ -301,8 +310,6 @@ def check_whitespace_has_an_end(run: Run) -> None:
 def check_whitespace_of_a_tag(run: Run) -> None:
     """`max_whitespace_cnt` of a structural tag is that of its own tag, where the backend reads
     it."""
-    if "structural_tag" not in run.kinds:
-        raise SkipCheck("the backend compiles no structural tags")
     for maximum in (2, 6, 2):
         content = {"type": "json_schema", "json_schema": {"const": [1]}, "max_whitespace_cnt": maximum}
         form = {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
@@ -314,6 +321,22 @@ def check_whitespace_of_a_tag(run: Run) -> None:
         one, all_of_them, more = (takes_text(run, case, f"<f>[{' ' * number}1]</f>") for number in (1, maximum, maximum + 1))
         assert all_of_them == one, f"with max_whitespace_cnt {maximum}, one space is {'taken' if one else 'refused'}, and {maximum} are not"
         assert not more, f"with max_whitespace_cnt {maximum}, {maximum + 1} spaces are taken"
+
+
+def _compare_whitespace(run: Run) -> None:
+    """With `any_whitespace`, up to `max_whitespace` characters may stand in each place between the
+    parts of JSON, and no more."""
+    pair = {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False, "minItems": 2}
+    schema = {"type": "object", "properties": {"a": pair}, "required": ["a"], "additionalProperties": False}
+    for case in run.of((Language("json_schema", json.dumps(schema)), Language("json_object", ""))):
+        for places in ("{%s}", '{"a"%s:[1,2]}', '{"a":%s[1,2]}', '{"a":[1,%s2]}', '{"a":[1,2%s]%s}', '{%s"a"%s:%s[%s1%s,%s2%s]%s}'):
+            if places == "{%s}" and case.kind == "json_schema":
+                continue
+            for spaces, is_valid in (("", True), (" ", True), ("\n\t ", True), ("    ", False), ("\u00a0", False)):
+                text = places.replace("%s", spaces)
+                is_taken = takes_text(run, case, text)
+                verb = "taken" if is_taken else "refused"
+                assert is_taken == is_valid, f"{case.name}: {text!r} is {verb} with any_whitespace and max_whitespace 3"
 
 
 def takes_text(run: Run, case: Language, text: str) -> bool:

@@ -95,6 +95,7 @@ FINITE = (
         'root ::= greeting " " name\ngreeting ::= "hi" | "grüß"\nname ::= [a-c] [0-1]?',
         [f"{a} {b}{c}" for a in ("hi", "grüß") for b in "abc" for c in ("", "0", "1")],
     ),
+    _finite("ebnf", 'root ::= "ab"{2,3} ([x-y]{2} | "-")', [f"{'ab' * n}{end}" for n in (2, 3) for end in ("xx", "xy", "yx", "yy", "-")]),
     _finite("structural_tag", json.dumps({"type": "structural_tag", "format": _CONST}), ["<f>é😀</f>"]),
 )
 
@@ -180,7 +181,15 @@ def _schema(schema: dict[str, Any], valid: Sequence[Any], invalid: Sequence[Any]
     )
 
 
+_NAMES = [f"{name} {number}" for name in ("Köln", "Kö", "日本", "Rome") for number in range(300)]
 OPEN = (
+    Language(
+        "choice",
+        json.dumps(_NAMES),
+        holds=frozenset(_NAMES).__contains__,
+        valid=(("Köln 7",), ("Köln 77",), ("Kö 299",), ("日本 0",)),
+        invalid=("", "Köln", "Köln 300", "Köln 07", "K", "Rome 1 ", " Rome 1", "rome 1", "日本 1\n"),
+    ),
     *(_schema(*each) for each in SCHEMAS),
     _schema({"type": "object"}, ({}, {"a": 1}, {"ü": [None, {"b": "😀"}]}), ([1], 1, "a", None), "json_object"),
     Language(
@@ -220,6 +229,16 @@ JSON_CASES = (
         invalid=("so: <f>nothing</f>", '<f>{"city": "Bonn"}</f>', "<f>"),
     ),
 )
+# Grammars that say less than those above: what the backend adds to them, it adds for all requests.
+_LOOSE = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"properties": {"c": {"type": "boolean"}}}}}
+LOOSE = (
+    Language("json_schema", json.dumps(_LOOSE)),
+    Language("json_schema", json.dumps({"type": "array", "items": _LOOSE, "minItems": 1})),
+    Language(
+        "structural_tag",
+        json.dumps({"type": "structural_tag", "format": {**_TAG, "content": {"type": "json_schema", "json_schema": _LOOSE}}}),
+    ),
+)
 # (kind, source) that no backend may compile.
 INVALID = (
     ("json_schema", "{"),
@@ -230,6 +249,7 @@ INVALID = (
     ("regex", "[z-a]"),
     ("ebnf", "root ::= undefined_rule"),
     ("ebnf", "nothing"),
+    ("ebnf", "root ::= root"),  # no text at all
     ("choice", "not JSON"),
     ("choice", '["a", 1]'),
     ("choice", '["a", ["b"]]'),
