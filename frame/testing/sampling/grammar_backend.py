@@ -6,6 +6,7 @@ grammars are validated with `re`, `json` and jsonschema.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import sys
@@ -21,7 +22,7 @@ from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, Compiled
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import make_alike, require_bounded, require_fast
 from frame.testing.sampling import grammar_requests
-from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
+from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, TAG, Language, Vocabulary
 
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
 MAX_KNOWN = 1.8e-3  # seconds of a mask of the state that was asked for before
@@ -78,9 +79,11 @@ def suite(subject: Subject) -> Iterator[Check]:
     context = GrammarContext(vocabulary.tokenizer, vocabulary.size)
     kinds = getattr(subject.record.capabilities, "kinds", GRAMMAR_KINDS)
     run = Run(lambda: subject.target(context, subject.options), kinds, vocabulary)
-    about = {"whitespace_has": {"json_schema", "json_object"}, "whitespace_of": {"structural_tag"}, "memory": {"regex"}}
+    about = {"whitespace_has": {"json_schema", "json_object"}, "whitespace_of": {"structural_tag"}, "json_of": {"structural_tag"}, "memory": {"regex"}}
     left_out = tuple(name for name, needed in about.items() if not needed & set(kinds))
     yield from (check for check in (*collect(__name__, run), *collect(grammar_requests.__name__, run)) if not check.name.startswith(left_out))
+    more_ends = partial(_ignore_ends_of_other_models, subject, vocabulary, kinds)
+    yield Check("end_tokens_that_the_model_lacks", more_ends)
     is_json = {"json_schema", "json_object"} & set(kinds)
     if is_json and subject.options is not None and {"any_whitespace", "max_whitespace"} <= set(type(subject.options).model_fields):
         loose = subject.options.model_copy(update={"any_whitespace": True, "max_whitespace": 3})
@@ -137,6 +140,17 @@ def check_characters_may_be_split(run: Run) -> None:
     for case in run.of(FINITE):
         for seed in range(2):
             _compare(run, case, random.Random(seed), is_split=True)
+
+
+def _ignore_ends_of_other_models(subject: Subject, vocabulary: Vocabulary, kinds: Sequence[str]) -> None:
+    """A tokenizer's end tokens from `vocab_size` on, which checkpoints list, are no tokens of the
+    model."""
+    tokenizer = copy.copy(vocabulary.tokenizer)
+    tokenizer.eos_token_ids = (*vocabulary.ends, vocabulary.size, vocabulary.size + 40)
+    context = GrammarContext(tokenizer, vocabulary.size)
+    run = Run(lambda: subject.target(context, subject.options), kinds, vocabulary)
+    for case in run.of(FINITE)[:3]:
+        _compare(run, case, random.Random(0), is_split=False)
 
 
 def _compare(run: Run, case: Language, dice: random.Random, is_split: bool) -> None:
@@ -321,6 +335,13 @@ def check_whitespace_of_a_tag(run: Run) -> None:
         one, all_of_them, more = (takes_text(run, case, f"<f>[{' ' * number}1]</f>") for number in (1, maximum, maximum + 1))
         assert all_of_them == one, f"with max_whitespace_cnt {maximum}, one space is {'taken' if one else 'refused'}, and {maximum} are not"
         assert not more, f"with max_whitespace_cnt {maximum}, {maximum + 1} spaces are taken"
+
+
+def check_json_of_a_tag_has_spaces(run: Run) -> None:
+    """JSON in a structural tag may be written with a space after its commas and colons, as models
+    write the arguments of tools."""
+    case, text = Language("structural_tag", json.dumps({"type": "structural_tag", "format": TAG})), '<f>{"city": "Rome", "exact": true}</f>'
+    assert takes_text(run, case, text), f"{case.name}: {text!r} is refused"
 
 
 def _compare_whitespace(run: Run) -> None:

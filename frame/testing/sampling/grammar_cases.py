@@ -207,7 +207,7 @@ OPEN = (
         invalid=("", "(", "())", ")("),
     ),
 )
-_TAG = {
+TAG = {
     "type": "tag",
     "begin": "<f>",
     "content": {"type": "json_schema", "json_schema": SCHEMAS[1][0]},
@@ -218,25 +218,27 @@ JSON_CASES = (
     _schema(_WIDE, ({"name_299": 1}, {"name_0": 5, "name_150": 7}), ({"name_300": 1}, {"name_7": "x"})),
     Language(
         "structural_tag",
-        json.dumps({"type": "structural_tag", "format": {**_TAG, "content": {"type": "json_schema", "json_schema": _WIDE}}}),
+        json.dumps({"type": "structural_tag", "format": {**TAG, "content": {"type": "json_schema", "json_schema": _WIDE}}}),
         valid=(tuple(f"<f>{text}</f>" for text in _written({"name_1": 1, "name_299": 1})),),
         invalid=('<f>{"name_300": 1}</f>', '<f>{"name_300":1}</f>'),
     ),
     Language(
         "structural_tag",
-        json.dumps({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [_TAG]}}),
+        json.dumps({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG]}}),
         valid=(("free text",), tuple(f"so: <f>{text}</f> done" for text in _written({"city": "Rome"}))),
         invalid=("so: <f>nothing</f>", '<f>{"city": "Bonn"}</f>', "<f>"),
     ),
 )
 # Grammars that say less than those above: what the backend adds to them, it adds for all requests.
-_LOOSE = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"properties": {"c": {"type": "boolean"}}}}}
+_INNER = {"type": "object", "properties": {"c": {"type": "boolean"}}, "required": ["c"]}
+_LOOSE = {"type": "object", "properties": {"a": {"type": "integer"}, "b": _INNER}, "required": ["a", "b"]}
+_TAGS = {"type": "tags_with_separator", "tags": [{**TAG, "begin": f"<{name}>"} for name in ("f", "fg")], "separator": ","}
 LOOSE = (
     Language("json_schema", json.dumps(_LOOSE)),
-    Language("json_schema", json.dumps({"type": "array", "items": _LOOSE, "minItems": 1})),
-    Language(
-        "structural_tag",
-        json.dumps({"type": "structural_tag", "format": {**_TAG, "content": {"type": "json_schema", "json_schema": _LOOSE}}}),
+    Language("json_schema", json.dumps({"type": "array", "items": _INNER, "minItems": 1, "maxItems": 4})),
+    *(
+        Language("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+        for form in (TAG, {**TAG, "content": {"type": "json_schema", "json_schema": _LOOSE}}, _TAGS)
     ),
 )
 # (kind, source) that no backend may compile.
