@@ -62,7 +62,7 @@ MEMBERS = {
     "eviction_policy": "slru", "gemm_kernel": "cpu_int8", "grammar_backend": "llguidance",
     "http_extension": "reference scaffold tests/plugins/http_extension_example.py:Budget", "key_store": "file held-out",
     "kv_allocator": "contiguous", "kv_tier": "host", "launcher": "local", "logits_processor": "penalties", "modality": "image",
-    "model": "gemma3", "moe_dispatcher": "all_to_all", "moe_runner": "torch_native", "platform": "cpu", "pooler": "reference",
+    "model": "gemma3 llama qwen3_moe deepseek_v2", "moe_dispatcher": "all_to_all", "moe_runner": "torch_native", "platform": "cpu reference held-out", "pooler": "reference",
     "prefix_cache": "radix", "reasoning_parser": "deepseek_r1 think-tags gpt-oss", "routing_policy": "prefix_load",
     "sampler": "reference", "scheduling_policy": "dfs-weight lpm lof priority random", "stat_logger": "prometheus",
     "tool_call_parser": "hermes", "tracer": "json_lines held-out", "weight_format": "gptq", "weight_source": "safetensors",
