@@ -403,6 +403,8 @@ def main(kinds: tuple[str, ...], sample: int, seed: int, survivors: bool, fresh:
         harms = {**kept.get("fresh", {}).get("survivors", {}), **kept.get("survivors", {})}
         known = {site: harm for site, harm in harms.items() if not harm.startswith(UNKNOWN)}
         found["survivors"] = {site: known.get(site, harm) for site, harm in found["survivors"].items()}
+        if fresh:
+            found["first"] = before["first"] if survivors else count(found)[1]  # killed, before checks were written
         entry = {**kept, "fresh": found} if fresh else {**found, **({"fresh": kept["fresh"]} if "fresh" in kept else {})}
         RESULTS.write_text(json.dumps(dict(sorted({**recorded, kind: entry}.items())), indent=2, ensure_ascii=False) + "\n")
         made, killed = count(found)
