@@ -38,7 +38,8 @@ def conformance_page(root: Path) -> str:
         "records them. `none`: nothing was written, or no run is recorded. "
         "[Those that survive](#survivors) are listed with the harm that they do."),
         table(
-            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "fresh", "held-out", "example"],
+            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "fresh", "held-out",
+             "example"],
             [[code(kind.name), *_kit(kind, results.get(kind.name), (third_party, generated, held_out), root)] for kind in KINDS.values()],
         ),
         "## Survivors",
