@@ -119,7 +119,7 @@ def check_something_is_drafted(make: Make) -> None:
     """A text that repeats eight tokens has drafts, of the prompt or of the output."""
     tokens = [5 + number % 8 for number in range(160)]
     drafts = _follow(make, 0, tokens, 80)
-    assert any(drafts), f"there is no draft in {len(drafts)} steps of a text that repeats eight tokens: a step is as long as without a drafter"
+    assert any(drafts), f"there is no draft in {len(drafts)} steps of a text that repeats eight tokens"
 
 
 def check_neighbours_stay(make: Make) -> None:

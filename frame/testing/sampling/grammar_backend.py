@@ -79,9 +79,11 @@ def suite(subject: Subject) -> Iterator[Check]:
     context = GrammarContext(vocabulary.tokenizer, vocabulary.size)
     kinds = getattr(subject.record.capabilities, "kinds", GRAMMAR_KINDS)
     run = Run(lambda: subject.target(context, subject.options), kinds, vocabulary)
-    about = {"whitespace_has": {"json_schema", "json_object"}, "whitespace_of": {"structural_tag"}, "json_of": {"structural_tag"}, "memory": {"regex"}}
+    tags = {"structural_tag"}
+    about = {"whitespace_has": {"json_schema", "json_object"}, "whitespace_of": tags, "json_of_a": tags, "memory": {"regex"}}
     left_out = tuple(name for name, needed in about.items() if not needed & set(kinds))
-    yield from (check for check in (*collect(__name__, run), *collect(grammar_requests.__name__, run)) if not check.name.startswith(left_out))
+    both = (*collect(__name__, run), *collect(grammar_requests.__name__, run))
+    yield from (check for check in both if not check.name.startswith(left_out))
     more_ends = partial(_ignore_ends_of_other_models, subject, vocabulary, kinds)
     yield Check("end_tokens_that_the_model_lacks", more_ends)
     is_json = {"json_schema", "json_object"} & set(kinds)

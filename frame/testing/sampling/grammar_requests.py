@@ -50,7 +50,7 @@ def _walk_beside(run: Run, case: Language, among: Grammar, alone: Grammar, dice:
         choices = run.continuations(here & there)
         for token in dice.sample(np.flatnonzero(~there).tolist(), 2):
             if not here[token]:
-                assert not among.accept_token(token), f"{where}: with {REQUESTS} requests it takes token {token}, which the mask does not have"
+                assert not among.accept_token(token), f"{where}: with {REQUESTS} requests it takes token {token}, which no mask has"
         if not choices:
             return
         near = [token for token in choices if token in closing]
@@ -123,7 +123,8 @@ def check_memory_of_masks_is_counted(run: Run) -> None:
     grammar = compiled.start()
     for _ in range(MEMORY_TOKENS):
         allowed = run.allowed(grammar)
-        assert grammar.accept_token(dice.choice([token for token in letters if allowed[token]])), "accept_token() refuses a token of the mask"
+        token = dice.choice([token for token in letters if allowed[token]])
+        assert grammar.accept_token(token), "accept_token() refuses a token of the mask"
     del grammar
     grown, counted = process.memory_info().rss - before, compiled.num_bytes - counted
     is_counted = grown < MIN_GROWN or counted > grown / MEMORY_FACTOR
