@@ -30,7 +30,7 @@ from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 TOLERANCE = 2e-4  # absolute and relative, in float32
 OF_ENCODERS = (
     "weights_are_complete", "missing_tensors_are_named", "unknown_tensor_is_an_error", "agrees_with_transformers",
-    "rows_of_a_batch",
+    "forms_of_the_configuration", "rows_of_a_batch",
 )  # fmt: skip
 UNKNOWN = "model.layers.0.conformance_unknown.weight"
 Expected = Callable[[list[int]], torch.Tensor]
