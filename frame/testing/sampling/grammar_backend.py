@@ -12,17 +12,18 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 
-from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, CompiledGrammar, Grammar, GrammarBackend, GrammarContext
+from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, GrammarContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import make_alike, require_bounded, require_fast
 from frame.testing.sampling import grammar_requests
 from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, TAG, Language, Vocabulary
+from frame.testing.sampling.grammar_run import Run
 
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
 MAX_KNOWN = 1.8e-3  # seconds of a mask of the state that was asked for before
@@ -30,47 +31,6 @@ WALKS, MAX_TOKENS = 4, 60  # random texts of a grammar, and their length
 MAX_SPACES = 1100  # in one place of JSON; `max_whitespace` of the backends' options is 1,024 at most
 MAX_SENTENCE = 400  # characters of an error, which a client reads
 THREADS, MIN_FILLS = 4, 6000  # masks that they fill, of few grammars or many
-
-Make = Callable[[], GrammarBackend]
-
-
-class Run:
-    """A backend under test: its kinds, and a vocabulary of which each token's bytes are known."""
-
-    def __init__(self, make: Make, kinds: Sequence[str], vocabulary: Vocabulary) -> None:
-        self.make, self.kinds, self.vocabulary = make, kinds, vocabulary
-        self.backend = make()
-
-    def of(self, cases: Iterable[Language]) -> list[Language]:
-        """The cases of the kinds that the backend declares. Raises SkipCheck without one."""
-        known = [case for case in cases if case.kind in self.kinds]
-        if not known:
-            raise SkipCheck(f"no case of the kinds {', '.join(self.kinds)}")
-        return known
-
-    def compile(self, case: Language) -> CompiledGrammar:
-        try:
-            return self.backend.compile(case.kind, case.source)
-        except ValueError as error:
-            raise AssertionError(f"{case.name} is valid, and is refused: {error}") from error
-
-    def start(self, case: Language, tokens: Iterable[int] = ()) -> Grammar:
-        """A constraint after some tokens."""
-        grammar = self.compile(case).start()
-        for token in tokens:
-            assert grammar.accept_token(token), f"{case.name}: accept_token() refuses a token that the mask allows"
-        return grammar
-
-    def allowed(self, grammar: Grammar, before: int = 0) -> np.ndarray:
-        """bool [vocab]: the tokens of the mask, written over words of `before`."""
-        mask = np.full(-(-self.vocabulary.size // 32), before, np.int32)
-        if not grammar.fill_mask(mask):
-            return np.ones(self.vocabulary.size, np.bool_)
-        return np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocabulary.size].astype(np.bool_)
-
-    def continuations(self, allowed: np.ndarray) -> list[int]:
-        """The allowed tokens that are text."""
-        return [token for token in np.flatnonzero(allowed).tolist() if token in self.vocabulary.tokens]
 
 
 def suite(subject: Subject) -> Iterator[Check]:

@@ -18,7 +18,7 @@ from frame.testing.sampling.grammar_cases import FINITE, JSON_CASES, LOOSE, OPEN
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import Grammar
-    from frame.testing.sampling.grammar_backend import Run
+    from frame.testing.sampling.grammar_run import Run
 
 REQUESTS = 64  # of one grammar at a time: backends share work between dozens
 COMPARED, STEPS = 8, 24  # of the last requests, and the tokens of each
