@@ -108,7 +108,7 @@ def _ignore_ends_of_other_models(subject: Subject, vocabulary: Vocabulary, kinds
     """A tokenizer's end tokens from `vocab_size` on, which checkpoints list, are no tokens of the
     model."""
     tokenizer = copy.copy(vocabulary.tokenizer)
-    tokenizer.eos_token_ids = (*vocabulary.ends, vocabulary.size, vocabulary.size + 40)
+    tokenizer.eos_token_ids = (*vocabulary.ends, vocabulary.size)
     context = GrammarContext(tokenizer, vocabulary.size)
     run = Run(lambda: subject.target(context, subject.options), kinds, vocabulary)
     for case in run.of(FINITE)[:3]:
