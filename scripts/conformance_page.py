@@ -30,13 +30,16 @@ def conformance_page(root: Path) -> str:
         "alone, before the checks that kill them; `python -m tests.testing.test_third_party KIND` records them. Generated mutants are "
         "small changes of the source of an in-tree member, a sample by a seed. Two sorts are counted apart: equivalent ones, which no "
         "user can see, and those in code that runs elsewhere alone, on other hardware than the machine that made the table has. "
-        "`python -m tests.testing.generated --seed N` makes others. Held-out plugins, in "
+        "`python -m tests.testing.generated --seed N` makes others. Fresh ones are of another seed, and not of the former sample: "
+        "none of them was seen when the checks were written, and `--fresh` makes them. The number after the arrow is of today, after "
+        "checks were written for those that survived. Held-out plugins, in "
         "`tests/testing/held_out/`, were written by an author who had not seen the suites: the first number is of the suites as they "
         "were then, the second of those of today where they have run again. `python -m tests.testing.measure_held_out KIND` "
         "records them. `none`: nothing was written, or no run is recorded. "
         "[Those that survive](#survivors) are listed with the harm that they do."),
         table(
-            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "held-out", "example"],
+            ["kind", "interface", "scaffold", "suite", "mutants killed / written", "third-party", "generated", "fresh", "held-out",
+             "example"],
             [[code(kind.name), *_kit(kind, results.get(kind.name), (third_party, generated, held_out), root)] for kind in KINDS.values()],
         ),
         "## Survivors",
@@ -55,8 +58,9 @@ def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any], hel
             if not result["killed_by"]:
                 yield [code(kind), code(name), result["sentence"], result["survives"]]
     for kind, found in generated.items():
-        for site, harm in found["survivors"].items():
-            yield [code(kind), f"generated from {code(found['member'])}", site.replace("|", "\\|"), harm]
+        for what, made in (("generated", found), ("fresh,", found.get("fresh"))):
+            for site, harm in (made or {"survivors": {}})["survivors"].items():
+                yield [code(kind), f"{what} from {code(made['member'])}", site.replace("|", "\\|"), harm]
     for kind, columns in held_out.items():
         for name, check in columns.get("after", columns["before"])["killed_by"].items():
             if not check or columns["harm"][name].startswith("equivalent"):
@@ -64,17 +68,27 @@ def _survivors(third_party: Mapping[str, Any], generated: Mapping[str, Any], hel
 
 
 def _count_killed(kind: str, sets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The cells of third-party and of generated mutants, and of held-out plugins."""
+    """The cells of third-party, generated and fresh mutants, and of held-out plugins."""
     mutants, made, columns = (each.get(kind) for each in sets)
     cells = ["none" if mutants is None else f"{sum(bool(each['killed_by']) for each in mutants.values())} / {len(mutants)}"]
-    if made is None:
-        cells.append("none")
-    else:
-        counts = {word: sum(harm.startswith(word) for harm in made["survivors"].values()) for word in ("equivalent", "elsewhere")}
-        apart = "".join(f", {number} {word}" for word, number in counts.items() if number)
-        cells.append(f"{made['made'] - len(made['survivors'])} / {made['made'] - sum(counts.values())}{apart}")
+    fresh = made.get("fresh") if made else None
+    cells.append(_count_generated(made) if made else "none")
+    cells.append(_write_first(fresh) + _count_generated(fresh) if fresh else "none")
     cells.append(_count_held_out(columns) if columns else "none")
     return cells
+
+
+def _count_generated(made: Mapping[str, Any]) -> str:
+    """Killed of those that are not counted apart, and the others."""
+    counts = {word: sum(harm.startswith(word) for harm in made["survivors"].values()) for word in ("equivalent", "elsewhere")}
+    apart = "".join(f", {number} {word}" for word, number in counts.items() if number)
+    return f"{made['made'] - len(made['survivors'])} / {made['made'] - sum(counts.values())}{apart}"
+
+
+def _write_first(fresh: Mapping[str, Any]) -> str:
+    """Killed when the sample was made, where that is another number than today."""
+    now = fresh["made"] - len(fresh["survivors"])
+    return f"{fresh['first']} → " if fresh.get("first", now) != now else ""
 
 
 def _count_held_out(columns: Mapping[str, Any]) -> str:

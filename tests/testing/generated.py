@@ -9,6 +9,9 @@ documents show. A survivor keeps the sentence about its harm that stands in the 
 which no user can see, and "elsewhere", in a line or a branch that needs other hardware than this
 machine has. CI runs it once a week with another seed.
 
+With `--fresh` the changes are those that the recorded sample of the kind has not, or of another
+`--member`. The run is recorded beside the sample, as `fresh`. No check was written for them.
+
 The correct member runs first, with a mark before each statement: it says which checks reach which
 line, and how long each check takes. A mutant runs those that reach its line, the fastest first, up
 to the first that fails, in a forked process with a time limit, which counts as killed. The
@@ -59,7 +62,8 @@ MEMBERS = {
     "eviction_policy": "slru", "gemm_kernel": "cpu_int8", "grammar_backend": "llguidance",
     "http_extension": "reference scaffold tests/plugins/http_extension_example.py:Budget", "key_store": "file held-out",
     "kv_allocator": "contiguous", "kv_tier": "host", "launcher": "local", "logits_processor": "penalties", "modality": "image",
-    "model": "gemma3", "moe_dispatcher": "all_to_all", "moe_runner": "torch_native", "platform": "cpu", "pooler": "reference",
+    "model": "gemma3 llama qwen3_moe deepseek_v2", "moe_dispatcher": "all_to_all", "moe_runner": "torch_native",
+    "platform": "cpu reference held-out", "pooler": "reference",
     "prefix_cache": "radix", "reasoning_parser": "deepseek_r1 think-tags gpt-oss", "routing_policy": "prefix_load",
     "sampler": "reference", "scheduling_policy": "dfs-weight lpm lof priority random", "stat_logger": "prometheus",
     "tool_call_parser": "hermes", "tracer": "json_lines held-out", "weight_format": "gptq", "weight_source": "safetensors",
@@ -307,25 +311,35 @@ def call_apart(work: Callable[[], Any], limit: float) -> Any:
         process.join()
 
 
-def run_kind(kind: str, sample: int, seed: int, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def run_kind(
+    kind: str, sample: int, seed: int, known: Mapping[str, Any] | None = None, tuned: Mapping[str, Any] | None = None, members: str = ""
+) -> dict[str, Any]:
     """The results of a kind, as the documents show them: those of its members together. `sample`:
-    of each class. `known`: earlier results, of which only the survivors run again."""
+    of each class. `known`: earlier results, of which only the survivors run again. `tuned`: results
+    whose sample is left out."""
     classes: dict[type, list[conformance.Subject]] = {}
-    for name in MEMBERS.get(kind, "reference").split():
+    for name in (members or MEMBERS.get(kind, "reference")).split():
         subject = find_subject(kind, name)
         classes.setdefault(subject.target, []).append(subject)
     total: dict[str, Any] = {"member": ", ".join(each.__name__ for each in classes), "sites": 0, "made": 0, "seed": seed, "sample": sample}
     total["survivors"] = {}
     for target, subjects in classes.items():
         prefix = f"{target.__name__}: " if len(classes) > 1 else ""
-        num_sites, num_made, survivors = run_class(kind, subjects, sample, seed, prefix, known)
+        is_tuned = tuned is not None and target.__name__ in tuned["member"].split(", ")
+        num_sites, num_made, survivors = run_class(kind, subjects, sample, seed, prefix, known, tuned if is_tuned else None)
         total["sites"], total["made"] = total["sites"] + num_sites, total["made"] + num_made
         total["survivors"] |= survivors
     return total
 
 
 def run_class(
-    kind: str, subjects: Sequence[conformance.Subject], sample: int, seed: int, prefix: str, known: Mapping[str, Any] | None
+    kind: str,
+    subjects: Sequence[conformance.Subject],
+    sample: int,
+    seed: int,
+    prefix: str,
+    known: Mapping[str, Any] | None,
+    tuned: Mapping[str, Any] | None,
 ) -> tuple[int, int, dict[str, str]]:
     """Number of changes and of mutants of a class, and the survivors. `subjects`: members of the
     class, with options of their own."""
@@ -340,7 +354,10 @@ def run_class(
             click.echo(f"{kind}: left out, because the unchanged {target.__name__} fails them here: {', '.join(failed)}")
         traced.append((subject, sorted((reach for reach in reaches if not reach.failure), key=lambda reach: reach.seconds)))
     survivors, seen = {}, set[str]()
-    chosen = random.Random(seed).sample(sites, min(sample, len(sites)))
+    if tuned is not None:
+        left_out = choose(sites, tuned.get("sample", tuned["made"]), tuned["seed"])
+        sites = [site for site in sites if site not in left_out]
+    chosen = choose(sites, sample, seed)
     for site in sorted(chosen, key=lambda site: site.place):
         name = f"{prefix}{site}" if f"{prefix}{site}" not in seen else f"{prefix}{site} (line {site.line})"
         seen.add(name)
@@ -350,6 +367,10 @@ def run_class(
         if not any(is_killed(subject, tree, site, reached) for subject, reached in found):
             survivors[name] = UNKNOWN if found else f"{UNKNOWN}: no check reaches it"
     return len(sites), len(chosen), survivors
+
+
+def choose(sites: Sequence[Site], sample: int, seed: int) -> list[Site]:
+    return random.Random(seed).sample(sites, min(sample, len(sites)))
 
 
 def is_killed(subject: conformance.Subject, tree: ast.Module, site: Site, reached: Sequence[Reach]) -> bool:
@@ -368,21 +389,33 @@ def count(found: Mapping[str, Any]) -> tuple[int, int]:
 @click.option("--sample", default=20, help="Mutants of a class.")
 @click.option("--seed", default=1, help="Of the choice among all changes.")
 @click.option("--survivors", is_flag=True, help="Run the recorded survivors alone, after a check was added.")
-def main(kinds: tuple[str, ...], sample: int, seed: int, survivors: bool) -> None:
+@click.option("--fresh", is_flag=True, help="Changes that the recorded sample has not; recorded beside it.")
+@click.option("--member", default="", help="Members in place of those of the table.")
+def main(kinds: tuple[str, ...], sample: int, seed: int, survivors: bool, fresh: bool, member: str) -> None:
     """Make mutants of KINDS (default: all of the table), and record which survive."""
     for kind in kinds or MEMBERS:
-        recorded = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+        recorded = read_results()
+        before = recorded[kind].get("fresh", {}) if fresh else recorded.get(kind, {})
         if survivors:
-            sample, seed = recorded[kind].get("sample", recorded[kind]["made"]), recorded[kind]["seed"]
-        found = run_kind(kind, sample, seed, recorded[kind] if survivors else None)
-        recorded = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}  # another run may have written
-        known = {site: harm for site, harm in recorded.get(kind, {}).get("survivors", {}).items() if not harm.startswith(UNKNOWN)}
+            sample, seed = before.get("sample", before["made"]), before["seed"]
+        found = run_kind(kind, sample, seed, before if survivors else None, recorded[kind] if fresh else None, member)
+        recorded = read_results()  # another run may have written
+        kept = recorded.get(kind, {})
+        harms = {**kept.get("fresh", {}).get("survivors", {}), **kept.get("survivors", {})}
+        known = {site: harm for site, harm in harms.items() if not harm.startswith(UNKNOWN)}
         found["survivors"] = {site: known.get(site, harm) for site, harm in found["survivors"].items()}
-        RESULTS.write_text(json.dumps(dict(sorted({**recorded, kind: found}.items())), indent=2, ensure_ascii=False) + "\n")
+        if fresh:
+            found["first"] = before["first"] if survivors else count(found)[1]  # killed, before checks were written
+        entry = {**kept, "fresh": found} if fresh else {**found, **({"fresh": kept["fresh"]} if "fresh" in kept else {})}
+        RESULTS.write_text(json.dumps(dict(sorted({**recorded, kind: entry}.items())), indent=2, ensure_ascii=False) + "\n")
         made, killed = count(found)
         click.echo(f"{kind} ({found['member']}): {killed} of {made} killed, of {found['sites']} changes")
         for site, harm in found["survivors"].items():
             click.echo(f"  {site}: {harm}")
+
+
+def read_results() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
 
 
 if __name__ == "__main__":

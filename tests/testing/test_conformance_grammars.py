@@ -8,12 +8,14 @@ import re
 import numpy as np
 import pytest
 
-from frame.core.interfaces.sampling import GrammarContext
+from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarContext
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.conformance import run_suite
-from frame.testing.sampling.grammar_backend import Run, check_masks_equal_a_reference
+from frame.testing.sampling.grammar_backend import check_masks_equal_a_reference
 from frame.testing.sampling.grammar_cases import FINITE, OPEN, Vocabulary
+from frame.testing.sampling.grammar_requests import REQUESTS, check_many_requests_have_the_masks_of_one
+from frame.testing.sampling.grammar_run import Run
 from tests.testing.mutants import Mutant
 from tests.testing.mutants.grammar_backend import Wrapped
 
@@ -63,3 +65,28 @@ def test_the_record_decides_which_kinds_are_checked() -> None:
     failed = {outcome.check: outcome.message for outcome in run_suite(mutant.subject()) if outcome.result == "failed"}
     assert set(failed) == {"invalid_grammars_are_refused"}
     assert json.dumps(failed).count("compiles") == 1
+
+
+def test_masks_that_change_among_many_requests_are_found() -> None:
+    class Crowded(Wrapped):
+        """From the last request of a crowd on, each has the masks of an unlimited one."""
+
+        def compile(self, kind: str, source: str) -> CompiledGrammar:
+            compiled, started = super().compile(kind, source), []
+
+            class Compiled:
+                num_bytes = compiled.num_bytes
+
+                def start(self) -> Grammar:
+                    started.append(None)
+                    grammar = compiled.start()
+                    if len(started) == REQUESTS:
+                        grammar.fill_mask = lambda mask: False  # type: ignore[method-assign]
+                    return grammar
+
+            return Compiled()
+
+    vocabulary = Vocabulary.load()
+    run = Run(lambda: Crowded(GrammarContext(vocabulary.tokenizer, vocabulary.size)), ("choice",), vocabulary)
+    with pytest.raises(AssertionError, match=f"with {REQUESTS} requests"):
+        check_many_requests_have_the_masks_of_one(run)

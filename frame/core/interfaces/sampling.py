@@ -205,7 +205,7 @@ class GrammarContext:
     `compile` that needs a library which is slow to load imports it there.
     """
 
-    tokenizer: Any  # frame.text.tokenizer.Tokenizer.backend; its `eos_token_ids` may end an output
+    tokenizer: Any  # frame.text.tokenizer.Tokenizer.backend; its `eos_token_ids` below vocab_size may end an output
     vocab_size: int  # tokens in a mask; may exceed the tokenizer's
     without_limits: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -224,7 +224,7 @@ class GrammarBackend(ABC):
     @abstractmethod
     def compile(self, kind: str, source: str) -> CompiledGrammar:
         """kind: "json_schema", "json_object" (no source), "regex", "ebnf", "choice" (JSON list of
-        texts) or "structural_tag" (JSON)."""
+        texts) or "structural_tag" (JSON; the JSON of a tag may have a space after "," and ":")."""
 
     def dump(self, compiled: CompiledGrammar) -> bytes:
         return b""

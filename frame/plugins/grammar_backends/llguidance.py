@@ -166,7 +166,7 @@ class LLGrammar:
         self._check_limits()
         if self.key is not None and self._shared is not None:
             if not self._ahead:  # else the mask was computed by another request
-                self._shared.put(self.key, self._last, mask, self.matcher.is_accepting())
+                self._shared.put(self.key, self._last, mask, self.matcher.is_accepting(), self.matcher.is_stopped())
             self._set_state(self._state, self._last)
         return True
 
@@ -225,8 +225,10 @@ class LLGrammar:
             self._mask = self._shared.get(self.key)
 
     def is_finished(self) -> bool:
-        if self._is_ended or self._mask is not None or (self._state is not None and not self._state.is_nullable):
+        if self._is_ended or (self._state is not None and not self._state.is_nullable):
             return self._is_ended
+        if self._mask is not None:
+            return self._mask.is_finished
         return bool(self.catch_up().is_stopped())
 
     def rollback_tokens(self, count: int) -> None:

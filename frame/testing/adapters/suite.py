@@ -199,6 +199,8 @@ def check_adapters_are_apart(maker: Maker) -> None:
     in_turn = [list(pair) for pair in zip(*readers, strict=True)]
     for place, written in enumerate((first, second)):
         _compare(dict(pair[place] for pair in in_turn), written, "of two adapters that are read in turn: ")
+    for written in (third, second, first):
+        assert target.read_config(written.stored) == written.config, "the configuration is another after those of other adapters"
     for written in (third, first):
         target.read_config(second.stored)
         _compare(maker.read(written.stored, written.tensors, target), written, "read after others: ")

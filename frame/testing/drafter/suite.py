@@ -115,6 +115,13 @@ def check_drafts_fit(make: Make) -> None:
             _observe(drafter, {slot: text[3 * slot + place : 3 * slot + place + 1] for slot, text in texts.items()})
 
 
+def check_something_is_drafted(make: Make) -> None:
+    """A text that repeats eight tokens has drafts, of the prompt or of the output."""
+    tokens = [5 + number % 8 for number in range(160)]
+    drafts = _follow(make, 0, tokens, 80)
+    assert any(drafts), f"there is no draft in {len(drafts)} steps of a text that repeats eight tokens"
+
+
 def check_neighbours_stay(make: Make) -> None:
     """The drafts of all slots are the same when a slot beside them ends and begins again."""
     drafter, texts = make(), {slot: [3 + slot, 4 + slot, 5 + slot, 6 + slot] * 12 for slot in range(SLOTS)}

@@ -64,6 +64,18 @@ class Checkpoint:
         return result[0]
 
 
+def compute_reference(folder: Path, tokens: Sequence[int]) -> torch.Tensor | None:
+    """transformers' result for a checkpoint, as `Checkpoint.reference`; None where transformers
+    cannot read it."""
+    try:
+        with torch.no_grad():
+            out = load_reference(folder)(torch.tensor([list(tokens)]))
+    except Exception:  # noqa: BLE001 - of any class, by the model
+        return None
+    result: torch.Tensor = (out.logits if hasattr(out, "logits") else out.last_hidden_state)[0]
+    return result
+
+
 _reference = lru_cache(maxsize=2)(load_reference)
 
 

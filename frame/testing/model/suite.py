@@ -9,23 +9,28 @@ an architecture that `frame.testing.checkpoints` does not have.
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from frame.core.errors import CheckpointError
+from frame.checkpoint.model_config import read_model_config
+from frame.core.errors import CheckpointError, ConfigurationError
 from frame.loading.loader import finish_modules, forget_loaded
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
 from frame.testing.generators import require_bounded
-from frame.testing.model.session import Checkpoint, Session, build, find_checkpoints, load, read
+from frame.testing.model.configurations import write_forms
+from frame.testing.model.session import Checkpoint, Session, build, compute_reference, find_checkpoints, load, read
 from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 
 TOLERANCE = 2e-4  # absolute and relative, in float32
 OF_ENCODERS = (
-    "weights_are_complete", "missing_tensors_are_named", "unknown_tensor_is_an_error", "agrees_with_transformers", "rows_of_a_batch",
+    "weights_are_complete", "missing_tensors_are_named", "unknown_tensor_is_an_error", "agrees_with_transformers",
+    "forms_of_the_configuration", "rows_of_a_batch",
 )  # fmt: skip
 UNKNOWN = "model.layers.0.conformance_unknown.weight"
 Expected = Callable[[list[int]], torch.Tensor]
@@ -152,6 +157,24 @@ def check_agrees_with_transformers(tools: Tools) -> None:
         raise SkipCheck("transformers has no model of this architecture here")
     tokens = tools.prompt(45, seed=1)
     tools.compare(tools.open().step((0, tokens))[0], tools.expected(tokens), "a whole prompt, against transformers")
+
+
+def check_forms_of_the_configuration(tools: Tools) -> None:
+    """With fields left out or written as older versions do, a model is that of transformers, or is
+    refused."""
+    if tools.checkpoint.folder is None:
+        raise SkipCheck("transformers has no model of this architecture here")
+    tokens = tools.prompt(45, seed=1)
+    with tempfile.TemporaryDirectory(prefix="frame-conformance-") as place:
+        for what, folder in write_forms(tools.checkpoint, Path(place)):
+            if (expected := compute_reference(folder, tokens)) is None:
+                continue
+            try:
+                other = Checkpoint(replace(read_model_config(folder), encoder=tools.checkpoint.model_config.encoder), folder)
+                session = Session(tools.subject, other, load(tools.subject, other))
+            except (ConfigurationError, KeyError, ValueError):
+                continue  # refused
+            tools.compare(session.step((0, tokens))[0], expected, f"config.json {what}: a prompt, against transformers")
 
 
 def check_rows_of_a_batch(tools: Tools) -> None:

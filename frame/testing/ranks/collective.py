@@ -259,15 +259,17 @@ def check_results_are_kept(subject: Subject) -> None:
 
 
 def check_very_large_tensors(subject: Subject) -> None:
-    """A sum of more than 2**22 elements, of which the last ones are compared."""
+    """A sum of more than 2**22 elements, of which the last ones are compared; one of them is
+    beyond the range of float16."""
     size = min(count_ranks(subject), 2)
 
     def act(group: Collective, device: torch.device) -> torch.Tensor:
         mine = torch.ones((1 << 22) + 5, dtype=torch.bfloat16, device=device)
         mine[-3:] = group.rank + 2
+        mine[1 << 21] = 2.0**17
         return group.all_reduce(mine)[[0, 1 << 21, (1 << 22) - 1, 1 << 22, -1]].cpu()
 
-    expected = torch.tensor([size, size, size, size, sum(rank + 2 for rank in range(size))], dtype=torch.bfloat16)
+    expected = torch.tensor([size, size * 2.0**17, size, size, sum(rank + 2 for rank in range(size))], dtype=torch.bfloat16)
     for result in run_ranks(subject, act, size):
         require_same(result, expected, "a sum of 2**22 + 5 elements")
 

@@ -33,6 +33,7 @@ from frame.core.interfaces.platform import (
     SupportsSynchronisationChecks,
     UsableDevices,
 )
+from frame.host.host_memory import measure_host_memory
 from frame.host.interpreter import child_environment, python_command
 from frame.plugins.devices import capture_graph
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
@@ -116,6 +117,13 @@ def check_memory_is_consistent(platform: Platform) -> None:
     assert 0 < memory.free <= memory.total, "free memory must be positive and at most the total"
     assert 0 <= memory.reserved <= memory.total and 0 <= memory.peak <= memory.total, "reserved and peak must be at most the total"
     assert platform.count_reserved() == memory.reserved, "count_reserved and measure_memory disagree"
+
+
+def check_memory_of_the_host_is_shared(platform: Platform) -> None:
+    """Caches of the host are taken from the same memory: it is not counted twice."""
+    memory = platform.measure_memory()
+    is_of_host = platform.device.type == "cpu" and memory.total in (psutil.virtual_memory().total, measure_host_memory()[0])
+    assert memory.is_shared or not is_of_host, "measure_memory() is that of the host, and does not say `is_shared`"
 
 
 def check_memory_is_that_of_now(platform: Platform) -> None:

@@ -6,20 +6,24 @@ grammars are validated with `re`, `json` and jsonschema.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
-from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, CompiledGrammar, Grammar, GrammarBackend, GrammarContext
+from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, GrammarContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import make_alike, require_bounded, require_fast
-from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, Language, Vocabulary
+from frame.testing.sampling import grammar_requests
+from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, TAG, Language, Vocabulary
+from frame.testing.sampling.grammar_run import Run
 
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
 MAX_KNOWN = 1.8e-3  # seconds of a mask of the state that was asked for before
@@ -28,47 +32,6 @@ MAX_SPACES = 1100  # in one place of JSON; `max_whitespace` of the backends' opt
 MAX_SENTENCE = 400  # characters of an error, which a client reads
 THREADS, MIN_FILLS = 4, 6000  # masks that they fill, of few grammars or many
 
-Make = Callable[[], GrammarBackend]
-
-
-class Run:
-    """A backend under test: its kinds, and a vocabulary of which each token's bytes are known."""
-
-    def __init__(self, make: Make, kinds: Sequence[str], vocabulary: Vocabulary) -> None:
-        self.make, self.kinds, self.vocabulary = make, kinds, vocabulary
-        self.backend = make()
-
-    def of(self, cases: Iterable[Language]) -> list[Language]:
-        """The cases of the kinds that the backend declares. Raises SkipCheck without one."""
-        known = [case for case in cases if case.kind in self.kinds]
-        if not known:
-            raise SkipCheck(f"no case of the kinds {', '.join(self.kinds)}")
-        return known
-
-    def compile(self, case: Language) -> CompiledGrammar:
-        try:
-            return self.backend.compile(case.kind, case.source)
-        except ValueError as error:
-            raise AssertionError(f"{case.name} is valid, and is refused: {error}") from error
-
-    def start(self, case: Language, tokens: Iterable[int] = ()) -> Grammar:
-        """A constraint after some tokens."""
-        grammar = self.compile(case).start()
-        for token in tokens:
-            assert grammar.accept_token(token), f"{case.name}: accept_token() refuses a token that the mask allows"
-        return grammar
-
-    def allowed(self, grammar: Grammar, before: int = 0) -> np.ndarray:
-        """bool [vocab]: the tokens of the mask, written over words of `before`."""
-        mask = np.full(-(-self.vocabulary.size // 32), before, np.int32)
-        if not grammar.fill_mask(mask):
-            return np.ones(self.vocabulary.size, np.bool_)
-        return np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocabulary.size].astype(np.bool_)
-
-    def continuations(self, allowed: np.ndarray) -> list[int]:
-        """The allowed tokens that are text."""
-        return [token for token in np.flatnonzero(allowed).tolist() if token in self.vocabulary.tokens]
-
 
 def suite(subject: Subject) -> Iterator[Check]:
     """The suite of the kind `grammar_backend`."""
@@ -76,7 +39,18 @@ def suite(subject: Subject) -> Iterator[Check]:
     context = GrammarContext(vocabulary.tokenizer, vocabulary.size)
     kinds = getattr(subject.record.capabilities, "kinds", GRAMMAR_KINDS)
     run = Run(lambda: subject.target(context, subject.options), kinds, vocabulary)
-    yield from collect(__name__, run)
+    tags = {"structural_tag"}
+    about = {"whitespace_has": {"json_schema", "json_object"}, "whitespace_of": tags, "json_of_a": tags, "memory": {"regex"}}
+    left_out = tuple(name for name, needed in about.items() if not needed & set(kinds))
+    both = (*collect(__name__, run), *collect(grammar_requests.__name__, run))
+    yield from (check for check in both if not check.name.startswith(left_out))
+    more_ends = partial(_ignore_ends_of_other_models, subject, vocabulary, kinds)
+    yield Check("end_tokens_that_the_model_lacks", more_ends)
+    is_json = {"json_schema", "json_object"} & set(kinds)
+    if is_json and subject.options is not None and {"any_whitespace", "max_whitespace"} <= set(type(subject.options).model_fields):
+        loose = subject.options.model_copy(update={"any_whitespace": True, "max_whitespace": 3})
+        spaced = Run(lambda: subject.target(context, loose), kinds, vocabulary)
+        yield Check("whitespace_of_the_options", partial(_compare_whitespace, spaced))
 
 
 # sources ------------------------------------------------------------------------------------------
@@ -128,6 +102,17 @@ def check_characters_may_be_split(run: Run) -> None:
     for case in run.of(FINITE):
         for seed in range(2):
             _compare(run, case, random.Random(seed), is_split=True)
+
+
+def _ignore_ends_of_other_models(subject: Subject, vocabulary: Vocabulary, kinds: Sequence[str]) -> None:
+    """A tokenizer's end tokens from `vocab_size` on, which checkpoints list, are no tokens of the
+    model."""
+    tokenizer = copy.copy(vocabulary.tokenizer)
+    tokenizer.eos_token_ids = (*vocabulary.ends, vocabulary.size)
+    context = GrammarContext(tokenizer, vocabulary.size)
+    run = Run(lambda: subject.target(context, subject.options), kinds, vocabulary)
+    for case in run.of(FINITE)[:3]:
+        _compare(run, case, random.Random(0), is_split=False)
 
 
 def _compare(run: Run, case: Language, dice: random.Random, is_split: bool) -> None:
@@ -301,8 +286,6 @@ def check_whitespace_has_an_end(run: Run) -> None:
 def check_whitespace_of_a_tag(run: Run) -> None:
     """`max_whitespace_cnt` of a structural tag is that of its own tag, where the backend reads
     it."""
-    if "structural_tag" not in run.kinds:
-        raise SkipCheck("the backend compiles no structural tags")
     for maximum in (2, 6, 2):
         content = {"type": "json_schema", "json_schema": {"const": [1]}, "max_whitespace_cnt": maximum}
         form = {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
@@ -314,6 +297,29 @@ def check_whitespace_of_a_tag(run: Run) -> None:
         one, all_of_them, more = (takes_text(run, case, f"<f>[{' ' * number}1]</f>") for number in (1, maximum, maximum + 1))
         assert all_of_them == one, f"with max_whitespace_cnt {maximum}, one space is {'taken' if one else 'refused'}, and {maximum} are not"
         assert not more, f"with max_whitespace_cnt {maximum}, {maximum + 1} spaces are taken"
+
+
+def check_json_of_a_tag_has_spaces(run: Run) -> None:
+    """JSON in a structural tag may be written with a space after its commas and colons, as models
+    write the arguments of tools."""
+    case, text = Language("structural_tag", json.dumps({"type": "structural_tag", "format": TAG})), '<f>{"city": "Rome", "exact": true}</f>'
+    assert takes_text(run, case, text), f"{case.name}: {text!r} is refused"
+
+
+def _compare_whitespace(run: Run) -> None:
+    """With `any_whitespace`, up to `max_whitespace` characters may stand in each place between the
+    parts of JSON, and no more."""
+    pair = {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False, "minItems": 2}
+    schema = {"type": "object", "properties": {"a": pair}, "required": ["a"], "additionalProperties": False}
+    for case in run.of((Language("json_schema", json.dumps(schema)), Language("json_object", ""))):
+        for places in ("{%s}", '{"a"%s:[1,2]}', '{"a":%s[1,2]}', '{"a":[1,%s2]}', '{"a":[1,2%s]%s}', '{%s"a"%s:%s[%s1%s,%s2%s]%s}'):
+            if places == "{%s}" and case.kind == "json_schema":
+                continue
+            for spaces, is_valid in (("", True), (" ", True), ("\n\t ", True), ("    ", False), ("\u00a0", False)):
+                text = places.replace("%s", spaces)
+                is_taken = takes_text(run, case, text)
+                verb = "taken" if is_taken else "refused"
+                assert is_taken == is_valid, f"{case.name}: {text!r} is {verb} with any_whitespace and max_whitespace 3"
 
 
 def takes_text(run: Run, case: Language, text: str) -> bool:

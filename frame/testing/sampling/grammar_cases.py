@@ -95,6 +95,7 @@ FINITE = (
         'root ::= greeting " " name\ngreeting ::= "hi" | "grüß"\nname ::= [a-c] [0-1]?',
         [f"{a} {b}{c}" for a in ("hi", "grüß") for b in "abc" for c in ("", "0", "1")],
     ),
+    _finite("ebnf", 'root ::= "ab"{2,3} ([x-y]{2} | "-")', [f"{'ab' * n}{end}" for n in (2, 3) for end in ("xx", "xy", "yx", "yy", "-")]),
     _finite("structural_tag", json.dumps({"type": "structural_tag", "format": _CONST}), ["<f>é😀</f>"]),
 )
 
@@ -180,7 +181,15 @@ def _schema(schema: dict[str, Any], valid: Sequence[Any], invalid: Sequence[Any]
     )
 
 
+_NAMES = [f"{name} {number}" for name in ("Köln", "Kö", "日本", "Rome") for number in range(300)]
 OPEN = (
+    Language(
+        "choice",
+        json.dumps(_NAMES),
+        holds=frozenset(_NAMES).__contains__,
+        valid=(("Köln 7",), ("Köln 77",), ("Kö 299",), ("日本 0",)),
+        invalid=("", "Köln", "Köln 300", "Köln 07", "K", "Rome 1 ", " Rome 1", "rome 1", "日本 1\n"),
+    ),
     *(_schema(*each) for each in SCHEMAS),
     _schema({"type": "object"}, ({}, {"a": 1}, {"ü": [None, {"b": "😀"}]}), ([1], 1, "a", None), "json_object"),
     Language(
@@ -198,7 +207,7 @@ OPEN = (
         invalid=("", "(", "())", ")("),
     ),
 )
-_TAG = {
+TAG = {
     "type": "tag",
     "begin": "<f>",
     "content": {"type": "json_schema", "json_schema": SCHEMAS[1][0]},
@@ -209,15 +218,27 @@ JSON_CASES = (
     _schema(_WIDE, ({"name_299": 1}, {"name_0": 5, "name_150": 7}), ({"name_300": 1}, {"name_7": "x"})),
     Language(
         "structural_tag",
-        json.dumps({"type": "structural_tag", "format": {**_TAG, "content": {"type": "json_schema", "json_schema": _WIDE}}}),
+        json.dumps({"type": "structural_tag", "format": {**TAG, "content": {"type": "json_schema", "json_schema": _WIDE}}}),
         valid=(tuple(f"<f>{text}</f>" for text in _written({"name_1": 1, "name_299": 1})),),
         invalid=('<f>{"name_300": 1}</f>', '<f>{"name_300":1}</f>'),
     ),
     Language(
         "structural_tag",
-        json.dumps({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [_TAG]}}),
+        json.dumps({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG]}}),
         valid=(("free text",), tuple(f"so: <f>{text}</f> done" for text in _written({"city": "Rome"}))),
         invalid=("so: <f>nothing</f>", '<f>{"city": "Bonn"}</f>', "<f>"),
+    ),
+)
+# Grammars that say less than those above: what the backend adds to them, it adds for all requests.
+_INNER = {"type": "object", "properties": {"c": {"type": "boolean"}}, "required": ["c"]}
+_LOOSE = {"type": "object", "properties": {"a": {"type": "integer"}, "b": _INNER}, "required": ["a", "b"]}
+_TAGS = {"type": "tags_with_separator", "tags": [{**TAG, "begin": f"<{name}>"} for name in ("f", "fg")], "separator": ","}
+LOOSE = (
+    Language("json_schema", json.dumps(_LOOSE)),
+    Language("json_schema", json.dumps({"type": "array", "items": _INNER, "minItems": 1, "maxItems": 4})),
+    *(
+        Language("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+        for form in (TAG, {**TAG, "content": {"type": "json_schema", "json_schema": _LOOSE}}, _TAGS)
     ),
 )
 # (kind, source) that no backend may compile.
@@ -230,6 +251,7 @@ INVALID = (
     ("regex", "[z-a]"),
     ("ebnf", "root ::= undefined_rule"),
     ("ebnf", "nothing"),
+    ("ebnf", "root ::= root"),  # no text at all
     ("choice", "not JSON"),
     ("choice", '["a", 1]'),
     ("choice", '["a", ["b"]]'),

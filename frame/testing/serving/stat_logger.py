@@ -59,6 +59,7 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield Check("renders_metrics", partial(_renders_metrics, make))
         yield Check("renders_large_numbers", partial(_renders_large_numbers, make))
         yield Check("renders_without_effect", partial(_renders_without_effect, make))
+        yield Check("renders_samples_of_the_server", partial(_renders_samples_of_the_server, make))
         yield Check("renders_valid_lines", partial(_renders_valid_lines, make))
         yield Check("renders_what_names_say", partial(_renders_what_names_say, make))
         yield Check("renders_all_that_was_recorded", partial(_renders_all_that_was_recorded, make))
@@ -189,6 +190,19 @@ def _render_text(logger: StatLogger) -> RenderedMetrics:
     if metrics is None or not metrics.content_type.startswith(TEXT_FORMATS):
         raise SkipCheck("the suite reads no other metrics than Prometheus' text")
     return metrics
+
+
+def _renders_samples_of_the_server(make: Any) -> None:
+    """A counter or gauge of the server that is rendered has each of its samples."""
+    logger = make()
+    lines = _render_text(logger).body.decode().splitlines()
+    logger.close()
+    for metric in METRICS:
+        own = [line for line in lines if re.search(rf"\b\w*{metric.name}(_total)?\b", line)]
+        num_samples = sum(not line.startswith("#") for line in own)
+        assert not own or num_samples >= len(metric.samples), (
+            f"{metric.name} is rendered with {num_samples} samples, and has {len(metric.samples)}"
+        )
 
 
 def _renders_valid_lines(make: Any) -> None:

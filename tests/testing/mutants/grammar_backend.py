@@ -47,7 +47,11 @@ class Compiled:
 
     def __init__(self, inner: CompiledGrammar, backend: Wrapped) -> None:
         self.inner, self.backend = inner, backend
-        self.num_bytes = inner.num_bytes
+        self.share = 1  # of the memory that is counted
+
+    @property
+    def num_bytes(self) -> int:
+        return self.share * self.inner.num_bytes
 
     def start(self) -> Grammar:
         return self.backend.Request(self.inner.start(), self)
@@ -485,5 +489,5 @@ class HasNoSize(Wrapped):
 
     def compile(self, kind: str, source: str) -> Any:
         found = super().compile(kind, source)
-        found.num_bytes = 0
+        found.share = 0
         return found

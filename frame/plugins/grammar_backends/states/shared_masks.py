@@ -52,13 +52,13 @@ class TokenBytes:
 
 
 class SharedMask:
-    """The mask of a state, int32 [words], and whether an end token may come there. Of a mask with
-    few words the others are not kept."""
+    """The mask of a state, int32 [words], whether an end token may come there, and whether nothing
+    else may. Of a mask with few words the others are not kept."""
 
-    __slots__ = ("_few", "_words", "is_accepting", "num_bytes")
+    __slots__ = ("_few", "_words", "is_accepting", "is_finished", "num_bytes")
 
-    def __init__(self, mask: np.ndarray, is_accepting: bool) -> None:
-        self.is_accepting = is_accepting
+    def __init__(self, mask: np.ndarray, is_accepting: bool, is_finished: bool) -> None:
+        self.is_accepting, self.is_finished = is_accepting, is_finished
         count = int(np.count_nonzero(mask))
         is_short = count <= FEW_WORDS
         self._few: dict[int, int] | None = None
@@ -135,7 +135,7 @@ class SharedMasks:
         rows, places = np.nonzero(bits)
         return len({self._tokens[token][:1] for token in (32 * words[rows] + places).tolist()}) == 1
 
-    def put(self, key: Key, last: int, mask: np.ndarray, is_accepting: bool) -> None:
+    def put(self, key: Key, last: int, mask: np.ndarray, is_accepting: bool, is_finished: bool) -> None:
         """Keep a copy of a mask, int32 [words]. last: as for `find_key`."""
         state = key[0]
         if state not in self._forced and self.is_forced(mask):
@@ -144,7 +144,7 @@ class SharedMasks:
             key = state, last
         if key in self._masks:
             return
-        added = SharedMask(mask, is_accepting)
+        added = SharedMask(mask, is_accepting, is_finished)
         with self._lock:
             self._masks[key] = added
             self._num_added += 1

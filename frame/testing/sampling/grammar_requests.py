@@ -1,0 +1,131 @@
+"""Checks of many requests of one grammar at a time, for the conformance suite of grammar backends.
+
+A backend may share work between the requests of a grammar; each request gets the masks that it has
+alone. Must not know a backend by name.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+
+from frame.testing.sampling.grammar_cases import FINITE, JSON_CASES, LOOSE, OPEN, Language
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.sampling import Grammar
+    from frame.testing.sampling.grammar_run import Run
+
+REQUESTS = 64  # of one grammar at a time: backends share work between dozens
+COMPARED, STEPS = 8, 24  # of the last requests, and the tokens of each
+NUM_STATES, MEMORY_TOKENS = 15, 9_000  # letters that an expression remembers, and the tokens of a text of it
+MIN_GROWN, MEMORY_FACTOR = 6 << 20, 12  # bytes of the process; by how much `num_bytes` may be less
+
+
+def check_many_requests_have_the_masks_of_one(run: Run) -> None:
+    """With many requests of one grammar, each has at each step the masks and results of a request
+    that is alone, and takes the same tokens. `rollback_tokens` among them changes nothing."""
+    backend = run.make()
+    for case in run.of((*FINITE, *OPEN, *JSON_CASES, *LOOSE)):
+        compiled, lone = run.compile(case), backend.compile(case.kind, case.source)
+        crowd = [compiled.start() for _ in range(REQUESTS)]
+        for number in range(COMPARED):
+            one = lone.start()
+            _walk_beside(run, case, crowd[-1 - number], one, random.Random(number // 2))
+            del one  # alone: the next one starts after its end
+
+
+def _walk_beside(run: Run, case: Language, among: Grammar, alone: Grammar, dice: random.Random) -> None:
+    closing = {token for token, text in run.vocabulary.tokens.items() if text in (b'"', b"}", b"]", b":")}
+    tokens: list[int] = []
+    for _ in range(STEPS):
+        where = f"{case.name} after {b''.join(run.vocabulary.tokens[token] for token in tokens)!r}"
+        here, there = run.allowed(among), run.allowed(alone)
+        _compare_masks(run, here, there, f"{where}, with {REQUESTS} requests of the grammar")
+        assert among.is_finished() == alone.is_finished(), f"{where}: is_finished() is another with {REQUESTS} requests of the grammar"
+        choices = run.continuations(here & there)
+        for token in dice.sample(np.flatnonzero(~there).tolist(), 2):
+            if not here[token]:
+                assert not among.accept_token(token), f"{where}: with {REQUESTS} requests it takes token {token}, which no mask has"
+        if not choices:
+            return
+        near = [token for token in choices if token in closing]
+        token = dice.choice(near if near and dice.random() < 0.5 else choices)
+        for grammar, which in ((among, f"one of {REQUESTS} requests"), (alone, "a request that is alone")):
+            assert grammar.accept_token(token), f"{where}: {which} refuses token {token}, which its mask has"
+        tokens.append(token)
+        if dice.random() < 0.2:
+            count = dice.randint(1, min(3, len(tokens)))
+            among.rollback_tokens(count)
+            alone.rollback_tokens(count)
+            del tokens[-count:]
+
+
+def _compare_masks(run: Run, mask: np.ndarray, expected: np.ndarray, where: str) -> None:
+    """Where all texts continue alike, one token of these bytes suffices."""
+    firsts = {run.vocabulary.tokens.get(token, b"")[:1] for token in np.flatnonzero(mask | expected).tolist()}
+    if len(firsts) == 1 and mask.any() and b"" not in firsts:
+        return
+    for token in np.flatnonzero(mask != expected)[:1].tolist():
+        verb = "allows" if mask[token] else "does not allow"
+        raise AssertionError(f"{where}, the mask {verb} token {token} ({run.vocabulary.show(token)}), unlike that of a request alone")
+
+
+def check_masks_are_filled_together(run: Run) -> None:
+    """A batch writes into each row the mask that `fill_mask` has, for many requests of several
+    grammars, and leaves other rows alone."""
+    cases = run.of((*FINITE, *OPEN, *LOOSE))
+    compiled = [run.compile(case) for case in cases]
+    grammars = [each.start() for _ in range(8) for each in compiled]
+    if getattr(grammars[0], "batch", None) is None:
+        return  # its masks are filled one by one
+    plain = [run.compile(case) for case in cases]
+    alone = [each.start() for _ in range(8) for each in plain]
+    dice = [random.Random(number // (2 * len(cases))) for number in range(len(grammars))]
+    for _ in range(6):
+        masks = fill_together(run, grammars)
+        for number, (mask, one) in enumerate(zip(masks, alone, strict=True)):
+            case = cases[number % len(cases)]
+            _compare_masks(run, mask, run.allowed(one), f"{case.name} in a batch")
+            if choices := run.continuations(mask & run.allowed(one)):
+                token = dice[number].choice(choices)
+                is_taken = grammars[number].accept_token(token) and one.accept_token(token)
+                assert is_taken, f"{case.name} in a batch: accept_token() refuses token {token}, which the mask has"
+
+
+def fill_together(run: Run, grammars: Sequence[Any]) -> list[np.ndarray]:
+    """bool [vocab] of each, as the engine fills them."""
+    words = -(-run.vocabulary.size // 32)
+    masks = np.full((len(grammars) + 1, words), 7, np.int32)
+    started = [(row, grammar, grammar.start_mask(masks[row])) for row, grammar in enumerate(grammars)]
+    waiting = [(row, grammar, handle) for row, grammar, handle in started if handle is not None]
+    if waiting:
+        grammars[0].batch.fill_masks([handle for _, _, handle in waiting], [row for row, _, _ in waiting], masks)
+    for row, grammar, _ in waiting:
+        if not grammar.finish_mask(masks[row], 1e-5):
+            masks[row] = -1
+    assert (masks[-1] == 7).all(), "fill_masks() writes a row that no handle has"
+    bits = np.unpackbits(masks[:-1].view(np.uint8), axis=1, bitorder="little")
+    return list(bits[:, : run.vocabulary.size].astype(np.bool_))
+
+
+def check_memory_of_masks_is_counted(run: Run) -> None:
+    """`num_bytes` has what masks add to a grammar: the cache of grammars evicts by it."""
+    compiled = run.backend.compile("regex", f"(a|b)*a(a|b|é){{{NUM_STATES}}}c")
+    letters = [token for token, text in run.vocabulary.tokens.items() if text and set(text) <= set(b"ab")]
+    gc.collect()
+    process, dice = psutil.Process(), random.Random(0)
+    before = process.memory_info().rss
+    grammar = compiled.start()
+    for _ in range(MEMORY_TOKENS):
+        allowed = run.allowed(grammar)
+        token = dice.choice([token for token in letters if allowed[token]])
+        assert grammar.accept_token(token), "accept_token() refuses a token of the mask"
+    del grammar
+    grown, counted = process.memory_info().rss - before, compiled.num_bytes
+    is_counted = grown < MIN_GROWN or counted > grown / MEMORY_FACTOR
+    assert is_counted, f"{grown >> 20} MB of memory are added by masks of a grammar, and num_bytes is {counted / 2**20:.1f} MB"
