@@ -17,7 +17,7 @@ from frame.testing.generators import Salted, require_growth
 MAX_SECONDS = 1e-3  # of one choice among 64 replicas; the router's event loop waits for it
 NUM_BLOCKS = 32  # of a long prompt
 MAX_SHARE = 2.0  # of the mean that a replica gets of requests that have nothing in common
-MEMORY = 80_000  # requests, after which a policy remembers no more than after twice as many
+MEMORY = 40_000  # requests, after which a policy remembers no more than after twice as many
 ODD_SESSIONS = ("0", " ", "a" * 10_000, "ü", "\udc80", "\x00", "None", "a/b?c=d")
 
 Make = Callable[[], RoutingPolicy]
