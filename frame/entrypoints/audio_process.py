@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import resource
-import select
 import struct
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from frame.host.descriptors import wait_readable
 from frame.host.interpreter import child_environment, python_command
 
 HEAD = struct.Struct("<qii")  # frames by the file's head (0: unknown), samples a second, channels
@@ -86,10 +86,11 @@ class AudioProcess:
         received, until = bytearray(), time.monotonic() + TIMEOUT
         with self._lock:
             while len(received) < size:
-                ready = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))[0]
-                piece = os.read(self._process.stdout.fileno(), min(PIECE, size - len(received))) if ready else b""
+                handle = self._process.stdout.fileno()
+                is_ready = wait_readable(handle, until - time.monotonic())
+                piece = os.read(handle, min(PIECE, size - len(received))) if is_ready else b""
                 if not piece:
-                    self._check_end(bool(ready))
+                    self._check_end(is_ready)
                     break
                 received += piece
         return bytes(received)

@@ -12,7 +12,6 @@ import io
 import logging
 import os
 import secrets
-import select
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import IO, Any
 import msgspec
 
 from frame.config.server_sections import LogSection
+from frame.host.descriptors import wait_writable
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the running task handles
 TRACE: ContextVar[str] = ContextVar("trace", default="")  # W3C traceparent of that request's span
@@ -106,7 +106,7 @@ class LogWriter(io.TextIOBase):
             try:
                 left = left[os.write(self._descriptor, left) :]
             except BlockingIOError:  # another program made the file non-blocking
-                select.select([], [self._descriptor], [])
+                wait_writable(self._descriptor)
             except OSError:  # the reader has closed it, or the disk is full
                 self.num_dropped += data.count(b"\n")
                 return

@@ -82,10 +82,11 @@ class Gptq(WeightFormat):
         for name, is_plain in ((up, False), ("model.layers.1.self_attn.q_proj", True), ("model.layers.1.mlp.experts.0.up_proj", False)):
             kind: LayerKind = "experts" if "experts" in name else "linear"
             yield _store({**base, "modules_in_block_to_quantize": [["mlp.up_proj"]]}, name, kind, plain=is_plain)
-        mixed = {**base, "dynamic": {r"-:.*layers\.1\.": {}, r"+:.*layers\.2\.": {"bits": 8}}}
+        mixed = {**base, "dynamic": {r"-:.*layers\.1\.": {}, r"+:.*layers\.2\.": {"bits": 8}, r"+:.*layers\.4\.": {"bits": 2}}}
         yield _store(mixed, up, plain=True)
         yield _store(mixed, "model.layers.2.mlp.up_proj", bits=8)
         yield _store(mixed, "model.layers.3.mlp.up_proj")
+        yield _store(mixed, "model.layers.4.mlp.up_proj", bits=2)
 
     def _make(self, overrides: Mapping[str, Any]) -> GptqLayer:
         config = self.config | dict(overrides)

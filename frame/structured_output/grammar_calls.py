@@ -112,8 +112,8 @@ class MeteredGrammar(WrappedGrammar):
         self._clock = time.thread_time if self.batch is None else time.perf_counter
 
     def fill_mask(self, mask: np.ndarray) -> bool:
-        if self.batch is not None and self.start_mask(mask) is None:
-            return True  # it was known
+        if self.batch is not None and self.start_mask(mask) is None:  # it was known
+            return bool(mask[0] != -1 or (mask != -1).any())
         began = time.thread_time()
         is_limited = self._grammar.fill_mask(mask)
         self.meter.charge(time.thread_time() - began)

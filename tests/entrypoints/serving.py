@@ -74,6 +74,7 @@ class RunningServer:
                 if not self._reads_log:
                     return
         self._ready.set()
+        self.process.stderr.close()
 
     def children(self) -> dict[str, psutil.Process]:
         """By role."""

@@ -32,21 +32,24 @@ def receive(socket: zmq.Socket) -> Iterator[tuple[int, dict[str, Any]]]:
         yield from ((int.from_bytes(number, "big"), event) for event in msgspec.msgpack.decode(payload)[1])
 
 
-def subscribe() -> tuple[zmq.Context, zmq.Socket, str]:
-    """A context, its socket that gets all events, and the setting of the server that sends them."""
+def subscribe() -> tuple[zmq.Context, zmq.Socket, zmq.Socket, str]:
+    """A context, its socket that gets all events, one that tells when it is connected, and the
+    setting of the server that sends them."""
     endpoint, context = f"tcp://127.0.0.1:{free_port()}", zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.setsockopt_string(zmq.SUBSCRIBE, "")
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     socket.connect(endpoint)
-    return context, socket, json.dumps(ON | {"endpoint": endpoint, "topic": "kv-events"})
+    return context, socket, monitor, json.dumps(ON | {"endpoint": endpoint, "topic": "kv-events"})
 
 
 @pytest.mark.slow
 def test_a_subscriber_follows_a_server(checkpoint: Path) -> None:
-    context, socket, given = subscribe()
+    context, socket, monitor, given = subscribe()
     prompt = list(range(20, 90))
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
     with RunningServer(checkpoint, "--kv-events-config", given, "--page-size", "16", "--max-total-tokens", "4096") as running:
+        assert monitor.poll(20_000)
         events = receive(socket)
         reply = running.post("/generate", body).json()
         _, stored = next(each for each in events if each[1]["type"] == "BlockStored")
@@ -75,11 +78,12 @@ def test_a_subscriber_follows_a_server(checkpoint: Path) -> None:
 @pytest.mark.slow
 def test_a_subscriber_follows_the_tiers(checkpoint: Path) -> None:
     """Blocks are in memory of the host too, and stay when the device evicts them."""
-    context, socket, given = subscribe()
+    context, socket, monitor, given = subscribe()
     tier = ("--cache-tiers", "host", "--set", "plugins.options.kv_tier/host.size_gib=0.01")
     flags = ("--page-size", "16", "--max-total-tokens", "512", *tier)
     known: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
     with RunningServer(checkpoint, "--kv-events-config", given, *flags, fake=False) as running:
+        assert monitor.poll(20_000)
         for first in range(2, 10):
             prompt = [first] * 8 + list(range(20, 140))
             running.post("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}).raise_for_status()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from frame.host.descriptors import wait_readable
 from frame.testing.checkpoints import make_checkpoint
 from tests.fuzz.checkpoint_cases import CONFIGS, FILES, FLIPPED, SAFETENSORS, TOKENIZERS, Case
 from tests.fuzz.quantized_cases import BITSANDBYTES, FLIPPED_GGUF, FLIPPED_NF4, GGUF, TORCHAO, write_gguf, write_nf4
@@ -63,7 +63,7 @@ class Loader:
         assert child.stdout is not None
         child.stdin.write(f"{folder}\n".encode())
         child.stdin.flush()
-        if select.select([child.stdout], [], [], seconds)[0] and (line := child.stdout.readline()):
+        if wait_readable(child.stdout.fileno(), seconds) and (line := child.stdout.readline()):
             found: dict[str, Any] = json.loads(line)
             return found
         error = "hang" if child.poll() is None else "died"

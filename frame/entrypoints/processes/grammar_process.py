@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from frame.core.blame import describe
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
 from frame.entrypoints.processes.resource_monitor import read_usage
 from frame.host.child_process import PARENTS_SIGNALS, die_with_parent
+from frame.host.descriptors import wait_readable
 from frame.host.interpreter import child_environment, python_command
 from frame.plugins.registry import Registry
 from frame.structured_output.grammar_compiler import CompileTimeoutError
@@ -138,8 +138,7 @@ def read_message(handle: int, seconds: float = math.inf) -> bytes | None:
     deadline = time.monotonic() + seconds
     message, size = bytearray(), 4
     while len(message) < size:
-        left = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
-        if not select.select([handle], [], [], left)[0]:
+        if not wait_readable(handle, deadline - time.monotonic()):
             return None
         chunk = os.read(handle, min(1 << 20, size - len(message)))
         if not chunk:

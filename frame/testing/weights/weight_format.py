@@ -202,12 +202,15 @@ def _check_variants(subject: Subject) -> None:
 
 
 def _check_known(subject: Subject) -> None:
-    """Layers whose weights the class knows are read as these, whole and by each of two ranks."""
+    """Layers whose weights the class knows are read as these, whole and by each of two ranks. Those
+    of one configuration that follow one another are described by one object."""
     known = getattr(subject.target, "list_conformance_layers", None)
     if known is None:
         raise SkipCheck("the class has no list_conformance_layers(): whether stored weights are read correctly is not checked")
+    made: WeightFormat | None = None
     for config, name, kind, tensors, weight in known():
-        made: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
+        if made is None or made.context.checkpoint_config != config:
+            made = subject.target(FormatContext(DTYPE, config), subject.options)
         layout, what = made.describe_layer(name, kind), f"{name} with the configuration {config}"
         outputs, inputs = weight.shape
         for split, rank in (("", 0), ("input", 0), ("input", 1), ("output", 0), ("output", 1)):

@@ -104,10 +104,10 @@ class PlainLlama(CausalLM, nn.Module):
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).to(x.dtype)
 
     def theta(self) -> float:
-        return float((self.model_config.config.get("rope_parameters") or self.model_config.config)["rope_theta"])
+        return float((self.model_config.config.get("rope_parameters") or self.model_config.config).get("rope_theta", 1e4))
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.model_config.config["rms_norm_eps"]).to(x.dtype) * self.weight(name)
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.model_config.config.get("rms_norm_eps", 1e-6)).to(x.dtype) * self.weight(name)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.weight("lm_head"))
