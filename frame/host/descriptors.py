@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import select
 
+MAX_MILLISECONDS = (1 << 31) - 1  # that `poll` takes: 24 days
+
 
 def wait_readable(handle: int, seconds: float = math.inf) -> bool:
     """Whether a descriptor can be read, or its other end is closed, within so many seconds."""
@@ -24,4 +26,4 @@ def wait_writable(handle: int, seconds: float = math.inf) -> bool:
 def _wait(handle: int, event: int, seconds: float) -> bool:
     watched = select.poll()
     watched.register(handle, event)
-    return bool(watched.poll(None if math.isinf(seconds) else math.ceil(1e3 * max(0.0, seconds))))
+    return bool(watched.poll(None if math.isinf(seconds) else min(MAX_MILLISECONDS, math.ceil(1e3 * max(0.0, seconds)))))

@@ -87,6 +87,7 @@ class Caller(Protocol):
 
     @property
     def handoff(self) -> Handoff | None: ...  # of the stream of another server that it continues
+
     def header(self, name: bytes) -> str | None: ...
 
     def on_disconnect(self, act: Callable[[], None]) -> None: ...

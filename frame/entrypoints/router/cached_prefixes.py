@@ -29,8 +29,8 @@ _KEYS = (b"authorization", b"x-api-key")  # headers by which servers keep the pr
 
 @dataclass(slots=True, eq=False)
 class PromptPrefixes:
-    """The prefixes of one prompt. keys: of each, the shortest first, for its owner. length: bytes
-    of the whole text."""
+    """The prefixes of one prompt. keys: of each, the shortest first, within its tenant. length:
+    bytes of the whole text."""
 
     owner: CachedPrefixes
     keys: list[int]
@@ -62,8 +62,8 @@ class CachedPrefixes:
         several prompts."""
         if not prompt.blocks or not prompt.length:
             return None
-        owner = hash(tuple(value for name, value in headers if name in _KEYS))
-        return PromptPrefixes(self, [key ^ owner for key in prompt.blocks], prompt.length)
+        tenant = hash(tuple(value for name, value in headers if name in _KEYS))
+        return PromptPrefixes(self, [key ^ tenant for key in prompt.blocks], prompt.length)
 
     def find_shares(self, prefixes: PromptPrefixes, replicas: Mapping[int, tuple[str, Subscription | None]]) -> dict[int, float]:
         """The share of the prompt that each replica has, by number, of those whose events are read.

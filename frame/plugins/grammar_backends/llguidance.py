@@ -48,7 +48,7 @@ MATCHER_BYTES = 384 << 10  # of a matcher that computes masks, beside its source
 READ_SECONDS = 1.0  # of masks of one request, after which the count is read: 2 us to 1 ms, by the size of the grammar
 NO_ROLLBACK = 1 << 30  # tokens: an error
 MAX_AHEAD = 256  # tokens that a matcher catches up with at once, in less than a millisecond
-COPIES = 4  # of each matcher before there is a further one: parsing it takes as long as dozens of masks
+COPIES_PER_MATCHER = 4  # before there is a further matcher: parsing it takes as long as dozens of masks
 # Requests of one grammar at a time, from which on its requests share masks. For fewer ones, states
 # take the engine's thread longer than all masks take the library's threads.
 SHARING_REQUESTS = max(2, NUM_CORES // 2)
@@ -263,7 +263,7 @@ class LLCompiled:
 
     Copies of a matcher share cached states and a lock. So that several threads can compute masks,
     requests that run at a time get copies of several matchers. A further one is created while each
-    has `COPIES` requests, if parsing takes no longer than a step can wait.
+    has `COPIES_PER_MATCHER` requests, if parsing takes no longer than a step can wait.
     """
 
     def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int], batch: LLMaskBatch) -> None:
@@ -296,7 +296,7 @@ class LLCompiled:
             self.shared = None
         with self._lock:
             number = self._num_copies.index(min(self._num_copies))
-            if self._num_copies[number] >= COPIES and len(self._matchers) < self._maximum:
+            if self._num_copies[number] >= COPIES_PER_MATCHER and len(self._matchers) < self._maximum:
                 number = len(self._matchers)
                 self._matchers.append(self._parse())
                 self._num_copies.append(0)

@@ -36,7 +36,7 @@ def backend() -> LLGuidanceBackend:
 def test_requests_get_copies_of_several_matchers(backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance, "MAX_MATCHERS", 3)
     monkeypatch.setattr(llguidance, "QUICK", 10.0)
-    monkeypatch.setattr(llguidance, "COPIES", 1)
+    monkeypatch.setattr(llguidance, "COPIES_PER_MATCHER", 1)
     compiled = backend.compile("ebnf", 'root ::= "a" root | "b"')
     assert isinstance(compiled, LLCompiled) and len(compiled._matchers) == 1
     masks = np.zeros((7, 64), np.int32)
