@@ -426,7 +426,8 @@ def sample_filtered(
     pick_kernel[(rows,)](
         filters.temperature, filters.key, filters.top_k, filters.top_p, filters.log_min_p, best, stats.block_max, stats.block_weight,
         candidates.bounds, candidates.counts, candidates.values, candidates.columns, pending, token_ids, *remembered, vocab,
-        stats.num_blocks, blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, RACE_GROUP, last_tokens is not None, **launch_options(device, _WARPS),
+        stats.num_blocks, blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, RACE_GROUP, last_tokens is not None,
+        **launch_options(device, _WARPS),
     )  # fmt: skip
     search_kernel[(rows,)](
         logits, logits.stride(0), filters.temperature, filters.key, filters.top_k, filters.top_p, filters.log_min_p, best,
