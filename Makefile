@@ -22,13 +22,13 @@ GPU_WORKERS ?= 16
 # Bytecode is written, because the tests start hundreds of processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # As CPython's regrtest --rerun: tests that failed beside others run once more, one by one, and both results are printed.
-RERUN := { echo "=== the failed tests once more, one by one ==="; \
-	$(TEST_ENV) $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 20 -v; }
+RERUN = { echo "=== the failed tests once more, one by one ==="; \
+	$(TEST_ENV) $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 20 -v $(SELECTED); }
 # Arguments for the program: make serve ARGS="--port 8000", make test ARGS="tests/core -k radix".
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu test-page axe soak check lint types agents docs bench clean setup setup-dev
+.PHONY: help serve test test-full test-gpu test-page axe soak check lint types agents docs bench clean setup setup-dev
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,8 +36,11 @@ help:  ## this list
 serve: $(STAMPS)/package $(STAMPS)/x86  ## set up, then serve the embedded model on http://127.0.0.1:30000
 	$(BIN)/frame serve $(ARGS)
 
-test: check  ## set up, lint, check types, run all tests
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=2 $(ARGS) || $(RERUN)
+test: check  ## set up, lint, check types, run the tests: of products of parameters, each pair of values
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=2 $(SELECTED) $(ARGS) || $(RERUN)
+
+test-full: SELECTED := -m "not soak"
+test-full: test  ## the same with all cases of the products: weekly, and before a release
 
 test-gpu: $(STAMPS)/dev  ## the tests that need a GPU, of every backend, in processes side by side on one card
 	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_WORKERS) --dist worksteal $(ARGS)
