@@ -30,7 +30,7 @@ from frame.kv_tiers.block_layout import KINDS
 from frame.kv_tiers.controller import NamedTier, TierController, TierOptions, WritePolicy
 from frame.kv_tiers.follower import TierFollower
 from frame.kv_tiers.key_secret import make_secret, read_secret
-from frame.kv_tiers.mover import PoolBlockMover
+from frame.kv_tiers.mover import ChecksEarly, PoolBlockMover
 from frame.kv_tiers.ranked_tier import NO_BLOCK, GroupRanks, KeyTier, NoMover, OrderSender, RankedMover, RankedTier
 
 if TYPE_CHECKING:
@@ -190,7 +190,9 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
     transfer = settings.transfer
     if transfer is not None:
         transfer = replace(transfer, properties={**transfer.properties, **list_properties(settings.model, pool.geometry)})
-    context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), partial(pin, platform), pool_bytes, transfer)
+    context = KVTierContext(
+        mover.block_bytes, identity, partial(allocate, platform), partial(pin, platform), pool_bytes, transfer, platform=platform
+    )
     tiers: list[KVTier] = []
     kept = settings.kept  # for the first tier that uses it
     try:
@@ -205,6 +207,9 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
             tier.close()
         mover.close()
         raise
+    for tier in tiers:
+        if isinstance(tier, ChecksEarly):
+            mover.on_stored = tier.note_copied
     names = ", ".join(tier.name for tier in settings.tiers)
     _log.info("KV cache tiers: %s; %d bytes a block of %d tokens", names, mover.block_bytes, pool.page_size)
     return RankTiers(tiers, mover, pool_bytes, identity)

@@ -55,6 +55,13 @@ class NixlTierOptions(BaseModel):
         allow_inf_nan=False,
         description="GiB of host memory: of a prefill server for the blocks of prompts, of a decode server for those that it reads.",
     )
+    device_size_gib: float = Field(
+        2.0,
+        ge=0,
+        le=1 << 20,
+        allow_inf_nan=False,
+        description="On a GPU: GiB of its memory, in place of size_gib; blocks then go from GPU to GPU. 0: host memory.",
+    )
     lease_seconds: float = Field(
         30.0,
         gt=0,
@@ -89,7 +96,7 @@ def register_kv_tiers(registry: KindRegistry) -> None:
     registry.add(
         "nixl",
         "frame.plugins.kv_tiers.nixl:NixlTier",
-        capabilities=KVTierCapabilities(size="size_gib", memory=("size_gib",), transfers=True),
+        capabilities=KVTierCapabilities(size="size_gib", memory=("size_gib",), device_size="device_size_gib", transfers=True),
         options=NixlTierOptions,
         requires=("nixl-cu13>=1.5,<2",),
         rank=-1,

@@ -15,9 +15,11 @@ import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.kv_tier import KVTierContext, KVTierResult, KVTransfer, TransferSettings
+from frame.core.interfaces.platform import HOST, Platform, PlatformContext
 from frame.plugins.kv_tiers import NixlTierOptions, buffers
 from frame.testing.kv_tier.rig import make_block, make_keys
 from tests.entrypoints.serving import free_port
+from tests.plugins.fake_platform import FakePlatform
 
 pytest.importorskip("nixl_cu13")
 
@@ -25,10 +27,19 @@ from frame.plugins.kv_tiers.nixl import NixlTier
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 32
 PATIENCE = 20.0
+PLATFORMS: list[Platform] = []
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def platform(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where the tiers of a test have their blocks; the memory of a device is the host's."""
+    PLATFORMS.append(HOST if request.param == "host" else FakePlatform(PlatformContext()))
+    yield
+    PLATFORMS.pop()
 
 
 def settings(mode: Literal["prefill", "decode"], port: int, **changes: Any) -> TransferSettings:
@@ -42,12 +53,13 @@ class Pair:
     def __init__(self, stack: ExitStack, decode: dict[str, Any], lease_seconds: float = 30.0, **changes: Any) -> None:
         self.port, self._job, self._stack = free_port(), 0, stack
         size = (NUM_BLOCKS + 0.5) * BLOCK_BYTES / buffers.GIB
-        self.options = NixlTierOptions(size_gib=size, lease_seconds=lease_seconds, max_leases=4)
+        self.options = NixlTierOptions(size_gib=size, device_size_gib=size, lease_seconds=lease_seconds, max_leases=4)
         self.prefill = self.make("prefill", **changes)
         self.decode = self.make("decode", **{**changes, **decode})
 
     def make(self, mode: Literal["prefill", "decode"], **changes: Any) -> NixlTier:
-        context = KVTierContext(BLOCK_BYTES, "model", allocate, transfer=settings(mode, self.port, **changes))
+        platform = changes.pop("platform", PLATFORMS[-1])
+        context = KVTierContext(BLOCK_BYTES, "model", allocate, transfer=settings(mode, self.port, **changes), platform=platform)
         tier = NixlTier(context, self.options)
         self._stack.callback(tier.close)
         return tier
@@ -153,7 +165,6 @@ def test_a_lease_may_be_asked_for_before_its_blocks_are_stored() -> None:
         assert pair.decode.poll() == []
         pair.prefill.finish(store)
         wait_for(pair.prefill, store)
-        pair.poll_until(lambda: pair.prefill._leases["one"].blocks is not None)
         assert wait_for(pair.decode, job).num_blocks == 4
         pair.decode.finish(job)
 
@@ -239,11 +250,14 @@ def test_blocks_for_which_there_was_no_room_are_missing() -> None:
     [
         ({"properties": {"the page size": "32"}}, "the page size is 16 on the prefill server and 32 on the decode server"),
         ({"secret": b"t" * 32}, "FRAME_DIST_KEY"),
+        ({"platform": None}, "the memory of transferred blocks"),
     ],
-    ids=["properties", "secret"],
+    ids=["properties", "secret", "memory"],
 )
 def test_a_peer_with_other_properties_or_another_secret_is_refused(changed: dict[str, Any], sentence: str) -> None:
     keys = make_keys(2)
+    if "platform" in changed and PLATFORMS[-1] is HOST:
+        changed = {"platform": FakePlatform(PlatformContext())}
     with open_pair(changed) as pair:
         pair.store(keys)
         pair.decode.open_transfer(pair.offer("one", keys), keys)
