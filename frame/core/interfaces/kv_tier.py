@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.platform import Platform
 
 BLOCK_ALIGNMENT = 8  # bytes, of which a block is a multiple
+DEVICE_SIZE = "device_size_gib"  # the option of tiers that take GiB of an accelerator's memory in place of the host's
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,6 @@ class KVTierCapabilities(Anything):
     size: str = ""  # its option with the GiB of blocks that it holds; "": there is none
     ratio: str = ""  # its option with that size as a multiple of the device's KV cache, which counts where it is set
     memory: tuple[str, ...] = ()  # its options with GiB of host memory that it takes
-    device_size: str = ""  # its option with GiB of device memory, which an accelerator's tier takes instead where it is set
     folder: str = ""  # its option with the folder of its blocks, where the secret of their keys is kept; "": there is none
     transfers: bool = False  # it implements `SupportsTransfers`, and serves disaggregated engines alone
     keeps: bool = False  # its blocks outlive the engine, where the context has memory for it; one of an engine's tiers

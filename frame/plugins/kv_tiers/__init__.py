@@ -96,7 +96,7 @@ def register_kv_tiers(registry: KindRegistry) -> None:
     registry.add(
         "nixl",
         "frame.plugins.kv_tiers.nixl:NixlTier",
-        capabilities=KVTierCapabilities(size="size_gib", memory=("size_gib",), device_size="device_size_gib", transfers=True),
+        capabilities=KVTierCapabilities(size="size_gib", memory=("size_gib",), transfers=True),
         options=NixlTierOptions,
         requires=("nixl-cu13>=1.5,<2",),
         rank=-1,

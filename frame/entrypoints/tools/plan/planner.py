@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from frame.checkpoint.model_config import find_model
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.kv_tier import BLOCK_ALIGNMENT, KVTierCapabilities
+from frame.core.interfaces.kv_tier import BLOCK_ALIGNMENT, DEVICE_SIZE, KVTierCapabilities
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.memory_plan import MemoryPlan
@@ -62,13 +62,14 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
     """A KV cache tier of each replica or attention group. `block_bytes`: of a block, on all ranks.
-    `blocks`: that fit; None: its options do not say. `host_bytes`: of host memory, of all
-    replicas."""
+    `blocks`: that fit; None: its options do not say. `host_bytes`, `device_bytes`: of host memory
+    and of the devices' memory, of all replicas."""
 
     name: str
     block_bytes: int
     blocks: int | None
     host_bytes: int
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -247,4 +248,8 @@ def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan]) -> Iterator[Pl
         if ratio is not None:
             blocks = min(int(ratio * stage.cache) // size for stage, size in zip(stages, sizes, strict=True))
             host_bytes = blocks * sum(sizes) * plan.tp
-        yield PlannedTier(choice.name, sum(sizes) * plan.attention_tp, blocks, host_bytes * plan.num_replicas)
+        device_bytes = 0 if stages[0].is_shared else int(choice.options.get(DEVICE_SIZE, 0) * GIB)
+        if device_bytes:
+            blocks, host_bytes = device_bytes // max(sizes), 0
+        totals = host_bytes * plan.num_replicas, device_bytes * plan.num_devices
+        yield PlannedTier(choice.name, sum(sizes) * plan.attention_tp, blocks, *totals)
