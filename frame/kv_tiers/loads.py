@@ -381,7 +381,7 @@ class PrefixLoads:
                     self._leave(rid, wait)
 
     def _extend(self, load: Load, wait: Wait, now: float) -> bool:
-        """Move the deadline of a wait for blocks of a peer, if some have come since the last one."""
+        """Move the deadline of a wait for blocks of a peer, if some came since the last one."""
         received = self._set.count_received()
         if wait.num_extensions >= MAX_EXTENSIONS or received <= wait.num_received or not self._set.is_from_peer(load.segments):
             return False
