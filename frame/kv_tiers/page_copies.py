@@ -78,7 +78,7 @@ class PageCopies:
 
     def _find_place(self, copies: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The buffer that kernels copy pages from or to; None: the block is staged."""
-        if self._tables is None or self._device.type == "cpu":
+        if self._tables is None:
             return None
         return next((buffer for buffer in copies if buffer.device == self._device), None)
 
