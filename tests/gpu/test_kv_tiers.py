@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame.plugins.platforms.cuda import CudaPlatform
+    from tests.kernels.block_checksums import *  # noqa: F403
     from tests.kernels.page_blocks import *  # noqa: F403
 
     PLATFORM = CudaPlatform(PlatformContext())
@@ -35,6 +36,15 @@ def test_a_round_trip_keeps_every_byte(case, page_size):
     pool = make_pool(case, page_size, 40, PLATFORM.device)
     mover = PoolBlockMover(pool, PLATFORM, 5 * 16 * 64)
     check_round_trip(pool, mover, range(0, 40, 2), range(1, 41, 2))
+    mover.close()
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda"), ("cuda", "cpu")])
+def test_buffers_on_the_device_are_not_staged(devices):
+    """Of one tier or of both; loads read the second one's."""
+    pool = make_pool("int8", 16, 40, PLATFORM.device)
+    mover = PoolBlockMover(pool, PLATFORM, 5 * 16 * 64)
+    check_round_trip(pool, mover, range(0, 40, 2), range(1, 41, 2), devices)
     mover.close()
 
 
