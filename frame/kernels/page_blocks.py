@@ -14,7 +14,7 @@ from frame.kernels.launch import next_power_of_2
 _MAX_UNITS = 2048  # that one iteration of a program copies
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks", "pages"])  # parts of one tensor: a variant for each would be compiled
 def _copy_kernel(blocks, pages, table, UNIT: tl.constexpr, STORE: tl.constexpr, SIZE: tl.constexpr):
     """Grid: (pages, tensors). A program copies one page of one tensor. Addresses are computed in
     int64: a tensor has more than 2^31 bytes."""

@@ -86,6 +86,7 @@ class TierSettings:
     plan: ParallelPlan = ONE_RANK
     transfer: TransferSettings | None = None  # without the properties of the cache
     kept: KeptMemory | None = None  # of the rank
+    waits_for_steps: bool = True  # see `PoolBlockMover`
 
 
 def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Callable[[PluginChoice, Any], KVTier]) -> TierSettings:
@@ -106,9 +107,10 @@ def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Ca
         secret = read_secret(Path(next(iter(folders), DEFAULT_FOLDER)).expanduser().absolute())
     else:
         secret = make_secret() if kept is None else kept.secret
-    return TierSettings(
-        tiers, digest_model(resolved), secret, cache.write_policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved), kept
-    )
+    # Commits wait for rank 0's device alone, and drafts are computed after what they wait for.
+    waits = resolved.plan.num_ranks > 1 or bool(resolved.plugins.get("drafter"))
+    policies = cache.write_policy, cache.min_load_tokens
+    return TierSettings(tiers, digest_model(resolved), secret, *policies, resolved.plan, _prepare_transfer(resolved), kept, waits)
 
 
 def _open_kept() -> KeptMemory | None:
@@ -184,7 +186,8 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
     plan = settings.plan
     stage, tp_rank = divmod(rank, plan.tp)
     identity = describe_blocks(settings.model, pool.geometry, (stage, plan.pp, tp_rank % plan.attention_tp, plan.attention_tp))
-    mover = PoolBlockMover(pool, platform)
+    waits = settings.waits_for_steps or pool.geometry.num_pools > 1
+    mover = PoolBlockMover(pool, platform, waits_for_steps=waits)
     pages = (max(num_pages, pool.num_pages[0] - RESERVED_PAGES), *(count - RESERVED_PAGES for count in pool.num_pages[1:]))
     pool_bytes = sum(count * pieces for count, pieces in zip(pages, mover.layout.num_pieces, strict=True)) * mover.block_bytes
     transfer = settings.transfer

@@ -50,7 +50,11 @@ class PoolBlockMover:
     """Jobs are copied in pieces of the staging buffer's size: loads before stores, each in their
     order. A copy that fails raises in `poll`, and the engine ends: its pages are in doubt."""
 
-    def __init__(self, pool: KVPool, platform: Platform, staging_bytes: int = STAGING_BYTES) -> None:
+    def __init__(self, pool: KVPool, platform: Platform, staging_bytes: int = STAGING_BYTES, *, waits_for_steps: bool = True) -> None:
+        """waits_for_steps: stores begin after the steps that are launched. They need not where a
+        step that was committed has ended on the device: a step in flight, which may be a long
+        prompt, does not write to the pages. Loads wait: a step that failed may still write."""
+        self._waits_for_steps = waits_for_steps
         self._copies = PageCopies(pool, platform.device, staging_bytes)
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
@@ -98,7 +102,7 @@ class PoolBlockMover:
         if len(pages) != len(buffers):
             raise ValueError(f"{len(pages)} pages have {len(buffers)} blocks")
         stored = np.array([bool(each) for each in buffers], np.bool_)
-        ready = None if self._thread is None else self._thread.mark_steps()
+        ready = self._thread.mark_steps() if self._thread is not None and (is_load or self._waits_for_steps) else None
         queue.append(_Job(number, pages[stored].astype(np.int64), [each for each in buffers if each], is_load, ready))
         if self._thread is not None:
             self._thread.wake()

@@ -50,11 +50,15 @@ class PageCopies:
         self._device = device
         self._parts = list(_list_parts(pool, self.layout))
         self._tables = [self._make_tables(part) for part in self._parts] if kernels.can_use_triton(device) else None
+        for part in range(len(self._parts)) if self._tables is not None else ():  # compiles; page 0 is reserved
+            numbers = torch.tensor([[0], [self.staging.data_ptr()]], device=device)
+            for is_store in (True, False):
+                self._move_run(part, numbers, self.staging[:1], is_store=is_store)
 
     def count_piece(self, buffers: Sequence[tuple[torch.Tensor, ...]]) -> int:
         """How many of the leading buffers one call takes: more where none of them is staged."""
-        is_direct = all(self._find_place(copies) is not None for copies in buffers)
-        return min(len(buffers), self.num_blocks * (_DIRECT if is_direct else 1))
+        leading = buffers[: self.num_blocks * _DIRECT]
+        return len(leading) if all(self._find_place(copies) is not None for copies in leading) else min(len(leading), self.num_blocks)
 
     @torch.inference_mode()
     def load(self, blocks: np.ndarray, buffers: Sequence[tuple[torch.Tensor, ...]]) -> None:
@@ -83,9 +87,8 @@ class PageCopies:
         return next((buffer for buffer in copies if buffer.device == self._device), None)
 
     def _find_places(self, buffers: Sequence[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-        found = [self._find_place(copies) for copies in buffers]
         staging = iter(self.staging.unbind())
-        return [next(staging) if place is None else place for place in found]
+        return [next(staging) if (place := self._find_place(copies)) is None else place for copies in buffers]
 
     def _move(self, blocks: np.ndarray, places: Sequence[torch.Tensor], *, is_store: bool) -> None:
         if not len(blocks):

@@ -69,6 +69,22 @@ def test_copies_follow_the_steps_that_are_launched():
     mover.close()
 
 
+def test_stores_of_committed_pages_do_not_wait_for_the_step_in_flight():
+    pool = make_pool("uniform", 16, 64, PLATFORM.device)
+    mover = PoolBlockMover(pool, PLATFORM, waits_for_steps=False)
+    pages, step = np.arange(1, 32, dtype=np.int32), torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    step.record()
+    mover.store(1, pages, [make_buffers(mover, 31, "cuda")])
+    wait_for(mover, [1])
+    assert not step.query()
+    mover.load(2, pages + 31, make_buffers(mover, 31, "cuda"))
+    wait_for(mover, [2])
+    assert step.query()
+    mover.close()
+
+
 def test_pages_beyond_two_bytes():
     pool = make_pool("mla", 1, MANY, PLATFORM.device)
     mover = PoolBlockMover(pool, PLATFORM)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _ACQUIRE_SECONDS = 10.0  # in which a prefill server tells where blocks are; it may still be storing them
-_PIECE_BYTES = 256 << 20  # that are read before they are checked
+_PIECE_BYTES = 512 << 20  # that are read before they are checked
 QUARANTINE_SECONDS = 10.0  # after a failed read, in which something may still write to its buffers
 PHASES = ("store", "acquire", "read", "check", "insert")
 _log = logging.getLogger(__name__)
@@ -116,7 +116,11 @@ class NixlTier(HostTier):
             self._start(context, BufferPool(context, self._num_buffers, self._agent.register))
             return
         self._task_blocks = self._num_buffers
-        self._start(context, _open_pool(device, self._num_buffers, context.block_bytes, self._agent))
+        pool = _open_pool(device, self._num_buffers, context.block_bytes, self._agent)
+        if (first := pool.take_buffers(1)) is not None and self._checksums is not None:
+            self._checksums.compute(first)  # compiles
+            pool.return_buffers(first)
+        self._start(context, pool)
 
     @staticmethod
     def make_conformance_options(_folder: Path, num_blocks: int, context: KVTierContext) -> NixlTierOptions:  # type: ignore[override]
@@ -344,8 +348,10 @@ class NixlTier(HostTier):
         first block. -> the first block that is not what it should be."""
         began, size = time.monotonic(), self._context.block_bytes
         buffers = [buffer for buffer in job.buffers[piece.start : piece.stop] if buffer is not None]
-        local = np.array([(buffer.data_ptr(), size, self._agent.device) for buffer in buffers], np.uint64)
-        remote = np.array([(source.addresses[first + index], size, source.device) for index in piece], np.uint64)
+        theirs = source.addresses[first + piece.start : first + piece.stop]
+        ours, theirs, sizes = list_runs([buffer.data_ptr() for buffer in buffers], theirs, size)
+        local = np.stack((ours, sizes, np.full_like(sizes, self._agent.device)), 1)
+        remote = np.stack((theirs, sizes, np.full_like(sizes, source.device)), 1)
         job.is_doubtful = True
         self._agent.read(source.agent, local, remote, self._is_closed.is_set)
         job.is_doubtful, end = False, time.monotonic()
@@ -385,6 +391,15 @@ class NixlTier(HostTier):
         if incoming.is_closed and not incoming.num_jobs and self._links is not None:
             self._num_closing -= 1
             self._links.release(incoming.transfer)
+
+
+def list_runs(ours: Sequence[int], theirs: Sequence[int], size: int) -> np.ndarray:
+    """Blocks of `size` bytes at these addresses, uint64 [3, runs] of (ours, theirs, bytes): those
+    that follow one another on both sides are one run, since each run costs about 10 µs."""
+    addresses = np.array((ours, theirs), np.uint64)
+    starts = np.flatnonzero(np.append(True, (np.diff(addresses) != size).any(0)))
+    counts = np.diff(np.append(starts, len(ours))).astype(np.uint64)
+    return np.vstack((addresses[:, starts], counts * np.uint64(size)))
 
 
 def _open_pool(device: torch.device, num_buffers: int, block_bytes: int, agent: NixlAgent) -> DevicePool:

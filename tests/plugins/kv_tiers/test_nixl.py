@@ -258,6 +258,12 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         assert pair.decode.describe_transfers()["transfer_bytes"] == 12 * BLOCK_BYTES
 
 
+def test_neighbours_on_both_sides_are_read_at_once() -> None:
+    runs = nixl.list_runs([100, 110, 120, 130, 50], [900, 910, 930, 940, 950], 10)
+    assert runs.T.tolist() == [[100, 900, 20], [120, 930, 20], [50, 950, 10]]
+    assert nixl.list_runs([100], [900], 10).T.tolist() == [[100, 900, 10]]
+
+
 def test_a_lease_is_read_once() -> None:
     keys = make_keys(4)
     with open_pair() as pair:
