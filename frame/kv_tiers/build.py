@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -42,6 +43,7 @@ BLOCK_FORMAT = 1  # of the bytes of a block; raised where `PageCopies` orders th
 KIND = "kv_tier"
 GIB = 1 << 30
 SETTING = "disaggregation.mode"  # that needs the secret of peers
+SWITCH_INTERVAL = 0.0005  # seconds after which the thread that launches steps lets one of a transfer go on
 DEFAULT_FOLDER = "~/.cache/frame"  # of the secret, where no tier has a folder
 _COMPUTING = ("model", "weight_format", "weight_source", "drafter")  # kinds of plugins that keys and values depend on
 _log = logging.getLogger(__name__)
@@ -192,6 +194,7 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
     pool_bytes = sum(count * pieces for count, pieces in zip(pages, mover.layout.num_pieces, strict=True)) * mover.block_bytes
     transfer = settings.transfer
     if transfer is not None:
+        sys.setswitchinterval(SWITCH_INTERVAL)
         transfer = replace(transfer, properties={**transfer.properties, **list_properties(settings.model, pool.geometry)})
     context = KVTierContext(
         mover.block_bytes, identity, partial(allocate, platform), partial(pin, platform), pool_bytes, transfer, platform=platform
