@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.platform import Platform
 
 BLOCK_ALIGNMENT = 8  # bytes, of which a block is a multiple
-DEVICE_SIZE = "device_size_gib"  # the option of tiers that take GiB of an accelerator's memory in place of the host's
+DEVICE_SIZE, DEVICE_SHARE = "device_size_gib", 0.05  # option of tiers in an accelerator's memory; None: this share of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.kv_tier import KVTierContext, KVTierResult, KVTransfer
+from frame.core.interfaces.kv_tier import DEVICE_SHARE, KVTierContext, KVTierResult, KVTransfer
 from frame.core.interfaces.platform import SupportsStreams
 from frame.plugins.kv_tiers import NixlTierOptions
 from frame.plugins.kv_tiers.buffers import GIB, BufferPool, compute_digest, count_blocks
@@ -84,14 +84,14 @@ class NixlTier(HostTier):
     def __init__(self, context: KVTierContext, options: BaseModel | None = None) -> None:
         settings = options if isinstance(options, NixlTierOptions) else NixlTierOptions()
         self._settings = settings
-        platform = context.platform
-        is_on_device = settings.device_size_gib > 0 and isinstance(platform, SupportsStreams)
-        self._checksums = DeviceChecksums(platform) if is_on_device and platform is not None else None
-        if self._checksums is None:
+        platform, size, device = context.platform, settings.device_size_gib, None
+        self._checksums: DeviceChecksums | None = None
+        if platform is None or size == 0 or not isinstance(platform, SupportsStreams):
             self._num_buffers = count_host_blocks("kv_tier/nixl", "size_gib", settings.size_gib, context)
         else:
-            self._num_buffers = count_blocks("device_size_gib of kv_tier/nixl", settings.device_size_gib, context.block_bytes)
-        device = None if self._checksums is None or platform is None else platform.device
+            size = DEVICE_SHARE * platform.measure_memory().total / GIB if size is None else size
+            self._num_buffers = count_blocks("device_size_gib of kv_tier/nixl", size, context.block_bytes)
+            self._checksums, device = DeviceChecksums(platform), platform.device
         self._agent = NixlAgent(device)
         self._leases: dict[str, Lease] = {}  # of a prefill server
         self._server: LeaseServer | None = None

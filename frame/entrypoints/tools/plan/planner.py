@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from frame.checkpoint.model_config import find_model
 from frame.config.schema import FrameConfig
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.kv_tier import BLOCK_ALIGNMENT, DEVICE_SIZE, KVTierCapabilities
+from frame.core.interfaces.kv_tier import BLOCK_ALIGNMENT, KVTierCapabilities
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.memory_plan import MemoryPlan
+from frame.entrypoints.processes.memory_plan import MemoryPlan, count_tier_bytes
 from frame.entrypoints.processes.planned_rank import PlannedRank
 from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
@@ -205,7 +205,7 @@ def plan_deployment(config: FrameConfig, machine: Machine | None) -> DeploymentP
         memory = HostPlatform(PlatformContext()).measure_memory()
     stages = tuple(_plan_stage(prepared, stage, memory) for stage in range(resolved.plan.pp))
     card, source = machine.card if machine is not None and devices else None, str(find_model(config.model.path))
-    return DeploymentPlan(resolved, stages, card, source, tuple(_plan_tiers(prepared, stages)))
+    return DeploymentPlan(resolved, stages, card, source, tuple(_plan_tiers(prepared, stages, memory)))
 
 
 def try_plans(config: FrameConfig, machine: Machine, target: Target) -> Iterator[tuple[str, str]]:
@@ -235,7 +235,7 @@ def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryP
     return memory_plan
 
 
-def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan]) -> Iterator[PlannedTier]:
+def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan], memory: DeviceMemory) -> Iterator[PlannedTier]:
     """The tiers, each with the blocks that it has room for. Ranks share a size equally."""
     resolved, plan = prepared.resolved, prepared.resolved.plan
     sizes = [-(-stage.bytes_per_token * resolved.page_size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT for stage in stages]
@@ -248,7 +248,7 @@ def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan]) -> Iterator[Pl
         if ratio is not None:
             blocks = min(int(ratio * stage.cache) // size for stage, size in zip(stages, sizes, strict=True))
             host_bytes = blocks * sum(sizes) * plan.tp
-        device_bytes = 0 if stages[0].is_shared else int(choice.options.get(DEVICE_SIZE, 0) * GIB)
+        device_bytes = count_tier_bytes(choice, memory)
         if device_bytes:
             blocks, host_bytes = device_bytes // max(sizes), 0
         totals = host_bytes * plan.num_replicas, device_bytes * plan.num_devices

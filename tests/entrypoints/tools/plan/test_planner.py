@@ -141,13 +141,14 @@ def test_tiers_are_planned_in_blocks() -> None:
 def test_buffers_of_transfers_are_planned_in_device_memory() -> None:
     flags = ["plan", "--model", "frame-tiny", "--json", "--disaggregation-mode", "prefill", "--machine", "h100", "--set"]
     found = []
-    for size in (3, 0):
+    for size in ("3", "0", "null"):
         done = CliRunner().invoke(cli, [*flags, f"plugins.options.kv_tier/nixl.device_size_gib={size}"])
         assert done.exit_code == 0, done.output
         found.append(json.loads(done.output))
-    (device,), (host,) = (each["tiers"] for each in found)
+    (device,), (host,), (share,) = (each["tiers"] for each in found)
     assert (device["device_bytes"], device["host_bytes"], device["blocks"]) == (3 * GIB, 0, 3 * GIB // device["block_bytes"])
     assert (host["device_bytes"], host["host_bytes"]) == (0, 8 * GIB)
+    assert share["device_bytes"] == int(0.05 * found[2]["ranks"][0]["total"])
     assert found[0]["ranks"][0]["activations"] - found[1]["ranks"][0]["activations"] == 3 * GIB
 
 
