@@ -198,9 +198,10 @@ class NixlTier(HostTier):
             if len(self._leases) >= self._settings.max_leases or transfer.lease in self._leases:
                 self._counts.refused += 1
                 return
-            self._leases[transfer.lease] = lease = Lease(list(keys), time.monotonic())
-            self._counts.transfers += 1
+            lease = Lease(list(keys), time.monotonic())
             self._pin(lease)
+            self._leases[transfer.lease] = lease  # from now on the server hands it out
+            self._counts.transfers += 1
         elif self._links is not None and transfer.lease not in self._incoming:
             incoming = _Incoming(transfer, {key: place for place, key in enumerate(keys)})
             self._incoming[transfer.lease] = incoming
