@@ -18,8 +18,8 @@ _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd factors
 
 
 class DevicePool(BufferPool):
-    """Buffers in one piece of device memory. Those that are taken together are in the order of
-    their addresses, so that neighbours are moved at once."""
+    """Buffers in one piece of device memory. Those that are taken together are in the reverse order
+    of their addresses, and used from the last one on, so that neighbours are moved at once."""
 
     def __init__(  # the memory needs no thread
         self, device: torch.device, num_buffers: int, block_bytes: int, on_piece: Callable[[torch.Tensor], None]
@@ -39,7 +39,7 @@ class DevicePool(BufferPool):
             return None
         start = self.num_free - count
         taken, self._free_numbers[start:] = self._free_numbers[start:], []
-        return [self._buffers[number] for number in sorted(taken)]
+        return [self._buffers[number] for number in sorted(taken, reverse=True)]
 
     def return_buffers(self, buffers: Iterable[torch.Tensor]) -> None:
         self._free_numbers += [self._numbers[buffer.data_ptr()] for buffer in buffers]

@@ -91,10 +91,9 @@ class HostTier(ThreadedTier[HostJob]):
         taken = self._take_buffers(len(lacking)) if len(self._jobs) < MAX_JOBS else None
         if taken is None:
             return None
-        free = iter(taken)
         blocks: list[HostBlock | None] = []
         for key in keys:
-            blocks.append(HostBlock(buffer=next(free)) if key in lacking else None)
+            blocks.append(HostBlock(buffer=taken.pop()) if key in lacking else None)
             lacking.discard(key)
         buffers = [None if block is None else block.buffer for block in blocks]
         added = HostJob(job, tuple(keys), buffers, is_store=True, blocks=blocks)

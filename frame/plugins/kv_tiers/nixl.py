@@ -146,6 +146,7 @@ class NixlTier(HostTier):
         if not sources or buffers is None:
             return None
         incoming = sources[-1]
+        buffers.reverse()
         added = _Reading(job, tuple(keys), buffers, is_store=False, blocks=[None] * len(keys), incoming=incoming)
         self._add_job(added)
         incoming.num_jobs += 1

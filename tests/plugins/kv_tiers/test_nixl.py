@@ -262,6 +262,16 @@ def test_neighbours_on_both_sides_are_read_at_once() -> None:
     runs = nixl.list_runs([100, 110, 120, 130, 50], [900, 910, 930, 940, 950], 10)
     assert runs.T.tolist() == [[100, 900, 20], [120, 930, 20], [50, 950, 10]]
     assert nixl.list_runs([100], [900], 10).T.tolist() == [[100, 900, 10]]
+    keys = make_keys(8)
+    with open_pair() as pair:
+        pair.store(keys)
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+        job, loaded = pair.begin_load(keys)
+        wait_for(pair.decode, job)
+        sides = [block.buffer for block in pair.prefill._leases["one"].pinned], loaded
+        runs = nixl.list_runs(*([buffer.data_ptr() for buffer in side] for side in sides), BLOCK_BYTES)
+        pair.decode.finish(job)
+        assert runs.shape[1] == 1 or PLATFORMS[-1] is HOST
 
 
 def test_a_lease_is_read_once() -> None:
