@@ -34,7 +34,7 @@ from frame.core.scheduling.step_features import (
     StepFeatures,
 )
 from frame.interfaces.routing import RoutingContext
-from frame.latency_budget import LatencyBudget
+from frame.latency_budget import DecodeServerBudget, LatencyBudget
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.registry import Registry
 from frame.speculation.draft_scheduler import DraftScheduler
@@ -139,6 +139,8 @@ def build_scheduler(
     features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved), "make_tiers": make_tiers}
     if (target := user.scheduler.target_itl_ms) is not None:
         features["prompt_budget"] = LatencyBudget(target / 1e3, config.token_budget)
+    elif user.disaggregation.mode == "decode":
+        features["prompt_budget"] = DecodeServerBudget(config.token_budget)
     scheduler = assemble_scheduler(config, cache, allocator, policy, clock, on_finish, **features)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
