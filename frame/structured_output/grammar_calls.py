@@ -7,7 +7,7 @@ Used by `grammar_masks`. Must not know the scheduler's steps or a backend.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from frame.core.blame import explain
 from frame.core.messages import Finish
+from frame.interfaces.known_masks import KnownMask
 from frame.structured_output.draft_masks import fill_draft_masks
 from frame.structured_output.grammar_threads import LOST_SECONDS, ThreadedCall
 
@@ -47,6 +48,7 @@ class GrammarState:
 
     call: ThreadedCall | None = None  # a call that no step waits for
     mask: np.ndarray | None = None  # int32 [words]; the next mask, once it is filled
+    known: KnownMask | None = None  # the next mask, if it took a look-up
     path: np.ndarray | None = None  # int32 [k + 1, words]; the masks along the draft of the next row, k tokens
     error: Finish | None = None  # how the request ends at its next token, because the mask could not be filled
     seconds: float = 0.0  # moving mean of the measured calls' CPU time, which begins at 0
@@ -77,9 +79,13 @@ class GrammarMeter:
         self.spent += seconds
         self.check()
 
+    def is_exceeded(self, more: float = 0.0) -> bool:
+        """Whether `more` seconds would exceed the budget."""
+        return self.spent + more > self._budget + TOKEN_ALLOWANCE * self.num_tokens
+
     def check(self, more: float = 0.0) -> None:
         """Raise ValueError when `more` seconds would exceed the budget."""
-        if self.spent + more > self._budget + TOKEN_ALLOWANCE * self.num_tokens:
+        if self.is_exceeded(more):
             raise ValueError(
                 f"the grammar takes more CPU time than its budget of {self._budget:g} s (sampling.grammar_budget), and "
                 f"{1000 * TOKEN_ALLOWANCE:g} ms a token; simplify it"
@@ -92,6 +98,7 @@ class WrappedGrammar:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self.batch: MaskBatch | None = getattr(grammar, "batch", None)  # see `BatchedGrammar`
+        self.origin: int = getattr(grammar, "origin", 0)  # see `SteppingGrammar`
 
     @property
     def num_measured(self) -> int:
@@ -106,10 +113,19 @@ class MeteredGrammar(WrappedGrammar):
     def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
         super().__init__(grammar)
         self.meter = meter
+        self._advance: Callable[[int], KnownMask | None] | None = getattr(grammar, "advance_token", None)
         self._is_finished: bool | None = None  # None: not known
         # Of calls in the engine's thread the clock is enough, which needs no system call: some
         # take 5 µs, as much as the call.
         self._clock = time.thread_time if self.batch is None else time.perf_counter
+
+    def advance_token(self, token_id: int) -> KnownMask | None:
+        """See `SteppingGrammar`. Of the time of a look-up the meter takes no note."""
+        if self._advance is None or self.meter.is_exceeded() or (known := self._advance(token_id)) is None:
+            return None
+        self.meter.num_tokens += 1
+        self._is_finished = False
+        return known
 
     def fill_mask(self, mask: np.ndarray) -> bool:
         if self.batch is not None and self.start_mask(mask) is None:  # it was known
@@ -286,6 +302,20 @@ def start_mask(request: Request, state: GrammarState, masks: np.ndarray, row: in
     except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
         state.error = grammar_error(error, request.params)
     return call
+
+
+def advance_token(request: Request, state: GrammarState, token: int) -> bool:
+    """Accept a token of a request, if that and its next mask take a look-up. False: they take more;
+    nothing has changed."""
+    state.known = None
+    advance = getattr(request.grammar, "advance_token", None)
+    if advance is None:
+        return False
+    try:
+        state.known = advance(token)
+    except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+        state.error = grammar_error(error, request.params)
+    return state.known is not None
 
 
 def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:

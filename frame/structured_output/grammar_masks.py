@@ -28,6 +28,7 @@ from frame.structured_output.grammar_calls import (
     GrammarCall,
     GrammarState,
     accept_tokens,
+    advance_token,
     get_grammar_state,
     grammar_error,
     start_mask,
@@ -71,7 +72,8 @@ class _Pending:
 @dataclass(slots=True)
 class _Filling:
     """Masks of a step of `num_rows` rows that are filled while the engine's thread does other work.
-    requests: of the first rows of masks, int32 [requests or more, words]."""
+    requests: of the first rows of masks, int32 [requests or more, words]. Those of known masks are
+    written last."""
 
     num_rows: int
     masks: np.ndarray
@@ -119,32 +121,48 @@ class GrammarCalls(StepGrammars):
 
     def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
         self.wait_for_masks()
-        calls: dict[int, GrammarCall] = {}
-        ends: list[Finish | None] = []
-        fills: list[GrammarCall] = []
         filling = _Filling(num_rows, self._take_masks(len(drawn)), [], [])
-        slice_rows = max(MIN_SLICE_ROWS, -(-len(drawn) // NUM_SLICES))
+        ends: list[Finish | None] = [None] * len(drawn)
+        rest: list[int] = []
         for i, (request, tokens) in enumerate(drawn):
+            state = request.grammar_state or get_grammar_state(request)
+            state.mask = None
+            if len(tokens) != 1 or state.is_slow or state.error is not None or not advance_token(request, state, tokens[0]):
+                rest.append(i)
+            filling.requests.append(request)
+        self._accept_rest(drawn, rest, filling, ends)
+        return ends
+
+    def _accept_rest(
+        self, drawn: Sequence[tuple[Request, Sequence[int]]], rest: list[int], filling: _Filling, ends: list[Finish | None]
+    ) -> None:
+        """Accept the tokens of those entries of `drawn` that take more than a look-up, and begin to
+        fill their masks."""
+        calls: dict[int, GrammarCall] = {}
+        fills: list[GrammarCall] = []
+        slice_rows = max(MIN_SLICE_ROWS, -(-len(rest) // NUM_SLICES))
+        # While the masks of a slice are computed, the grammars of the next one must be free.
+        rest.sort(key=lambda i: getattr(drawn[i][0].grammar, "origin", 0))
+        for number, i in enumerate(rest, 1):
+            request, tokens = drawn[i]
             state = get_grammar_state(request)
             end = state.error
             if end is None and not state.is_slow and request.grammar is not None and _get_batch(request) is not None:
                 end = accept_tokens(request.grammar, tokens, request.params)
-                state.mask = None
-                if end is None:
-                    if (call := start_mask(request, state, filling.masks, len(filling.requests))) is not None:
-                        fills.append(call)
-                    filling.requests.append(request)
+                if end is None and (call := start_mask(request, state, filling.masks, i)) is not None:
+                    fills.append(call)
             elif end is None:
                 calls[i] = GrammarCall(request, tokens, np.empty(self._words, np.int32))
-            ends.append(end)
-            if fills and ((i + 1) % slice_rows == 0 or i == len(drawn) - 1):
-                filling.begun += self._begin(fills, num_rows, filling.masks)
+            ends[i] = end
+            if fills and (number % slice_rows == 0 or number == len(rest)):
+                filling.begun += self._begin(fills, filling.num_rows, filling.masks)
                 fills = []
         self._filling = filling
-        self._run(list(calls.values()), num_rows)
+        if calls:
+            filling.requests.clear()  # their masks are elsewhere
+        self._run(list(calls.values()), filling.num_rows)
         for i, call in calls.items():
             ends[i] = call.end if call.is_finished else None
-        return ends
 
     def _take_masks(self, count: int) -> np.ndarray:
         """Memory for so many masks, int32 [count or more, words]: that of the step before the last
@@ -175,9 +193,11 @@ class GrammarCalls(StepGrammars):
         filled, self._filled = self._filled, None
         if filled is not None and filled.requests == [table.requests[slot] for slot in slots.tolist()]:
             states = [get_grammar_state(request) for request in filled.requests]
-            if all(state.mask is not None for state in states):
-                for state in states:
-                    state.mask = None
+            if all(state.mask is not None or state.known is not None for state in states):
+                for row, state in zip(filled.masks, states, strict=False):
+                    if state.known is not None:
+                        state.known.write(row)
+                    state.known = state.mask = None
                 if not self._stopped and not self._held:  # no call may still write
                     self._spare.append(filled.masks)
                 return filled.masks[: len(slots)]  # nothing to copy
@@ -192,7 +212,10 @@ class GrammarCalls(StepGrammars):
             state = get_grammar_state(request)
             if state.path is not None and i + 1 < len(slots) and slots[i + 1] == slots[i]:
                 samples = np.flatnonzero(slots[i : i + len(state.path)] == slots[i])  # fewer than masks if pages were short
-                mask[i + samples], state.path, state.mask = state.path[: len(samples)], None, None
+                mask[i + samples], state.path, state.mask, state.known = state.path[: len(samples)], None, None, None
+            elif state.known is not None:
+                state.known.write(mask[i])
+                state.known = None
             elif state.mask is not None:
                 mask[i], state.mask = state.mask, None
             elif state.error is None and state.call is None:
@@ -390,5 +413,5 @@ def _count_measured(request: Request) -> int:
 def _keep_mask(call: GrammarCall) -> None:
     """Keep the mask of a finished call, or why there is none."""
     state = get_grammar_state(call.request)
-    state.error = call.mask_error
+    state.error, state.known = call.mask_error, None
     state.mask = call.mask if call.end is None and call.mask_error is None else None
