@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
 import os
 import pstats
@@ -85,7 +86,7 @@ class Rounds:
                 grammars[source] = self._backend.compile(*source)
         table = RequestTable(self._count, 1)
         running = cast("Any", SimpleNamespace(table=table))
-        calls = GrammarCalls(self._vocab_size, jumps=JumpForward(running, 1 << 20))
+        calls = GrammarCalls(self._vocab_size, jumps=JumpForward(running, 2, rows=4))
         requests = []
         for i, source in enumerate(asked):
             tokens = np.zeros(4, np.int32)
@@ -127,6 +128,7 @@ def main() -> None:
     llguidance.SHARING_REQUESTS = options.sharing
     grammar_masks.CROWDED_SECONDS = grammar_masks.QUICK_SECONDS = grammar_threads.QUICK_SECONDS = 10.0  # few cores: no row leaves
     backend = llguidance.LLGuidanceBackend(GrammarContext(MadeTokenizer(options.vocab), options.vocab))
+    gc.disable()  # an engine collects where no request waits
     rounds = Rounds(backend, options.vocab, options.rows, options.steps)
     found: dict[str, list[dict[str, float]]] = {}
     for kind in options.only:

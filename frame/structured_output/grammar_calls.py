@@ -128,11 +128,19 @@ class MeteredGrammar(WrappedGrammar):
         return known
 
     def fill_mask(self, mask: np.ndarray) -> bool:
+        return self._fill_mask(mask, time.thread_time)
+
+    def fill_next_mask(self, mask: np.ndarray) -> bool:
+        """As `fill_mask`, but charges the time of the clock, which takes no system call. For a
+        caller that bounds it, or whose calls are short."""
+        return self._fill_mask(mask, self._clock)
+
+    def _fill_mask(self, mask: np.ndarray, clock: Callable[[], float]) -> bool:
         if self.batch is not None and self.start_mask(mask) is None:  # it was known
             return bool(mask[0] != -1 or (mask != -1).any())
-        began = time.thread_time()
+        began = clock()
         is_limited = self._grammar.fill_mask(mask)
-        self.meter.charge(time.thread_time() - began)
+        self.meter.charge(clock() - began)
         return is_limited
 
     def start_mask(self, mask: np.ndarray) -> Any:

@@ -30,18 +30,31 @@ if TYPE_CHECKING:
     from frame.structured_output.grammar_calls import GrammarMeter
 
 MAX_FORCED_TOKENS = 256  # tokens of one run
+# A step for which a run must have more tokens looks for none: finding out that a run is shorter takes
+# the engine's thread as long as the masks of its tokens, which threads would compute.
+MAX_FEWEST = 16
 MAX_LOOKAHEAD_SECONDS = 0.01  # all rows of a step wait for its masks
+
+
+class MinimumRun:
+    """The tokens that a run must have in the present step."""
+
+    __slots__ = ("length",)
+
+    def __init__(self, length: int = 0) -> None:
+        self.length = length
 
 
 class LookaheadGrammar(WrappedGrammar):
     """A `Grammar` that runs ahead of its request while only one token is allowed.
 
     Its masks and results are those of the wrapped grammar. `forced`: the next tokens, which the
-    wrapped grammar has accepted already.
+    wrapped grammar has accepted already. minimum: above `MAX_FEWEST` it does not run ahead.
     """
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar, minimum: MinimumRun | None = None) -> None:
         super().__init__(grammar)
+        self._minimum = minimum or MinimumRun()
         self.forced: deque[int] = deque()
         self._words = 0  # of a mask
         self._advance: Callable[[int], KnownMask | None] | None = getattr(grammar, "advance_token", None)
@@ -87,7 +100,7 @@ class LookaheadGrammar(WrappedGrammar):
         self._next = self._ends = None
         if self._taken:
             self._taken.clear()
-        if known.only_token is not None:
+        if known.only_token is not None and self._minimum.length <= MAX_FEWEST:
             self._look_ahead(known.only_token)
         return known
 
@@ -153,6 +166,8 @@ class LookaheadGrammar(WrappedGrammar):
 
     def _look_ahead_from(self, first: np.ndarray) -> None:
         """Accept forced tokens after the mask `first`, which stays as it is."""
+        if self._minimum.length > MAX_FEWEST:
+            return
         token = find_only_token(first)
         if token is not None:
             self._look_ahead(token)
@@ -160,6 +175,7 @@ class LookaheadGrammar(WrappedGrammar):
     def _look_ahead(self, token: int | None) -> None:
         """Accept forced tokens, of which this is the first."""
         mask, began = None, time.perf_counter()  # needs no system call, unlike the thread's clock
+        fill_mask = getattr(self._grammar, "fill_next_mask", self._grammar.fill_mask)
         try:
             while token is not None:
                 known = None if self._advance is None else self._advance(token)
@@ -174,7 +190,7 @@ class LookaheadGrammar(WrappedGrammar):
                     self._next = known if token is None else None
                     continue
                 mask = np.empty(self._words, np.int32) if mask is None else mask
-                is_limited = self._grammar.fill_mask(mask)
+                is_limited = fill_mask(mask)
                 token = find_only_token(mask) if is_limited else None
                 if is_limited and token is None:
                     self._next = mask
@@ -194,21 +210,25 @@ class JumpForward:
         self._fewest = fewest
         self._rows = rows
         self._tokens = tokens
+        self._minimum = MinimumRun(fewest)
 
     def wrap_grammar(self, grammar: Grammar, params: SamplingParams) -> Grammar:
         """Wrap a request's grammar. A request with log-probabilities keeps its own: those come from
         sampling."""
         if params.logprobs is not None or params.prompt_logprobs is not None:
             return grammar
-        return LookaheadGrammar(grammar)
+        return LookaheadGrammar(grammar, self._minimum)
 
     def apply_jumps(self, slots: np.ndarray) -> None:
         """Append forced tokens to the sampling rows of a step whose masks were just filled. All
         steps before it must be committed. A row that jumps samples the first token of its run.
         slots: one entry per sample; rows with a draft, which have several, do not jump."""
         table, fewest = self._running.table, max(self._fewest, len(slots) // self._rows if self._rows else 0)
+        self._minimum.length = fewest
         a = table.arrays
         room = min(MAX_SINGLE_TOKEN_ROWS, self._tokens - len(slots)) if self._tokens else MAX_FORCED_TOKENS * len(slots)
+        if fewest > MAX_FORCED_TOKENS:
+            return
         is_repeated = slots[1:] == slots[:-1]
         can_jump = (a.special[slots] & GRAMMAR) != 0
         can_jump[1:] &= ~is_repeated

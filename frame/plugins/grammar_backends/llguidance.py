@@ -229,10 +229,14 @@ class LLGrammar:
         state, shared = self._state, self._shared
         if state is None or shared is None or (mask := state.mask) is None or self._is_ended or len(self._ahead) >= MAX_AHEAD:
             return None
-        after = None if token_id in self._compiled.stop_token_ids else state.find_follower(token_id)
-        if after is None or (known := after.mask) is None or known.is_finished or not mask.allows(token_id):
+        if token_id in self._compiled.stop_token_ids or not mask.allows(token_id):
             return None
-        shared.num_followed += 1
+        if (after := state.find_follower(token_id)) is None:
+            after = shared.follow(state, token_id)
+        else:
+            shared.num_followed += 1
+        if after is None or (known := after.mask) is None or known.is_finished:
+            return None
         self._ahead.append(token_id)
         self._earlier.append((state, self._last))
         self._state, self._last = after, token_id
