@@ -49,6 +49,7 @@ class GrammarState:
     call: ThreadedCall | None = None  # a call that no step waits for
     mask: np.ndarray | None = None  # int32 [words]; the next mask, once it is filled
     known: KnownMask | None = None  # the next mask, if it took a look-up
+    advance: Callable[[int], KnownMask | None] | None = None  # see `SteppingGrammar`
     path: np.ndarray | None = None  # int32 [k + 1, words]; the masks along the draft of the next row, k tokens
     error: Finish | None = None  # how the request ends at its next token, because the mask could not be filled
     seconds: float = 0.0  # moving mean of the measured calls' CPU time, which begins at 0
@@ -72,7 +73,7 @@ class GrammarMeter:
     def __init__(self, budget: float, spent: float = 0.0) -> None:
         self.spent = spent
         self.num_tokens = 0
-        self._budget = budget
+        self.budget = budget
 
     def charge(self, seconds: float) -> None:
         """Add CPU seconds. Raises ValueError when the budget is exceeded."""
@@ -81,13 +82,13 @@ class GrammarMeter:
 
     def is_exceeded(self, more: float = 0.0) -> bool:
         """Whether `more` seconds would exceed the budget."""
-        return self.spent + more > self._budget + TOKEN_ALLOWANCE * self.num_tokens
+        return self.spent + more > self.budget + TOKEN_ALLOWANCE * self.num_tokens
 
     def check(self, more: float = 0.0) -> None:
         """Raise ValueError when `more` seconds would exceed the budget."""
         if self.is_exceeded(more):
             raise ValueError(
-                f"the grammar takes more CPU time than its budget of {self._budget:g} s (sampling.grammar_budget), and "
+                f"the grammar takes more CPU time than its budget of {self.budget:g} s (sampling.grammar_budget), and "
                 f"{1000 * TOKEN_ALLOWANCE:g} ms a token; simplify it"
             )
 
@@ -121,9 +122,12 @@ class MeteredGrammar(WrappedGrammar):
 
     def advance_token(self, token_id: int) -> KnownMask | None:
         """See `SteppingGrammar`. Of the time of a look-up the meter takes no note."""
-        if self._advance is None or self.meter.is_exceeded() or (known := self._advance(token_id)) is None:
+        meter = self.meter
+        if self._advance is None or meter.spent > meter.budget + TOKEN_ALLOWANCE * meter.num_tokens:  # `is_exceeded` without a call
             return None
-        self.meter.num_tokens += 1
+        if (known := self._advance(token_id)) is None:
+            return None
+        meter.num_tokens += 1
         self._is_finished = False
         return known
 
@@ -290,7 +294,7 @@ def get_grammar_state(request: Request) -> GrammarState:
     """The state of a request's grammar, created on first use: most requests have no grammar."""
     state: GrammarState | None = request.grammar_state
     if state is None:
-        state = request.grammar_state = GrammarState()
+        state = request.grammar_state = GrammarState(advance=getattr(request.grammar, "advance_token", None))
     return state
 
 
@@ -310,20 +314,6 @@ def start_mask(request: Request, state: GrammarState, masks: np.ndarray, row: in
     except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
         state.error = grammar_error(error, request.params)
     return call
-
-
-def advance_token(request: Request, state: GrammarState, token: int) -> bool:
-    """Accept a token of a request, if that and its next mask take a look-up. False: they take more;
-    nothing has changed."""
-    state.known = None
-    advance = getattr(request.grammar, "advance_token", None)
-    if advance is None:
-        return False
-    try:
-        state.known = advance(token)
-    except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
-        state.error = grammar_error(error, request.params)
-    return state.known is not None
 
 
 def accept_token(grammar: Grammar, token: int, params: SamplingParams) -> Finish | None:

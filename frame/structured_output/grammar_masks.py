@@ -28,7 +28,6 @@ from frame.structured_output.grammar_calls import (
     GrammarCall,
     GrammarState,
     accept_tokens,
-    advance_token,
     get_grammar_state,
     grammar_error,
     start_mask,
@@ -126,8 +125,13 @@ class GrammarCalls(StepGrammars):
         rest: list[int] = []
         for i, (request, tokens) in enumerate(drawn):
             state = request.grammar_state or get_grammar_state(request)
-            state.mask = None
-            if len(tokens) != 1 or state.is_slow or state.error is not None or not advance_token(request, state, tokens[0]):
+            state.mask = state.known = None
+            if state.advance is not None and len(tokens) == 1 and state.error is None and not state.is_slow:
+                try:
+                    state.known = state.advance(tokens[0])
+                except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+                    state.error = grammar_error(error, request.params)
+            if state.known is None:
                 rest.append(i)
             filling.requests.append(request)
         self._accept_rest(drawn, rest, filling, ends)

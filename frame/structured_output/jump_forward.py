@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from frame.structured_output.grammar_calls import GrammarMeter
 
 MAX_FORCED_TOKENS = 256  # tokens of one run
-# A step for which a run must have more tokens looks for none: finding out that a run is shorter takes
-# the engine's thread as long as the masks of its tokens, which threads would compute.
+# Where a run must have more tokens, none is looked for: finding out that a run is shorter takes the
+# engine's thread as long as the masks of its tokens, which threads would compute.
 MAX_FEWEST = 16
 MAX_LOOKAHEAD_SECONDS = 0.01  # all rows of a step wait for its masks
 
@@ -237,7 +237,9 @@ class JumpForward:
             request = table.requests[slot]  # None: it has finished
             if request is None or len(getattr(request.grammar, "forced", ())) < fewest:
                 continue
-            if not isinstance(request.grammar, LookaheadGrammar) or get_grammar_state(request).call is not None:  # a thread uses the grammar
+            if not isinstance(request.grammar, LookaheadGrammar):
+                continue
+            if get_grammar_state(request).call is not None:  # a thread uses the grammar
                 continue
             maximum = request.max_num_tokens - 1 - int(a.num_committed_tokens[slot])  # the last token is sampled, which ends the request
             run = request.grammar.take_forced(fewest, min(maximum, room), request.stop_ids)

@@ -226,12 +226,17 @@ class LLGrammar:
 
     def advance_token(self, token_id: int) -> SharedMask | None:
         """See `frame.interfaces.known_masks`."""
-        state, shared = self._state, self._shared
+        state, shared = self._state, self._shared  # written out: calls would take as long as all of it
         if state is None or shared is None or (mask := state.mask) is None or self._is_ended or len(self._ahead) >= MAX_AHEAD:
             return None
         if token_id in self._compiled.stop_token_ids or not mask.allows(token_id):
             return None
-        if (after := state.find_follower(token_id)) is None:
+        lengths = state.lengths
+        if lengths is None or not 0 < (length := lengths[token_id]) <= state.max_length:
+            after = state.followers.get(token_id)
+        else:
+            after = state.followers.get(-length)
+        if after is None or after.mask is None:
             after = shared.follow(state, token_id)
         else:
             shared.num_followed += 1
@@ -364,7 +369,7 @@ class LLGuidanceBackend(GrammarBackend):
         large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
         if self._tokens is None:
-            self._tokens = TokenBytes(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids)
+            self._tokens = TokenBytes(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids, 32 * self._words)
         try:
             translated = self._translate(kind, source)
             has_ebnf = kind == "ebnf" or (kind == "structural_tag" and '"grammar"' in source)

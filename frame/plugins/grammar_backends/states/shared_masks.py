@@ -37,16 +37,17 @@ Key = tuple[Node, int]  # a state, and the token before it where it matters
 
 
 class TokenBytes:
-    """The bytes of a tokenizer's tokens. `max_length`: of the longest one, in bytes."""
+    """The bytes of a tokenizer's tokens. size: of the vocabulary of the model, which may be larger.
+    `max_length`: of the longest token, in bytes."""
 
-    def __init__(self, tokenizer: Any, vocabulary: dict[str, int], special_ids: Mapping[str, int]) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: dict[str, int], special_ids: Mapping[str, int], size: int) -> None:
         self.special_ids = special_ids
         self.max_length = max((len(text.encode()) for text in vocabulary), default=1)  # a byte-level token has a character a byte
         self._tokenizer = tokenizer
         self._special = frozenset(special_ids.values())
         self._texts: dict[int, bytes] = {}
         known = set(vocabulary.values())
-        texts = [self[token] if token in known else b"" for token in range(max(known, default=-1) + 1)]
+        texts = [self[token] if token in known else b"" for token in range(size)]
         self._joined = np.frombuffer(b"".join(texts), np.uint8)
         self._starts = np.concatenate(([0], np.cumsum([len(text) for text in texts]))).astype(np.int64)
         self._texts.clear()
@@ -123,7 +124,7 @@ class State:
 
     def find_class(self, token: int) -> int:
         """What tokens that lead to the same state have in common: see `followers`."""
-        length = self.lengths[token] if self.lengths is not None and token < len(self.lengths) else 0
+        length = self.lengths[token] if self.lengths is not None else 0
         return -length if 0 < length <= self.max_length else token
 
     def find_follower(self, token: int) -> State | None:
