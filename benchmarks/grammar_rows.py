@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sharing", type=int, default=8, help="requests of a grammar that share masks, as on a host of twice as many cores")
+    parser.add_argument("--sharing", type=int, default=8, help="requests of a grammar that share masks: half of a host's cores")
     parser.add_argument("--only", nargs="+", default=["schema", "distinct", "tools"], help="schema, schemas, distinct, tools, ebnf")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()

@@ -28,8 +28,8 @@ class KnownMask(Protocol):
 
 
 class SteppingGrammar(BatchedGrammar, Protocol):
-    """A `BatchedGrammar` that may know the masks of its next states. `origin`: the same for grammars
-    whose masks one thread computes, during which the others cannot accept tokens."""
+    """A `BatchedGrammar` that may know the masks of its next states. `origin`: the same for
+    grammars whose masks one thread computes, during which the others cannot accept tokens."""
 
     origin: int
 
