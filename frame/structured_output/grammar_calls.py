@@ -78,7 +78,8 @@ class GrammarMeter:
     def charge(self, seconds: float) -> None:
         """Add CPU seconds. Raises ValueError when the budget is exceeded."""
         self.spent += seconds
-        self.check()
+        if self.spent > self.budget + TOKEN_ALLOWANCE * self.num_tokens:  # most calls are charged: `check` without a call
+            self.check()
 
     def is_exceeded(self, more: float = 0.0) -> bool:
         """Whether `more` seconds would exceed the budget."""
@@ -158,7 +159,9 @@ class MeteredGrammar(WrappedGrammar):
         return is_limited
 
     def accept_token(self, token_id: int) -> bool:
-        self.meter.check()
+        meter = self.meter
+        if meter.spent > meter.budget + TOKEN_ALLOWANCE * meter.num_tokens:
+            meter.check()
         self._is_finished = None
         began = self._clock()
         is_taken = self._grammar.accept_token(token_id)

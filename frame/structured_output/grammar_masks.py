@@ -28,6 +28,7 @@ from frame.structured_output.grammar_calls import (
     DraftCall,
     GrammarCall,
     GrammarState,
+    accept_token,
     accept_tokens,
     get_grammar_state,
     grammar_error,
@@ -154,10 +155,11 @@ class GrammarCalls(StepGrammars):
         rest.sort(key=lambda i: getattr(drawn[i][0].grammar, "origin", 0))
         for number, i in enumerate(rest, 1):
             request, tokens = drawn[i]
-            state = get_grammar_state(request)
+            state, grammar = get_grammar_state(request), request.grammar
             end = state.error
-            if end is None and not state.is_slow and request.grammar is not None and _get_batch(request) is not None:
-                end = accept_tokens(request.grammar, tokens, request.params)
+            if end is None and not state.is_slow and grammar is not None and _get_batch(request) is not None:
+                one = len(tokens) == 1
+                end = accept_token(grammar, tokens[0], request.params) if one else accept_tokens(grammar, tokens, request.params)
                 if end is None and (call := start_mask(request, state, filling.masks, i)) is not None:
                     fills.append(call)
             elif end is None:
@@ -333,9 +335,10 @@ class GrammarCalls(StepGrammars):
         batch = _get_batch(call.request)
         if batch is None or call.handle is None or not self._batches_masks:
             return None
-        num_measured = get_grammar_state(call.request).num_measured + _count_measured(call.request)
-        is_known = num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
-        return batch if is_known and self._random.random() >= share else None
+        num_measured, minimum = get_grammar_state(call.request).num_measured, KNOWN_MEASURED if self._is_crowded else MIN_MEASURED
+        if num_measured < minimum and num_measured + _count_measured(call.request) < minimum:
+            return None
+        return batch if self._random.random() >= share else None
 
     def _finish(self, begun: Sequence[_Pending], num_rows: int) -> None:
         """Wait for calls of a step that have begun and keep their masks."""
