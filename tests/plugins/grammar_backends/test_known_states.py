@@ -46,6 +46,8 @@ def accept(grammar: Any, token: int, mask: np.ndarray) -> bool:
             grammar.fill_mask(mask)
         return False
     known.write(mask)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    assert known.only_token == (allowed[0] if len(allowed) == 1 else None)
     return True
 
 
