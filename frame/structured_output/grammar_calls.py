@@ -15,7 +15,6 @@ import numpy as np
 
 from frame.core.blame import explain
 from frame.core.messages import Finish
-from frame.interfaces.known_masks import KnownMask
 from frame.structured_output.draft_masks import fill_draft_masks
 from frame.structured_output.grammar_threads import LOST_SECONDS, ThreadedCall
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling import BatchedGrammar, Grammar, MaskBatch
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.scheduling.request import Request
+    from frame.interfaces.known_masks import KnownMask
 
 BROKEN_GRAMMAR = Finish(
     "error", error="the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"

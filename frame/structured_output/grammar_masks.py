@@ -59,6 +59,7 @@ NUM_SLICES = 4
 # Seconds after which the engine's thread, while it accepts tokens, lets a thread begin a slice that
 # it has submitted. The interpreter's own interval is as long as accepting a whole step's tokens.
 SWITCH_INTERVAL = 0.0003
+MIN_SPARE = 2  # masks of steps: a step has up to two memories, and the device may read those of the last one
 MIN_SLICE_ROWS = 16
 
 
@@ -84,6 +85,12 @@ class _Filling:
     requests: list[Request]
     begun: list[_Pending]
 
+    def is_read(self) -> bool:
+        """Whether all masks are filled, and none of them is kept for a later step."""
+        calls = (call for pending in self.begun for call in (*pending.batches, *pending.alone))
+        is_filled = all(call.is_finished and not call.is_abandoned for call in calls)
+        return bool(self.requests) and is_filled and all(get_grammar_state(request).mask is None for request in self.requests)
+
 
 class GrammarCalls(StepGrammars):
     """Makes the grammar calls of a scheduler's steps. Masks do not depend on the thread that
@@ -100,7 +107,7 @@ class GrammarCalls(StepGrammars):
         self._stopped: list[Request] = []
         self._filling: _Filling | None = None
         self._filled: _Filling | None = None  # the last one
-        self._spare: deque[np.ndarray] = deque(maxlen=3)  # memory of earlier steps' masks, oldest first
+        self._spare: deque[np.ndarray] = deque(maxlen=MIN_SPARE + 2)  # memory of earlier steps' masks, oldest first
         self._random = random.Random()  # a client must not know which masks are measured
         self._switch_interval = sys.getswitchinterval()
         self._is_crowded = False  # the masks of the last step took longer than `CROWDED_SECONDS`
@@ -176,12 +183,11 @@ class GrammarCalls(StepGrammars):
             ends[i] = call.end if call.is_finished else None
 
     def _take_masks(self, count: int) -> np.ndarray:
-        """Memory for so many masks, int32 [count or more, words]: that of the step before the last
-        one, which the device has read. New memory takes as much time as its masks."""
-        if len(self._spare) < 2:
-            return np.empty((count, self._words), np.int32)
-        masks = self._spare.popleft()
-        return masks if count <= len(masks) <= 2 * count else np.empty((count, self._words), np.int32)
+        """Memory for so many masks, int32 [count or more, words]: that of earlier steps, which the
+        device has read. New memory takes as much time as its masks."""
+        if len(self._spare) > MIN_SPARE and count <= len(masks := self._spare.popleft()) <= max(MIN_SLICE_ROWS, 4 * count):
+            return masks
+        return np.empty((max(MIN_SLICE_ROWS, 1 << (count - 1).bit_length()), self._words), np.int32)
 
     def wait_for_masks(self) -> None:
         filling, self._filling = self._filling, None
@@ -209,10 +215,11 @@ class GrammarCalls(StepGrammars):
                     if state.known is not None:
                         state.known.write(row)
                     state.known = state.mask = None
-                if not self._stopped and not self._held:  # no call may still write
-                    self._spare.append(filled.masks)
+                self._keep_spare(filled.masks)
                 return filled.masks[: len(slots)]  # nothing to copy
-        mask = np.full((len(slots), self._words), -1, np.int32)
+        whole = self._take_masks(len(slots))
+        mask = whole[: len(slots)]
+        mask[:] = -1
         calls: dict[int, GrammarCall] = {}
         firsts = constrained[np.flatnonzero(np.diff(slots[constrained], prepend=-1))]  # a row with a draft has several samples
         masks = np.empty((len(firsts), self._words), np.int32)
@@ -239,7 +246,14 @@ class GrammarCalls(StepGrammars):
             state = get_grammar_state(call.request)
             if state.mask is not None:
                 mask[i], state.mask = state.mask, None
+        if filled is not None and filled.is_read():
+            self._keep_spare(filled.masks)
+        self._keep_spare(whole)
         return mask
+
+    def _keep_spare(self, masks: np.ndarray) -> None:
+        if not self._stopped and not self._held:  # no call may still write
+            self._spare.append(masks)
 
     def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts, *, is_late: bool = False) -> Drafts:
         self.wait_for_masks()

@@ -127,7 +127,9 @@ class LLGrammar:
         self._state: State | None = None
         self._last = -1  # token
         self._ahead: list[int] = []  # tokens that the matcher has not got
-        self._earlier: deque[tuple[State | None, int]] = deque(maxlen=MAX_ROLLBACK)  # the states and tokens before
+        # The states and tokens before: not pairs, which garbage collections would traverse.
+        self._earlier: deque[State | None] = deque(maxlen=MAX_ROLLBACK)
+        self._earlier_tokens: deque[int] = deque(maxlen=MAX_ROLLBACK)
         if self._shared is not None:
             self._state = self._shared.find_state(self._shared.root, -1)
 
@@ -220,7 +222,8 @@ class LLGrammar:
             self._check_rejection()
             return False
         if self._shared is not None:
-            self._earlier.append((self._state, self._last))
+            self._earlier.append(self._state)
+            self._earlier_tokens.append(self._last)
             self._set_state(None if self._state is None else self._shared.follow(self._state, token_id), token_id)
         return True
 
@@ -243,7 +246,8 @@ class LLGrammar:
         if after is None or (known := after.mask) is None or known.is_finished:
             return None
         self._ahead.append(token_id)
-        self._earlier.append((state, self._last))
+        self._earlier.append(state)
+        self._earlier_tokens.append(self._last)
         self._state, self._last = after, token_id
         return known
 
@@ -268,9 +272,10 @@ class LLGrammar:
         if count > num_ahead:
             self.matcher.rollback(count - num_ahead)
         if count and self._earlier:
-            state, last = self._earlier[-count]
+            state, last = self._earlier[-count], self._earlier_tokens[-count]
             for _ in range(count):
                 self._earlier.pop()
+                self._earlier_tokens.pop()
             self._set_state(state, last)
 
     def _check_rejection(self) -> None:

@@ -94,7 +94,8 @@ def check_masks_are_filled_together(run: Run) -> None:
             _compare_masks(run, mask, run.allowed(one), f"{case.name} in a batch")
             if choices := run.continuations(mask & run.allowed(one)):
                 token = dice[number].choice(choices)
-                known = grammars[number].advance_token(token) if number % 2 and hasattr(grammars[number], "advance_token") else None
+                advance = getattr(grammars[number], "advance_token", None)
+                known = advance(token) if advance is not None and number % 2 else None
                 is_taken = (known is not None or grammars[number].accept_token(token)) and one.accept_token(token)
                 assert is_taken, f"{case.name} in a batch: accept_token() refuses token {token}, which the mask has"
                 if known is not None:
