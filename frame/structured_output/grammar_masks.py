@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -56,9 +55,6 @@ MEASURED_SHARE = 1 / 16  # of the masks after that
 MAX_MEASURED = 4  # masks of a step after that, in the mean
 # Tokens are accepted in slices of a step's rows; the masks of a slice are filled meanwhile.
 NUM_SLICES = 4
-# Seconds after which the engine's thread, while it accepts tokens, lets a thread begin a slice that
-# it has submitted. The interpreter's own interval is as long as accepting a whole step's tokens.
-SWITCH_INTERVAL = 0.0003
 MIN_SPARE = 2  # masks of steps: a step has up to two memories, and the device may read those of the last one
 MIN_SLICE_ROWS = 16
 
@@ -109,7 +105,6 @@ class GrammarCalls(StepGrammars):
         self._filled: _Filling | None = None  # the last one
         self._spare: deque[np.ndarray] = deque(maxlen=MIN_SPARE + 2)  # memory of earlier steps' masks, oldest first
         self._random = random.Random()  # a client must not know which masks are measured
-        self._switch_interval = sys.getswitchinterval()
         self._is_crowded = False  # the masks of the last step took longer than `CROWDED_SECONDS`
         self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
         self._is_batch_lost = False  # one did not end
@@ -340,7 +335,6 @@ class GrammarCalls(StepGrammars):
         batches = [BatchCall(batch, masks, entries) for batch, entries in batched.items()] if masks is not None else []
         seconds = sum(get_grammar_state(call.request).seconds for call in alone)
         workers = min(self._quick.threads, 1 + int(seconds / SECONDS_PER_THREAD)) if alone else 0
-        sys.setswitchinterval(min(SWITCH_INTERVAL, self._switch_interval))
         return [_Pending(workers, alone, batches, self._quick.submit([*batches, *alone], workers + len(batches)))]
 
     def _choose_batch(self, call: GrammarCall, share: float) -> MaskBatch | None:
@@ -360,7 +354,6 @@ class GrammarCalls(StepGrammars):
             return
         for pending in begun:
             self._quick.wait(pending.started)
-        sys.setswitchinterval(self._switch_interval)
         for call in (call for pending in begun for call in pending.alone):
             if call.is_finished:
                 self._note(call)
