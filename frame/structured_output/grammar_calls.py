@@ -7,7 +7,7 @@ Used by `grammar_masks`. Must not know the scheduler's steps or a backend.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling import BatchedGrammar, Grammar, MaskBatch
     from frame.core.interfaces.sampling_params import SamplingParams
     from frame.core.scheduling.request import Request
+    from frame.interfaces.known_masks import KnownMask
 
 BROKEN_GRAMMAR = Finish(
     "error", error="the sampled token breaks the request's grammar; this is a fault of the grammar backend or of a logits processor"
@@ -47,6 +48,8 @@ class GrammarState:
 
     call: ThreadedCall | None = None  # a call that no step waits for
     mask: np.ndarray | None = None  # int32 [words]; the next mask, once it is filled
+    known: KnownMask | None = None  # the next mask, if it took a look-up
+    advance: Callable[[int], KnownMask | None] | None = None  # see `SteppingGrammar`
     path: np.ndarray | None = None  # int32 [k + 1, words]; the masks along the draft of the next row, k tokens
     error: Finish | None = None  # how the request ends at its next token, because the mask could not be filled
     seconds: float = 0.0  # moving mean of the measured calls' CPU time, which begins at 0
@@ -70,18 +73,23 @@ class GrammarMeter:
     def __init__(self, budget: float, spent: float = 0.0) -> None:
         self.spent = spent
         self.num_tokens = 0
-        self._budget = budget
+        self.budget = budget
 
     def charge(self, seconds: float) -> None:
         """Add CPU seconds. Raises ValueError when the budget is exceeded."""
         self.spent += seconds
-        self.check()
+        if self.spent > self.budget + TOKEN_ALLOWANCE * self.num_tokens:  # most calls are charged: `check` without a call
+            self.check()
+
+    def is_exceeded(self, more: float = 0.0) -> bool:
+        """Whether `more` seconds would exceed the budget."""
+        return self.spent + more > self.budget + TOKEN_ALLOWANCE * self.num_tokens
 
     def check(self, more: float = 0.0) -> None:
         """Raise ValueError when `more` seconds would exceed the budget."""
-        if self.spent + more > self._budget + TOKEN_ALLOWANCE * self.num_tokens:
+        if self.is_exceeded(more):
             raise ValueError(
-                f"the grammar takes more CPU time than its budget of {self._budget:g} s (sampling.grammar_budget), and "
+                f"the grammar takes more CPU time than its budget of {self.budget:g} s (sampling.grammar_budget), and "
                 f"{1000 * TOKEN_ALLOWANCE:g} ms a token; simplify it"
             )
 
@@ -92,6 +100,7 @@ class WrappedGrammar:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self.batch: MaskBatch | None = getattr(grammar, "batch", None)  # see `BatchedGrammar`
+        self.origin: int = getattr(grammar, "origin", 0)  # see `SteppingGrammar`
 
     @property
     def num_measured(self) -> int:
@@ -106,17 +115,37 @@ class MeteredGrammar(WrappedGrammar):
     def __init__(self, grammar: Grammar, meter: GrammarMeter) -> None:
         super().__init__(grammar)
         self.meter = meter
+        self._advance: Callable[[int], KnownMask | None] | None = getattr(grammar, "advance_token", None)
         self._is_finished: bool | None = None  # None: not known
         # Of calls in the engine's thread the clock is enough, which needs no system call: some
         # take 5 µs, as much as the call.
         self._clock = time.thread_time if self.batch is None else time.perf_counter
 
+    def advance_token(self, token_id: int) -> KnownMask | None:
+        """See `SteppingGrammar`. Of the time of a look-up the meter takes no note."""
+        meter = self.meter
+        if self._advance is None or meter.spent > meter.budget + TOKEN_ALLOWANCE * meter.num_tokens:  # `is_exceeded` without a call
+            return None
+        if (known := self._advance(token_id)) is None:
+            return None
+        meter.num_tokens += 1
+        self._is_finished = False
+        return known
+
     def fill_mask(self, mask: np.ndarray) -> bool:
+        return self._fill_mask(mask, time.thread_time)
+
+    def fill_next_mask(self, mask: np.ndarray) -> bool:
+        """As `fill_mask`, but charges the time of the clock, which takes no system call. For a
+        caller that bounds it, or whose calls are short."""
+        return self._fill_mask(mask, self._clock)
+
+    def _fill_mask(self, mask: np.ndarray, clock: Callable[[], float]) -> bool:
         if self.batch is not None and self.start_mask(mask) is None:  # it was known
             return bool(mask[0] != -1 or (mask != -1).any())
-        began = time.thread_time()
+        began = clock()
         is_limited = self._grammar.fill_mask(mask)
-        self.meter.charge(time.thread_time() - began)
+        self.meter.charge(clock() - began)
         return is_limited
 
     def start_mask(self, mask: np.ndarray) -> Any:
@@ -130,7 +159,9 @@ class MeteredGrammar(WrappedGrammar):
         return is_limited
 
     def accept_token(self, token_id: int) -> bool:
-        self.meter.check()
+        meter = self.meter
+        if meter.spent > meter.budget + TOKEN_ALLOWANCE * meter.num_tokens:
+            meter.check()
         self._is_finished = None
         began = self._clock()
         is_taken = self._grammar.accept_token(token_id)
@@ -266,7 +297,7 @@ def get_grammar_state(request: Request) -> GrammarState:
     """The state of a request's grammar, created on first use: most requests have no grammar."""
     state: GrammarState | None = request.grammar_state
     if state is None:
-        state = request.grammar_state = GrammarState()
+        state = request.grammar_state = GrammarState(advance=getattr(request.grammar, "advance_token", None))
     return state
 
 

@@ -27,6 +27,7 @@ from frame.structured_output.grammar_calls import (
     DraftCall,
     GrammarCall,
     GrammarState,
+    accept_token,
     accept_tokens,
     get_grammar_state,
     grammar_error,
@@ -54,6 +55,7 @@ MEASURED_SHARE = 1 / 16  # of the masks after that
 MAX_MEASURED = 4  # masks of a step after that, in the mean
 # Tokens are accepted in slices of a step's rows; the masks of a slice are filled meanwhile.
 NUM_SLICES = 4
+MIN_SPARE = 2  # masks of steps: a step has up to two memories, and the device may read those of the last one
 MIN_SLICE_ROWS = 16
 
 
@@ -71,12 +73,19 @@ class _Pending:
 @dataclass(slots=True)
 class _Filling:
     """Masks of a step of `num_rows` rows that are filled while the engine's thread does other work.
-    requests: of the first rows of masks, int32 [requests or more, words]."""
+    requests: of the first rows of masks, int32 [requests or more, words]. Those of known masks are
+    written last."""
 
     num_rows: int
     masks: np.ndarray
     requests: list[Request]
     begun: list[_Pending]
+
+    def is_read(self) -> bool:
+        """Whether all masks are filled, and none of them is kept for a later step."""
+        calls = (call for pending in self.begun for call in (*pending.batches, *pending.alone))
+        is_filled = all(call.is_finished and not call.is_abandoned for call in calls)
+        return bool(self.requests) and is_filled and all(get_grammar_state(request).mask is None for request in self.requests)
 
 
 class GrammarCalls(StepGrammars):
@@ -94,7 +103,7 @@ class GrammarCalls(StepGrammars):
         self._stopped: list[Request] = []
         self._filling: _Filling | None = None
         self._filled: _Filling | None = None  # the last one
-        self._spare: deque[np.ndarray] = deque(maxlen=3)  # memory of earlier steps' masks, oldest first
+        self._spare: deque[np.ndarray] = deque(maxlen=MIN_SPARE + 2)  # memory of earlier steps' masks, oldest first
         self._random = random.Random()  # a client must not know which masks are measured
         self._is_crowded = False  # the masks of the last step took longer than `CROWDED_SECONDS`
         self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
@@ -119,40 +128,61 @@ class GrammarCalls(StepGrammars):
 
     def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
         self.wait_for_masks()
-        calls: dict[int, GrammarCall] = {}
-        ends: list[Finish | None] = []
-        fills: list[GrammarCall] = []
         filling = _Filling(num_rows, self._take_masks(len(drawn)), [], [])
-        slice_rows = max(MIN_SLICE_ROWS, -(-len(drawn) // NUM_SLICES))
+        ends: list[Finish | None] = [None] * len(drawn)
+        rest: list[int] = []
         for i, (request, tokens) in enumerate(drawn):
-            state = get_grammar_state(request)
-            end = state.error
-            if end is None and not state.is_slow and request.grammar is not None and _get_batch(request) is not None:
-                end = accept_tokens(request.grammar, tokens, request.params)
-                state.mask = None
-                if end is None:
-                    if (call := start_mask(request, state, filling.masks, len(filling.requests))) is not None:
-                        fills.append(call)
-                    filling.requests.append(request)
-            elif end is None:
-                calls[i] = GrammarCall(request, tokens, np.empty(self._words, np.int32))
-            ends.append(end)
-            if fills and ((i + 1) % slice_rows == 0 or i == len(drawn) - 1):
-                filling.begun += self._begin(fills, num_rows, filling.masks)
-                fills = []
-        self._filling = filling
-        self._run(list(calls.values()), num_rows)
-        for i, call in calls.items():
-            ends[i] = call.end if call.is_finished else None
+            state = request.grammar_state or get_grammar_state(request)
+            state.mask = state.known = None
+            if state.advance is not None and len(tokens) == 1 and state.error is None and not state.is_slow:
+                try:
+                    state.known = state.advance(tokens[0])
+                except Exception as error:  # noqa: BLE001 - the backend's fault, and this request's alone
+                    state.error = grammar_error(error, request.params)
+            if state.known is None:
+                rest.append(i)
+            filling.requests.append(request)
+        self._accept_rest(drawn, rest, filling, ends)
         return ends
 
+    def _accept_rest(
+        self, drawn: Sequence[tuple[Request, Sequence[int]]], rest: list[int], filling: _Filling, ends: list[Finish | None]
+    ) -> None:
+        """Accept the tokens of those entries of `drawn` that take more than a look-up, and begin to
+        fill their masks."""
+        calls: dict[int, GrammarCall] = {}
+        fills: list[GrammarCall] = []
+        slice_rows = max(MIN_SLICE_ROWS, -(-len(rest) // NUM_SLICES))
+        # While the masks of a slice are computed, the grammars of the next one must be free.
+        rest.sort(key=lambda i: getattr(drawn[i][0].grammar, "origin", 0))
+        for number, i in enumerate(rest, 1):
+            request, tokens = drawn[i]
+            state, grammar = get_grammar_state(request), request.grammar
+            end = state.error
+            if end is None and not state.is_slow and grammar is not None and _get_batch(request) is not None:
+                one = len(tokens) == 1
+                end = accept_token(grammar, tokens[0], request.params) if one else accept_tokens(grammar, tokens, request.params)
+                if end is None and (call := start_mask(request, state, filling.masks, i)) is not None:
+                    fills.append(call)
+            elif end is None:
+                calls[i] = GrammarCall(request, tokens, np.empty(self._words, np.int32))
+            ends[i] = end
+            if fills and (number % slice_rows == 0 or number == len(rest)):
+                filling.begun += self._begin(fills, filling.num_rows, filling.masks)
+                fills = []
+        self._filling = filling
+        if calls:
+            filling.requests.clear()  # their masks are elsewhere
+        self._run(list(calls.values()), filling.num_rows)
+        for i, call in calls.items():
+            ends[i] = call.end if call.is_finished else None
+
     def _take_masks(self, count: int) -> np.ndarray:
-        """Memory for so many masks, int32 [count or more, words]: that of the step before the last
-        one, which the device has read. New memory takes as much time as its masks."""
-        if len(self._spare) < 2:
-            return np.empty((count, self._words), np.int32)
-        masks = self._spare.popleft()
-        return masks if count <= len(masks) <= 2 * count else np.empty((count, self._words), np.int32)
+        """Memory for so many masks, int32 [count or more, words]: that of earlier steps, which the
+        device has read. New memory takes as much time as its masks."""
+        if len(self._spare) > MIN_SPARE and count <= len(masks := self._spare.popleft()) <= max(MIN_SLICE_ROWS, 4 * count):
+            return masks
+        return np.empty((max(MIN_SLICE_ROWS, 1 << (count - 1).bit_length()), self._words), np.int32)
 
     def wait_for_masks(self) -> None:
         filling, self._filling = self._filling, None
@@ -175,13 +205,16 @@ class GrammarCalls(StepGrammars):
         filled, self._filled = self._filled, None
         if filled is not None and filled.requests == [table.requests[slot] for slot in slots.tolist()]:
             states = [get_grammar_state(request) for request in filled.requests]
-            if all(state.mask is not None for state in states):
-                for state in states:
-                    state.mask = None
-                if not self._stopped and not self._held:  # no call may still write
-                    self._spare.append(filled.masks)
+            if all(state.mask is not None or state.known is not None for state in states):
+                for row, state in zip(filled.masks, states, strict=False):
+                    if state.known is not None:
+                        state.known.write(row)
+                    state.known = state.mask = None
+                self._keep_spare(filled.masks)
                 return filled.masks[: len(slots)]  # nothing to copy
-        mask = np.full((len(slots), self._words), -1, np.int32)
+        whole = self._take_masks(len(slots))
+        mask = whole[: len(slots)]
+        mask[:] = -1
         calls: dict[int, GrammarCall] = {}
         firsts = constrained[np.flatnonzero(np.diff(slots[constrained], prepend=-1))]  # a row with a draft has several samples
         masks = np.empty((len(firsts), self._words), np.int32)
@@ -192,7 +225,10 @@ class GrammarCalls(StepGrammars):
             state = get_grammar_state(request)
             if state.path is not None and i + 1 < len(slots) and slots[i + 1] == slots[i]:
                 samples = np.flatnonzero(slots[i : i + len(state.path)] == slots[i])  # fewer than masks if pages were short
-                mask[i + samples], state.path, state.mask = state.path[: len(samples)], None, None
+                mask[i + samples], state.path, state.mask, state.known = state.path[: len(samples)], None, None, None
+            elif state.known is not None:
+                state.known.write(mask[i])
+                state.known = None
             elif state.mask is not None:
                 mask[i], state.mask = state.mask, None
             elif state.error is None and state.call is None:
@@ -205,7 +241,14 @@ class GrammarCalls(StepGrammars):
             state = get_grammar_state(call.request)
             if state.mask is not None:
                 mask[i], state.mask = state.mask, None
+        if filled is not None and filled.is_read():
+            self._keep_spare(filled.masks)
+        self._keep_spare(whole)
         return mask
+
+    def _keep_spare(self, masks: np.ndarray) -> None:
+        if not self._stopped and not self._held:  # no call may still write
+            self._spare.append(masks)
 
     def trim_drafts(self, table: RequestTable, slots: np.ndarray, drafts: Drafts, *, is_late: bool = False) -> Drafts:
         self.wait_for_masks()
@@ -300,9 +343,10 @@ class GrammarCalls(StepGrammars):
         batch = _get_batch(call.request)
         if batch is None or call.handle is None or not self._batches_masks:
             return None
-        num_measured = get_grammar_state(call.request).num_measured + _count_measured(call.request)
-        is_known = num_measured >= (KNOWN_MEASURED if self._is_crowded else MIN_MEASURED)
-        return batch if is_known and self._random.random() >= share else None
+        num_measured, minimum = get_grammar_state(call.request).num_measured, KNOWN_MEASURED if self._is_crowded else MIN_MEASURED
+        if num_measured < minimum and num_measured + _count_measured(call.request) < minimum:
+            return None
+        return batch if self._random.random() >= share else None
 
     def _finish(self, begun: Sequence[_Pending], num_rows: int) -> None:
         """Wait for calls of a step that have begun and keep their masks."""
@@ -390,5 +434,5 @@ def _count_measured(request: Request) -> int:
 def _keep_mask(call: GrammarCall) -> None:
     """Keep the mask of a finished call, or why there is none."""
     state = get_grammar_state(call.request)
-    state.error = call.mask_error
+    state.error, state.known = call.mask_error, None
     state.mask = call.mask if call.end is None and call.mask_error is None else None

@@ -61,7 +61,15 @@ def test_outputs_are_those_without_shared_masks(name: str, monkeypatch: pytest.M
         used.append(handle is None and not self._is_ended)
         return handle
 
+    advance = llguidance.LLGrammar.advance_token
+
+    def note_advance(self: Any, token: int) -> Any:
+        known = advance(self, token)
+        used.append(known is not None)
+        return known
+
     monkeypatch.setattr(llguidance.LLGrammar, "start_mask", note)
+    monkeypatch.setattr(llguidance.LLGrammar, "advance_token", note_advance)
     monkeypatch.setattr(llguidance, "SHARING_REQUESTS", 2)  # depends on the cores otherwise
     found = generate(**SETTINGS[name])
     assert sum(used) > len(used) // 3

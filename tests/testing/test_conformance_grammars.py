@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from frame.testing import conformance
 from frame.testing.conformance import run_suite
 from frame.testing.sampling.grammar_backend import check_masks_equal_a_reference
 from frame.testing.sampling.grammar_cases import FINITE, OPEN, Vocabulary
-from frame.testing.sampling.grammar_requests import REQUESTS, check_many_requests_have_the_masks_of_one
+from frame.testing.sampling.grammar_requests import REQUESTS, check_many_requests_have_the_masks_of_one, check_masks_are_filled_together
 from frame.testing.sampling.grammar_run import Run
 from tests.testing.mutants import Mutant
 from tests.testing.mutants.grammar_backend import Wrapped
@@ -90,3 +91,24 @@ def test_masks_that_change_among_many_requests_are_found() -> None:
     run = Run(lambda: Crowded(GrammarContext(vocabulary.tokenizer, vocabulary.size)), ("choice",), vocabulary)
     with pytest.raises(AssertionError, match=f"with {REQUESTS} requests"):
         check_many_requests_have_the_masks_of_one(run)
+
+
+def test_known_masks_of_another_state_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up that returns the mask of the state before."""
+    pytest.importorskip("llguidance")
+    from frame.plugins.grammar_backends import llguidance
+
+    plain = llguidance.LLGrammar.advance_token
+
+    def advance(self: Any, token: int) -> Any:
+        before = self._mask
+        return plain(self, token) and before
+
+    monkeypatch.setattr(llguidance, "SHARING_REQUESTS", 2)
+    vocabulary = Vocabulary.load()
+    context = GrammarContext(vocabulary.tokenizer, vocabulary.size)
+    run = Run(lambda: llguidance.LLGuidanceBackend(context), ("regex", "json_schema"), vocabulary)
+    check_masks_are_filled_together(run)
+    monkeypatch.setattr(llguidance.LLGrammar, "advance_token", advance)
+    with pytest.raises(AssertionError, match="after advance_token"):
+        check_masks_are_filled_together(run)

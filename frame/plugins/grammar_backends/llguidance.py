@@ -27,8 +27,7 @@ from frame.plugins.grammar_backends.closed_schema import close_schema
 from frame.plugins.grammar_backends.library_errors import WorkLimitError, explain_rejection, is_work_limit
 from frame.plugins.grammar_backends.options import GrammarOptions
 from frame.plugins.grammar_backends.sources import check_source, one_sentence
-from frame.plugins.grammar_backends.states.regular import Node
-from frame.plugins.grammar_backends.states.shared_masks import Key, SharedMask, SharedMasks, TokenBytes, read_states
+from frame.plugins.grammar_backends.states.shared_masks import Key, SharedMask, SharedMasks, State, TokenBytes, read_states
 
 MAX_THREADS = 16  # that compute masks
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -110,8 +109,7 @@ class LLMaskBatch:
 
 class LLGrammar:
     """One request's matcher (`BatchedGrammar`), a copy of matcher `number` of the compiled grammar.
-    `origin`: the same for copies of one matcher. `key`: the same for outputs with the same mask;
-    None: not known.
+    `origin`: the same for copies of one matcher.
 
     While the masks are known, the matcher gets no tokens: it catches up when it has to compute one.
     """
@@ -120,29 +118,42 @@ class LLGrammar:
         self.matcher = matcher.deep_copy()
         self.origin = id(matcher)
         self.batch = compiled.batch
-        self.key: Key | None = None
         self._number = number
         self._compiled = compiled
         self._cost = compiled.cost  # of the library so far, of which the compiled grammar knows
         self._unread = 0.0  # seconds of masks since then
         self._is_ended = False
         self._shared = compiled.shared
-        self._state: Node | None = None
+        self._state: State | None = None
         self._last = -1  # token
-        self._mask: SharedMask | None = None  # of the state, if it is known
         self._ahead: list[int] = []  # tokens that the matcher has not got
-        self._earlier: deque[tuple[Node | None, int]] = deque(maxlen=MAX_ROLLBACK)  # the states and tokens before
+        # The states and tokens before: not pairs, which garbage collections would traverse.
+        self._earlier: deque[State | None] = deque(maxlen=MAX_ROLLBACK)
+        self._earlier_tokens: deque[int] = deque(maxlen=MAX_ROLLBACK)
         if self._shared is not None:
-            self._set_state(self._shared.root, -1)
+            self._state = self._shared.find_state(self._shared.root, -1)
+
+    @property
+    def key(self) -> Key | None:
+        """The same for outputs with the same mask. None: not known."""
+        return None if self._state is None else self._state.key
+
+    @property
+    def _mask(self) -> SharedMask | None:
+        """The mask of the state, if it is known."""
+        state = self._state
+        if state is None or self._shared is None:
+            return None
+        return state.mask or self._shared.find_mask(state)  # another request may have added it
 
     def fill_mask(self, mask: np.ndarray) -> bool:
         """See `Grammar.fill_mask`. All tokens are allowed after the end token. Raises ValueError
         when the library's limits are reached."""
         if self.start_mask(mask) is None:
             return not self._is_ended
-        began = time.thread_time()
+        began = time.perf_counter()  # an estimate is enough here, and a thread's clock takes a system call
         self.catch_up().unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)  # a third of the time of `mask.ctypes`
-        seconds = time.thread_time() - began
+        seconds = time.perf_counter() - began
         self._compiled.num_quick += 1 if seconds < QUICK else -self._compiled.num_quick
         return self.finish_mask(mask, seconds)
 
@@ -151,11 +162,10 @@ class LLGrammar:
         if self._is_ended:
             mask[...] = -1
             return None
-        if self._mask is None and self.key is not None and self._shared is not None:
-            self._mask = self._shared.get(self.key)  # another request may have added it
-        if self._mask is None:
+        known = self._mask
+        if known is None:
             return self
-        self._mask.write(mask)
+        known.write(mask)
         return None
 
     def finish_mask(self, mask: np.ndarray, seconds: float) -> bool:
@@ -164,10 +174,10 @@ class LLGrammar:
         if self._unread > READ_SECONDS:
             self._count_states(self.matcher.deep_copy())
         self._check_limits()
-        if self.key is not None and self._shared is not None:
+        if self._state is not None and self._shared is not None:
             if not self._ahead:  # else the mask was computed by another request
-                self._shared.put(self.key, self._last, mask, self.matcher.is_accepting(), self.matcher.is_stopped())
-            self._set_state(self._state, self._last)
+                self._shared.put(self._state.key, self._last, mask, self.matcher.is_accepting(), self.matcher.is_stopped())
+            self._state = self._shared.find_state(self._state.node, self._last)
         return True
 
     def catch_up(self) -> Any:
@@ -202,33 +212,55 @@ class LLGrammar:
     def accept_token(self, token_id: int) -> bool:
         if self._is_ended:
             return False
+        mask = self._mask
         if token_id in self._compiled.stop_token_ids:
-            self._is_ended = self.catch_up().is_accepting() if self._mask is None else self._mask.is_accepting
+            self._is_ended = self.catch_up().is_accepting() if mask is None else mask.is_accepting
             return self._is_ended
-        if self._mask is not None and len(self._ahead) < MAX_AHEAD and self._mask.allows(token_id):
+        if mask is not None and len(self._ahead) < MAX_AHEAD and mask.allows(token_id):
             self._ahead.append(token_id)
         elif self.catch_up().try_consume_tokens([token_id]) != 1:
             self._check_rejection()
             return False
         if self._shared is not None:
-            self._earlier.append((self._state, self._last))
+            self._earlier.append(self._state)
+            self._earlier_tokens.append(self._last)
             self._set_state(None if self._state is None else self._shared.follow(self._state, token_id), token_id)
         return True
 
-    def _set_state(self, state: Node | None, last: int) -> None:
-        self._state, self._last = state, last
-        if state is None or self._shared is None:
-            self.key = self._mask = None
-            self.catch_up()
+    def advance_token(self, token_id: int) -> SharedMask | None:
+        """See `frame.interfaces.known_masks`."""
+        state, shared = self._state, self._shared  # written out: calls would take as long as all of it
+        if state is None or shared is None or (mask := state.mask) is None or self._is_ended or len(self._ahead) >= MAX_AHEAD:
+            return None
+        if token_id in self._compiled.stop_token_ids or not mask.allows(token_id):
+            return None
+        lengths = state.lengths
+        if lengths is None or not 0 < (length := lengths[token_id]) <= state.max_length:
+            after = state.followers.get(token_id)
         else:
-            self.key = self._shared.find_key(state, last)
-            self._mask = self._shared.get(self.key)
+            after = state.followers.get(-length)
+        if after is None or after.mask is None:
+            after = shared.follow(state, token_id)
+        else:
+            shared.num_followed += 1
+        if after is None or (known := after.mask) is None or known.is_finished:
+            return None
+        self._ahead.append(token_id)
+        self._earlier.append(state)
+        self._earlier_tokens.append(self._last)
+        self._state, self._last = after, token_id
+        return known
+
+    def _set_state(self, state: State | None, last: int) -> None:
+        self._state, self._last = state, last
+        if state is None:
+            self.catch_up()
 
     def is_finished(self) -> bool:
-        if self._is_ended or (self._state is not None and not self._state.is_nullable):
+        if self._is_ended or (self._state is not None and not self._state.node.is_nullable):
             return self._is_ended
-        if self._mask is not None:
-            return self._mask.is_finished
+        if (mask := self._mask) is not None:
+            return mask.is_finished
         return bool(self.catch_up().is_stopped())
 
     def rollback_tokens(self, count: int) -> None:
@@ -240,9 +272,10 @@ class LLGrammar:
         if count > num_ahead:
             self.matcher.rollback(count - num_ahead)
         if count and self._earlier:
-            state, last = self._earlier[-count]
+            state, last = self._earlier[-count], self._earlier_tokens[-count]
             for _ in range(count):
                 self._earlier.pop()
+                self._earlier_tokens.pop()
             self._set_state(state, last)
 
     def _check_rejection(self) -> None:
@@ -341,7 +374,7 @@ class LLGuidanceBackend(GrammarBackend):
         large or does not compile."""
         check_source(kind, source, self._options.max_source_chars, self._options.max_depth)
         if self._tokens is None:
-            self._tokens = TokenBytes(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids)
+            self._tokens = TokenBytes(self._tokenizer, self._vocabulary.get_vocab(), self._special_ids, 32 * self._words)
         try:
             translated = self._translate(kind, source)
             has_ebnf = kind == "ebnf" or (kind == "structural_tag" and '"grammar"' in source)

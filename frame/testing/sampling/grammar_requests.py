@@ -18,6 +18,7 @@ from frame.testing.sampling.grammar_cases import FINITE, JSON_CASES, LOOSE, OPEN
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import Grammar
+    from frame.interfaces.known_masks import KnownMask
     from frame.testing.sampling.grammar_run import Run
 
 REQUESTS = 64  # of one grammar at a time: backends share work between dozens
@@ -93,8 +94,23 @@ def check_masks_are_filled_together(run: Run) -> None:
             _compare_masks(run, mask, run.allowed(one), f"{case.name} in a batch")
             if choices := run.continuations(mask & run.allowed(one)):
                 token = dice[number].choice(choices)
-                is_taken = grammars[number].accept_token(token) and one.accept_token(token)
+                advance = getattr(grammars[number], "advance_token", None)
+                known = advance(token) if advance is not None and number % 2 else None
+                is_taken = (known is not None or grammars[number].accept_token(token)) and one.accept_token(token)
                 assert is_taken, f"{case.name} in a batch: accept_token() refuses token {token}, which the mask has"
+                if known is not None:
+                    _compare_known_mask(run, known, grammars[number], one, f"{case.name}, after advance_token()")
+
+
+def _compare_known_mask(run: Run, known: KnownMask, grammar: Any, alone: Any, where: str) -> None:
+    """A mask that `advance_token` returns is that of the next token, and the grammar goes on."""
+    words = np.full(-(-run.vocabulary.size // 32), 7, np.int32)
+    known.write(words)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: run.vocabulary.size].astype(np.bool_)
+    _compare_masks(run, bits, run.allowed(alone), where)
+    only = int(bits.argmax()) if bits.sum() == 1 else None
+    assert known.only_token == only, f"{where}, only_token is {known.only_token} for a mask whose only token is {only}"
+    assert not grammar.is_finished(), f"{where}, the grammar is finished"
 
 
 def fill_together(run: Run, grammars: Sequence[Any]) -> list[np.ndarray]:

@@ -149,6 +149,15 @@ class Language:
                 node, at = known.get((node, byte)) or self.derive(node, byte), at + 1
         return node
 
+    def find_passed(self, node: Node) -> tuple[bytes, int]:
+        """Bytes of which any text, up to a length, leads from a state to one that depends on the
+        length alone. -> the bytes, and the maximum length; no bytes: the state is of another
+        kind."""
+        if node.kind != "cat" or node.parts[0].kind != "repeat":
+            return b"", 0
+        head, tail = node.parts
+        return self._passed(head.parts[0], tail), LARGE if head.maximum is None else head.maximum
+
     def form(self, node: Node) -> Form:
         """`form_of`, cached."""
         cached = self._forms.get(node)
