@@ -11,6 +11,7 @@ import torch
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.kernels.linear.invariant import InvariantMatmul, limit_workspaces
+from frame.models.layers.weights.plain_gemm import InvariantGemm
 from frame.testing.checkpoints import make_checkpoint
 from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one
 
@@ -76,3 +77,22 @@ def test_products_are_proven_in_less_than_a_second(dtype):
         for first, rows in ((0, 1), (5, 1), (7, 3), (100, 256), (31, 700), (2999, 1), (0, 2049)):
             assert torch.equal(product(x[first : first + rows]), whole[first : first + rows]), (tuple(weight.shape), first, rows)
         torch.testing.assert_close(whole[:8].float(), x[:8].float() @ weight.float().t(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernels_for_few_rows_and_for_gates_have_the_bits_of_the_library(dtype):
+    """The speed of the mode depends on them; a library that adds in another order costs it."""
+    from frame.kernels.elementwise.activation import silu_mul
+
+    for outputs, inputs in LLAMA_8B[:4]:
+        gemm = InvariantGemm(torch.randn(outputs, inputs, dtype=dtype, device="cuda") * 0.02)
+        x = torch.randn(1100, inputs, dtype=dtype, device="cuda")
+        gated = silu_mul(gemm._product(x))
+        for first, rows in ((0, 1), (5, 1), (7, 3), (9, 16), (30, 64), (3, 65), (31, 1069)):
+            some = x[first : first + rows]
+            assert torch.equal(gemm(some), gemm._product(some)), (outputs, inputs, rows)
+            fused = gemm.multiply_gated(some)
+            assert fused is None or torch.equal(fused, gated[first : first + rows]), (outputs, inputs, rows)
+        kept = [rows for rows, plan in enumerate(gemm._fast._plans) if plan is not None]
+        print(f"{dtype}, {outputs} x {inputs}: rows {kept}, gated {sum(map(bool, gemm._gated._gated_plans))}, many {gemm._gated._programs}")
+        assert set(range(2, 17)) <= set(kept)

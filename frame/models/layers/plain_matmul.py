@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from frame import kernels
+from frame.kernels.linear.linear_plan import MAX_ROWS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from frame.kernels.linear.linear_plan import Plan
 
 _TYPES = (torch.bfloat16, torch.float16)
+_TESTED_ROWS = 1040  # by `keep_equal`; the fused kernel for many rows takes several tiles for them
 
 
 class PlainMatmul:
@@ -49,10 +53,13 @@ class PlainMatmul:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x […, inputs] -> […, outputs]."""
+        out = self.multiply_few(x, weight, bias)
+        return F.linear(x, weight, bias) if out is None else out
+
+    def multiply_few(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """As a call; None where PyTorch's GEMM is as fast."""
         plan = _get_plan(self._plans, x)
-        if plan is None:
-            return F.linear(x, weight, bias)
-        return self._multiply_few(plan, x, weight, bias)
+        return None if plan is None else self._multiply_few(plan, x, weight, bias)
 
     def multiply_gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where a
@@ -63,6 +70,28 @@ class PlainMatmul:
         if self._programs == 0 or bias is not None or x.dim() != 2 or torch.compiler.is_compiling():
             return None
         return self._multiply_gated_many(x, weight)
+
+    def keep_equal(self, weight: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor], *, gated: bool) -> None:
+        """Use only kernels that give the bits of `multiply`, by a test with random rows. gated:
+        those of gate and up. Of the skinny ones only `stream` may, which adds products in order."""
+        plans = [plan if plan and plan.kernel == "stream" else None for plan in (self._gated_plans if gated else self._plans)]
+        has_many = gated and self._programs > 0
+        if has_many or any(plans):
+            x = torch.randn(_TESTED_ROWS, weight.shape[1], device=weight.device).to(weight.dtype)
+            expected = multiply(x)
+            has_many = has_many and self._gated_module.can_use_tma(x, weight)
+            has_many = has_many and torch.equal(self.multiply_many(x, weight, self._programs), expected)
+            equal: dict[tuple[Plan, int], bool] = {}  # by plan and rows of the tile
+            for rows, plan in enumerate(plans):
+                if plan is None:
+                    continue
+                variant = plan, 1 << max(3, (rows - 1).bit_length())
+                if variant not in equal:
+                    some = [self._multiply_few(plan, x[:count], weight, None, gated) for count in (rows, min(variant[1], MAX_ROWS))]
+                    equal[variant] = all(torch.equal(each, expected[: len(each)]) for each in some)
+                plans[rows] = plan if equal[variant] else None
+        self._programs = self._programs if has_many else 0
+        self._plans, self._gated_plans = ((), tuple(plans)) if gated else (tuple(plans), ())
 
     def _prepare_stream(self) -> None:
         if any(plan is not None and plan.kernel == "stream" for plan in (*self._plans, *self._gated_plans)):
