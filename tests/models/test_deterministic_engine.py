@@ -39,6 +39,7 @@ FEWER = (33, 64)  # chunks, off and on the bounds of pages; an engine for each i
         ("NemotronHForCausalLM", {}),
         ("GptOssForCausalLM", {}),
         ("Gemma3ForCausalLM", {}),
+        ("DeepseekV32ForCausalLM", {}),
         ("LlamaForCausalLM", {"model": {"quantization": "fp8"}}),
         ("LlamaForCausalLM", {"cache": {"kv_dtype": "int8"}}),
     ],
