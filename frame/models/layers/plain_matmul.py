@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from frame import kernels
-from frame.kernels.linear.linear_plan import MAX_ROWS
+from frame.kernels.linear.linear_plan import MAX_ROWS, WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +35,7 @@ class PlainMatmul:
     def __init__(self, weight: torch.Tensor) -> None:
         self._plans: tuple[Plan | None, ...] = ()
         self._gated_plans: tuple[Plan | None, ...] = ()
+        self.multiply_many: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
         self._programs = 0  # programs of the fused gate-and-up kernel for many rows; 0 without it
         self._batches: tuple[int, ...] = ()  # smaller batch sizes for which it is used too
         self._is_compiled = False  # whether that kernel is compiled
@@ -73,14 +74,14 @@ class PlainMatmul:
 
     def keep_equal(self, weight: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor], *, gated: bool) -> None:
         """Use only kernels that give the bits of `multiply`, by a test with random rows. gated:
-        those of gate and up. Of the skinny ones only `stream` may, which adds products in order."""
-        plans = [plan if plan and plan.kernel == "stream" else None for plan in (self._gated_plans if gated else self._plans)]
+        those of gate and up."""
+        plans = [plan if plan and _adds_in_order(plan) else None for plan in (self._gated_plans if gated else self._plans)]
         has_many = gated and self._programs > 0
         if has_many or any(plans):
             x = torch.randn(_TESTED_ROWS, weight.shape[1], device=weight.device).to(weight.dtype)
             expected = multiply(x)
             has_many = has_many and self._gated_module.can_use_tma(x, weight)
-            has_many = has_many and torch.equal(self.multiply_many(x, weight, self._programs), expected)
+            has_many = has_many and self._has_bits(x, weight, expected)
             equal: dict[tuple[Plan, int], bool] = {}  # by plan and rows of the tile
             for rows, plan in enumerate(plans):
                 if plan is None:
@@ -92,6 +93,14 @@ class PlainMatmul:
                 plans[rows] = plan if equal[variant] else None
         self._programs = self._programs if has_many else 0
         self._plans, self._gated_plans = ((), tuple(plans)) if gated else (tuple(plans), ())
+
+    def _has_bits(self, x: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether a fused kernel for many rows gives these bits: the chosen one, or `gated_linear`,
+        which is chosen then."""
+        if torch.equal(self.multiply_many(x, weight, self._programs), expected):
+            return True
+        self.multiply_many, self._batches = self._gated_module.gated_linear, ()
+        return torch.equal(self.multiply_many(x, weight, self._programs), expected)
 
     def _prepare_stream(self) -> None:
         if any(plan is not None and plan.kernel == "stream" for plan in (*self._plans, *self._gated_plans)):
@@ -129,6 +138,12 @@ class PlainMatmul:
         if not self._gated_module.is_faster(len(x), len(weight) // 2, self._programs, self._batches):
             return None
         return self.multiply_many(x, weight, self._programs)
+
+
+def _adds_in_order(plan: Plan) -> bool:
+    """Whether a kernel adds the products of all inputs in order, as libraries do without split-K;
+    others could pass a test of few outputs by chance."""
+    return plan.kernel == "stream" or (plan.kernel == "tile" and plan.outputs >= WIDE)
 
 
 def _is_aligned(weight: torch.Tensor) -> bool:
