@@ -108,7 +108,7 @@ class InvariantMatmul:
             return F.linear(x, weight)
 
         self._rows = InvariantRows(multiply, weight[:1], self._proofs.get(form))
-        self._proofs[form] = self._rows.max_rows
+        self._proofs[form] = self.max_rows = self._rows.max_rows
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x […, inputs] -> […, outputs]."""
