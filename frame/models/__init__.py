@@ -112,8 +112,8 @@ _WINDOWED = (
 )  # fmt: skip
 _INVARIANT = ("deepseek_v2", "deepseek_v3", "llama", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 _INVARIANT_ON_CPU = (
-    "cohere", "deepseek_v32", "falcon_h1", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "kimi_linear", "llama4", "minimax_m2", "nemotron_h",
-    "qwen2_moe", "qwen3_next",
+    "cohere", "deepseek_v32", "falcon_h1", "gemma3", "gemma4", "glm4_moe", "glm4v", "gpt_oss", "internvl", "kimi_linear", "llama4",
+    "minimax_m2", "nemotron_h", "qwen2_moe", "qwen3_next",
 )  # fmt: skip
 _DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "nemotron_h", "qwen3_next")
 _IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"

@@ -33,7 +33,7 @@ class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, S
         super().__init__(context, options)
         self._device = torch.device("cuda", context.local_index)
         self._marks: dict[str, torch.Tensor] = {}  # by tag: what lies in the pool of its allocations
-        self._copy = HostCopy(self.pin_memory)  # of memory with the tag "weights", while it is released
+        self._copy = HostCopy(self._lock_pages)  # of memory with the tag "weights", while it is released
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +69,8 @@ class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, S
         with _find_saver().region(tag=tag):
             self._marks.setdefault(tag, torch.empty(1, dtype=torch.uint8, device=self._device))
             yield
+        if tag == "weights":
+            self._copy.prepare(sum(len(block) for block in self._list_blocks(tag)))
 
     def release_tag(self, tag: str, tensors: Sequence[torch.Tensor], *, keeps_values: bool) -> int:
         if keeps_values and tag != "weights":
@@ -89,7 +91,11 @@ class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, S
             self._copy.restore()
         self.synchronize()
 
-    def _list_blocks(self, tag: str, without: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _lock_pages(self, memory: torch.Tensor) -> None:
+        self.activate()  # in a thread, whose device is the first one
+        self.pin_memory(memory)
+
+    def _list_blocks(self, tag: str, without: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The allocations of a tag as uint8, except those that one of these tensors fills."""
         mark, filled = self._marks[tag].data_ptr(), {tensor.data_ptr(): tensor.nbytes for tensor in without}
         segments = torch.cuda.memory_snapshot()
