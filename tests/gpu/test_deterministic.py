@@ -26,6 +26,11 @@ MODELS = {
     "experts": ("Qwen3MoeForCausalLM", {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}),
     "wide-latents": ("DeepseekV3ForCausalLM", WIDE),
 }
+WINDOWED = ("GptOssForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM", "Cohere2ForCausalLM")
+OTHERS = (
+    "Qwen3NextForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "FalconH1ForCausalLM", "DeepseekV32ForCausalLM",
+    "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Qwen2MoeForCausalLM", "CohereForCausalLM", *WINDOWED,
+)  # fmt: skip
 GRAPHS = {"cuda_graph_max_bs": 256, "prompt_graph_max_tokens": 512}
 PLAIN = {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (64, 4096))  # outputs, inputs; the last: a router
@@ -52,6 +57,14 @@ def test_bits_do_not_depend_on_the_batch(path_of, name, dtype):
     captured = check_engine(path_of(name), "cuda", dtype, plain={"execution": PLAIN}, execution=GRAPHS)
     again = make_engine(path_of(name), "cuda", dtype, execution=GRAPHS)  # a fresh start
     assert score_one(again, DRAWN, 17) == captured
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_models(tmp_path, architecture):
+    """Recurrent layers, biased experts, windows, caps of scores, chunks and selected keys."""
+    graphs = GRAPHS | ({"prompt_graph_max_tokens": 0} if architecture in WINDOWED else {})
+    folder = make_checkpoint(architecture, tmp_path)
+    check_engine(folder, "cuda", "bfloat16", 60, {"execution": PLAIN}, drafters={}, chunks=(33, 64), execution=graphs)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
