@@ -106,9 +106,8 @@ def load_head_format(registry: Registry) -> Loaded[Any]:
 
 
 def load_kernels(resolved: Resolved, registry: Registry, absent: type[GemmKernel] | None = None) -> tuple[LoadedKernel, ...]:
-    """The GEMM kernels that fit the device, the one that the user named among them. Of
-    batch-invariant ones the first, or the named one, multiplies a type. absent: in place of one not
-    installed."""
+    """The GEMM kernels that fit the device, the one that the user named among them. If none is, the
+    first batch-invariant one multiplies a type. absent: in place of one not installed."""
     kernels, named = [], resolved.user.model.gemm_kernel
     for choice in resolved.plugins.get("gemm_kernel", ()):
         capabilities = registry.get("gemm_kernel", choice.name).capabilities

@@ -142,7 +142,7 @@ class Triton(MoERunner):
         return self._multiply(x, pairs, layer, tiles)
 
     def _multiply(self, x: torch.Tensor, pairs: Pairs, layer: _Layer, tiles: Tiles) -> torch.Tensor:
-        """By kernels that sort the pairs by expert."""
+        """The result with these tiles, of pairs sorted by expert."""
         first, second, activation = layer.first, layer.second, layer.activation
         is_float8, is_fused = first.scale is not None, activation.name != "none"
         order = align_tokens(pairs.ids, len(first.values), tiles.first.bm)
