@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from frame.kernels.linear.linear_plan import Plan
 
 _TYPES = (torch.bfloat16, torch.float16)
+_FEWEST = 8  # rows of the smallest tile of all skinny kernels
 _TESTED_ROWS = 1040  # by `keep_equal`; the fused kernel for many rows takes several tiles for them
 
 
@@ -76,6 +77,8 @@ class PlainMatmul:
         """Use only kernels that give the bits of `multiply`, by a test with random rows. gated:
         those of gate and up."""
         plans = [plan if plan and _adds_in_order(plan) else None for plan in (self._gated_plans if gated else self._plans)]
+        for rows in range(min(_FEWEST, len(plans) - 1) - 1, 0, -1):  # which a kernel of more rows pads
+            plans[rows] = plans[rows] or plans[rows + 1]
         has_many = gated and self._programs > 0
         if has_many or any(plans):
             x = torch.randn(_TESTED_ROWS, weight.shape[1], device=weight.device).to(weight.dtype)
