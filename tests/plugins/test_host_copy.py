@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from frame.host.host_memory import allocate_pages
-from frame.plugins.platforms import host_copy
 from frame.plugins.platforms.host_copy import HostCopy
 
 PIECE = 4096
@@ -51,24 +50,6 @@ def test_other_blocks_replace_those_of_before() -> None:
 def test_pages_are_locked_by_several_threads_at_a_time() -> None:
     meeting = threading.Barrier(4, timeout=20)
     HostCopy(lambda piece: meeting.wait(), PIECE).save(make_blocks(4 * PIECE))
-
-
-def test_memory_is_made_in_advance() -> None:
-    locked = threading.Semaphore(0)
-    copy = HostCopy(lambda piece: locked.release(), PIECE)
-    copy.prepare(3 * PIECE)
-    assert all(locked.acquire(timeout=20) for _ in range(3))
-    copy.save(make_blocks(2 * PIECE, PIECE))
-    assert not locked.acquire(blocking=False), "a copy of prepared bytes locks nothing"
-
-
-def test_a_host_without_memory_ends_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(size: int) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(host_copy, "allocate_pages", refuse)
-    with pytest.raises(RuntimeError, match="no memory for a copy of the weights"):
-        HostCopy(lambda piece: None, PIECE).save(make_blocks(1))
 
 
 def test_memory_that_cannot_be_locked_is_used_unlocked(caplog: pytest.LogCaptureFixture) -> None:

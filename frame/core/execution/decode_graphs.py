@@ -312,6 +312,8 @@ class DecodeGraphs:
             """The batch with its plan, and the step, whose outputs are copied `into` others."""
             # a plan may prepare its tensors in the first call of a capture: each needs its own
             plain, planned = (self._planned(batch, inputs, plan) for plan in (self._backend.plan, self._backend.capture_plan))
+            if into is None:
+                return planned, *capture_step(self.platform, pool, lambda: run(plain), lambda: run(planned))
             return planned, *capture_step(self.platform, pool, lambda: _copy(run(plain), into), lambda: _copy(run(planned), into))
 
         planned, outputs, captured = capture()
@@ -320,18 +322,16 @@ class DecodeGraphs:
             draw = partial(self._draw_again, outputs, params, inputs["drawn_slots"])
             _, masked = capture_step(self.platform, pool, draw, draw)
         if self._redraw is not None:
-            again = partial(self._redraw, outputs, {name: inputs[name] for name in (*_DRAW, *_FILTERS)}, inputs["drawn_slots"])
+            filters = {name: inputs[name] for name in (*_DRAW, *_FILTERS)}
+            again = partial(self._redraw, outputs, filters, inputs["drawn_slots"])
             filtered = capture_step(self.platform, pool, again, again)
-        adapted = None
-        if self.adapters is not None:
-            self.adapters.is_active = True
-            adapted = capture(outputs)
-            self.adapters.end_step()
-        if isinstance(self.platform, SupportsGraphs):  # graphs of smaller sizes use the memory too
-            outputs = outputs._replace(logits=self.platform.borrow(outputs.logits))
-            filtered = filtered and (filtered[0]._replace(logits=outputs.logits), filtered[1])
         step = CapturedSize(planned, outputs, captured, masked, filtered, _list_views(planned))
-        return replace(step, adapted=adapted and replace(step, batch=adapted[0], captured=adapted[2], views=_list_views(adapted[0])))
+        if self.adapters is None:
+            return step
+        self.adapters.is_active = True
+        planned, _, captured = capture(outputs)
+        self.adapters.end_step()
+        return replace(step, adapted=replace(step, batch=planned, captured=captured, views=_list_views(planned)))
 
     def _draw_again(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """Draw the tokens again under `_masks`, into the outputs."""
@@ -355,11 +355,11 @@ def _list_views(batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
     return tuple({view.group: view for view in (batch.views or {}).values()}.values())
 
 
-def _copy(sources: DecodeOutputs, targets: DecodeOutputs | None) -> DecodeOutputs:
-    for target, source in zip(targets or (), sources, strict=False):
+def _copy(sources: DecodeOutputs, targets: DecodeOutputs) -> DecodeOutputs:
+    for target, source in zip(targets, sources, strict=True):
         if target is not None and source is not None:
             target.copy_(source)
-    return targets or sources
+    return targets
 
 
 def _first_rows(outputs: DecodeOutputs, rows: int) -> DecodeOutputs:

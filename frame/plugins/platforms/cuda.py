@@ -69,8 +69,6 @@ class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, S
         with _find_saver().region(tag=tag):
             self._marks.setdefault(tag, torch.empty(1, dtype=torch.uint8, device=self._device))
             yield
-        if tag == "weights":
-            self._copy.prepare(sum(len(block) for block in self._list_blocks(tag)))
 
     def release_tag(self, tag: str, tensors: Sequence[torch.Tensor], *, keeps_values: bool) -> int:
         if keeps_values and tag != "weights":
@@ -95,7 +93,7 @@ class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, S
         self.activate()  # in a thread, whose device is the first one
         self.pin_memory(memory)
 
-    def _list_blocks(self, tag: str, without: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    def _list_blocks(self, tag: str, without: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The allocations of a tag as uint8, except those that one of these tensors fills."""
         mark, filled = self._marks[tag].data_ptr(), {tensor.data_ptr(): tensor.nbytes for tensor in without}
         segments = torch.cuda.memory_snapshot()
