@@ -212,7 +212,8 @@ class _Solver:
             self.conflicts.append(ResolveError(sentence, change="parallel.dp_attention: false"))
         self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization)
         self.conflicts += find_host_conflicts(self.config)
-        self.conflicts += find_batch_conflicts(self.config, self.model_config, task, self.tree, on_cpu=self.device == "cpu")
+        media = {"media": may_serve(self.config, self.model_config), "spans": self._model_has("media_spans")}
+        self.conflicts += find_batch_conflicts(self.config, task, self.tree, on_cpu=self.device == "cpu", **media)
         self.conflicts += find_adapter_conflicts(self.config, self.model_config)
         ranks, named = self.plan.num_ranks, self.config.parallel.launcher
         links = CollectiveRequirements(self.device, ranks, self.plan.hosts, self._compatible, self.config.execution.deterministic)

@@ -6,6 +6,7 @@ no torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -21,7 +22,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt, from glibc's malloc.h
-_DONTNEED = 4  # MADV_DONTNEED of Linux
+_DONTNEED, _HUGEPAGE, _POPULATE_WRITE = 4, 14, 23  # advice of Linux's madvise
 _KEPT_BYTES = 256 << 20
 _LARGEST_KEPT = 32 << 20  # the maximum that glibc accepts
 
@@ -52,6 +53,22 @@ def drop_pages(address: int, size: int) -> int:
     """Return the whole pages of a range to the system (`MADV_DONTNEED`). They stay mapped: pages of
     the process alone read as zeros then, those of a file as the file. -> the bytes of the pages.
     Raises OSError, and where there is no madvise."""
+    return _advise(address, size, _DONTNEED)
+
+
+def allocate_pages(size: int) -> mmap.mmap:
+    """Private memory of zeros whose pages are in memory already, large ones where the system has
+    them. Other threads run meanwhile."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for advice in (_HUGEPAGE, _POPULATE_WRITE):  # Linux 5.14 for the second one
+        with contextlib.suppress(OSError):
+            _advise(address, size, advice)
+    return memory
+
+
+def _advise(address: int, size: int, advice: int) -> int:
+    """madvise for the whole pages of a range. -> their bytes. Raises OSError."""
     madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
     if madvise is None:
         raise OSError("this system has no madvise")
@@ -59,7 +76,7 @@ def drop_pages(address: int, size: int) -> int:
     length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length <= 0:
         return 0
-    if madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _DONTNEED) != 0:
+    if madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"madvise: {os.strerror(number)}")
     return length

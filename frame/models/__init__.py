@@ -110,11 +110,7 @@ _WINDOWED = (
     "cohere", "gemma3", "gemma4", "gpt_oss", "internvl", "llama", "llama4", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_moe",
 )  # fmt: skip
-_INVARIANT = ("deepseek_v2", "deepseek_v3", "llama", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
-_INVARIANT_ON_CPU = (
-    "cohere", "falcon_h1", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "kimi_linear", "llama4", "minimax_m2", "nemotron_h", "qwen2_moe",
-    "qwen3_next",
-)  # fmt: skip
+_INVARIANT_ON_CPU = ("glm4v", "internvl")
 _DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "nemotron_h", "qwen3_next")
 _IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"
 _MODALITIES = {
@@ -157,7 +153,7 @@ def register_models(registry: KindRegistry) -> None:
             sparse=name == "deepseek_v32",
             modalities=_MODALITIES.get(name, ()),
             media_spans=name == "gemma3",
-            batch_invariant=name in (*_INVARIANT, *_INVARIANT_ON_CPU),
+            batch_invariant=True,
             invariant_on=("cpu",) if name in _INVARIANT_ON_CPU else (),
         )
         registry.add(name, f"frame.models.{target}", capabilities=capabilities, summary=summary, rank=10)

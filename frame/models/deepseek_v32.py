@@ -14,6 +14,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.batch import SparseKeys
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.core.interfaces.model import find_dense_layers
+from frame.kernels.linear.invariant import InvariantMatmul, add_halves
 from frame.models.deepseek_v3 import DeepseekV3ForCausalLM
 from frame.models.layers.linear import ReplicatedLinear
 from frame.models.layers.mla import LatentAttention
@@ -78,6 +79,14 @@ class Indexer(nn.Module):
         self.cache = LayerCache(-1 - layer, "sidecar", (CacheTensor((self.size,), context.dtype),))
         self.has_kernels = kernels.can_use_triton(context.device)
         self.selected: SparseKeys | None = None
+        self._is_deterministic = context.deterministic
+        self._always_selects = context.deterministic and context.limits.max_context > self.top_k
+        self._invariant: InvariantMatmul | None = None
+
+    def finish(self) -> None:
+        """Test the product of the weights of heads."""
+        if self._is_deterministic and self._invariant is None:
+            self._invariant = InvariantMatmul(self.weight.data)
 
     def forward(self, x: torch.Tensor, q_input: torch.Tensor, batch: ForwardBatch) -> SparseKeys | None:
         """Store the keys of this step and select. x [tokens, hidden], q_input [tokens,
@@ -87,9 +96,12 @@ class Indexer(nn.Module):
         cached.view(-1, self.size).index_copy_(0, batch.kv_slots, keys.to(cached.dtype))
         self.selected = None
         max_length = int(batch.host.seq_lens.max(initial=0))
+        if self._always_selects:  # no token takes another kernel because others see more keys
+            max_length = max(max_length, self.top_k + 1)
         if max_length > self.top_k:
             q = self._rotate(self.q_proj(q_input).unflatten(-1, (self.heads, self.size)), batch)
-            self.selected = SparseKeys(self._select(q, F.linear(x, self.weight), cached, batch, max_length))
+            weights = F.linear(x, self.weight) if self._invariant is None else self._invariant(x)
+            self.selected = SparseKeys(self._select(q, weights, cached, batch, max_length))
         return self.selected
 
     def get_selected(self, x: torch.Tensor, q_input: torch.Tensor, batch: ForwardBatch) -> SparseKeys | None:
@@ -117,6 +129,8 @@ class Indexer(nn.Module):
             from frame.kernels.index_scores import select_keys as select  # type: ignore[assignment]
 
             numbers = max_length + BINS
+        elif self._is_deterministic:
+            select, numbers = select_invariant_keys, self.heads * max_length * self.size
         step = max(1, _SCORES // numbers)
         for start in range(0, len(q), step):
             span = slice(start, start + step)
@@ -141,6 +155,24 @@ def select_keys(
     best, places = score_keys(q, weights, cached, rows, positions).topk(top_k, -1)
     slots = rows.gather(1, places // size).long() * size + places % size
     return slots.masked_fill_(best == -torch.inf, -1)
+
+
+def select_invariant_keys(
+    q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, table: torch.Tensor, owners: torch.Tensor,
+    positions: torch.Tensor, width: int, top_k: int,
+) -> torch.Tensor:  # fmt: skip
+    """As `select_keys` for the batch-invariant mode: sums in an order that depends on no number of
+    keys, and of equal scores the first, in the order of the keys."""
+    size = cached.shape[1]
+    rows = table[owners, : -(-width // size)]
+    keys = cached.index_select(0, rows.flatten()).view(len(q), -1, 1, q.shape[2]).float()
+    dots = F.relu(add_halves(q.float()[:, None] * keys, -1))
+    scores = add_halves(weights.float()[:, None] * dots, -1)
+    hidden = torch.arange(keys.shape[1], device=q.device) > positions[:, None]
+    order = scores.masked_fill_(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    places = order.sort(-1).values
+    slots = rows.gather(1, places // size).long() * size + places % size
+    return slots.masked_fill_(places > positions[:, None], -1)
 
 
 def score_keys(q: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

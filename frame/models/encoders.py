@@ -68,6 +68,7 @@ class TransformersEncoders(nn.Module):
         super().__init__()
         self.device = context.device
         self.dtype = context.dtype
+        self.is_deterministic = context.deterministic
         self.model: Any = _build_model(context.model_config, context.dtype)
         self.family = str(self.model.config.model_type)
 
@@ -100,7 +101,10 @@ class TransformersEncoders(nn.Module):
 
     @torch.inference_mode()
     def encode(self, modality: str, items: Sequence[Arrays]) -> list[torch.Tensor]:
-        """As `HasEncoders.encode`."""
+        """As `HasEncoders.encode`. In the batch-invariant mode each item alone, since products of
+        more rows have other bits."""
+        if self.is_deterministic and len(items) > 1:
+            return [rows for item in items for rows in self.encode(modality, [item])]
         compute, names = _FAMILIES.get(self.family) or (_call_model, _list_inputs(self.model, modality))
         # processors write other arrays for the text
         prepared = [{name: self._prepare(item, name) for name in item if name in names} for item in items]

@@ -239,7 +239,9 @@ def _register_for_all_devices(registry: KindRegistry) -> None:
         "torch",
         "frame.quantization.gemm.reference:ReferenceKernel",
         capabilities=GemmCapabilities(
-            devices=("cpu", "cuda"), speeds=tuple(Speed(quantized, 0, 0.1) for quantized in ("int4", "int8", "e2m1", "nf4", "e4m3"))
+            devices=("cpu", "cuda"),
+            batch_invariant=True,
+            speeds=tuple(Speed(quantized, 0, 0.1) for quantized in ("int4", "int8", "e2m1", "nf4", "e4m3")),
         ),
         rank=10,
         summary="The reference: dequantizes the weight in every matmul, with PyTorch.",

@@ -11,6 +11,7 @@ import torch
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.kernels.linear.invariant import InvariantMatmul, limit_workspaces
+from frame.models.layers.weights.plain_gemm import InvariantGemm
 from frame.testing.checkpoints import make_checkpoint
 from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one
 
@@ -25,6 +26,11 @@ MODELS = {
     "experts": ("Qwen3MoeForCausalLM", {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}),
     "wide-latents": ("DeepseekV3ForCausalLM", WIDE),
 }
+WINDOWED = ("GptOssForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM", "Cohere2ForCausalLM")
+OTHERS = (
+    "Qwen3NextForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM", "FalconH1ForCausalLM", "DeepseekV32ForCausalLM",
+    "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Qwen2MoeForCausalLM", "CohereForCausalLM", *WINDOWED,
+)  # fmt: skip
 GRAPHS = {"cuda_graph_max_bs": 256, "prompt_graph_max_tokens": 512}
 PLAIN = {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (64, 4096))  # outputs, inputs; the last: a router
@@ -53,6 +59,14 @@ def test_bits_do_not_depend_on_the_batch(path_of, name, dtype):
     assert score_one(again, DRAWN, 17) == captured
 
 
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_models(tmp_path, architecture):
+    """Recurrent layers, biased experts, windows, caps of scores, chunks and selected keys."""
+    graphs = GRAPHS | ({"prompt_graph_max_tokens": 0} if architecture in WINDOWED else {})
+    folder = make_checkpoint(architecture, tmp_path)
+    check_engine(folder, "cuda", "bfloat16", 60, {"execution": PLAIN}, drafters={}, chunks=(33, 64), execution=graphs)
+
+
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
 def test_quantized_weights(path_of, quantization):
     model = {"quantization": quantization}
@@ -76,3 +90,22 @@ def test_products_are_proven_in_less_than_a_second(dtype):
         for first, rows in ((0, 1), (5, 1), (7, 3), (100, 256), (31, 700), (2999, 1), (0, 2049)):
             assert torch.equal(product(x[first : first + rows]), whole[first : first + rows]), (tuple(weight.shape), first, rows)
         torch.testing.assert_close(whole[:8].float(), x[:8].float() @ weight.float().t(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernels_for_few_rows_and_for_gates_have_the_bits_of_the_library(dtype):
+    """The speed of the mode depends on them; a library that adds in another order costs it."""
+    from frame.kernels.elementwise.activation import silu_mul
+
+    for outputs, inputs in LLAMA_8B[:4]:
+        gemm = InvariantGemm(torch.randn(outputs, inputs, dtype=dtype, device="cuda") * 0.02)
+        x = torch.randn(1100, inputs, dtype=dtype, device="cuda")
+        gated = silu_mul(gemm._product(x))
+        for first, rows in ((0, 1), (5, 1), (7, 3), (9, 16), (30, 64), (3, 65), (31, 1069)):
+            some = x[first : first + rows]
+            assert torch.equal(gemm(some), gemm._product(some)), (outputs, inputs, rows)
+            fused = gemm.multiply_gated(some)
+            assert fused is None or torch.equal(fused, gated[first : first + rows]), (outputs, inputs, rows)
+        kept = [rows for rows, plan in enumerate(gemm._fast._plans) if plan is not None]
+        print(f"{dtype}, {outputs} x {inputs}: rows {kept}, gated {sum(map(bool, gemm._gated._gated_plans))}, many {gemm._gated._programs}")
+        assert set(range(1, 17)) <= set(kept)

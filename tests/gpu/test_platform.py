@@ -7,6 +7,7 @@ import torch
 
 from frame.core.interfaces.platform import SupportsSleep
 from frame.plugins.devices import capture_graph, open_platform
+from frame.plugins.platforms.cuda import CudaPlatform
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -61,3 +62,18 @@ def test_tagged_memory_is_released() -> None:
     graph.replay()
     platform.synchronize()
     assert torch.equal(pool, weights)
+
+
+def test_dropped_weights_are_zeros_and_what_lies_beside_them_stays() -> None:
+    pytest.importorskip("torch_memory_saver")
+    platform = open_platform("cuda")
+    assert isinstance(platform, CudaPlatform)
+    with platform.tag_allocations("weights"):
+        weights = torch.ones(64 << 20, device="cuda", dtype=torch.int32)
+        table = torch.arange(1 << 20, device="cuda")
+    with platform.tag_allocations("kv_cache"):
+        pool = torch.ones(1 << 20, device="cuda")
+    platform.release_tag("weights", [weights], keeps_values=False)
+    assert platform._copy.num_bytes < weights.nbytes
+    platform.map_tag("weights", [weights])
+    assert not weights.any() and torch.equal(table.cpu(), torch.arange(1 << 20)) and bool(pool.all())

@@ -12,7 +12,7 @@ import torch
 from frame.attention_backends.triton import sparse_kernel
 from frame.attention_backends.triton.sparse_kernel import attend_sparse
 from frame.core.kv_cache.kv_pool import quantize_rows
-from frame.kernels.index_scores import BINS, score_keys, select_best
+from frame.kernels.index_scores import BINS, score_keys, select_best, select_keys
 from frame.models import deepseek_v32
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,3 +130,29 @@ def test_attention_to_selected_keys_of_8_bits(stored: torch.dtype) -> None:
     weights = (torch.cat((q, q_rope), -1).double() @ rows.T * 0.1).softmax(-1)
     want = weights @ rows[:, :rank]
     assert (got - want).abs().max() <= TOLERANCE[torch.bfloat16] * want.abs().max()
+
+
+def test_fixed_pieces_give_a_token_the_same_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the batch-invariant mode; otherwise three tokens have one piece each, and one has two."""
+    tokens, heads, rank, rope, keys = 3, 16, 32, 16, 300
+    monkeypatch.setattr(sparse_kernel, "PROGRAMS", 3)
+    q, q_rope, cached = random(tokens, heads, rank), random(tokens, heads, rope), random(keys, rank + rope)
+    slots = torch.stack([torch.randperm(keys, generator=torch.Generator().manual_seed(row)) for row in range(tokens)]).to(DEVICE)
+    for is_fixed in (True, False):
+        whole = attend_sparse(q, q_rope, cached, slots, 0.1, 1.0, is_fixed=is_fixed)
+        alone = [
+            attend_sparse(q[t : t + 1], q_rope[t : t + 1], cached, slots[t : t + 1], 0.1, 1.0, is_fixed=is_fixed) for t in range(tokens)
+        ]
+        assert torch.equal(torch.cat(alone), whole) == is_fixed
+
+
+def test_the_invariant_selection_is_that_of_the_kernels() -> None:
+    """Equal scores too: the first keys, in their order."""
+    page, pages, top_k = 4, 6, 9
+    table = torch.stack([torch.randperm(20, generator=torch.Generator().manual_seed(row))[:pages] for row in range(2)]).int().to(DEVICE)
+    q, weights, cached = random(4, 2, 16), random(4, 2), random(20, page, 16)
+    positions = torch.tensor([3, 8, 15, 23], device=DEVICE)
+    inputs = q, weights, cached, table, torch.tensor([0, 1, 1, 0], device=DEVICE), positions, pages * page, top_k
+    assert deepseek_v32.select_invariant_keys(*inputs).tolist() == select_keys(*inputs).tolist()
+    narrow = *(each[:2] for each in inputs[:2]), cached, table, inputs[4][:2], positions[:2], 12, top_k
+    assert deepseek_v32.select_invariant_keys(*narrow).tolist() == deepseek_v32.select_invariant_keys(*inputs)[:2].tolist()

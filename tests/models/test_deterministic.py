@@ -28,6 +28,8 @@ ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
     ("Phi3ForCausalLM", {}),
     ("DeepseekV2ForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {}),
+    ("DeepseekV32ForCausalLM", {}),
+    ("GlmMoeDsaForCausalLM", {}),
     ("Qwen3NextForCausalLM", {}),
     ("Qwen3_5ForCausalLM", {}),
     ("KimiLinearForCausalLM", {}),

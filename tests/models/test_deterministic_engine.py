@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.config.schema import FrameConfig
@@ -39,7 +40,9 @@ FEWER = (33, 64)  # chunks, off and on the bounds of pages; an engine for each i
         ("NemotronHForCausalLM", {}),
         ("GptOssForCausalLM", {}),
         ("Gemma3ForCausalLM", {}),
+        ("DeepseekV32ForCausalLM", {}),
         ("LlamaForCausalLM", {"model": {"quantization": "fp8"}}),
+        ("LlamaForCausalLM", {"model": {"quantization": "int8", "gemm_kernel": "torch"}}),
         ("LlamaForCausalLM", {"cache": {"kv_dtype": "int8"}}),
     ],
 )
@@ -85,9 +88,22 @@ def test_every_part_without_the_capability_is_named() -> None:
 
 
 def test_models_without_the_capability_are_refused(checkpoint: Callable[..., Path]) -> None:
-    text = explain(checkpoint("DeepseekV32ForCausalLM"))
-    assert "deepseek_v32" in text
+    text = explain(checkpoint("LlamaForCausalLM"), model={"path": str(checkpoint("LlamaForCausalLM")), "implementation": "transformers"})
+    assert "transformers" in text
     assert "its results depend on the other rows of a batch" in text
+
+
+def test_quantized_weights_stay_packed_by_name(checkpoint: Callable[..., Path]) -> None:
+    """The named kernel has the log-probabilities of dequantized weights, in less memory; experts
+    are refused."""
+    model = {"quantization": "int8"}
+    dense = make_engine(checkpoint("LlamaForCausalLM"), "cpu", "bfloat16", model=model)
+    packed = make_engine(checkpoint("LlamaForCausalLM"), "cpu", "bfloat16", model=model | {"gemm_kernel": "torch"})
+    assert score_one(packed, DRAWN) == score_one(dense, DRAWN)
+    kept = [{tensor.dtype for tensor in loop.runner.model.layers[0].mlp.gate_up_proj.gemm.tensors} for loop in (dense, packed)]
+    assert torch.int8 not in kept[0] and torch.int8 in kept[1]
+    with pytest.raises(ConfigurationError, match="multiplies no experts"):
+        make_engine(checkpoint("Qwen3MoeForCausalLM"), "cpu", "bfloat16", model=model | {"gemm_kernel": "torch"})
 
 
 def test_parts_with_the_capability_are_chosen() -> None:
@@ -95,5 +111,5 @@ def test_parts_with_the_capability_are_chosen() -> None:
     resolved = prepare(FrameConfig.model_validate(config)).resolved
     names = {kind: [choice.name for choice in choices] for kind, choices in resolved.plugins.items()}
     assert names["attention_backend"] == ["torch_native"]
-    assert set(names["gemm_kernel"]) == {"plain", "unpacked"}
+    assert names["gemm_kernel"] == ["plain", "unpacked", "torch"]
     assert names["moe_runner"] == ["torch_native"]

@@ -113,6 +113,40 @@ def test_logits_of_prompts_with_media(media_checkpoint: Make, architecture: str,
         start += size
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("architecture", "modality"), [case for case in CASES if case[0] not in SPANS])
+def test_bits_depend_on_no_other_item_and_row(media_checkpoint: Make, architecture: str, modality: str, dtype: torch.dtype) -> None:
+    """In the batch-invariant mode: items together and alone, the prompt whole and in chunks, and
+    beside a row of text."""
+    folder = media_checkpoint(architecture)
+    items = make_items(folder, modality)
+    sizes: dict[str, Any] = {"encoders": True, "max_tokens": 1280, "max_context": 1280, "attention": "torch_native"}
+    session = open_session(folder, dtype=dtype, deterministic=True, **sizes)
+    rows = encode(session, modality, items)
+    assert all(torch.equal(together, encode(session, modality, [item])[0]) for together, item in zip(rows, items, strict=True))
+    frames = [int(item.get("video_grid_thw", torch.ones(1, 1))[0, 0]) for item in items]
+    prompt, table = make_prompt(folder, modality, [len(each) for each in rows], frames), torch.cat(rows)
+    count = len(prompt.token_ids)
+    turns = any(getattr(module, "sections", ()) for module in session.model.modules())  # type: ignore[attr-defined]
+
+    def run(slot: int, parts: list[slice], text: list[int]) -> torch.Tensor:
+        """Logits of the prompt in these parts, each beside a row of `text`, if any."""
+        found = []
+        for number, part in enumerate(parts):
+            extra = [(7 - number, text)] if text else []
+            filled = torch.cat((prompt.rows[part], torch.full((len(text),), -1)))
+            extensions: dict[type, Any] = {MediaRows: MediaRows(filled, table)}
+            if turns:
+                at = torch.cat((torch.arange(count)[part], torch.arange(len(text)))) + 3 * (filled >= 0)
+                extensions[RotaryPositions] = RotaryPositions(torch.stack((at, at + 1, at)))
+            found.append(session.step([(slot, prompt.token_ids[part]), *extra], extensions)[0])
+        return torch.cat(found)
+
+    expected = run(1, [slice(0, count)], [])
+    assert torch.equal(run(2, [slice(0, 9), slice(9, count)], [7, 8, 9, 10, 11]), expected)
+    assert torch.equal(run(3, [slice(0, count - 1), slice(count - 1, count)], []), expected)  # a decode at the end
+
+
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_text_alone_needs_no_encoder(media_checkpoint: Make, architecture: str) -> None:
     folder = media_checkpoint(architecture)

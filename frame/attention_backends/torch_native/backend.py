@@ -103,7 +103,7 @@ class TorchNativeBackend(AttentionBackend):
         if (chosen := batch.get(SparseKeys)) is not None:
             if batch.get(TreeMask) is not None:
                 raise ValueError("layers with sparse attention cannot verify trees of drafted tokens; use a drafter of chains")
-            return attend_sparse(layer, q_nope, q_rope, cached, chosen.slots)
+            return attend_sparse(layer, q_nope, q_rope, cached, chosen.slots, invariant=self.context.deterministic)
         if self.context.deterministic:
             return layer.unabsorb(self._attend_latents(layer, torch.cat((layer.absorb(q_nope), q_rope), -1), cached, batch))
         groups = self._groups(spec, batch)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from frame.kernels.linear.invariant import add_halves, map_elements
+
 if TYPE_CHECKING:
     from frame.attention_backends.torch_native.cached_rows import CachedRows
     from frame.core.interfaces.attention import LatentProjections
@@ -17,9 +19,10 @@ GATHERED = 1 << 26  # numbers of gathered latents at a time, at most
 
 
 def attend_sparse(
-    layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: CachedRows, slots: torch.Tensor
+    layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: CachedRows, slots: torch.Tensor, *, invariant: bool
 ) -> torch.Tensor:
-    """As `AttentionBackend.run_mla`, absorbed. slots: int64 [tokens, keys], -1 for no key."""
+    """As `AttentionBackend.run_mla`, absorbed. slots: int64 [tokens, keys], -1 for no key.
+    invariant: no token's bits depend on other tokens; all matmuls have sizes of the layer."""
     rank, scale = layer.kv_lora_rank, layer.spec.scale
     q = torch.cat((layer.absorb(q_nope), q_rope), -1)
     step, outs = max(1, GATHERED // (slots.shape[1] * q.shape[2])), []
@@ -28,6 +31,13 @@ def attend_sparse(
         none = (some < 0)[:, None]
         rows = cached.read(some.clamp_min(0).flatten(), q.dtype).view(*some.shape, -1).masked_fill_(none.mT, 0)
         scores = (q[first : first + step] @ rows.transpose(1, 2)).float() * scale
-        weights = scores.masked_fill_(none, -torch.inf).softmax(-1)
+        scores = scores.masked_fill_(none, -torch.inf)
+        weights = _normalize(scores) if invariant else scores.softmax(-1)
         outs.append(weights.to(q.dtype) @ rows[..., :rank])
     return layer.unabsorb(torch.cat(outs))
+
+
+def _normalize(scores: torch.Tensor) -> torch.Tensor:
+    """Softmax of rows, whose bits depend on the row alone."""
+    weights = map_elements(torch.exp, scores - scores.amax(-1, keepdim=True))
+    return weights / add_halves(weights, -1).unsqueeze(-1)

@@ -98,7 +98,8 @@ class TritonBackend(AttentionBackend):
             sparse = q, make_rows_contiguous(q_rope), cached, chosen.slots
             k_scale = spec.k_scale if cached.dtype == torch.float8_e4m3fn else 1.0
             units = next(iter(_scales(spec, cached, batch)), None)
-            return layer.unabsorb(attend_sparse(*sparse, spec.scale, k_scale, self._limits.shared_memory, units))
+            memory, is_fixed = self._limits.shared_memory, self._splits is not None
+            return layer.unabsorb(attend_sparse(*sparse, spec.scale, k_scale, memory, units, is_fixed=is_fixed))
         if self._splits is not None:
             q, scales = make_rows_contiguous(layer.absorb(q_nope)), tuple([piece.unsqueeze(1) for piece in _scales(spec, cached, batch)])
             parts = cached[:, None, :rank], cached[:, None, rank:]

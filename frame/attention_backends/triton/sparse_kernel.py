@@ -23,24 +23,26 @@ _WIDE_MEMORY = 160 << 10  # shared memory that such programs need
 _WIDE_PROGRAMS = 128  # programs at least
 _KEY_BYTES = 64  # of one column of a step's keys
 _SPLIT_KEYS = 128  # that a program reads at least; the merge of shorter pieces costs more than they gain
+_FIXED_SPLITS = 4  # of the batch-invariant mode
 PROGRAMS = 256  # keys are divided among about so many
 STAGES = 3  # slots are loaded two steps ahead, keys one
 
 
 def attend_sparse(
     q: torch.Tensor, q_rope: torch.Tensor, cached: torch.Tensor, slots: torch.Tensor, scale: float, k_scale: float,
-    shared_memory: int = 0, scales: torch.Tensor | None = None,
+    shared_memory: int = 0, scales: torch.Tensor | None = None, *, is_fixed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """q [tokens, heads, rank] (absorbed), q_rope [tokens, heads, rope], cached [slots of the cache,
     rank + rope], slots int64 [tokens, keys], -1 for no key, but not the first -> [tokens, heads,
     rank]. `k_scale`: factor of the cached numbers. shared_memory: bytes per program that the
-    device has. scales: of an int8 cache, float16 [slots of the cache]."""
+    device has. scales: of an int8 cache, float16 [slots of the cache]. is_fixed: the pieces of the
+    keys do not depend on the number of tokens."""
     (tokens, heads, rank), rope, keys = q.shape, q_rope.shape[2], slots.shape[1]
     fits = q.element_size() == cached.element_size() == 2 and shared_memory >= _WIDE_MEMORY
-    is_wide = fits and tokens * (heads // _WIDE_HEADS) >= _WIDE_PROGRAMS
+    is_wide = fits and tokens * (heads // _WIDE_HEADS) >= _WIDE_PROGRAMS and not is_fixed
     taken, warps = (_WIDE_HEADS, _WIDE_WARPS) if is_wide else (_HEADS, _WARPS)
     blocks, step = ceil_div(heads, taken), _KEY_BYTES // q.element_size()
-    splits = max(1, min(PROGRAMS // (tokens * blocks), keys // _SPLIT_KEYS))
+    splits = max(1, min(_FIXED_SPLITS if is_fixed else PROGRAMS // (tokens * blocks), keys // _SPLIT_KEYS))
     share = ceil_div(keys, splits * step) * step
     out, block_rank = q.new_empty(q.shape), max(16, next_power_of_2(rank))
     partials, weights = out, out

@@ -93,10 +93,10 @@ def find_adapter_conflicts(config: FrameConfig, model_config: ModelConfig) -> It
 
 
 def find_batch_conflicts(
-    config: FrameConfig, model_config: ModelConfig, task: Task, tree: TreeShape | None, *, on_cpu: bool
+    config: FrameConfig, task: Task, tree: TreeShape | None, *, on_cpu: bool, media: bool, spans: bool
 ) -> Iterator[ResolveError]:
     """What stands against the batch-invariant mode, besides plugins without the capability
-    `batch_invariant`."""
+    `batch_invariant`. media: the model serves them; spans: their tokens attend to later ones."""
     if not config.execution.deterministic:
         return
     checks = (
@@ -110,7 +110,8 @@ def find_batch_conflicts(
         (config.parallel.dp_attention, "parallel.dp_attention is true", "parallel.dp_attention: false"),
         (config.parallel.redundant_experts > 0, "replicas of experts take turns by row", "parallel.redundant_experts: 0"),
         (config.execution.torch_compile, "execution.torch_compile is true", "execution.torch_compile: false"),
-        (bool(model_config.full_config) and config.media.enabled is not False, "the model has encoders of media", "media.enabled: false"),
+        (media and not on_cpu, "encoders of media are tested on CPUs alone", "media.enabled: false"),
+        (media and on_cpu and spans, "tokens of images attend to later ones, which another mask computes", "media.enabled: false"),
     )
     for is_conflict, sentence, change in checks:
         if is_conflict:

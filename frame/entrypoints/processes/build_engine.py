@@ -106,13 +106,13 @@ def load_head_format(registry: Registry) -> Loaded[Any]:
 
 
 def load_kernels(resolved: Resolved, registry: Registry, absent: type[GemmKernel] | None = None) -> tuple[LoadedKernel, ...]:
-    """The GEMM kernels that fit the device, the one that the user named among them. Of
-    batch-invariant ones the first multiplies a type. absent: in place of one not installed."""
-    kernels = []
+    """The GEMM kernels that fit the device, the one that the user named among them. If none is, the
+    first batch-invariant one multiplies a type. absent: in place of one not installed."""
+    kernels, named = [], resolved.user.model.gemm_kernel
     for choice in resolved.plugins.get("gemm_kernel", ()):
         capabilities = registry.get("gemm_kernel", choice.name).capabilities
         speeds = capabilities.speeds if isinstance(capabilities, GemmCapabilities) else ()
-        required = resolved.user.execution.deterministic or choice.name == resolved.user.model.gemm_kernel
+        required = resolved.user.execution.deterministic if named is None else choice.name == named
         is_absent = absent is not None and not registry.is_installed("gemm_kernel", choice.name)
         loaded = Loaded(absent) if absent is not None and is_absent else Loaded(*registry.choose(choice))
         kernels.append(LoadedKernel(choice.name, loaded, speeds, required))

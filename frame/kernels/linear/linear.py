@@ -16,9 +16,7 @@ import triton.language as tl
 
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
-from frame.kernels.linear.linear_plan import Plan
-
-_WIDE = 64  # outputs per program from which the four warps share one tile
+from frame.kernels.linear.linear_plan import WIDE, Plan
 
 
 @triton.jit
@@ -283,7 +281,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     sizes = {"HALVES": halves, "HAS_BIAS": bias is not None, "UPCAST": INTERPRETED} | launch_options(x.device, plan.warps)
     if plan.kernel == "tile":
         block = 32 * plan.chunks
-        pieces = plan.warps if plan.outputs < _WIDE else 1
+        pieces = plan.warps if plan.outputs < WIDE else 1
         sizes |= {"BM": max(16, next_power_of_2(rows)), "BN": plan.outputs, "BK": block, "PIECES": pieces, "num_stages": plan.depth}
         is_even = outputs % plan.outputs == 0 and inner % (block * pieces) == 0
         tile_kernel[(ceil_div(outputs, plan.outputs),)](*tensors, EVEN=is_even, **sizes)

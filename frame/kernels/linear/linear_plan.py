@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_ROWS = 64
+WIDE = 64  # outputs per program from which the warps of `tile` share one tile
 _SMALL = 12 << 20  # weights (elements); larger weights and more rows use the kernels that go through shared memory
 _TINY = 4 << 20  # the same limit for nine rows and more
 _STREAMED = 8 << 20  # weights (elements) that `stream` takes at least; of gate and up, more than _SMALL

@@ -28,17 +28,20 @@ def scan_rows(
     pages: StatePages,
     rows: tuple[torch.Tensor, torch.Tensor] | None,
     out: torch.Tensor,
+    *,
+    is_fixed: bool = False,
 ) -> None:
     """Run rows from their states and write the new ones.
 
     mixed: [tokens, channels], contiguous, the results of the convolution. states: float32 [pages,
     heads, key size, value size]. rows: (first token, number of tokens) of each, int32 [rows]; None:
-    row r is token r. out: [tokens, heads, value size], contiguous.
+    row r is token r. out: [tokens, heads, value size], contiguous. is_fixed: the order of a token's
+    sums does not depend on the number of rows.
     """
     count, heads, values = len(pages.sources), layout.heads, layout.value
     block_k = next_power_of_2(layout.key)
     block_v = max(8, min(next_power_of_2(values), _STATE // block_k))
-    if count * heads * ceil_div(values, block_v) < _PROGRAMS:
+    if not is_fixed and count * heads * ceil_div(values, block_v) < _PROGRAMS:
         block_v = max(8, block_v // 2)
     starts, lens = (pages.sources, pages.sources) if rows is None else rows
     _scan[(count, heads, ceil_div(values, block_v))](

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
-from frame.kernels.linear.invariant import InvariantMatmul
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.weights.gemms import build_gemm
 from frame.models.layers.weights.layer_weight import LayerWeight, describe_layer, register_tensors, replace_values
-from frame.models.layers.weights.plain_gemm import PlainGemm
+from frame.models.layers.weights.plain_gemm import InvariantGemm, PlainGemm
 from frame.models.layers.weights.stored_weight import ROWS_ON_CPU, StoredWeight, WeightSizes
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ class Head(nn.Module):
     def _share_weight(self) -> Gemm:
         """The GEMM with the embedding's weight, by a kernel that makes no copy of it."""
         if self._context.deterministic:
-            return InvariantMatmul(self.weight)
+            return InvariantGemm(self.weight)
         weight = PackedWeight(WeightScheme("plain"), self.weight.shape[1], self.weight.data)
         for choice in self._context.gemm_kernels:
             if choice.kernel.in_place and choice.multiplies("plain") and choice.kernel.find_obstacle(weight) is None:

@@ -12,11 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from frame import kernels
+from frame.kernels.linear.linear_plan import MAX_ROWS, WIDE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from frame.kernels.linear.linear_plan import Plan
 
 _TYPES = (torch.bfloat16, torch.float16)
+_FEWEST = 8  # rows of the smallest tile of all skinny kernels
+_TESTED_ROWS = 1040  # by `keep_equal`; the fused kernel for many rows takes several tiles for them
 
 
 class PlainMatmul:
@@ -31,6 +36,7 @@ class PlainMatmul:
     def __init__(self, weight: torch.Tensor) -> None:
         self._plans: tuple[Plan | None, ...] = ()
         self._gated_plans: tuple[Plan | None, ...] = ()
+        self.multiply_many: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
         self._programs = 0  # programs of the fused gate-and-up kernel for many rows; 0 without it
         self._batches: tuple[int, ...] = ()  # smaller batch sizes for which it is used too
         self._is_compiled = False  # whether that kernel is compiled
@@ -49,10 +55,13 @@ class PlainMatmul:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x […, inputs] -> […, outputs]."""
+        out = self.multiply_few(x, weight, bias)
+        return F.linear(x, weight, bias) if out is None else out
+
+    def multiply_few(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """As a call; None where PyTorch's GEMM is as fast."""
         plan = _get_plan(self._plans, x)
-        if plan is None:
-            return F.linear(x, weight, bias)
-        return self._multiply_few(plan, x, weight, bias)
+        return None if plan is None else self._multiply_few(plan, x, weight, bias)
 
     def multiply_gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
         """SiLU(gate) * up, […, outputs // 2], where the weight's rows are gate and up; None where a
@@ -63,6 +72,38 @@ class PlainMatmul:
         if self._programs == 0 or bias is not None or x.dim() != 2 or torch.compiler.is_compiling():
             return None
         return self._multiply_gated_many(x, weight)
+
+    def keep_equal(self, weight: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor], *, gated: bool) -> None:
+        """Use only kernels that give the bits of `multiply`, by a test with random rows. gated:
+        those of gate and up."""
+        plans = [plan if plan and _adds_in_order(plan) else None for plan in (self._gated_plans if gated else self._plans)]
+        for rows in range(min(_FEWEST, len(plans) - 1) - 1, 0, -1):  # which a kernel of more rows pads
+            plans[rows] = plans[rows] or plans[rows + 1]
+        has_many = gated and self._programs > 0
+        if has_many or any(plans):
+            x = torch.randn(_TESTED_ROWS, weight.shape[1], device=weight.device).to(weight.dtype)
+            expected = multiply(x)
+            has_many = has_many and self._gated_module.can_use_tma(x, weight)
+            has_many = has_many and self._has_bits(x, weight, expected)
+            equal: dict[tuple[Plan, int], bool] = {}  # by plan and rows of the tile
+            for rows, plan in enumerate(plans):
+                if plan is None:
+                    continue
+                variant = plan, 1 << max(3, (rows - 1).bit_length())
+                if variant not in equal:
+                    some = [self._multiply_few(plan, x[:count], weight, None, gated) for count in (rows, min(variant[1], MAX_ROWS))]
+                    equal[variant] = all(torch.equal(each, expected[: len(each)]) for each in some)
+                plans[rows] = plan if equal[variant] else None
+        self._programs = self._programs if has_many else 0
+        self._plans, self._gated_plans = ((), tuple(plans)) if gated else (tuple(plans), ())
+
+    def _has_bits(self, x: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether a fused kernel for many rows gives these bits: the chosen one, or `gated_linear`,
+        which is chosen then."""
+        if torch.equal(self.multiply_many(x, weight, self._programs), expected):
+            return True
+        self.multiply_many, self._batches = self._gated_module.gated_linear, ()
+        return torch.equal(self.multiply_many(x, weight, self._programs), expected)
 
     def _prepare_stream(self) -> None:
         if any(plan is not None and plan.kernel == "stream" for plan in (*self._plans, *self._gated_plans)):
@@ -100,6 +141,12 @@ class PlainMatmul:
         if not self._gated_module.is_faster(len(x), len(weight) // 2, self._programs, self._batches):
             return None
         return self.multiply_many(x, weight, self._programs)
+
+
+def _adds_in_order(plan: Plan) -> bool:
+    """Whether a kernel adds the products of all inputs in order, as libraries do without split-K;
+    others could pass a test of few outputs by chance."""
+    return plan.kernel == "stream" or (plan.kernel == "tile" and plan.outputs >= WIDE)
 
 
 def _is_aligned(weight: torch.Tensor) -> bool:

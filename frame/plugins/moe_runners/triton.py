@@ -24,7 +24,7 @@ from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.kernels import nvidia
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe.align import CHUNKS, align_tokens
-from frame.kernels.moe.expert_tiles import FIXED_TILES, ROUNDED_ROWS, Tile, choose_tiles, choose_vectors, list_token_thresholds
+from frame.kernels.moe.expert_tiles import FIXED_TILES, ROUNDED_ROWS, Tile, Tiles, choose_tiles, choose_vectors, list_token_thresholds
 from frame.kernels.moe.grouped_gemm import (
     SILU,
     Activation,
@@ -57,7 +57,9 @@ class Triton(MoERunner):
             raise ValueError("The triton MoE runner needs a GPU; on a CPU it runs only under TRITON_INTERPRET=1: use torch_native there.")
         self._has_tma = context.device.type == "cpu" or nvidia.get_compute_capability(context.device) >= (9, 0)
         self._shared_memory = _shared_memory(context.device)
-        self._compiled: set[tuple[int, ...]] = set()  # sizes of layers whose kernels are compiled
+        self._compiled: set[tuple[object, ...]] = set()  # sizes of layers whose kernels are compiled
+        # by sizes of layers: tiles whose results have the bits of `FIXED_TILES`
+        self._equal: dict[tuple[object, ...], list[Tiles]] = {}
 
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         summands = self.run_parts(tokens, experts)
@@ -67,8 +69,7 @@ class Triton(MoERunner):
         if len(tokens.x) == 0:
             return tokens.x.clone()
         layer = _Layer(_weights(experts, "gate_up"), _weights(experts, "down"), find_activation(experts), experts)
-        first = layer.first.values
-        sizes = (*first.shape, tokens.ids.shape[1], first.element_size())
+        sizes = (*layer.sizes, tokens.ids.shape[1])
         if sizes not in self._compiled and self.context.device.type == "cuda" and not nvidia.is_capturing():
             self._compiled.add(sizes)
             self._compile(tokens, layer)
@@ -105,18 +106,45 @@ class Triton(MoERunner):
         top, experts, maximum = tokens.ids.shape[1], len(layer.first.values), self.context.limits.max_tokens_per_step
         for count in list_token_thresholds(top, experts, CHUNKS, maximum):
             ids = torch.arange(count * top, device=tokens.ids.device).remainder_(experts).view(count, top)
-            self._run(tokens.x.new_zeros(count, tokens.x.shape[1]), Pairs(ids, tokens.weights.new_zeros(count, top)), layer)
+            x, pairs = tokens.x.new_zeros(count, tokens.x.shape[1]), Pairs(ids, tokens.weights.new_zeros(count, top))
+            tiles = self._choose_tiles(pairs, layer)
+            if self.context.deterministic and tiles not in self._equal.get(layer.sizes, ()):
+                self._test(tiles, ids, layer)
+            self._run(x, pairs, layer)
+
+    def _test(self, tiles: Tiles, ids: torch.Tensor, layer: _Layer) -> None:
+        """Use `tiles` in the batch-invariant mode if they give the bits of `FIXED_TILES`, with few
+        tokens for each expert and with three times as many."""
+        values = layer.first.values
+        x = torch.randn(len(ids), values.shape[2], device=values.device).to(values.dtype)
+        for some in (ids, ids // 3):
+            pairs = Pairs(some, torch.ones(ids.shape, device=ids.device))
+            if not torch.equal(self._multiply(x, pairs, layer, tiles), self._multiply(x, pairs, layer, FIXED_TILES)):
+                return
+        self._equal.setdefault(layer.sizes, []).append(tiles)
+
+    def _choose_tiles(self, pairs: Pairs, layer: _Layer) -> Tiles:
+        """The fastest tiles for so many pairs."""
+        first, second = layer.first, layer.second
+        is_float8 = first.scale is not None
+        prefill_fp8 = is_float8 and layer.activation == SILU and can_prefill_fp8(first) and can_prefill_fp8(second)
+        return choose_tiles(pairs.count, len(first.values), float8=is_float8, prefill_fp8=prefill_fp8)
 
     def _run(self, x: torch.Tensor, pairs: Pairs, layer: _Layer) -> torch.Tensor:
         first, second, activation = layer.first, layer.second, layer.activation
-        is_float8 = first.scale is not None
-        is_fused = activation.name != "none"
-        is_fixed = self.context.deterministic
-        vectors = choose_vectors(len(x), pairs.ids.shape[1], len(first.values)) if is_fused and not (is_float8 or is_fixed) else None
+        tiles, is_fixed = self._choose_tiles(pairs, layer), self.context.deterministic
+        can_use_vectors = activation.name != "none" and first.scale is None and not is_fixed
+        vectors = choose_vectors(len(x), pairs.ids.shape[1], len(first.values)) if can_use_vectors else None
         if vectors is not None:
             return compute_down_vector(compute_gate_up_vector(x, first, pairs, vectors[0], activation), second, pairs, vectors[1])
-        prefill_fp8 = is_float8 and activation == SILU and can_prefill_fp8(first) and can_prefill_fp8(second)
-        tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8, prefill_fp8=prefill_fp8) if not is_fixed else FIXED_TILES
+        if is_fixed and tiles not in self._equal.get(layer.sizes, ()):
+            tiles = FIXED_TILES
+        return self._multiply(x, pairs, layer, tiles)
+
+    def _multiply(self, x: torch.Tensor, pairs: Pairs, layer: _Layer, tiles: Tiles) -> torch.Tensor:
+        """The result with these tiles, of pairs sorted by expert."""
+        first, second, activation = layer.first, layer.second, layer.activation
+        is_float8, is_fused = first.scale is not None, activation.name != "none"
         order = align_tokens(pairs.ids, len(first.values), tiles.first.bm)
         tile, dtype = self._fit_tile(tiles.first, first, 2 if activation.is_gated else 1), x.dtype
         rounds = is_float8 and is_fused and tile.bm <= ROUNDED_ROWS
@@ -144,6 +172,12 @@ class _Layer:
     second: Weights
     activation: Activation
     experts: nn.Module
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """What the kernels depend on."""
+        values = self.first.values
+        return (*values.shape, values.dtype, self.activation, self.first.bias is None)
 
 
 def _weights(experts: nn.Module, name: str) -> Weights:

@@ -22,6 +22,7 @@ from frame.core.interfaces.platform import (
     SupportsSynchronisationChecks,
 )
 from frame.host.installation import install_command
+from frame.plugins.platforms.host_copy import HostCopy
 
 
 class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, SupportsSleep, SupportsSynchronisationChecks):
@@ -31,6 +32,8 @@ class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, S
     def __init__(self, context: PlatformContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         self._device = torch.device("cuda", context.local_index)
+        self._marks: dict[str, torch.Tensor] = {}  # by tag: what lies in the pool of its allocations
+        self._copy = HostCopy(self._lock_pages)  # of memory with the tag "weights", while it is released
 
     @property
     def device(self) -> torch.device:
@@ -61,25 +64,46 @@ class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, S
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
 
-    def tag_allocations(self, tag: str) -> AbstractContextManager[object]:
-        # The library decides about host copies when memory is allocated: a release with
-        # keeps_values=False keeps the copies of weights too.
-        region: AbstractContextManager[object] = _find_saver().region(tag=tag, enable_cpu_backup=tag == "weights")
-        return region
+    @contextmanager
+    def tag_allocations(self, tag: str) -> Iterator[None]:
+        with _find_saver().region(tag=tag):
+            self._marks.setdefault(tag, torch.empty(1, dtype=torch.uint8, device=self._device))
+            yield
 
     def release_tag(self, tag: str, tensors: Sequence[torch.Tensor], *, keeps_values: bool) -> int:
         if keeps_values and tag != "weights":
             raise ValueError(f"values with the tag {tag!r} are not kept")
         self.synchronize()
         torch.cuda.empty_cache()
+        if tag == "weights":  # what lies beside the tensors, as tables of positions, is kept always
+            self._copy.save(self._list_blocks(tag, without=() if keeps_values else tensors))
+            self.synchronize()
         _find_saver().pause(tag)
         return sum(tensor.nbytes for tensor in tensors)
 
     def map_tag(self, tag: str, tensors: Sequence[torch.Tensor]) -> None:
         _find_saver().resume(tag)
-        for tensor in tensors if tag != "weights" else ():
+        for tensor in tensors:
             tensor.zero_()
+        if tag == "weights":
+            self._copy.restore()
         self.synchronize()
+
+    def _lock_pages(self, memory: torch.Tensor) -> None:
+        self.activate()  # in a thread, whose device is the first one
+        self.pin_memory(memory)
+
+    def _list_blocks(self, tag: str, without: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The allocations of a tag as uint8, except those that one of these tensors fills."""
+        mark, filled = self._marks[tag].data_ptr(), {tensor.data_ptr(): tensor.nbytes for tensor in without}
+        segments = torch.cuda.memory_snapshot()
+        pool = next(each["segment_pool_id"] for each in segments if 0 <= mark - each["address"] < each["total_size"])
+        blocks = (block for each in segments if each["segment_pool_id"] == pool for block in each["blocks"])
+        return [
+            torch.as_tensor(_Bytes(block["address"], block["requested_size"]), device=self._device)
+            for block in blocks
+            if block["state"].startswith("active") and filled.get(block["address"], 0) < block["requested_size"]
+        ]
 
     def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -145,8 +169,14 @@ def _find_saver() -> Any:
         command = install_command("frame-serve[sleep]")
         raise ConfigurationError(f"execution.sleep needs torch-memory-saver; run {command}, or turn it off") from None
     torch_memory_saver.hook_mode = "torch"  # needs no library that is loaded before the process starts; graphs stay
-    torch_memory_saver.retain_cpu_backup = True  # page-locking the host's copy anew takes 20 times as long as the copy
     return torch_memory_saver
+
+
+class _Bytes:
+    """Memory of the device in CUDA's array interface, which does not own it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class _Memory:

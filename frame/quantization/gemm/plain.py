@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
-from frame.kernels.linear.invariant import InvariantMatmul, limit_workspaces
+from frame.kernels.linear.invariant import limit_workspaces
 from frame.models.layers.packed import can_pack, pack_weight
-from frame.models.layers.weights.plain_gemm import PackedGemm, PlainGemm, PlainGroupedGemm
+from frame.models.layers.weights.plain_gemm import InvariantGemm, PackedGemm, PlainGemm, PlainGroupedGemm
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -29,7 +29,7 @@ class PlainKernel(GemmKernel):
 
     def prepare(self, weight: PackedWeight) -> Gemm:
         if self.context.deterministic:
-            return InvariantMatmul(weight.quantized)
+            return InvariantGemm(weight.quantized)
         if can_pack(weight.quantized):
             return PackedGemm(pack_weight(weight.quantized))
         return PlainGemm(weight.quantized)

@@ -7,8 +7,10 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
+from frame.kernels.linear.invariant import InvariantMatmul, InvariantRows
 from frame.models.layers.weights.plain_gemm import multiply_grouped
 
 
@@ -21,9 +23,12 @@ class ReferenceKernel(GemmKernel):
         return None
 
     def prepare(self, weight: PackedWeight) -> Gemm:
-        return ReferenceGemm(weight)
+        return InvariantReferenceGemm(weight, self.context.dtype) if self.context.deterministic else ReferenceGemm(weight)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+        if self.context.deterministic:
+            sentence = "experts are dequantized after loading under execution.deterministic: leave model.gemm_kernel open"
+            raise ConfigurationError(f"gemm kernel 'torch' multiplies no experts: {sentence}.")
         return ReferenceGroupedGemm(weight)
 
 
@@ -36,6 +41,20 @@ class ReferenceGemm:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self.weight.dequantize(x.dtype), bias)
+
+
+class InvariantReferenceGemm(ReferenceGemm):
+    """`ReferenceGemm` under `RankContext.deterministic`, with the bits of `InvariantMatmul` and the
+    dequantized weight."""
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+        super().__init__(weight)
+        dense = weight.dequantize(dtype)
+        self._rows = InvariantRows(super().__call__, dense[:1], InvariantMatmul(dense).max_rows)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = self._rows(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
+        return out if bias is None else out + bias
 
 
 class ReferenceGroupedGemm:

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
-from frame.kernels.linear.invariant import InvariantMatmul
 from frame.models.layers.packed import can_pack, pack_weight
-from frame.models.layers.weights.plain_gemm import PackedGemm, PlainGemm, PlainGroupedGemm
+from frame.models.layers.weights.plain_gemm import InvariantGemm, PackedGemm, PlainGemm, PlainGroupedGemm
 
 
 class UnpackedKernel(GemmKernel):
@@ -23,7 +22,7 @@ class UnpackedKernel(GemmKernel):
     def prepare(self, weight: PackedWeight) -> Gemm:
         dense = weight.dequantize(self.context.dtype)
         if self.context.deterministic:
-            return InvariantMatmul(dense)
+            return InvariantGemm(dense)
         return PackedGemm(pack_weight(dense)) if can_pack(dense) else PlainGemm(dense)
 
     def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:

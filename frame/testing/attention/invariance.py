@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend
-from frame.core.interfaces.batch import ForwardBatch, HostView
+from frame.core.interfaces.batch import ForwardBatch, HostView, SparseKeys
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, Rows, planned, requirements
 from frame.testing.attention.cases import DECODES, LATENT, MIXED, with_pages_for
 from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, poisoned_memory, reference
@@ -29,6 +29,7 @@ CASES = {
     "mha-window": Case(MIXED, window=33, sinks=True, head_dim=64, v_head_dim=64),
     "mha-long": Case(Rows.of([2600, 5], [(2300, 9), (0, 21)]), heads=2, kv_heads=1, head_dim=64, v_head_dim=64),
     "mla-mixed": Case(MIXED, **LATENT),
+    "mla-selected-keys": Case(MIXED, selected=40, **LATENT),
 }
 CHUNKS = (1, 7, 64)  # queries of a step
 TILE = 16  # rows of a product
@@ -92,8 +93,10 @@ def _cut(batch: ForwardBatch, row: int, tokens: slice, row_start: int) -> Forwar
     length = int(host.seq_lens[row] - host.query_lens[row]) + tokens.stop - row_start
     counts, lengths = np.array([count], np.int32), np.array([length], np.int32)
     device = batch.token_ids.device
+    chosen = batch.get(SparseKeys)
     return replace(
         batch,
+        extensions=batch.extensions if chosen is None else {**batch.extensions, SparseKeys: SparseKeys(chosen.slots[tokens])},
         num_decodes=int(count == 1),
         token_ids=batch.token_ids[tokens],
         positions=batch.positions[tokens],

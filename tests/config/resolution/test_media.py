@@ -56,6 +56,14 @@ def test_what_the_model_reads_is_served(model: ModelConfig) -> None:
     assert run(model, make_records(media_spans=True)).media.whole_items  # type: ignore[union-attr]
 
 
+def test_the_batch_invariant_mode_takes_media_whose_tokens_attend_to_earlier_ones(model: ModelConfig) -> None:
+    mode = {"execution": {"deterministic": True, "device": "cpu"}}
+    assert run(model, **mode).media is not None
+    with pytest.raises(ResolveError, match="tokens of images attend to later ones"):
+        run(model, make_records(media_spans=True), **mode)
+    assert run(model, make_records(media_spans=True), **mode, media={"enabled": False}).media is None
+
+
 def test_sizes_that_the_user_sets(model: ModelConfig) -> None:
     resolved = run(model, media={"table_rows": 100, "encode_budget": 7, "modalities": ["image"]})
     assert resolved.media is not None

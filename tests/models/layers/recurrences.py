@@ -71,7 +71,15 @@ class Drawn:
         return self.make_batch(self.lens, decodes)
 
 
-def draw(case: str, lens: list[int], dtype: torch.dtype = torch.float32, device: str = "cpu", layout: MixLayout | None = None) -> Drawn:
+def draw(
+    case: str,
+    lens: list[int],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    layout: MixLayout | None = None,
+    *,
+    deterministic: bool = False,
+) -> Drawn:
     """A layer of random weights, states and inputs. layout: instead of the case's."""
     layout = CASES[case] if layout is None else layout
     generator = torch.Generator().manual_seed(0)
@@ -81,7 +89,7 @@ def draw(case: str, lens: list[int], dtype: torch.dtype = torch.float32, device:
 
     place = torch.device(device)
     bare = {"device": place, "dtype": dtype, "tp": LocalGroup(), "limits": Limits(8, 64, 64, 4), "platform": open_platform(place)}
-    context = BuildContext(**bare, attention=NaiveAttention(BuildContext(**bare)))
+    context = BuildContext(**bare, attention=NaiveAttention(BuildContext(**bare)), deterministic=deterministic)
     conv = ShortConvolution(context, {"conv": Range.whole(layout.channels)}, WIDTH, bias=not layout.delta)
     width = layout.heads * layout.key if layout.by_key else layout.heads
     mixer = StateMixer(context, 0, layout, conv, StepPositions(WIDTH), MINIMUM)

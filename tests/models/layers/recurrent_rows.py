@@ -42,6 +42,27 @@ def test_any_split_of_a_row_gives_the_whole(case: str) -> None:
     check(drawn, torch.cat(got), want)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_bits_depend_on_no_other_row(case: str) -> None:
+    """Of `RankContext.deterministic`: among other rows, alone, and in pieces that begin with a
+    decode."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    drawn = draw(case, [1, 1, 67, 5], dtype, DEVICE, deterministic=True)
+    before = [stored.clone() for stored in drawn.pool.data[0]]
+    want = drawn.mixer.mix(*drawn.inputs, drawn.batch)
+    states = [stored.clone() for stored in drawn.pool.data[0]]
+    for stored, old in zip(drawn.pool.data[0], before, strict=True):
+        stored.copy_(old)
+    at, got = 0, []
+    for row, pieces in enumerate(([1], [1], [1, 33, 1, 32], [5])):
+        for size in pieces:
+            parts = [part[at : at + size] for part in drawn.inputs]
+            got.append(drawn.mixer.mix(*parts, drawn.make_batch([size], int(size == 1), slice(row, row + 1))))
+            at += size
+    for each, expected in zip((torch.cat(got), *drawn.pool.data[0]), (want, *states), strict=True):
+        assert torch.equal(each, expected)
+
+
 @pytest.mark.parametrize("case", ["gated delta", "kimi delta"])
 def test_strong_decay_and_equal_keys_stay_finite(case: str) -> None:
     """Decays whose sums overflow as factors, and keys that make the triangular system dense."""

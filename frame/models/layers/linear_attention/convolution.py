@@ -94,17 +94,19 @@ class StepPositions:
             self._latest = (batch, RowPositions(batch.query_starts, batch.query_lens, batch.num_tokens, self.width))
         return self._latest[1]
 
-    def chunks_of(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the rows that are no decodes: their `query_starts`; the row and the first token of
-        each chunk, int32 [chunks]."""
+    def chunks_of(self, batch: ForwardBatch, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the rows from `first` on, which all layers name alike: their `query_starts`; the row
+        and the first token of each chunk, int32 [chunks]."""
+        if batch.num_decodes == batch.num_rows:  # may be captured: no tensor of its own, which the graph would outlive
+            return batch.query_starts, batch.query_starts[:-1], batch.query_starts[:-1]
         if self._latest_chunks is None or self._latest_chunks[0] is not batch:
-            self._latest_chunks = (batch, find_chunks(batch))
+            self._latest_chunks = (batch, find_chunks(batch, first))
         return self._latest_chunks[1]
 
 
-def find_chunks(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def find_chunks(batch: ForwardBatch, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `StepPositions.chunks_of`, without a wait for the device."""
-    first, starts = batch.num_decodes, batch.query_starts[batch.num_decodes :]
+    starts = batch.query_starts[first:]
     total = int((-(-batch.host.query_lens[first:] // CHUNK)).sum())
     counts = (batch.query_lens[first:] + CHUNK - 1) // CHUNK
     row_of = torch.repeat_interleave(counts, output_size=total)

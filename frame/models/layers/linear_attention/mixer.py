@@ -94,7 +94,8 @@ class StateMixer(nn.Module):
             convolution.convolve_chunks(self.layout, mixed, self.conv.weight.data, bias, past, in_place, chunks, convolved)
             convolution.keep_inputs(mixed, past, in_place, starts, lens)
             out = mixed.new_empty((len(mixed), self.num_heads, self.v_head_dim))
-            scan.scan_rows(self.layout, convolved, self._build_gates(decay, beta), matrices, in_place, (starts, lens), out)
+            gates = self._build_gates(decay, beta)
+            scan.scan_rows(self.layout, convolved, gates, matrices, in_place, (starts, lens), out, is_fixed=self._is_deterministic)
             return
         counts = lens.tolist()
         kept = torch.cat([torch.arange(start, start + count) for start, count in zip(starts.tolist(), counts, strict=False)])
@@ -114,7 +115,7 @@ class StateMixer(nn.Module):
         return Gates(decay, beta, self.log_decay.data.view(-1), self.bias.data, skip, self.minimum)
 
     def _mix_with_triton(self, x: torch.Tensor, gates: Gates, pages: StatePages, batch: ForwardBatch) -> torch.Tensor:
-        """Compute decodes in other kernels than the other rows."""
+        """Decodes have other kernels than other rows, except in the batch-invariant mode."""
         from frame.kernels.linear_attention import chunks, convolution, scan
 
         past, matrices = batch.kv.layer(self.cache.layer)
@@ -122,16 +123,20 @@ class StateMixer(nn.Module):
         bias = None if self.conv.bias is None else self.conv.bias.data
         mixed = x.new_empty(x.shape)
         out = x.new_empty((len(x), layout.heads, layout.value))
-        first = batch.num_decodes
+        first = 0 if self._is_deterministic else batch.num_decodes
         if first:
             in_place = StatePages(*(tensor[:first] for tensor in pages))
             convolution.convolve_tokens(layout, x[:first], weight, bias, past, in_place, mixed)
             scan.scan_rows(layout, mixed, gates, matrices, in_place, None, out)
         if first < batch.num_rows:
-            in_place, rows = StatePages(*(tensor[first:] for tensor in pages)), self.positions.chunks_of(batch)
+            in_place, rows = StatePages(*(tensor[first:] for tensor in pages)), self.positions.chunks_of(batch, first)
+            lens = batch.query_lens[first:]
             convolution.convolve_chunks(layout, x, weight, bias, past, in_place, rows, mixed)
-            convolution.keep_inputs(x, past, in_place, rows[0], batch.query_lens[first:])
-            chunks.extend_rows(layout, mixed, gates, matrices, in_place, rows, out)
+            convolution.keep_inputs(x, past, in_place, rows[0], lens)
+            if self._is_deterministic:  # a token's sums have no other order in chunks than alone
+                scan.scan_rows(layout, mixed, gates, matrices, in_place, (rows[0], lens), out, is_fixed=True)
+            else:
+                chunks.extend_rows(layout, mixed, gates, matrices, in_place, rows, out)
         return out
 
     def _activate(self, mixed: torch.Tensor, gates: Gates) -> Recurrence:

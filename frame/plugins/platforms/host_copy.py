@@ -1,0 +1,80 @@
+"""`HostCopy`: a copy of device memory in page-locked memory of the host.
+
+Used by the `cuda` platform for what a sleep keeps. The system makes and locks new pages at a
+fraction of the rate of a transfer, so several threads do it, a piece at a time, while pieces that
+are ready are copied. The pieces stay for later copies. Must not know what the memory holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+
+import torch
+
+from frame.host.host_memory import allocate_pages
+
+log = logging.getLogger(__name__)
+
+PIECE = 128 << 20  # bytes
+THREADS = 16
+
+
+class HostCopy:
+    """pin: locks the pages of host memory. Raises RuntimeError where it cannot."""
+
+    def __init__(self, pin: Callable[[torch.Tensor], object], piece: int = PIECE) -> None:
+        self._pin = pin
+        self._piece = piece
+        self._pieces: list[torch.Tensor] = []  # uint8 [piece]
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the device, and its copy
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the host, which stay allocated."""
+        return len(self._pieces) * self._piece
+
+    def save(self, blocks: Sequence[torch.Tensor]) -> None:
+        """Copy blocks, contiguous and uint8, instead of those of before. Some transfers may run
+        when it returns; nothing may write to the blocks until the device is synchronized."""
+        self._parts = []
+        with ThreadPoolExecutor(THREADS) as threads:
+            size = sum(len(block) for block in blocks)
+            missing = -(-size // self._piece) - len(self._pieces)
+            new = [threads.submit(self._make_piece) for _ in range(missing)]
+            kept = len(self._pieces)
+            for number, cuts in groupby(_cut(blocks, self._piece), key=lambda cut: cut[0]):
+                if number >= kept:
+                    self._pieces.append(new[number - kept].result())
+                for _, start, memory in cuts:
+                    copy = self._pieces[number][start : start + len(memory)]
+                    copy.copy_(memory, non_blocking=True)
+                    self._parts.append((memory, copy))
+
+    def restore(self) -> None:
+        """Copy the values back, of which some transfers may run when it returns."""
+        for memory, copy in self._parts:
+            memory.copy_(copy, non_blocking=True)
+
+    def _make_piece(self) -> torch.Tensor:
+        piece = torch.frombuffer(allocate_pages(self._piece), dtype=torch.uint8)
+        try:
+            self._pin(piece)
+        except RuntimeError as error:
+            log.warning("a sleep copies slower than it could: %s", error)
+        return piece
+
+
+def _cut(blocks: Sequence[torch.Tensor], size: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(number of a piece, start in it, memory), in order, of blocks laid into pieces one after
+    another."""
+    place = 0
+    for block in blocks:
+        at = 0
+        while at < len(block):
+            number, start = divmod(place, size)
+            memory = block[at : at + size - start]
+            yield number, start, memory
+            at, place = at + len(memory), place + len(memory)
