@@ -29,29 +29,29 @@ class TritonDeltas:
 
     The kernels are compiled, and a table of each layer's shape is copied to the device, at the
     first use, which therefore must not be captured in a CUDA graph. `choose`: the sizes of a
-    layer's programs, by (rows of a tile, inputs, outputs of each part, bytes of a value, shared
-    memory of a program).
+    layer's programs, by (rows of a tile, inputs, outputs of each part, pages of an adapter,
+    bytes of a value, shared memory of a program).
     """
 
-    def __init__(self, choose: Callable[[int, int, tuple[int, ...], int, int], ProductSizes] = choose_sizes) -> None:
+    def __init__(self, choose: Callable[[int, int, tuple[int, ...], int, int, int], ProductSizes] = choose_sizes) -> None:
         self._choose = choose
-        self._sizes: dict[tuple[int, int, tuple[int, ...], int], ProductSizes] = {}
+        self._sizes: dict[tuple[int, int, tuple[int, ...], int, int], ProductSizes] = {}
         self._blocks: dict[tuple[tuple[int, ...], int, torch.device], tuple[torch.Tensor, int]] = {}
 
     def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> TiledPlan:
         places, experts, num_rows = plan.places, plan.experts, len(plan.places)
         block = choose_block(num_rows, num_experts)
         if block == 1:
-            keys, rows = places, places if experts is None else experts
+            keys, rows, counters = places, places if experts is None else experts, None
         else:
-            keys, rows = group_rows(places, experts, num_places, num_experts, block)
-        tiles = Tiles(keys, rows, block, num_rows, 0 if experts is None else num_experts)
+            keys, rows, counters = group_rows(places, experts, num_places, num_experts, block)
+        tiles = Tiles(keys, rows, block, num_rows, 0 if experts is None else num_experts, counters=counters)
         return TiledPlan(places, experts, tiles=tiles)
 
     def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
-        """-> float32 [splits, rows, parts, ranks]; `expand` adds up the splits of the inputs."""
+        """-> [splits, rows, parts, ranks]; `expand` adds up the splits of the inputs."""
         tiles = _get_tiles(plan)
-        sizes = self._choose_sizes(tiles, layer)
+        sizes = self._choose_sizes(tiles, layer, place_pages)
         return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, sizes)
 
     def expand(
@@ -84,7 +84,7 @@ class TritonDeltas:
     ) -> torch.Tensor:
         """See `SupportsPairs`."""
         tiles = Tiles(places, ids.flatten(), 1, ids.numel(), layer.num_experts, ids.shape[1])
-        return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, self._choose_sizes(tiles, layer))
+        return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, self._choose_sizes(tiles, layer, place_pages))
 
     def _expand(
         self,
@@ -98,8 +98,8 @@ class TritonDeltas:
     ) -> None:
         tiles = _get_tiles(plan)
         if shrunk.dim() == 3:  # that an embedding has looked up
-            shrunk = shrunk.unsqueeze(0).float()
-        sizes = self._choose_sizes(tiles, layer)
+            shrunk = shrunk.unsqueeze(0)
+        sizes = self._choose_sizes(tiles, layer, place_pages)
         splits, outputs = (layer.splits, sizes.outputs) if gated is None else (layer.splits[:1], sizes.gated_outputs)
         key = splits, outputs, out.device
         if key not in self._blocks:
@@ -108,8 +108,8 @@ class TritonDeltas:
         scales = layer.scales, layer.has_scale
         expand(out, shrunk, layer.b, tiles, layer.counts, place_pages, scales, bias, self._blocks[key], sizes, gated)
 
-    def _choose_sizes(self, tiles: Tiles, layer: LayerPages) -> ProductSizes:
-        key = tiles.block, layer.a.shape[-1], layer.splits, layer.a.element_size()
+    def _choose_sizes(self, tiles: Tiles, layer: LayerPages, place_pages: torch.Tensor) -> ProductSizes:
+        key = tiles.block, layer.a.shape[-1], layer.splits, place_pages.shape[1], layer.a.element_size()
         if key not in self._sizes:
             self._sizes[key] = self._choose(*key, kernels.get_shared_memory(layer.a.device))
         return self._sizes[key]

@@ -18,7 +18,7 @@ from frame.adapters.triton_deltas import TritonDeltas
 from frame.interfaces.adapter import PAGE_RANKS
 from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.lora.products import list_blocks
-from frame.kernels.lora.row_tiles import SORTED_ROWS, choose_block, group_rows
+from frame.kernels.lora.row_tiles import COUNTERS, SORTED_ROWS, choose_block, group_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -237,7 +237,8 @@ def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
     places = torch.tensor(draw_places(rows, 6), dtype=torch.int32, device=DEVICE)
     of_rows = torch.randint(experts, (rows,), device=DEVICE) if experts else None
     block = max(8, choose_block(rows, experts))
-    keys, tiled = (each.cpu() for each in group_rows(places, of_rows, 6, experts, block))
+    keys, tiled, counters = (each.cpu() for each in group_rows(places, of_rows, 6, experts, block))
+    assert len(counters) == COUNTERS * len(keys) and not counters.any()
     row_keys = (places if of_rows is None else torch.where(places < 0, -1, places * experts + of_rows)).tolist()
     tiles = [
         (key, [row for row in lanes if row < rows])
@@ -252,7 +253,7 @@ def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
 
 @pytest.mark.parametrize("experts", [0, 8, 128])
 def test_warm_up_rows_use_every_block(experts: int) -> None:
-    assert {choose_block(count, experts) for count in list_thresholds(experts)} == {1, 8, 64}
+    assert {choose_block(count, experts) for count in list_thresholds(experts)} == ({1, 8, 64} if experts else {1, 16, 32, 64})
 
 
 def test_blocks_of_outputs_lie_in_one_part() -> None:
