@@ -12,8 +12,10 @@ import torch
 
 from frame import kernels
 from frame.adapters.deltas import LayerPages, RowPlan
+from frame.core.interfaces.adapter_layers import SortedPairs
 from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes, expand, list_blocks, shrink
 from frame.kernels.lora.row_tiles import choose_block, group_rows
+from frame.kernels.moe.expert_deltas import shrink_sorted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +82,17 @@ class TritonDeltas:
         return gated
 
     def shrink_pairs(
-        self, x: torch.Tensor, layer: LayerPages, places: torch.Tensor, ids: torch.Tensor, place_pages: torch.Tensor
+        self,
+        x: torch.Tensor,
+        layer: LayerPages,
+        places: torch.Tensor,
+        ids: torch.Tensor,
+        place_pages: torch.Tensor,
+        order: SortedPairs | None = None,
     ) -> torch.Tensor:
         """See `SupportsPairs`."""
+        if order is not None:
+            return shrink_sorted(x, layer.a, layer.num_parts, order, places, (len(ids), ids.shape[1]), layer.counts, place_pages)
         tiles = Tiles(places, ids.flatten(), 1, ids.numel(), layer.num_experts, ids.shape[1])
         return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, self._choose_sizes(tiles, layer, place_pages))
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.runner import AdapterOrder, PendingOrder
 
+    ShrinkPairs = Callable[[torch.Tensor, torch.Tensor, "SortedPairs | None"], "PairDelta | None"]
+
 
 class Span(Protocol):
     """A rank's range of a dimension; see `frame.models.layers.parameter.Range`."""
@@ -42,6 +44,17 @@ class PairDelta:
     counts: torch.Tensor  # int32 [places]; pages of each place that the layer reads, perhaps 0
 
 
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """Pairs in blocks of `block` rows of one expert. by_row: x has these rows, not the tokens'."""
+
+    pairs: torch.Tensor  # int32 [rows]; the number of pairs for a padding row
+    experts: torch.Tensor  # int32 [blocks]
+    used: torch.Tensor  # int32 [1]; blocks in use
+    block: int
+    by_row: bool = False
+
+
 class LayerDelta(Protocol):
     """The deltas of one layer, of every adapter on the device. A layer calls `shrink` with its
     input, computes its product, and calls `expand` with both. It sets `gemm` once its weights are
@@ -65,10 +78,10 @@ class LayerDelta(Protocol):
         """Whether the layer has `shrink_pairs`."""
         ...
 
-    def shrink_pairs(self, x: torch.Tensor, ids: torch.Tensor) -> PairDelta | None:
+    def shrink_pairs(self, x: torch.Tensor, ids: torch.Tensor, order: SortedPairs | None = None) -> PairDelta | None:
         """`shrink` of a layer with experts, for a kernel that adds the deltas itself. ids int64
-        [tokens, k], contiguous: the experts of each token; x [tokens, inputs], or [tokens * k,
-        inputs] of the pairs. None: no adapter of this step changes the layer."""
+        [tokens, k], contiguous; x [tokens, inputs], or without `order` [tokens * k, inputs]. None: no
+        adapter of this step changes the layer."""
         ...
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:

@@ -221,7 +221,7 @@ def shrink(
 
 
 @triton.jit
-def _load_b(pages, number, last, column, is_column, PAGES: tl.constexpr, OUTPUTS: tl.constexpr):
+def load_b(pages, number, last, column, is_column, PAGES: tl.constexpr, OUTPUTS: tl.constexpr):
     """[OUTPUTS, PAGES * 16] of pages that begin at `pages` [PAGES]; zeros from the page `last`
     on."""
     rank = tl.arange(0, 16)
@@ -231,7 +231,7 @@ def _load_b(pages, number, last, column, is_column, PAGES: tl.constexpr, OUTPUTS
 
 
 @triton.jit
-def _sum_splits(rows, stride, mask, SPLITS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr):
+def sum_splits(rows, stride, mask, SPLITS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr):
     """What `shrink` computed of RANKS ranks [BLOCK, RANKS]."""
     if SPLITS == 1:
         inner = tl.load(rows, mask=mask, other=0.0)
@@ -319,13 +319,13 @@ def _expand_kernel(
     for start in range(0, count, PAGES):
         pages = b + page.to(tl.int64) * b_stride
         has_rank = is_row & (start * 16 + rank < count * 16)[None, :]
-        b_tile = _load_b(pages, start + number, count, column, is_column, PAGES, OUTPUTS)
-        inner = _sum_splits(inner_rows + start * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
+        b_tile = load_b(pages, start + number, count, column, is_column, PAGES, OUTPUTS)
+        inner = sum_splits(inner_rows + start * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
         if BLOCK >= 64:  # fewer registers
             total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
         if IS_GATED:
-            up_b_tile = _load_b(pages, start + number, count, half + column, is_column, PAGES, OUTPUTS)
-            up_inner = _sum_splits(inner_rows + (max_pages + start) * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
+            up_b_tile = load_b(pages, start + number, count, half + column, is_column, PAGES, OUTPUTS)
+            up_inner = sum_splits(inner_rows + (max_pages + start) * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
         if BLOCK < 64:  # all loads before the first product
             total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
         if IS_GATED:

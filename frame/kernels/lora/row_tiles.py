@@ -34,10 +34,10 @@ def group_rows(
     places: torch.Tensor, experts: torch.Tensor | None, num_places: int, num_experts: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> int32 [tiles] the key of each tile, -1 for an unused one; int32 [tiles * block] its rows,
-    `len(places)` for none; int32 [tiles * COUNTERS] zeros, which products use. Rows whose place is -1 are in tiles of the key -1, so each row is in one
-    tile. The rows of a tile come before the lanes without one, and unused tiles come last, whose
-    programs then delay no others. Many rows are backwards: in a long prompt, the last ones are
-    still in the L2 cache."""
+    `len(places)` for none; int32 [tiles * COUNTERS] zeros, which products use. Rows whose place is
+    -1 are in tiles of the key -1, so each row is in one tile. The rows of a tile come before the
+    lanes without one, and unused tiles come last, whose programs then delay no others. Many rows
+    are backwards: in a long prompt, the last ones are still in the L2 cache."""
     num_rows, num_keys = len(places), num_places * max(1, num_experts)
     groups = min(num_keys + 1, num_rows)
     num_tiles = groups + (num_rows - groups) // block

@@ -8,9 +8,8 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import triton
@@ -18,7 +17,6 @@ from pydantic import BaseModel
 from torch import nn
 
 from frame import kernels
-from frame.core.interfaces.adapter_layers import PairDelta
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.kernels import nvidia
@@ -41,6 +39,9 @@ from frame.kernels.moe.grouped_gemm import (
 )
 from frame.models.layers.weights.expert_activation import activate, find_activation
 
+if TYPE_CHECKING:
+    from frame.core.interfaces.adapter_layers import ShrinkPairs
+
 _CPU_MEMORY = 1 << 20  # bytes of shared memory assumed for the interpreter, which has no limit
 
 
@@ -58,6 +59,7 @@ class Triton(MoERunner):
         self._has_tma = context.device.type == "cpu" or nvidia.get_compute_capability(context.device) >= (9, 0)
         self._shared_memory = _shared_memory(context.device)
         self._compiled: set[tuple[int, ...]] = set()  # sizes of layers whose kernels are compiled
+        self._compiled_deltas: set[tuple[int, ...]] = set()  # and numbers of tokens with adapters
 
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         summands = self.run_parts(tokens, experts)
@@ -84,21 +86,41 @@ class Triton(MoERunner):
         pairs = Pairs(ids, torch.empty(ids.shape, dtype=torch.float32, device=ids.device))  # which are not read
         return compute_pairs(rows, weights, pairs, order, self._fit_tile(tile, weights, 1), x.dtype)
 
-    def run_with_deltas(
-        self,
-        tokens: DispatchOutput,
-        experts: nn.Module,
-        gate_up: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
-        down: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
-    ) -> torch.Tensor | None:
+    def run_with_deltas(self, tokens: DispatchOutput, experts: nn.Module, gate_up: ShrinkPairs, down: ShrinkPairs) -> torch.Tensor | None:
         """See `SupportsPairDeltas`."""
-        activation, first, ids = find_activation(experts), _weights(experts, "gate_up"), tokens.ids.contiguous()
-        vectors = choose_vectors(len(tokens.x), ids.shape[1], len(first.values))
-        if vectors is None or activation.name == "none" or first.scale is not None:
+        activation = find_activation(experts)
+        if activation.name == "none":
             return None
-        pairs = Pairs(ids, tokens.weights.contiguous())
-        act = compute_gate_up_vector(tokens.x, first, pairs, vectors[0], activation, gate_up(tokens.x, ids))
-        return compute_down_vector(act, _weights(experts, "down"), pairs, vectors[1], down(act, ids))
+        layer = _Layer(_weights(experts, "gate_up"), _weights(experts, "down"), activation, experts)
+        ids, weights, counts = tokens.ids.contiguous(), tokens.weights.contiguous(), [len(tokens.x)]
+        if self.context.device.type == "cuda" and not nvidia.is_capturing():
+            # variants that a later step with fewer tokens uses
+            counts += list_token_thresholds(ids.shape[1], len(layer.first.values), CHUNKS, len(ids))
+        out = tokens.x
+        for count in reversed(counts):
+            variant = (*layer.first.values.shape, ids.shape[1], count)
+            if count == len(ids) or variant not in self._compiled_deltas:
+                pairs = Pairs(ids[:count], weights[:count])
+                out = self._run_with_deltas(tokens.x[:count], pairs, layer, gate_up, down)
+                self._compiled_deltas.add(variant)
+        return out
+
+    def _run_with_deltas(self, x: torch.Tensor, pairs: Pairs, layer: _Layer, gate_up: ShrinkPairs, down: ShrinkPairs) -> torch.Tensor:
+        first, second, ids, is_float8 = layer.first, layer.second, pairs.ids, layer.first.scale is not None
+        vectors = choose_vectors(len(x), ids.shape[1], len(first.values))
+        if vectors is not None and not is_float8:
+            vector = compute_gate_up_vector(x, first, pairs, vectors[0], layer.activation, gate_up(x, ids, None))
+            return compute_down_vector(vector, second, pairs, vectors[1], down(vector, ids, None))
+        tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8)
+        order = align_tokens(ids, len(first.values), tiles.first.bm)
+        tile = self._fit_tile(tiles.first, first, 2 if layer.activation.is_gated else 1)
+        rows = Rows(*quantize_groups(x)) if is_float8 else Rows(x)
+        act = compute_gate_up(rows, first, pairs, order, tile, x.dtype, layer.activation, gate_up(x, ids, order))
+        delta = down(act.values, ids, replace(order, by_row=True))
+        if is_float8:
+            act = Rows(*quantize_groups(act.values))
+        out = compute_down(act, second, pairs, order, self._fit_tile(tiles.second, second, 1), x.dtype, delta)
+        return combine_pairs(out, ids.shape[1])
 
     def _compile(self, tokens: DispatchOutput, layer: _Layer) -> None:
         """Run every variant of the kernels once, so that no later step waits for a compilation."""
