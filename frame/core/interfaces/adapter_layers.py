@@ -80,8 +80,8 @@ class LayerDelta(Protocol):
 
     def shrink_pairs(self, x: torch.Tensor, ids: torch.Tensor, order: SortedPairs | None = None) -> PairDelta | None:
         """`shrink` of a layer with experts, for a kernel that adds the deltas itself. ids int64
-        [tokens, k], contiguous; x [tokens, inputs], or without `order` [tokens * k, inputs]. None: no
-        adapter of this step changes the layer."""
+        [tokens, k]; x [tokens, inputs], or without `order` [tokens * k, inputs]. None: no adapter
+        of this step changes the layer."""
         ...
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:

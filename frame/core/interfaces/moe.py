@@ -200,7 +200,7 @@ class SupportsPairDeltas(Protocol):
     """A runner whose kernels add the deltas of adapters to their GEMMs."""
 
     def run_with_deltas(self, tokens: DispatchOutput, experts: nn.Module, gate_up: ShrinkPairs, down: ShrinkPairs) -> torch.Tensor | None:
-        """As `MoERunner.run`, with the deltas of two layers' `LayerDelta.shrink_pairs`. None, before
+        """As `MoERunner.run`, with deltas by both layers' `LayerDelta.shrink_pairs`. None, before
         anything is computed: the runner has no such kernel for these experts."""
         ...
 
