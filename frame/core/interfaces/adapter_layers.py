@@ -34,8 +34,7 @@ class Span(Protocol):
 @dataclass(frozen=True, slots=True)
 class PairDelta:
     """What a runner's kernel adds to its GEMM of (token, expert) pairs: `shrunk`, summed over the
-    splits, times `b` of the pair's adapter and expert. Where a token has no adapter, or one with
-    fewer pages, `shrunk` is undefined."""
+    splits, times `b` of the pair's adapter and expert; undefined where the adapter has no page."""
 
     shrunk: torch.Tensor  # float32 [splits, pairs, parts, pages of an adapter * 16]
     b: torch.Tensor  # [pages, experts, outputs, 16]; the first stride is any, the others are contiguous
@@ -64,8 +63,7 @@ class LayerDelta(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether a row of this step may have an adapter. False: the layer computes as without
-        adapters."""
+        """Whether a row of this step may have an adapter; False: the layer computes as without."""
         ...
 
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,8 +84,7 @@ class LayerDelta(Protocol):
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """As `shrink`, of rows that are 1 at the input `ids[row]` and 0 elsewhere, of a layer with
-        `lookup`. ids int64 [rows], counted from the rank's first input; ids that are not the rank's
-        give zeros."""
+        `lookup`. ids int64 [rows], counted from the rank's first input; others' give zeros."""
         ...
 
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
