@@ -42,7 +42,7 @@ class TritonDeltas:
 
     def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> TiledPlan:
         places, experts, num_rows = plan.places, plan.experts, len(plan.places)
-        block = choose_block(num_rows, num_experts)
+        block = choose_block(num_rows, num_places, num_experts)
         if block == 1:
             keys, rows, counters = places, places if experts is None else experts, None
         else:
@@ -111,6 +111,7 @@ class TritonDeltas:
             shrunk = shrunk.unsqueeze(0)
         sizes = self._choose_sizes(tiles, layer, place_pages)
         splits, outputs = (layer.splits, sizes.outputs) if gated is None else (layer.splits[:1], sizes.gated_outputs)
+        outputs *= sizes.steps
         key = splits, outputs, out.device
         if key not in self._blocks:
             blocks, unit = list_blocks(splits, outputs)

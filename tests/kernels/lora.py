@@ -134,9 +134,9 @@ def draw_places(rows: int, num_places: int) -> list[int]:
     return (torch.randint(num_places + 1, (rows,)) - 1).tolist()
 
 
-def list_thresholds(experts: int) -> list[int]:
+def list_thresholds(experts: int, places: int = 4) -> list[int]:
     """Numbers of rows that use every block and every kernel of `group_rows`."""
-    blocks = [count for count in range(2, 10_000) if choose_block(count, experts) != choose_block(count - 1, experts)]
+    blocks = [count for count in range(2, 10_000) if choose_block(count, places, experts) != choose_block(count - 1, places, experts)]
     return [1, *blocks, *(size + 1 for size in SORTED_ROWS)]
 
 
@@ -195,10 +195,26 @@ def test_gated_rows_of_one_adapter(place: int, rows: int) -> None:
 
 
 @each_type
+@pytest.mark.parametrize("counts", [(1, 2, 0, 4), (1, 1, 0, 1), (5, 1, 0, 9)])
 @pytest.mark.parametrize("rows", [70] + [600] * ON_GPU)
-def test_gated_tiles_of_64_rows(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_tiles_of_64_rows(rows: int, counts: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
-    Case(40, (72, 72), places=draw_places(rows, 4), scaled=(1,), dtype=dtype).check_gated(True)
+    Case(40, (72, 72), counts, places=draw_places(rows, 4), scaled=(1,), dtype=dtype).check_gated(True)
+
+
+@pytest.mark.parametrize("rows", [1, 20, 70])
+@pytest.mark.parametrize("counts", [(1, 1), (6, 3), (3, 9)])
+def test_ranks_of_several_rounds(counts: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rows > 64:
+        monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
+    Case(counts=counts, places=draw_places(rows, 2), scaled=(0,)).check(True)
+
+
+def test_a_program_computes_several_blocks_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts whose ends are in the middle of a program's blocks."""
+    monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
+    Case(40, (1100, 300), (1, 2), places=draw_places(66, 2), dtype=torch.float16).check()
+    Case(40, (1100, 1100), (1, 1), places=draw_places(66, 2)).check_gated()
 
 
 @pytest.mark.parametrize("pairs", [1, 16, 40] + [100, 2048] * ON_GPU)
@@ -236,7 +252,7 @@ def test_pages_beyond_two_to_the_31st_element(rows: int) -> None:
 def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
     places = torch.tensor(draw_places(rows, 6), dtype=torch.int32, device=DEVICE)
     of_rows = torch.randint(experts, (rows,), device=DEVICE) if experts else None
-    block = max(8, choose_block(rows, experts))
+    block = max(8, choose_block(rows, 6, experts))
     keys, tiled, counters = (each.cpu() for each in group_rows(places, of_rows, 6, experts, block))
     assert len(counters) == COUNTERS * len(keys) and not counters.any()
     row_keys = (places if of_rows is None else torch.where(places < 0, -1, places * experts + of_rows)).tolist()
@@ -253,7 +269,8 @@ def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
 
 @pytest.mark.parametrize("experts", [0, 8, 128])
 def test_warm_up_rows_use_every_block(experts: int) -> None:
-    assert {choose_block(count, experts) for count in list_thresholds(experts)} == ({1, 8, 64} if experts else {1, 16, 32, 64})
+    assert {choose_block(count, 4, experts) for count in list_thresholds(experts)} == ({1, 8, 64} if experts else {1, 8, 16, 32, 64})
+    assert [choose_block(64, places, experts) for places in (1, 8, 32)] == ([8, 8, 8] if experts else [32, 16, 8])
 
 
 def test_blocks_of_outputs_lie_in_one_part() -> None:

@@ -20,14 +20,15 @@ _FEW_ROWS, _FEW_PAIRS = 8, 32  # that are cheaper one by one than sorted
 _MANY_ROWS = 512  # that fill tiles of 64, with as many for each expert as half a tile
 
 
-def choose_block(num_rows: int, num_experts: int) -> int:
+def choose_block(num_rows: int, num_places: int, num_experts: int) -> int:
     """Rows of a tile: 1, 8, 16, 32 or 64. A larger tile reads an adapter's weights for more rows at
-    once; experts have few rows each."""
+    once, but computes all its rows, so it is about twice the rows of each of many adapters."""
     if num_rows <= (_FEW_PAIRS if num_experts else _FEW_ROWS):
         return 1
     if num_rows >= max(_MANY_ROWS, 32 * num_experts):
         return 64
-    return 8 if num_experts else 16 if num_rows <= 16 else 32
+    each = 0 if num_experts else num_rows // num_places
+    return 8 if each < 8 else 16 if each < 32 else 32
 
 
 def group_rows(
