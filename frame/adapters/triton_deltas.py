@@ -1,4 +1,5 @@
-"""`TritonDeltas`: the products of low-rank deltas on GPUs, by the kernels of `frame.kernels.lora`.
+"""`TritonDeltas` and `FixedDeltas`: the products of low-rank deltas on GPUs, by the kernels of
+`frame.kernels.lora`.
 
 Used by `DeviceAdapters` where Triton runs. Must not know files, requests or models.
 """
@@ -13,9 +14,12 @@ import torch
 from frame import kernels
 from frame.adapters.deltas import LayerPages, RowPlan
 from frame.core.interfaces.adapter_layers import SortedPairs
+from frame.interfaces.adapter import PAGE_RANKS
 from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes, expand, list_blocks, shrink
 from frame.kernels.lora.row_tiles import choose_block, group_rows
 from frame.kernels.moe.expert_deltas import shrink_sorted
+
+_FIXED_BLOCK = 32  # rows of a tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,7 @@ class TiledPlan(RowPlan):
     tiles: Tiles
 
 
-class TritonDeltas:
+class TiledDeltas:
     """Two launches for each layer, and at most one for each plan of up to 512 rows; see
     `DeltaOperations`.
 
@@ -42,7 +46,7 @@ class TritonDeltas:
 
     def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> TiledPlan:
         places, experts, num_rows = plan.places, plan.experts, len(plan.places)
-        block = choose_block(num_rows, num_places, num_experts)
+        block = self._choose_block(num_rows, num_places, num_experts)
         if block == 1:
             keys, rows, counters = places, places if experts is None else experts, None
         else:
@@ -66,6 +70,42 @@ class TritonDeltas:
         bias: torch.Tensor | None = None,
     ) -> None:
         self._expand(out, shrunk, layer, plan, place_pages, bias, None)
+
+    def _expand(
+        self,
+        out: torch.Tensor,
+        shrunk: torch.Tensor,
+        layer: LayerPages,
+        plan: RowPlan,
+        place_pages: torch.Tensor,
+        bias: torch.Tensor | None,
+        gated: torch.Tensor | None,
+    ) -> None:
+        tiles = _get_tiles(plan)
+        if shrunk.dim() == 3:  # that an embedding has looked up
+            shrunk = shrunk.unsqueeze(0)
+        sizes = self._choose_sizes(tiles, layer, place_pages)
+        splits, outputs = (layer.splits, sizes.outputs) if gated is None else (layer.splits[:1], sizes.gated_outputs)
+        outputs *= sizes.steps
+        key = splits, outputs, out.device
+        if key not in self._blocks:
+            blocks, unit = list_blocks(splits, outputs)
+            self._blocks[key] = torch.tensor(blocks, dtype=torch.int32, device=out.device), unit
+        scales = layer.scales, layer.has_scale
+        expand(out, shrunk, layer.b, tiles, layer.counts, place_pages, scales, bias, self._blocks[key], sizes, gated)
+
+    def _choose_sizes(self, tiles: Tiles, layer: LayerPages, place_pages: torch.Tensor) -> ProductSizes:
+        key = tiles.block, layer.a.shape[-1], layer.splits, place_pages.shape[1], layer.a.element_size()
+        if key not in self._sizes:
+            self._sizes[key] = self._choose(*key, kernels.get_shared_memory(layer.a.device))
+        return self._sizes[key]
+
+    def _choose_block(self, num_rows: int, num_places: int, num_experts: int) -> int:
+        return choose_block(num_rows, num_places, num_experts)
+
+
+class TritonDeltas(TiledDeltas):
+    """With tiles by the number of rows, and the forms that spare launches."""
 
     def expand_gated(
         self,
@@ -96,34 +136,49 @@ class TritonDeltas:
         tiles = Tiles(places, ids.flatten(), 1, ids.numel(), layer.num_experts, ids.shape[1])
         return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, self._choose_sizes(tiles, layer, place_pages))
 
-    def _expand(
-        self,
-        out: torch.Tensor,
-        shrunk: torch.Tensor,
-        layer: LayerPages,
-        plan: RowPlan,
-        place_pages: torch.Tensor,
-        bias: torch.Tensor | None,
-        gated: torch.Tensor | None,
-    ) -> None:
-        tiles = _get_tiles(plan)
-        if shrunk.dim() == 3:  # that an embedding has looked up
-            shrunk = shrunk.unsqueeze(0)
-        sizes = self._choose_sizes(tiles, layer, place_pages)
-        splits, outputs = (layer.splits, sizes.outputs) if gated is None else (layer.splits[:1], sizes.gated_outputs)
-        outputs *= sizes.steps
-        key = splits, outputs, out.device
-        if key not in self._blocks:
-            blocks, unit = list_blocks(splits, outputs)
-            self._blocks[key] = torch.tensor(blocks, dtype=torch.int32, device=out.device), unit
-        scales = layer.scales, layer.has_scale
-        expand(out, shrunk, layer.b, tiles, layer.counts, place_pages, scales, bias, self._blocks[key], sizes, gated)
 
-    def _choose_sizes(self, tiles: Tiles, layer: LayerPages, place_pages: torch.Tensor) -> ProductSizes:
-        key = tiles.block, layer.a.shape[-1], layer.splits, place_pages.shape[1], layer.a.element_size()
-        if key not in self._sizes:
-            self._sizes[key] = self._choose(*key, kernels.get_shared_memory(layer.a.device))
-        return self._sizes[key]
+class FixedDeltas(TiledDeltas):
+    """With tiles and sums of one form for any number of rows, so that the bits of a row do not
+    depend on the others; for `RankContext.deterministic`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._proven: set[tuple[object, ...]] = set()
+
+    def _choose_block(self, num_rows: int, num_places: int, num_experts: int) -> int:
+        return _FIXED_BLOCK
+
+    def prove(self, layer: LayerPages) -> None:
+        """See `SupportsProof`. The layer's pages are still empty, so others are drawn."""
+        form = layer.a.shape[-1], layer.splits, layer.a.dtype, layer.a.device
+        if form in self._proven:
+            return
+        self._proven.add(form)
+        inputs, splits, dtype, device = form
+        random = torch.Generator("cpu").manual_seed(0)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=random).to(device, dtype)
+
+        numbers = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32, device=device)
+        factors = torch.ones(2, sum(splits), device=device), torch.zeros_like(numbers[0])
+        drawn = LayerPages(draw(4, len(splits), PAGE_RANKS, inputs), draw(4, 1, sum(splits), PAGE_RANKS), splits, numbers[:, 0], *factors)
+        rows = 2 * _FIXED_BLOCK + 5
+        x, places = draw(rows, inputs), torch.arange(rows, dtype=torch.int32, device=device) % 3 - 1
+
+        def compute(some: torch.Tensor) -> torch.Tensor:
+            plan, out = self.plan_rows(RowPlan(places[some]), 2), torch.ones(len(some), sum(splits), dtype=dtype, device=device)
+            self.expand(out, self.shrink(x[some], drawn, plan, numbers), drawn, plan, numbers)
+            return out
+
+        order = torch.arange(rows, device=device)
+        together, reverse = compute(order), compute(order.flip(0)).flip(0)
+        alone = torch.cat([compute(order[row : row + 1]) for row in range(3)])
+        if not (torch.equal(together, reverse) and torch.equal(together[:3], alone)):
+            raise RuntimeError(
+                f"execution.deterministic: the deltas of adapters for {inputs} inputs in {dtype} depend on a row's place on {device.type}; "
+                "set it to false, or report the device and the version of Triton."
+            )
 
 
 def _get_tiles(plan: RowPlan) -> Tiles:

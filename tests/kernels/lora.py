@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
-from frame.adapters.triton_deltas import TritonDeltas
+from frame.adapters.triton_deltas import FixedDeltas, TiledDeltas, TritonDeltas
 from frame.interfaces.adapter import PAGE_RANKS
 from frame.kernels.elementwise.activation import silu_mul
 from frame.kernels.lora.products import list_blocks
@@ -81,7 +81,7 @@ class Case:
         x = torch.randn(rows, self.inputs, device=DEVICE).to(self.dtype)
         return x, torch.randn(rows, outputs + self.gap, device=DEVICE).to(self.dtype)[:, :outputs]
 
-    def compute(self, operations: TritonDeltas, x: torch.Tensor, out: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None) -> None:
+    def compute(self, operations: TiledDeltas, x: torch.Tensor, out: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None) -> None:
         plan = operations.plan_rows(plan, len(self.counts), self.experts)
         operations.expand(out, operations.shrink(x, self.layer, plan, self.place_pages), self.layer, plan, self.place_pages, bias)
 
@@ -116,13 +116,13 @@ class Case:
             got, expected = got[kept], expected[kept]
         assert torch.equal(got, expected)
 
-    def check(self, biased: bool = False) -> None:
+    def check(self, biased: bool = False, operations: TiledDeltas | None = None) -> None:
         x, out = self.make_rows()
         whole = out if not self.gap else out._base
         plan, before = self.make_plan(), whole.clone()
         bias = torch.randn(out.shape[1], device=DEVICE).to(self.dtype) if biased else None
         expected = self.compute_reference(x, out, plan, bias)
-        self.compute(TritonDeltas(), x, out, plan, bias)
+        self.compute(operations or TritonDeltas(), x, out, plan, bias)
         error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
         assert error <= 2 * UNIT[self.dtype], error
         kept = [row for row, place in enumerate(self.places) if place < 0 or not self.counts[place]]
@@ -278,6 +278,36 @@ def test_blocks_of_outputs_lie_in_one_part() -> None:
     assert list_blocks((5, 40), 32) == ([(0, 5, 0), (5, 45, 1), (37, 45, 1)], 1)
     with pytest.raises(TypeError, match="plan_rows"):
         Case().compute(UnplannedDeltas(), *Case().make_rows(), Case().make_plan(), None)
+
+
+@each_type
+def test_bits_of_a_row_depend_on_that_row_alone(dtype: torch.dtype) -> None:
+    """Among rows of other adapters and ranks, and in other places of a tile."""
+    case, operations = Case(272, (48, 24), places=draw_places(70, 4), scaled=(1,), dtype=dtype), FixedDeltas()
+    operations.prove(case.layer)
+    (x, out), places = case.make_rows(), case.places
+    together = out.clone()
+    case.compute(operations, x, together, case.make_plan(), None)
+    for rows in (torch.arange(0, 70, 9), torch.arange(69, -1, -1), torch.tensor([5])):
+        rows, some = rows.to(DEVICE), out[rows]
+        case.places = [places[row] for row in rows.tolist()]
+        case.compute(operations, x[rows], some, case.make_plan(), None)
+        assert torch.equal(some, together[rows])
+    case.places = places
+    case.check(operations=operations)
+
+
+class PlacedDeltas(FixedDeltas):
+    """Whose results depend on the number of rows."""
+
+    def expand(self, out: torch.Tensor, *others: object) -> None:
+        super().expand(out, *others)  # type: ignore[arg-type]
+        out += len(out)
+
+
+def test_a_product_that_depends_on_other_rows_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="depend on a row's place"):
+        PlacedDeltas().prove(Case().layer)
 
 
 class UnplannedDeltas(TritonDeltas):
