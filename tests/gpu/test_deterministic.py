@@ -12,7 +12,7 @@ import torch
 from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.kernels.linear.invariant import InvariantMatmul, limit_workspaces
 from frame.testing.checkpoints import make_checkpoint
-from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one
+from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one, write_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -51,6 +51,20 @@ def test_bits_do_not_depend_on_the_batch(path_of, name, dtype):
     captured = check_engine(path_of(name), "cuda", dtype, plain={"execution": PLAIN}, execution=GRAPHS)
     again = make_engine(path_of(name), "cuda", dtype, execution=GRAPHS)  # a fresh start
     assert score_one(again, DRAWN, 17) == captured
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("heads", "bfloat16"), ("heads", "float32"), ("experts", "bfloat16"), ("wide-latents", "bfloat16")],
+)
+def test_adapters(path_of, tmp_path, name, dtype):
+    """A row with an adapter, and one without among rows that have some."""
+    path = path_of(name)
+    plain = score_one(make_engine(path, "cuda", dtype, execution=GRAPHS), DRAWN)
+    adapters = {f"rank{rank}": write_adapter(path, tmp_path / f"rank{rank}", rank) for rank in (20, 5)}
+    found = check_engine(path, "cuda", dtype, 60, {"execution": PLAIN}, adapters, chunks=(16, 64), execution=GRAPHS)
+    assert found.logprobs != plain.logprobs
+    assert score_one(make_engine(path, "cuda", dtype, {"": Path(), **adapters}, execution=GRAPHS), DRAWN, 18) == plain
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])

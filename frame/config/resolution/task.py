@@ -92,9 +92,7 @@ def find_adapter_conflicts(config: FrameConfig, model_config: ModelConfig) -> It
         yield ResolveError(f"adapters.modules has the name {twice!r} twice; give each adapter a name of its own.")
 
 
-def find_batch_conflicts(
-    config: FrameConfig, model_config: ModelConfig, task: Task, tree: TreeShape | None, *, on_cpu: bool
-) -> Iterator[ResolveError]:
+def find_batch_conflicts(config: FrameConfig, model_config: ModelConfig, task: Task, tree: TreeShape | None) -> Iterator[ResolveError]:
     """What stands against the batch-invariant mode, besides plugins without the capability
     `batch_invariant`."""
     if not config.execution.deterministic:
@@ -102,11 +100,6 @@ def find_batch_conflicts(
     checks = (
         (task != "generate", f"model.task is {task}", "model.task: generate"),
         (tree is not None, "a drafter drafts trees, which another mask verifies; set its option eagle_topk to 1", None),
-        (
-            config.adapters.enabled and not on_cpu,
-            "adapters.enabled is true, whose kernels for GPUs choose tiles by rows",
-            "adapters.enabled: false",
-        ),
         (config.parallel.dp_attention, "parallel.dp_attention is true", "parallel.dp_attention: false"),
         (config.parallel.redundant_experts > 0, "replicas of experts take turns by row", "parallel.redundant_experts: 0"),
         (config.execution.torch_compile, "execution.torch_compile is true", "execution.torch_compile: false"),
