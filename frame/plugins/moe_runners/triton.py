@@ -59,7 +59,7 @@ class Triton(MoERunner):
         self._has_tma = context.device.type == "cpu" or nvidia.get_compute_capability(context.device) >= (9, 0)
         self._shared_memory = _shared_memory(context.device)
         self._compiled: set[tuple[int, ...]] = set()  # sizes of layers whose kernels are compiled
-        self._compiled_deltas: set[tuple[int, ...]] = set()  # and numbers of tokens with adapters
+        self._compiled_rows: dict[tuple[int, ...], int] = {}  # of such layers with adapters: the most tokens of a step
 
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         summands = self.run_parts(tokens, experts)
@@ -92,18 +92,13 @@ class Triton(MoERunner):
         if activation.name == "none":
             return None
         layer = _Layer(_weights(experts, "gate_up"), _weights(experts, "down"), activation, experts)
-        ids, weights, counts = tokens.ids.contiguous(), tokens.weights.contiguous(), [len(tokens.x)]
-        if self.context.device.type == "cuda" and not nvidia.is_capturing():
-            # variants that a later step with fewer tokens uses
-            counts += list_token_thresholds(ids.shape[1], len(layer.first.values), CHUNKS, len(ids))
-        out = tokens.x
-        for count in reversed(counts):
-            variant = (*layer.first.values.shape, ids.shape[1], count)
-            if count == len(ids) or variant not in self._compiled_deltas:
-                pairs = Pairs(ids[:count], weights[:count])
-                out = self._run_with_deltas(tokens.x[:count], pairs, layer, gate_up, down)
-                self._compiled_deltas.add(variant)
-        return out
+        pairs, form = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), (*layer.first.values.shape, tokens.ids.shape[1])
+        rows = len(tokens.x)
+        if rows > self._compiled_rows.get(form, 0) and self.context.device.type == "cuda" and not nvidia.is_capturing():
+            self._compiled_rows[form] = rows
+            for count in list_token_thresholds(form[-1], form[0], CHUNKS, rows - 1):  # variants of later steps
+                self._run_with_deltas(tokens.x[:count], Pairs(pairs.ids[:count], pairs.weights[:count]), layer, gate_up, down)
+        return self._run_with_deltas(tokens.x, pairs, layer, gate_up, down)
 
     def _run_with_deltas(self, x: torch.Tensor, pairs: Pairs, layer: _Layer, gate_up: ShrinkPairs, down: ShrinkPairs) -> torch.Tensor:
         first, second, ids, is_float8 = layer.first, layer.second, pairs.ids, layer.first.scale is not None
