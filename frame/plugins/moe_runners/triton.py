@@ -94,7 +94,7 @@ class Triton(MoERunner):
         layer = _Layer(_weights(experts, "gate_up"), _weights(experts, "down"), activation, experts)
         pairs, form = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), (*layer.first.values.shape, tokens.ids.shape[1])
         rows = len(tokens.x)
-        if rows > self._compiled_rows.get(form, 0) and self.context.device.type == "cuda" and not nvidia.is_capturing():
+        if rows > self._compiled_rows.get(form, 1) and self.context.device.type == "cuda" and not nvidia.is_capturing():
             self._compiled_rows[form] = rows
             for count in list_token_thresholds(form[-1], form[0], CHUNKS, rows - 1):  # variants of later steps
                 self._run_with_deltas(tokens.x[:count], Pairs(pairs.ids[:count], pairs.weights[:count]), layer, gate_up, down)
