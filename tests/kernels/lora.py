@@ -1,3 +1,4 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Products of low-rank deltas against float64 and `TorchDeltas`, over adapters in the batch, ranks,
 parts, experts, scales, dtypes and strides.
 
@@ -9,14 +10,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
 from frame.adapters.triton_deltas import FixedDeltas, TiledDeltas, TritonDeltas
 from frame.interfaces.adapter import PAGE_RANKS
 from frame.kernels.elementwise.activation import silu_mul
+from frame.kernels.lora import tall_expand
+from frame.kernels.lora.pages import load_b
 from frame.kernels.lora.products import list_blocks
 from frame.kernels.lora.row_tiles import COUNTERS, SORTED_ROWS, choose_block, group_rows
 
@@ -210,11 +216,29 @@ def test_ranks_of_several_rounds(counts: tuple[int, ...], rows: int, monkeypatch
     Case(counts=counts, places=draw_places(rows, 2), scaled=(0,)).check(True)
 
 
+class Launches:
+    """Notes the grids and steps of the kernel of tall tiles."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        def launch(*tensors: Any, STEPS: int, **constants: Any) -> None:
+            self.seen.append((grid[0], STEPS))
+            tall_expand.expand_tall_kernel[grid](*tensors, STEPS=STEPS, **constants)
+
+        return launch
+
+
 def test_a_program_computes_several_blocks_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts whose ends are in the middle of a program's blocks."""
+    launches = Launches()
     monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
+    monkeypatch.setattr("frame.kernels.lora.products.expand_tall_kernel", launches)
     Case(40, (1100, 300), (1, 2), places=draw_places(66, 2), dtype=torch.float16).check()
     Case(40, (1100, 1100), (1, 1), places=draw_places(66, 2)).check_gated()
+    # 128 outputs at a time of 1,100 and 300; 64 gates at a time, and 128 outputs of both parts
+    assert launches.seen == [(3, 8), (3, 8), (4, 8)]
 
 
 @pytest.mark.parametrize("pairs", [1, 16, 40] + [100, 2048] * ON_GPU)
@@ -271,6 +295,23 @@ def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
 def test_warm_up_rows_use_every_block(experts: int) -> None:
     assert {choose_block(count, 4, experts) for count in list_thresholds(experts)} == ({1, 8, 64} if experts else {1, 8, 16, 32, 64})
     assert [choose_block(64, places, experts) for places in (1, 8, 32)] == ([8, 8, 8] if experts else [32, 16, 8])
+
+
+@triton.jit
+def _read_pages(b, numbers, out, last, stride, PAGES: tl.constexpr, OUTPUTS: tl.constexpr):
+    number, column = tl.arange(0, PAGES), tl.arange(0, OUTPUTS)
+    tile = load_b(b + tl.load(numbers + number) * stride, number, last, column, column < OUTPUTS - 1, PAGES, OUTPUTS)
+    tl.store(out + column[:, None] * PAGES * 16 + tl.arange(0, PAGES * 16)[None, :], tile)
+
+
+def test_pages_beside_each_other() -> None:
+    """The ranks of the pages that an adapter has, and zeros for the others."""
+    b, numbers = torch.randn(5, 16, PAGE_RANKS, device=DEVICE), torch.tensor([3, 1, 4, 0], dtype=torch.int32, device=DEVICE)
+    out = b.new_full((16, 64), torch.nan)
+    _read_pages[(1,)](b, numbers, out, 3, b.stride(0), PAGES=4, OUTPUTS=16)
+    expected = torch.cat([b[3], b[1], b[4], torch.zeros_like(b[0])], 1)
+    expected[15] = 0
+    assert torch.equal(out, expected)
 
 
 def test_blocks_of_outputs_lie_in_one_part() -> None:

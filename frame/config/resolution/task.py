@@ -92,7 +92,9 @@ def find_adapter_conflicts(config: FrameConfig, model_config: ModelConfig) -> It
         yield ResolveError(f"adapters.modules has the name {twice!r} twice; give each adapter a name of its own.")
 
 
-def find_batch_conflicts(config: FrameConfig, model_config: ModelConfig, task: Task, tree: TreeShape | None) -> Iterator[ResolveError]:
+def find_batch_conflicts(
+    config: FrameConfig, model_config: ModelConfig, task: Task, tree: TreeShape | None, *, on_cpu: bool
+) -> Iterator[ResolveError]:
     """What stands against the batch-invariant mode, besides plugins without the capability
     `batch_invariant`."""
     if not config.execution.deterministic:
@@ -100,6 +102,11 @@ def find_batch_conflicts(config: FrameConfig, model_config: ModelConfig, task: T
     checks = (
         (task != "generate", f"model.task is {task}", "model.task: generate"),
         (tree is not None, "a drafter drafts trees, which another mask verifies; set its option eagle_topk to 1", None),
+        (
+            config.adapters.enabled and not on_cpu and (model_config.kind == "mla" or model_config.num_experts > 0),
+            "adapters.enabled is true, and on GPUs fused products of latents and of experts round otherwise in steps without adapters",
+            "adapters.enabled: false",
+        ),
         (config.parallel.dp_attention, "parallel.dp_attention is true", "parallel.dp_attention: false"),
         (config.parallel.redundant_experts > 0, "replicas of experts take turns by row", "parallel.redundant_experts: 0"),
         (config.execution.torch_compile, "execution.torch_compile is true", "execution.torch_compile: false"),

@@ -3,11 +3,9 @@
 times `a`) and `expand` (that times `b`, added to a layer's outputs in place).
 
 Tiles of one row use the CUDA cores, larger ones the tensor cores. What a tile reads is found on the
-device, from tables that a CUDA graph reads again at each replay: the pages of the adapter's place
-and how many of them the layer has. Both kernels take several pages at a time, so that a large rank
-costs no further round of loads. `shrink` splits the inputs over programs, so that few rows occupy
-the device. Of tiles of one row `expand` adds the sums; of larger tiles, the last program of a sum
-adds them in their order and rounds, so that `expand` reads 2 bytes in place of 4 for each split.
+device, from tables that a CUDA graph reads again at each replay. Both kernels take several pages at
+a time. `shrink` splits the inputs over programs, so that few rows occupy the device: `expand` adds
+the sums of tiles of one row, and of larger tiles the last program of a sum adds them and rounds.
 For a gated layer `expand` may also compute the activation.
 Used by `frame.adapters.triton_deltas`; depends on no layer.
 """

@@ -59,16 +59,16 @@ def find_deltas(pairs, valid, places, place_pages, counts, max_pages, TOP: tl.co
 
 @triton.jit
 def add_deltas(
-    acc, up_acc, found, pairs, expert, columns, is_column, shrunk, b, place_pages, counts, num_pairs, b_stride, max_pages,
+    acc, up_acc, lookup, pairs, expert, columns, is_column, shrunk, b, place_pages, counts, num_pairs, b_stride, max_pages,
     N: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, PAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The results of gates and ups [BM, BN], or [BN, BM] if SWAP, and the deltas of their rows.
-    found: by `find_deltas`; shrunk and others: of `PairDelta`; PAGES: that are multiplied at a
+    lookup: by `find_deltas`; shrunk and others: of `PairDelta`; PAGES: that are multiplied at a
     time."""
     PARTS: tl.constexpr = 2 if GATED else 1
     number, rank = tl.arange(0, PAGES), tl.arange(0, PAGES * 16)
-    place_of, place, count, page = found
+    place_of, place, count, page = lookup
     inner_rows = shrunk + (pairs.to(tl.int64) * PARTS * max_pages * 16)[:, None] + rank[None, :]
     split_stride = num_pairs.to(tl.int64) * PARTS * max_pages * 16
     b += expert.to(tl.int64) * PARTS * N * 16

@@ -141,7 +141,7 @@ def _compute_tile(
     acc = tl.zeros(shape, tl.float32)
     up_acc = tl.zeros(shape, tl.float32)
     if SPLITS > 0:
-        found = find_deltas(pairs, valid, delta[2], delta[3], delta[4], max_pages, TOP, PAGES)
+        lookup = find_deltas(pairs, valid, delta[2], delta[3], delta[4], max_pages, TOP, PAGES)
     scale, up_scale, row_scale = _load_scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
     for k in range(0, K, BK):
         # scales are loaded one step ahead: nothing else hides their latency
@@ -172,7 +172,7 @@ def _compute_tile(
             up_acc = _add_bias(up_acc, bias + expert.to(tl.int64) * WEIGHT_ROWS + N, rows, SWAP)
     if SPLITS > 0:
         acc, up_acc = add_deltas(
-            acc, up_acc, found, pairs, expert, columns, columns < N, delta[0], delta[1], delta[3], delta[4], num_pairs, b_stride,
+            acc, up_acc, lookup, pairs, expert, columns, columns < N, delta[0], delta[1], delta[3], delta[4], num_pairs, b_stride,
             max_pages, N, GATED, SPLITS, PAGES, BM, BN, SWAP, UPCAST,
         )  # fmt: skip
     if FIRST:

@@ -107,7 +107,8 @@ class Weather:
         assert self.server.post("/flush_cache", {}).status_code == 200
         wait_until(lambda: self.server.metric("frame_adapter_versions") == versions)
         assert self.server.get("/server_info")["used_pages"] == 0
-        assert self.server.metric("frame_adapters_running") == self.server.metric("frame_adapter_requests_waiting") == 0
+        wait_until(lambda: self.server.metric("frame_adapters_running") == 0)
+        assert self.server.metric("frame_adapter_requests_waiting") == 0
         assert self.server.metric("frame_adapters_loaded") <= versions
         assert len(self.list_copies()) == versions
 
