@@ -36,7 +36,12 @@ def test_encoder_decoder_models_take_no_adapters() -> None:
 
 @pytest.mark.parametrize(
     ("change", "on_cpu", "is_refused"),
-    [({}, False, False), ({"num_experts": 8}, False, True), ({"kind": "mla"}, False, True), ({"kind": "mla", "num_experts": 8}, True, False)],
+    [
+        ({}, False, False),
+        ({"num_experts": 8}, False, True),
+        ({"kind": "mla"}, False, True),
+        ({"kind": "mla", "num_experts": 8}, True, False),
+    ],
 )
 def test_experts_and_latents_in_the_batch_invariant_mode(change: dict[str, object], on_cpu: bool, is_refused: bool) -> None:
     """On GPUs, rows without an adapter have other bits among rows with some."""
