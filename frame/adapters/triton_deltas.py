@@ -86,7 +86,6 @@ class TiledDeltas:
             shrunk = shrunk.unsqueeze(0)
         sizes = self._choose_sizes(tiles, layer, place_pages)
         splits, outputs = (layer.splits, sizes.outputs) if gated is None else (layer.splits[:1], sizes.gated_outputs)
-        outputs *= sizes.steps
         key = splits, outputs, out.device
         if key not in self._blocks:
             blocks, unit = list_blocks(splits, outputs)

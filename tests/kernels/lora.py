@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,9 +20,7 @@ from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
 from frame.adapters.triton_deltas import FixedDeltas, TiledDeltas, TritonDeltas
 from frame.interfaces.adapter import PAGE_RANKS
 from frame.kernels.elementwise.activation import silu_mul
-from frame.kernels.lora import tall_expand
-from frame.kernels.lora.pages import load_b
-from frame.kernels.lora.products import list_blocks
+from frame.kernels.lora.products import list_blocks, load_b
 from frame.kernels.lora.row_tiles import COUNTERS, SORTED_ROWS, choose_block, group_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -214,31 +211,6 @@ def test_ranks_of_several_rounds(counts: tuple[int, ...], rows: int, monkeypatch
     if rows > 64:
         monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
     Case(counts=counts, places=draw_places(rows, 2), scaled=(0,)).check(True)
-
-
-class Launches:
-    """Notes the grids and steps of the kernel of tall tiles."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
-
-    def __getitem__(self, grid: tuple[int, int]) -> Any:
-        def launch(*tensors: Any, STEPS: int, **constants: Any) -> None:
-            self.seen.append((grid[0], STEPS))
-            tall_expand.expand_tall_kernel[grid](*tensors, STEPS=STEPS, **constants)
-
-        return launch
-
-
-def test_a_program_computes_several_blocks_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts whose ends are in the middle of a program's blocks."""
-    launches = Launches()
-    monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
-    monkeypatch.setattr("frame.kernels.lora.products.expand_tall_kernel", launches)
-    Case(40, (1100, 300), (1, 2), places=draw_places(66, 2), dtype=torch.float16).check()
-    Case(40, (1100, 1100), (1, 1), places=draw_places(66, 2)).check_gated()
-    # 128 outputs at a time of 1,100 and 300; 64 gates at a time, and 128 outputs of both parts
-    assert launches.seen == [(3, 8), (3, 8), (4, 8)]
 
 
 @pytest.mark.parametrize("pairs", [1, 16, 40] + [100, 2048] * ON_GPU)

@@ -20,11 +20,8 @@ import triton.language as tl
 
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
-from frame.kernels.lora.pages import add_delta, find_tile, load_b, sum_splits
 from frame.kernels.lora.row_tiles import COUNTERS
-from frame.kernels.lora.tall_expand import expand_tall_kernel
 
-TALL = 64  # rows of a tile from which on rows are the first side of a product
 _PAGES = 4  # at a time
 _LARGE_SHARED_MEMORY = 200 << 10  # bytes: room for three loads of 64 rows and 64 columns, each 512 bytes
 
@@ -41,8 +38,6 @@ class ProductSizes:
     expand_warps: int = 4
     stages: int = 3  # loads of `shrink` under way
     registers: int | None = None  # of a thread of `expand` at most
-    steps: int = 1  # blocks of `outputs` that one program of `expand` computes one after another
-    expand_stages: int = 1  # of these, whose loads are under way
     pages: int = 1  # that one program of `expand` takes at a time, and at most one of `shrink`; a power of two
 
     @property
@@ -88,18 +83,18 @@ def choose_sizes(
     if block == 1:
         each = min(1024, next_power_of_2(ceil_div(inputs, 4)))
         warps, num_splits = 8 if each > 512 else 4, 8 if is_long else 4
-        wide = max(128, 256 // pages) if is_large else max(64, 128 // pages)
-        return ProductSizes(num_splits, max(16, each), 16, min(wide, outputs), warps, 8 if is_large and pages > 1 else 4, 1, pages=pages)
-    if block < TALL:  # shared memory for two copies beside a kernel that streams a base weight
+        pages = 1 if is_large else pages  # of several pages, 8 rows of a large layer take longer
+        wide = 256 if is_large else max(64, 128 // pages)
+        return ProductSizes(num_splits, max(16, each), 16, min(wide, outputs), warps, stages=1, pages=pages)
+    if block < 64:  # shared memory for two copies beside a kernel that streams a base weight
         num_splits = 8 if is_long or len(splits) > 2 else 4
         wide = max(256, 512 // pages) if is_large else max(128, 256 // pages)
         each = (512 if pages == 1 and block == 8 else 256) // value_bytes
         return ProductSizes(num_splits, each, 16 * pages, min(wide, outputs), expand_warps=8 if is_large else 4, pages=pages)
     columns = min(64, next_power_of_2(16 * len(splits)) * pages)
-    loaded = 512 if shared_memory >= _LARGE_SHARED_MEMORY and pages == 1 else 256
-    stages = 3 if shared_memory >= _LARGE_SHARED_MEMORY and value_bytes == 2 else 1
-    wide, steps = min(128, outputs), 8 if outputs >= 1024 else 1
-    return ProductSizes(2, loaded // value_bytes, columns, wide, expand_warps=8, steps=steps, expand_stages=stages, pages=pages)
+    loaded = 512 if shared_memory >= _LARGE_SHARED_MEMORY and columns == 64 else 256
+    registers = 80 if value_bytes == 2 and pages == 1 else None  # three programs on a multiprocessor
+    return ProductSizes(2, loaded // value_bytes, columns, min(128, outputs), expand_warps=8, registers=registers, pages=pages)
 
 
 def list_blocks(splits: tuple[int, ...], outputs: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -112,6 +107,23 @@ def list_blocks(splits: tuple[int, ...], outputs: int) -> tuple[list[tuple[int, 
         blocks += [(start // unit, end // unit, part) for start in range(first, end, outputs)]
         first = end
     return blocks, unit
+
+
+@triton.jit
+def _find_tile(tile, keys, rows, num_experts, BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr):
+    """-> (place or -1, expert, rows [BLOCK])."""
+    place = tl.load(keys + tile // TOP)
+    expert = 0
+    if BLOCK == 1:
+        row = tile + tl.arange(0, 1)
+        if HAS_EXPERTS:
+            expert = tl.load(rows + tile).to(tl.int32)
+    else:
+        row = tl.load(rows + tile * BLOCK + tl.arange(0, BLOCK))
+        if HAS_EXPERTS:
+            expert = place % num_experts
+            place = tl.where(place < 0, -1, place // num_experts)
+    return place, expert, row
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -129,20 +141,20 @@ def _shrink_kernel(
     PAGES parts; blocks of all parts of some pages follow each other."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    place, expert, row = find_tile(tl.program_id(1), keys, rows, num_experts, BLOCK, HAS_EXPERTS, TOP)
+    place, expert, row = _find_tile(tl.program_id(1), keys, rows, num_experts, BLOCK, HAS_EXPERTS, TOP)
     if place < 0:
         return
     PARTS: tl.constexpr = COLUMNS // 16 // PAGES
     blocks = (parts + PARTS - 1) // PARTS
-    count = tl.load(counts + place)
     first_page = tl.program_id(0) // blocks * PAGES
-    if first_page >= count:
-        return
     column = tl.arange(0, COLUMNS)
     part = tl.program_id(0) % blocks * PARTS + column // 16 // PAGES
     number = first_page + column // 16 % PAGES
+    page = tl.load(place_pages + place * max_pages + number, mask=number < max_pages, other=0).to(tl.int64)
+    count = tl.load(counts + place)
+    if first_page >= count:
+        return
     is_column = (part < parts) & (number < count)
-    page = tl.load(place_pages + place * max_pages + number, mask=is_column, other=0).to(tl.int64)
     is_row = row < num_rows
     lanes = tl.arange(0, INPUTS)
     x_rows = x + (row // X_TOP).to(tl.int64)[:, None] * x_stride + lanes[None, :]
@@ -208,16 +220,59 @@ def shrink(
 
 
 @triton.jit
+def load_b(pages, number, last, column, is_column, PAGES: tl.constexpr, OUTPUTS: tl.constexpr):
+    """[OUTPUTS, PAGES * 16] of pages that begin at `pages` [PAGES], of which the first `last` > 0
+    are read; zeros for the others."""
+    rank = tl.arange(0, 16)
+    places = pages[None, :, None] + (column.to(tl.int64) * 16)[:, None, None] + rank[None, None, :]
+    mask = is_column[:, None, None]
+    if PAGES > 1:
+        mask = mask & (number < last)[None, :, None]
+    tile = tl.load(places, mask=mask, other=0.0)
+    return tl.reshape(tile, [OUTPUTS, PAGES * 16])
+
+
+@triton.jit
+def sum_splits(rows, stride, mask, SPLITS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr):
+    """What `shrink` computed of RANKS ranks [BLOCK, RANKS]."""
+    if SPLITS == 1:
+        inner = tl.load(rows, mask=mask, other=0.0)
+    else:
+        inner = tl.zeros([BLOCK, RANKS], tl.float32)
+        for split in tl.static_range(SPLITS):
+            inner += tl.load(rows + stride * split, mask=mask, other=0.0)
+    return inner
+
+
+@triton.jit
 def _multiply_b(b_tile, inner, total, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
-    """total [OUTPUTS, BLOCK] and the product."""
+    """total [BLOCK, OUTPUTS] for tall tiles, else [OUTPUTS, BLOCK]: it and the product."""
     if UPCAST or BLOCK == 1:
         b_tile = b_tile.to(tl.float32)
     inner = inner.to(b_tile.dtype)
     if BLOCK == 1:
         total += tl.sum(b_tile * inner, 1)[:, None]
+    elif BLOCK >= 64:
+        total = tl.dot(inner, tl.trans(b_tile), total, input_precision="ieee")
     else:
         total = tl.dot(b_tile, tl.trans(inner), total, input_precision="ieee")
     return total
+
+
+@triton.jit
+def _add_delta(result, total, column, inside, scales, bias, is_scaled, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """result [BLOCK, OUTPUTS] and the delta `total`, scaled, in the type of `result`."""
+    if BLOCK < 64:
+        total = tl.trans(total)
+    total = total.to(result.dtype).to(tl.float32) + result.to(tl.float32)
+    if is_scaled:
+        scale = tl.load(scales + column, mask=inside, other=0.0)[None, :]
+        if HAS_BIAS:
+            shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            total = (total - shift) * scale + shift
+        else:
+            total = total * scale
+    return total.to(result.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -234,7 +289,7 @@ def _expand_kernel(
     launch_dependents(PDL)
     wait_for_previous(PDL)
     tile = tl.program_id(1)
-    place, expert, row = find_tile(tile, keys, rows, num_experts, BLOCK, HAS_EXPERTS, TOP)
+    place, expert, row = _find_tile(tile, keys, rows, num_experts, BLOCK, HAS_EXPERTS, TOP)
     if not IS_GATED:
         if place < 0:
             return
@@ -261,7 +316,7 @@ def _expand_kernel(
     b += tl.cast(expert, tl.int64) * outputs * 16
     inner_rows = shrunk + ((row * parts + part) * max_pages * 16)[:, None] + rank[None, :]
     split_stride = tl.cast(num_rows, tl.int64) * parts * max_pages * 16
-    total = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    total = tl.zeros([BLOCK, OUTPUTS] if BLOCK >= 64 else [OUTPUTS, BLOCK], tl.float32)
     up_total = total
     for start in range(0, count, PAGES):
         pages = b + page.to(tl.int64) * b_stride
@@ -270,18 +325,21 @@ def _expand_kernel(
             has_rank = is_row & (start * 16 + rank < count * 16)[None, :]
         b_tile = load_b(pages, number, count - start, column, is_column, PAGES, OUTPUTS)
         inner = sum_splits(inner_rows + start * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
+        if BLOCK >= 64:  # fewer registers
+            total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
         if IS_GATED:
             up_b_tile = load_b(pages, number, count - start, half + column, is_column, PAGES, OUTPUTS)
             up_inner = sum_splits(inner_rows + (max_pages + start) * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
-        total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)  # all loads come before the first product
+        if BLOCK < 64:  # all loads before the first product
+            total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
         if IS_GATED:
             up_total = _multiply_b(up_b_tile, up_inner, up_total, BLOCK, UPCAST)
         page = tl.load(page_numbers + start + PAGES + number, mask=start + PAGES + number < count, other=0)
     scales += tl.cast(place, tl.int64) * outputs
     is_scaled &= count > 0
-    result = add_delta(result, tl.trans(total), column, is_column, scales, bias, is_scaled, HAS_BIAS)
+    result = _add_delta(result, total, column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK)
     if IS_GATED:
-        up = add_delta(up, tl.trans(up_total), half + column, is_column, scales, bias, is_scaled, HAS_BIAS).to(tl.float32)
+        up = _add_delta(up, up_total, half + column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK).to(tl.float32)
         gate = result.to(tl.float32)
         result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row[:, None] * out_stride + column[None, :], result.to(out.dtype.element_ty), mask=inside)
@@ -298,21 +356,13 @@ def expand(
     gated [rows, outputs // 2]: `out` is kept, and SiLU(first half of the result) * second half of
     all rows is written to `gated`, in the precision of `silu_mul`; `blocks` are those of the first
     half by `gated_outputs`."""
-    (table, unit), max_pages = blocks, place_pages.shape[1]
+    table, unit = blocks
     target = out if gated is None else gated
-    tensors = (
+    _expand_kernel[(len(table), tiles.count)](
         out, shrunk, b, tiles.keys, tiles.rows, counts, place_pages, table, *scales, out if bias is None else bias, target,
-        tiles.num_rows, out.shape[1], out.shape[1] // 2, shrunk.shape[2], max(1, tiles.num_experts), max_pages,
+        tiles.num_rows, out.shape[1], out.shape[1] // 2, shrunk.shape[2], max(1, tiles.num_experts), place_pages.shape[1],
         out.stride(0), target.stride(0), b.stride(0),
+        SPLITS=len(shrunk), PAGES=sizes.pages, OUTPUTS=sizes.outputs if gated is None else sizes.gated_outputs, UNIT=unit,
+        HAS_BIAS=bias is not None, IS_GATED=gated is not None,
+        **tiles.constants, **launch_options(out.device, sizes.expand_warps), num_stages=1, maxnreg=sizes.registers,
     )  # fmt: skip
-    constants: dict[str, object] = {
-        "PAGES": sizes.pages, "OUTPUTS": sizes.outputs if gated is None else sizes.gated_outputs, "UNIT": unit,
-        "HAS_BIAS": bias is not None, "IS_GATED": gated is not None, "maxnreg": sizes.registers,
-        **tiles.constants, **launch_options(out.device, sizes.expand_warps),
-    }  # fmt: skip
-    grid = len(table), tiles.count
-    if tiles.block >= TALL:
-        whole, stages = max_pages <= sizes.pages, sizes.expand_stages
-        expand_tall_kernel[grid](*tensors, IS_WHOLE=whole, STEPS=sizes.steps, STAGES=stages, **constants)
-    else:
-        _expand_kernel[grid](*tensors, SPLITS=len(shrunk), num_stages=1, **constants)

@@ -16,7 +16,7 @@ import triton.language as tl
 from frame.core.interfaces.adapter_layers import SortedPairs
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
-from frame.kernels.lora.pages import load_b, sum_splits
+from frame.kernels.lora.products import load_b, sum_splits
 
 _TALL = 64  # rows of a tile from which on it fills the device without splits
 _SPLITS = 4  # of smaller tiles
@@ -41,42 +41,25 @@ def _accumulate(inner, b_tile, acc, SWAP: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _find_pages(place, place_pages, counts, max_pages, PAGES: tl.constexpr):
-    """-> (pages of a place that the layer reads, numbers of the first PAGES); 0 for place -1."""
-    number = tl.arange(0, PAGES)
-    count = tl.load(counts + place, mask=place >= 0, other=0)
-    return count, tl.load(place_pages + place * max_pages + number, mask=number < tl.where(place >= 0, max_pages, 0), other=0)
-
-
-@triton.jit
-def find_deltas(pairs, valid, places, place_pages, counts, max_pages, TOP: tl.constexpr, PAGES: tl.constexpr):
-    """What `add_deltas` reads first, so that it is loaded before the tile's GEMM."""
-    place_of = tl.load(places + pairs // TOP, mask=valid, other=-1)
-    place = tl.max(place_of, 0)
-    count, page = _find_pages(place, place_pages, counts, max_pages, PAGES)
-    return place_of, place, count, page
-
-
-@triton.jit
 def add_deltas(
-    acc, up_acc, lookup, pairs, expert, columns, is_column, shrunk, b, place_pages, counts, num_pairs, b_stride, max_pages,
-    N: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, PAGES: tl.constexpr,
+    acc, up_acc, pairs, valid, expert, columns, is_column, shrunk, b, places, place_pages, counts, num_pairs, b_stride, max_pages,
+    N: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, PAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The results of gates and ups [BM, BN], or [BN, BM] if SWAP, and the deltas of their rows.
-    lookup: by `find_deltas`; shrunk and others: of `PairDelta`; PAGES: that are multiplied at a
-    time."""
+    shrunk and others: of `PairDelta`; PAGES: that are multiplied at a time."""
     PARTS: tl.constexpr = 2 if GATED else 1
     number, rank = tl.arange(0, PAGES), tl.arange(0, PAGES * 16)
-    place_of, place, count, page = lookup
+    place_of = tl.load(places + pairs // TOP, mask=valid, other=-1)
     inner_rows = shrunk + (pairs.to(tl.int64) * PARTS * max_pages * 16)[:, None] + rank[None, :]
     split_stride = num_pairs.to(tl.int64) * PARTS * max_pages * 16
     b += expert.to(tl.int64) * PARTS * N * 16
+    place = tl.max(place_of, 0)
     while place >= 0:
-        following = _next_place(place_of, place)
-        next_count, next_page = _find_pages(following, place_pages, counts, max_pages, PAGES)
+        count = tl.load(counts + place)
         for start in tl.range(0, count, PAGES, num_stages=1):
             last = count - start
+            page = tl.load(place_pages + place * max_pages + start + number, mask=number < last, other=0)
             pages = b + page.to(tl.int64) * b_stride
             has_rank = (place_of == place)[:, None] & (rank < last * 16)[None, :]
             b_tile = load_b(pages, number, last, columns, is_column, PAGES, BN)
@@ -86,8 +69,7 @@ def add_deltas(
                 b_tile = load_b(pages, number, last, N + columns, is_column, PAGES, BN)
                 inner = sum_splits(inner_rows + (max_pages + start) * 16, split_stride, has_rank, SPLITS, BM, PAGES * 16)
                 up_acc = _accumulate(inner, b_tile, up_acc, SWAP, UPCAST)
-            page = tl.load(place_pages + place * max_pages + start + PAGES + number, mask=PAGES + number < last, other=0)
-        place, count, page = following, next_count, next_page
+        place = _next_place(place_of, place)
     return acc, up_acc
 
 

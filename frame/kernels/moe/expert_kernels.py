@@ -16,7 +16,7 @@ import triton.language as tl
 
 from frame.kernels.launch import launch_dependents, wait_for_previous
 from frame.kernels.linear.fp8_quantize import round_to_fp8
-from frame.kernels.moe.expert_deltas import add_deltas, find_deltas
+from frame.kernels.moe.expert_deltas import add_deltas
 
 SCALE_BLOCK = tl.constexpr(128)  # outputs and inputs that share one scale
 
@@ -140,8 +140,6 @@ def _compute_tile(
     shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
     acc = tl.zeros(shape, tl.float32)
     up_acc = tl.zeros(shape, tl.float32)
-    if SPLITS > 0:
-        lookup = find_deltas(pairs, valid, delta[2], delta[3], delta[4], max_pages, TOP, PAGES)
     scale, up_scale, row_scale = _load_scales(scales, x_scale, source, 0, SCALE_ROWS * SCALES, x_scale_stride, GATED, SCALED, BY_OUTPUT)
     for k in range(0, K, BK):
         # scales are loaded one step ahead: nothing else hides their latency
@@ -172,8 +170,8 @@ def _compute_tile(
             up_acc = _add_bias(up_acc, bias + expert.to(tl.int64) * WEIGHT_ROWS + N, rows, SWAP)
     if SPLITS > 0:
         acc, up_acc = add_deltas(
-            acc, up_acc, lookup, pairs, expert, columns, columns < N, delta[0], delta[1], delta[3], delta[4], num_pairs, b_stride,
-            max_pages, N, GATED, SPLITS, PAGES, BM, BN, SWAP, UPCAST,
+            acc, up_acc, pairs, valid, expert, columns, columns < N, delta[0], delta[1], delta[2], delta[3], delta[4], num_pairs,
+            b_stride, max_pages, N, TOP, GATED, SPLITS, PAGES, BM, BN, SWAP, UPCAST,
         )  # fmt: skip
     if FIRST:
         acc = activate(acc, up_acc, ACTIVATION, ALPHA, LIMIT)
