@@ -88,11 +88,11 @@ class Triton(MoERunner):
 
     def run_with_deltas(self, tokens: DispatchOutput, experts: nn.Module, gate_up: ShrinkPairs, down: ShrinkPairs) -> torch.Tensor | None:
         """See `SupportsPairDeltas`."""
-        activation = find_activation(experts)
-        if activation.name == "none":
+        activation, first = find_activation(experts), _weights(experts, "gate_up")
+        if activation.name == "none" or first.scale is not None:
             return None
-        layer = _Layer(_weights(experts, "gate_up"), _weights(experts, "down"), activation, experts)
-        pairs, form = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), (*layer.first.values.shape, tokens.ids.shape[1])
+        layer = _Layer(first, _weights(experts, "down"), activation, experts)
+        pairs, form = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), (*first.values.shape, tokens.ids.shape[1])
         rows = len(tokens.x)
         if rows > self._compiled_rows.get(form, 1) and self.context.device.type == "cuda" and not nvidia.is_capturing():
             self._compiled_rows[form] = rows
@@ -101,19 +101,16 @@ class Triton(MoERunner):
         return self._run_with_deltas(tokens.x, pairs, layer, gate_up, down)
 
     def _run_with_deltas(self, x: torch.Tensor, pairs: Pairs, layer: _Layer, gate_up: ShrinkPairs, down: ShrinkPairs) -> torch.Tensor:
-        first, second, ids, is_float8 = layer.first, layer.second, pairs.ids, layer.first.scale is not None
+        first, second, ids = layer.first, layer.second, pairs.ids
         vectors = choose_vectors(len(x), ids.shape[1], len(first.values))
-        if vectors is not None and not is_float8:
+        if vectors is not None:
             vector = compute_gate_up_vector(x, first, pairs, vectors[0], layer.activation, gate_up(x, ids, None))
             return compute_down_vector(vector, second, pairs, vectors[1], down(vector, ids, None))
-        tiles = choose_tiles(pairs.count, len(first.values), float8=is_float8)
+        tiles = choose_tiles(pairs.count, len(first.values))
         order = align_tokens(ids, len(first.values), tiles.first.bm)
         tile = self._fit_tile(tiles.first, first, 2 if layer.activation.is_gated else 1)
-        rows = Rows(*quantize_groups(x)) if is_float8 else Rows(x)
-        act = compute_gate_up(rows, first, pairs, order, tile, x.dtype, layer.activation, gate_up(x, ids, order))
+        act = compute_gate_up(Rows(x), first, pairs, order, tile, x.dtype, layer.activation, gate_up(x, ids, order))
         delta = down(act.values, ids, replace(order, by_row=True))
-        if is_float8:
-            act = Rows(*quantize_groups(act.values))
         out = compute_down(act, second, pairs, order, self._fit_tile(tiles.second, second, 1), x.dtype, delta)
         return combine_pairs(out, ids.shape[1])
 
