@@ -52,10 +52,14 @@ VARIANTS: dict[str, dict[str, float]] = {  # factors of fields of `ProductSizes`
     "shrink_warps*2": {"shrink_warps": 2},
     "stages+1": {"stages": 4 / 3},
     "registers*2": {"registers": 2},
+    "columns*2": {"columns": 2},
+    "pages/2": {"pages": 0.5},
     "block1": {"block": 1},
     "block8": {"block": 8},
     "block16": {"block": 16},
+    "block32": {"block": 32},
     "block64": {"block": 64},
+    "block128": {"block": 128, "splits": 2, "inputs": 0.5, "shrink_warps": 2},
 }
 
 
@@ -103,8 +107,10 @@ def microseconds(call: Callable[[], object], repeats: int = 9) -> float:
 
 
 def make_operations(factors: dict[str, float]) -> TritonDeltas:
-    def choose(block: int, inputs: int, splits: tuple[int, ...], value_bytes: int, shared_memory: int) -> ProductSizes:
-        sizes = choose_sizes(block, inputs, splits, value_bytes, shared_memory)
+    def choose(
+        block: int, inputs: int, splits: tuple[int, ...], max_pages: int, value_bytes: int, shared_memory: int
+    ) -> ProductSizes:  # fmt: skip
+        sizes = choose_sizes(block, inputs, splits, max_pages, value_bytes, shared_memory)
         chosen = {name: value for name in factors if name != "block" and (value := getattr(sizes, name)) is not None}
         return replace(sizes, **{name: max(1, int(value * factors[name])) for name, value in chosen.items()})
 
@@ -115,8 +121,10 @@ def make_plan(operations: TritonDeltas, plan: RowPlan, places: int, block: int |
     if block is None:
         return operations.plan_rows(plan, places)
     rows = len(plan.places)
-    keys, lanes = (plan.places, plan.places) if block == 1 else group_rows(plan.places, None, places, 0, block)
-    return TiledPlan(plan.places, tiles=Tiles(keys, lanes, block, rows, 0))
+    if block == 1:
+        return TiledPlan(plan.places, tiles=Tiles(plan.places, plan.places, block, rows, 0))
+    keys, lanes, counters = group_rows(plan.places, None, places, 0, block)
+    return TiledPlan(plan.places, tiles=Tiles(keys, lanes, block, rows, 0, counters=counters))
 
 
 def measure(layers: Layers, rows: int, adapters: int, variant: str) -> dict[str, Any]:

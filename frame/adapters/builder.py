@@ -45,7 +45,11 @@ def make_device_adapters(
     """What the layers of a model register with. deterministic: no row's delta depends on other
     rows."""
     operations: DeltaOperations = TorchDeltas()
-    if deterministic:
+    if deterministic and platform.device.type != "cpu" and kernels.can_use_triton(platform.device):
+        from frame.adapters.triton_deltas import FixedDeltas
+
+        operations = FixedDeltas()
+    elif deterministic:
         from frame.adapters.invariant_deltas import InvariantDeltas
 
         operations = InvariantDeltas()

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from frame.core.interfaces.adapter_layers import SortedPairs
 from frame.interfaces.adapter import PAGE_RANKS
 
 
@@ -103,9 +104,15 @@ class SupportsPairs(Protocol):
     """Optional, for layers with experts, whose `b` another kernel multiplies."""
 
     def shrink_pairs(
-        self, x: torch.Tensor, layer: LayerPages, places: torch.Tensor, ids: torch.Tensor, place_pages: torch.Tensor
+        self,
+        x: torch.Tensor,
+        layer: LayerPages,
+        places: torch.Tensor,
+        ids: torch.Tensor,
+        place_pages: torch.Tensor,
+        order: SortedPairs | None = None,
     ) -> torch.Tensor:
-        """places int32 [tokens]; ids int64 [tokens, k], contiguous -> `PairDelta.shrunk`."""
+        """places int32 [tokens]; others as of `LayerDelta.shrink_pairs` -> `PairDelta.shrunk`."""
         ...
 
 

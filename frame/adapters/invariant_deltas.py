@@ -18,9 +18,10 @@ class InvariantDeltas(TorchDeltas):
     """One product for each page of each adapter in the step; see `DeltaOperations`."""
 
     def prove(self, layer: LayerPages) -> None:
-        """See `SupportsProof`."""
+        """See `SupportsProof`. The layer's pages are still empty, so values are drawn."""
         for weight in (_take_a(layer, 0, 0), *_split_b(layer, 0, 0)):
-            InvariantMatmul(weight)
+            drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+            InvariantMatmul(torch.empty_like(weight).copy_(drawn))
 
     def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
         """See `DeltaOperations`."""

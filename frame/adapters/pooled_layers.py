@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from frame.adapters.deltas import DeltaOperations, LayerPages, RowPlan, SupportsGated, SupportsPairs
-from frame.core.interfaces.adapter_layers import PairDelta
+from frame.core.interfaces.adapter_layers import PairDelta, SortedPairs
 from frame.interfaces.adapter import PAGE_RANKS
 
 if TYPE_CHECKING:
@@ -145,14 +145,14 @@ class PooledLayer:
         """See `LayerDelta.can_pair`."""
         return self.num_experts > 0 and isinstance(self.rows.operations, SupportsPairs)
 
-    def shrink_pairs(self, x: torch.Tensor, ids: torch.Tensor) -> PairDelta | None:
+    def shrink_pairs(self, x: torch.Tensor, ids: torch.Tensor, order: SortedPairs | None = None) -> PairDelta | None:
         """See `LayerDelta.shrink_pairs`."""
         if not self.is_active:
             return None
         plan, place_pages = self.rows.select_plan(0)
         operations, pages = self.rows.operations, self.allocated
         assert isinstance(operations, SupportsPairs), "can_pair"
-        shrunk = operations.shrink_pairs(x, pages, plan.places, ids, place_pages)
+        shrunk = operations.shrink_pairs(x, pages, plan.places, ids, place_pages, order)
         return PairDelta(shrunk, pages.b, plan.places, place_pages, pages.counts)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""`TritonDeltas`: the products of low-rank deltas on GPUs, by the kernels of `frame.kernels.lora`.
+"""`TritonDeltas` and `FixedDeltas`: the products of low-rank deltas on GPUs, by the kernels of
+`frame.kernels.lora`.
 
 Used by `DeviceAdapters` where Triton runs. Must not know files, requests or models.
 """
@@ -12,8 +13,13 @@ import torch
 
 from frame import kernels
 from frame.adapters.deltas import LayerPages, RowPlan
+from frame.core.interfaces.adapter_layers import SortedPairs
+from frame.interfaces.adapter import PAGE_RANKS
 from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes, expand, list_blocks, shrink
 from frame.kernels.lora.row_tiles import choose_block, group_rows
+from frame.kernels.moe.expert_deltas import shrink_sorted
+
+_FIXED_BLOCK = 32  # rows of a tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,35 +29,35 @@ class TiledPlan(RowPlan):
     tiles: Tiles
 
 
-class TritonDeltas:
+class TiledDeltas:
     """Two launches for each layer, and at most one for each plan of up to 512 rows; see
     `DeltaOperations`.
 
     The kernels are compiled, and a table of each layer's shape is copied to the device, at the
     first use, which therefore must not be captured in a CUDA graph. `choose`: the sizes of a
-    layer's programs, by (rows of a tile, inputs, outputs of each part, bytes of a value, shared
-    memory of a program).
+    layer's programs, by (rows of a tile, inputs, outputs of each part, pages of an adapter,
+    bytes of a value, shared memory of a program).
     """
 
-    def __init__(self, choose: Callable[[int, int, tuple[int, ...], int, int], ProductSizes] = choose_sizes) -> None:
+    def __init__(self, choose: Callable[[int, int, tuple[int, ...], int, int, int], ProductSizes] = choose_sizes) -> None:
         self._choose = choose
-        self._sizes: dict[tuple[int, int, tuple[int, ...], int], ProductSizes] = {}
+        self._sizes: dict[tuple[int, int, tuple[int, ...], int, int], ProductSizes] = {}
         self._blocks: dict[tuple[tuple[int, ...], int, torch.device], tuple[torch.Tensor, int]] = {}
 
     def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> TiledPlan:
         places, experts, num_rows = plan.places, plan.experts, len(plan.places)
-        block = choose_block(num_rows, num_experts)
+        block = self._choose_block(num_rows, num_places, num_experts)
         if block == 1:
-            keys, rows = places, places if experts is None else experts
+            keys, rows, counters = places, places if experts is None else experts, None
         else:
-            keys, rows = group_rows(places, experts, num_places, num_experts, block)
-        tiles = Tiles(keys, rows, block, num_rows, 0 if experts is None else num_experts)
+            keys, rows, counters = group_rows(places, experts, num_places, num_experts, block)
+        tiles = Tiles(keys, rows, block, num_rows, 0 if experts is None else num_experts, counters=counters)
         return TiledPlan(places, experts, tiles=tiles)
 
     def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
-        """-> float32 [splits, rows, parts, ranks]; `expand` adds up the splits of the inputs."""
+        """-> [splits, rows, parts, ranks]; `expand` adds up the splits of the inputs."""
         tiles = _get_tiles(plan)
-        sizes = self._choose_sizes(tiles, layer)
+        sizes = self._choose_sizes(tiles, layer, place_pages)
         return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, sizes)
 
     def expand(
@@ -64,6 +70,41 @@ class TritonDeltas:
         bias: torch.Tensor | None = None,
     ) -> None:
         self._expand(out, shrunk, layer, plan, place_pages, bias, None)
+
+    def _expand(
+        self,
+        out: torch.Tensor,
+        shrunk: torch.Tensor,
+        layer: LayerPages,
+        plan: RowPlan,
+        place_pages: torch.Tensor,
+        bias: torch.Tensor | None,
+        gated: torch.Tensor | None,
+    ) -> None:
+        tiles = _get_tiles(plan)
+        if shrunk.dim() == 3:  # that an embedding has looked up
+            shrunk = shrunk.unsqueeze(0)
+        sizes = self._choose_sizes(tiles, layer, place_pages)
+        splits, outputs = (layer.splits, sizes.outputs) if gated is None else (layer.splits[:1], sizes.gated_outputs)
+        key = splits, outputs, out.device
+        if key not in self._blocks:
+            blocks, unit = list_blocks(splits, outputs)
+            self._blocks[key] = torch.tensor(blocks, dtype=torch.int32, device=out.device), unit
+        scales = layer.scales, layer.has_scale
+        expand(out, shrunk, layer.b, tiles, layer.counts, place_pages, scales, bias, self._blocks[key], sizes, gated)
+
+    def _choose_sizes(self, tiles: Tiles, layer: LayerPages, place_pages: torch.Tensor) -> ProductSizes:
+        key = tiles.block, layer.a.shape[-1], layer.splits, place_pages.shape[1], layer.a.element_size()
+        if key not in self._sizes:
+            self._sizes[key] = self._choose(*key, kernels.get_shared_memory(layer.a.device))
+        return self._sizes[key]
+
+    def _choose_block(self, num_rows: int, num_places: int, num_experts: int) -> int:
+        return choose_block(num_rows, num_places, num_experts)
+
+
+class TritonDeltas(TiledDeltas):
+    """With tiles by the number of rows, and the forms that spare launches."""
 
     def expand_gated(
         self,
@@ -80,39 +121,63 @@ class TritonDeltas:
         return gated
 
     def shrink_pairs(
-        self, x: torch.Tensor, layer: LayerPages, places: torch.Tensor, ids: torch.Tensor, place_pages: torch.Tensor
+        self,
+        x: torch.Tensor,
+        layer: LayerPages,
+        places: torch.Tensor,
+        ids: torch.Tensor,
+        place_pages: torch.Tensor,
+        order: SortedPairs | None = None,
     ) -> torch.Tensor:
         """See `SupportsPairs`."""
+        if order is not None:
+            return shrink_sorted(x, layer.a, layer.num_parts, order, places, (len(ids), ids.shape[1]), layer.counts, place_pages)
         tiles = Tiles(places, ids.flatten(), 1, ids.numel(), layer.num_experts, ids.shape[1])
-        return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, self._choose_sizes(tiles, layer))
+        return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, self._choose_sizes(tiles, layer, place_pages))
 
-    def _expand(
-        self,
-        out: torch.Tensor,
-        shrunk: torch.Tensor,
-        layer: LayerPages,
-        plan: RowPlan,
-        place_pages: torch.Tensor,
-        bias: torch.Tensor | None,
-        gated: torch.Tensor | None,
-    ) -> None:
-        tiles = _get_tiles(plan)
-        if shrunk.dim() == 3:  # that an embedding has looked up
-            shrunk = shrunk.unsqueeze(0).float()
-        sizes = self._choose_sizes(tiles, layer)
-        splits, outputs = (layer.splits, sizes.outputs) if gated is None else (layer.splits[:1], sizes.gated_outputs)
-        key = splits, outputs, out.device
-        if key not in self._blocks:
-            blocks, unit = list_blocks(splits, outputs)
-            self._blocks[key] = torch.tensor(blocks, dtype=torch.int32, device=out.device), unit
-        scales = layer.scales, layer.has_scale
-        expand(out, shrunk, layer.b, tiles, layer.counts, place_pages, scales, bias, self._blocks[key], sizes, gated)
 
-    def _choose_sizes(self, tiles: Tiles, layer: LayerPages) -> ProductSizes:
-        key = tiles.block, layer.a.shape[-1], layer.splits, layer.a.element_size()
-        if key not in self._sizes:
-            self._sizes[key] = self._choose(*key, kernels.get_shared_memory(layer.a.device))
-        return self._sizes[key]
+class FixedDeltas(TiledDeltas):
+    """With tiles and sums of one form for any number of rows, so that the bits of a row do not
+    depend on the others; for `RankContext.deterministic`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._proven: set[tuple[object, ...]] = set()
+
+    def _choose_block(self, num_rows: int, num_places: int, num_experts: int) -> int:
+        return _FIXED_BLOCK
+
+    def prove(self, layer: LayerPages) -> None:
+        """See `SupportsProof`. The layer's pages are still empty, so others are drawn."""
+        form = layer.a.shape[-1], layer.splits, layer.a.dtype, layer.a.device
+        if form in self._proven:
+            return
+        self._proven.add(form)
+        inputs, splits, dtype, device = form
+        random = torch.Generator("cpu").manual_seed(0)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=random).to(device, dtype)
+
+        numbers = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32, device=device)
+        factors = torch.ones(2, sum(splits), device=device), torch.zeros_like(numbers[0])
+        drawn = LayerPages(draw(4, len(splits), PAGE_RANKS, inputs), draw(4, 1, sum(splits), PAGE_RANKS), splits, numbers[:, 0], *factors)
+        rows = 2 * _FIXED_BLOCK + 5
+        x, places = draw(rows, inputs), torch.arange(rows, dtype=torch.int32, device=device) % 3 - 1
+
+        def compute(some: torch.Tensor) -> torch.Tensor:
+            plan, out = self.plan_rows(RowPlan(places[some]), 2), torch.ones(len(some), sum(splits), dtype=dtype, device=device)
+            self.expand(out, self.shrink(x[some], drawn, plan, numbers), drawn, plan, numbers)
+            return out
+
+        order = torch.arange(rows, device=device)
+        together, reverse = compute(order), compute(order.flip(0)).flip(0)
+        alone = torch.cat([compute(order[row : row + 1]) for row in range(3)])
+        if not (torch.equal(together, reverse) and torch.equal(together[:3], alone)):
+            raise RuntimeError(
+                f"execution.deterministic: the deltas of adapters for {inputs} inputs in {dtype} depend on a row's place on {device.type}; "
+                "set it to false, or report the device and the version of Triton."
+            )
 
 
 def _get_tiles(plan: RowPlan) -> Tiles:

@@ -213,7 +213,8 @@ class _Solver:
         self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization)
         self.conflicts += find_host_conflicts(self.config)
         media = {"media": may_serve(self.config, self.model_config), "spans": self._model_has("media_spans")}
-        self.conflicts += find_batch_conflicts(self.config, task, self.tree, on_cpu=self.device == "cpu", **media)
+        on_cpu = self.device == "cpu"
+        self.conflicts += find_batch_conflicts(self.config, self.model_config, task, self.tree, on_cpu=on_cpu, **media)
         self.conflicts += find_adapter_conflicts(self.config, self.model_config)
         ranks, named = self.plan.num_ranks, self.config.parallel.launcher
         links = CollectiveRequirements(self.device, ranks, self.plan.hosts, self._compatible, self.config.execution.deterministic)

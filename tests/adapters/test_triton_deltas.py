@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.interpreter import needs_triton
@@ -14,10 +16,9 @@ from tests.interpreter import needs_triton
 def test_sizes_are_powers_of_two_and_fit_shared_memory(shared: int, inputs: int, splits: tuple[int, ...]) -> None:
     from frame.kernels.lora.products import choose_sizes
 
-    for block in (1, 8, 64):
-        for value_bytes in (2, 4):
-            sizes = choose_sizes(block, inputs, splits, value_bytes, shared)
-            numbers = (sizes.splits, sizes.inputs, sizes.columns, sizes.outputs, sizes.gated_outputs)
-            assert all(number > 0 and number & (number - 1) == 0 for number in numbers)
-            assert sizes.gated_outputs >= 16 and sizes.columns % 16 == 0
-            assert (block + sizes.columns) * sizes.inputs * value_bytes * sizes.stages <= shared
+    for block, max_pages, value_bytes in product((1, 8, 16, 32, 64), (1, 3, 4, 32), (2, 4)):
+        sizes = choose_sizes(block, inputs, splits, max_pages, value_bytes, shared)
+        numbers = (sizes.splits, sizes.inputs, sizes.columns, sizes.outputs, sizes.gated_outputs)
+        assert all(number > 0 and number & (number - 1) == 0 for number in numbers)
+        assert sizes.gated_outputs >= 16 and sizes.columns % 16 == 0
+        assert (block + sizes.columns) * sizes.inputs * value_bytes * sizes.stages <= shared

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from frame.config.resolution.task import find_adapter_conflicts
+from frame.config.resolution.task import find_adapter_conflicts, find_batch_conflicts
 from frame.config.resolve import ResolveError, resolve
 from frame.config.selection import UnknownPluginError
 from frame.core.interfaces.plugin import Reason
@@ -32,6 +32,22 @@ def test_encoder_decoder_models_take_no_adapters() -> None:
     (conflict,) = find_adapter_conflicts(config(adapters={"enabled": True}), whisper)
     assert str(conflict).startswith("adapters.enabled is true, but encoder-decoder models take no adapters.")
     assert not list(find_adapter_conflicts(config(adapters={"enabled": True}), LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("change", "on_cpu", "is_refused"),
+    [
+        ({}, False, False),
+        ({"num_experts": 8}, False, True),
+        ({"kind": "mla"}, False, True),
+        ({"kind": "mla", "num_experts": 8}, True, False),
+    ],
+)
+def test_experts_and_latents_in_the_batch_invariant_mode(change: dict[str, object], on_cpu: bool, is_refused: bool) -> None:
+    """On GPUs, rows without an adapter have other bits among rows with some."""
+    model, settings = dataclasses.replace(LLAMA, **change), config(adapters={"enabled": True}, execution={"deterministic": True})
+    conflicts = [str(each) for each in find_batch_conflicts(settings, model, "generate", None, on_cpu=on_cpu)]
+    assert any("adapters.enabled is true, and on GPUs fused products" in each for each in conflicts) == is_refused
 
 
 def test_adapter_formats_are_all_chosen_or_the_named_one() -> None:

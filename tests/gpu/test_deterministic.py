@@ -13,7 +13,7 @@ from frame.checkpoint.model_config import EMBEDDED, find_model
 from frame.kernels.linear.invariant import InvariantMatmul, limit_workspaces
 from frame.models.layers.weights.plain_gemm import InvariantGemm
 from frame.testing.checkpoints import make_checkpoint
-from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one
+from tests.models.deterministic_engine import DRAWN, check_engine, make_engine, score_one, write_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -65,6 +65,17 @@ def test_other_models(tmp_path, architecture):
     graphs = GRAPHS | ({"prompt_graph_max_tokens": 0} if architecture in WINDOWED else {})
     folder = make_checkpoint(architecture, tmp_path)
     check_engine(folder, "cuda", "bfloat16", 60, {"execution": PLAIN}, drafters={}, chunks=(33, 64), execution=graphs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_adapters(path_of, tmp_path, dtype):
+    """A row with an adapter, and one without among rows that have some."""
+    path = path_of("heads")
+    plain = score_one(make_engine(path, "cuda", dtype, execution=GRAPHS), DRAWN)
+    adapters = {f"rank{rank}": write_adapter(path, tmp_path / f"rank{rank}", rank) for rank in (20, 5)}
+    found = check_engine(path, "cuda", dtype, 60, {"execution": PLAIN}, adapters, chunks=(16, 64), execution=GRAPHS)
+    assert found.logprobs != plain.logprobs
+    assert score_one(make_engine(path, "cuda", dtype, {"": Path(), **adapters}, execution=GRAPHS), DRAWN, 18) == plain
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])

@@ -1,4 +1,4 @@
-"""Deltas of adapters that the kernels of single (token, expert) pairs add, against float64.
+"""Deltas of adapters that the expert kernels add, against float64.
 
 Collected by `tests/gpu/test_lora.py`, and run by `test_interpreted.py` in a process with
 TRITON_INTERPRET=1.
@@ -11,7 +11,7 @@ import torch
 
 from frame.adapters.deltas import LayerPages
 from frame.adapters.triton_deltas import TritonDeltas
-from frame.core.interfaces.adapter_layers import PairDelta
+from frame.core.interfaces.adapter_layers import PairDelta, SortedPairs
 from frame.core.interfaces.moe import DispatchOutput, SupportsPairDeltas
 from frame.interfaces.adapter import PAGE_RANKS
 from frame.plugins.moe_runners.triton import Triton
@@ -40,8 +40,8 @@ class Deltas:
             splits, self.counts, torch.ones(3, 0, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE), experts,
         )  # fmt: skip
 
-    def shrink(self, places: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> PairDelta:
-        shrunk = TritonDeltas().shrink_pairs(x, self.pages, places, ids, self.place_pages)
+    def shrink(self, places: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, order: SortedPairs | None) -> PairDelta:
+        shrunk = TritonDeltas().shrink_pairs(x, self.pages, places, ids, self.place_pages, order)
         return PairDelta(shrunk, self.pages.b, places, self.place_pages, self.counts)
 
     def expected(self, place: int, expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -55,6 +55,9 @@ class Deltas:
         return total
 
 
+EXPERTS = 24
+
+
 @pytest.mark.parametrize(
     ("tokens", "top", "form", "dtype"),
     [
@@ -66,23 +69,57 @@ class Deltas:
     ],
 )
 def test_vectors_add_deltas(tokens: int, top: int, form: str, dtype: torch.dtype) -> None:
+    check(tokens, top, EXPERTS, (24, 12), form, dtype)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "form", "dtype"),
+    [  # tiles of 16, 32, 64 and 128 rows
+        (9, EXPERTS, "", torch.float32),
+        (9, EXPERTS, "", torch.bfloat16),
+        (17, 3, "ungated", torch.float32),
+        (40, 3, "", torch.float16),
+        (49, 2, "clamped", torch.float32),
+        (90, 3, "", torch.float32),
+    ],
+)
+def test_tiles_add_deltas(tokens: int, experts: int, form: str, dtype: torch.dtype) -> None:
+    check(tokens, 2, experts, (24, 12), form, dtype)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="sizes for a GPU")
+@pytest.mark.parametrize("tokens", [1, 4, 64, 300, 1200])
+def test_deltas_of_many_experts(tokens: int) -> None:
+    check(tokens, 8, 64, (512, 256), "", torch.bfloat16)
+
+
+def test_tiles_of_one_expert_add_deltas() -> None:
+    """As many rows of the order as tokens."""
+    check(128, 1, 1, (24, 12), "", torch.float32)
+
+
+def check(tokens: int, top: int, experts: int, sizes: tuple[int, int], form: str, dtype: torch.dtype) -> None:
     torch.manual_seed(tokens * top)
-    experts, hidden, inner = 24, 24, 12
+    hidden, inner = sizes
     x, ids, weights, first, second = drawn(tokens, (experts, top, hidden, inner), dtype)
     module = with_form(form, first, second) if form else PlainExperts(first, second, hidden_first=False)
     splits = (inner,) if form == "ungated" else (inner, inner)
     gate_up, down = Deltas(experts, hidden, splits, dtype), Deltas(experts, inner, (hidden,), dtype)
-    places = torch.tensor([2, -1, 0, 1][:tokens], dtype=torch.int32, device=DEVICE)
+    places = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=DEVICE).repeat(-(-tokens // 4))[:tokens]
     runner, tokens_in = Triton(CONTEXT), DispatchOutput(x, ids, weights)
     assert isinstance(runner, SupportsPairDeltas)
     out = runner.run_with_deltas(
-        tokens_in, module, lambda x, ids: gate_up.shrink(places, x, ids), lambda x, ids: down.shrink(places, x, ids)
+        tokens_in,
+        module,
+        lambda x, ids, order: gate_up.shrink(places, x, ids, order),
+        lambda x, ids, order: down.shrink(places, x, ids, order),
     )
     assert out is not None
-    plain = runner.run_with_deltas(tokens_in, module, lambda x, ids: None, lambda x, ids: None)
+    plain = runner.run_with_deltas(tokens_in, module, lambda x, ids, order: None, lambda x, ids, order: None)
     assert plain is not None
     torch.testing.assert_close(plain, runner.run(tokens_in, module))
-    for token, place in enumerate(places.tolist()):
+    for token in range(0, tokens, max(1, tokens // 50)):
+        place = int(places[token])
         expected = torch.zeros(hidden, dtype=torch.float64, device=DEVICE)
         for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
             gates = module.gate_up[expert].double() @ x[token].double() + gate_up.expected(place, expert, x[token])
@@ -93,7 +130,7 @@ def test_vectors_add_deltas(tokens: int, top: int, form: str, dtype: torch.dtype
             if form == "clamped":
                 row += read_bias(module, "down")[expert].double()
             expected += weight * row
-        assert (out[token].double() - expected).norm() < UNIT[dtype] * expected.norm()
+        assert (out[token].double() - expected).norm() < UNIT[dtype] * expected.norm(), token
 
 
 def compute_activation(module: PlainExperts, gates: torch.Tensor) -> torch.Tensor:
@@ -110,11 +147,12 @@ def read_bias(module: PlainExperts, name: str) -> torch.Tensor:
     return bias
 
 
-def refuse(x: torch.Tensor, ids: torch.Tensor) -> PairDelta | None:
+def refuse(x: torch.Tensor, ids: torch.Tensor, order: SortedPairs | None) -> PairDelta | None:
     raise AssertionError("nothing is computed")
 
 
-def test_only_few_tokens_have_such_a_kernel() -> None:
+def test_experts_whose_activation_pytorch_computes_have_no_such_kernel() -> None:
     x, ids, weights, first, second = drawn(9, (24, 8, 72, 40), torch.float32)
     module = PlainExperts(first, second, hidden_first=False)
+    module.activation = lambda gate, up: gate.tanh() * up
     assert Triton(CONTEXT).run_with_deltas(DispatchOutput(x, ids, weights), module, refuse, refuse) is None

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Products of low-rank deltas against float64 and `TorchDeltas`, over adapters in the batch, ranks,
 parts, experts, scales, dtypes and strides.
 
@@ -12,13 +13,15 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from frame.adapters.deltas import LayerPages, RowPlan, TorchDeltas
-from frame.adapters.triton_deltas import TritonDeltas
+from frame.adapters.triton_deltas import FixedDeltas, TiledDeltas, TritonDeltas
 from frame.interfaces.adapter import PAGE_RANKS
 from frame.kernels.elementwise.activation import silu_mul
-from frame.kernels.lora.products import list_blocks
-from frame.kernels.lora.row_tiles import SORTED_ROWS, choose_block, group_rows
+from frame.kernels.lora.products import list_blocks, load_b
+from frame.kernels.lora.row_tiles import COUNTERS, SORTED_ROWS, choose_block, group_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -81,7 +84,7 @@ class Case:
         x = torch.randn(rows, self.inputs, device=DEVICE).to(self.dtype)
         return x, torch.randn(rows, outputs + self.gap, device=DEVICE).to(self.dtype)[:, :outputs]
 
-    def compute(self, operations: TritonDeltas, x: torch.Tensor, out: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None) -> None:
+    def compute(self, operations: TiledDeltas, x: torch.Tensor, out: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None) -> None:
         plan = operations.plan_rows(plan, len(self.counts), self.experts)
         operations.expand(out, operations.shrink(x, self.layer, plan, self.place_pages), self.layer, plan, self.place_pages, bias)
 
@@ -116,13 +119,13 @@ class Case:
             got, expected = got[kept], expected[kept]
         assert torch.equal(got, expected)
 
-    def check(self, biased: bool = False) -> None:
+    def check(self, biased: bool = False, operations: TiledDeltas | None = None) -> None:
         x, out = self.make_rows()
         whole = out if not self.gap else out._base
         plan, before = self.make_plan(), whole.clone()
         bias = torch.randn(out.shape[1], device=DEVICE).to(self.dtype) if biased else None
         expected = self.compute_reference(x, out, plan, bias)
-        self.compute(TritonDeltas(), x, out, plan, bias)
+        self.compute(operations or TritonDeltas(), x, out, plan, bias)
         error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
         assert error <= 2 * UNIT[self.dtype], error
         kept = [row for row, place in enumerate(self.places) if place < 0 or not self.counts[place]]
@@ -134,9 +137,9 @@ def draw_places(rows: int, num_places: int) -> list[int]:
     return (torch.randint(num_places + 1, (rows,)) - 1).tolist()
 
 
-def list_thresholds(experts: int) -> list[int]:
+def list_thresholds(experts: int, places: int = 4) -> list[int]:
     """Numbers of rows that use every block and every kernel of `group_rows`."""
-    blocks = [count for count in range(2, 10_000) if choose_block(count, experts) != choose_block(count - 1, experts)]
+    blocks = [count for count in range(2, 10_000) if choose_block(count, places, experts) != choose_block(count - 1, places, experts)]
     return [1, *blocks, *(size + 1 for size in SORTED_ROWS)]
 
 
@@ -195,10 +198,19 @@ def test_gated_rows_of_one_adapter(place: int, rows: int) -> None:
 
 
 @each_type
+@pytest.mark.parametrize("counts", [(1, 2, 0, 4), (1, 1, 0, 1), (5, 1, 0, 9)])
 @pytest.mark.parametrize("rows", [70] + [600] * ON_GPU)
-def test_gated_tiles_of_64_rows(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_tiles_of_64_rows(rows: int, counts: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
-    Case(40, (72, 72), places=draw_places(rows, 4), scaled=(1,), dtype=dtype).check_gated(True)
+    Case(40, (72, 72), counts, places=draw_places(rows, 4), scaled=(1,), dtype=dtype).check_gated(True)
+
+
+@pytest.mark.parametrize("rows", [1, 20, 70])
+@pytest.mark.parametrize("counts", [(1, 1), (6, 3), (3, 9)])
+def test_ranks_of_several_rounds(counts: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rows > 64:
+        monkeypatch.setattr("frame.adapters.triton_deltas.choose_block", lambda *_: 64)
+    Case(counts=counts, places=draw_places(rows, 2), scaled=(0,)).check(True)
 
 
 @pytest.mark.parametrize("pairs", [1, 16, 40] + [100, 2048] * ON_GPU)
@@ -236,8 +248,9 @@ def test_pages_beyond_two_to_the_31st_element(rows: int) -> None:
 def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
     places = torch.tensor(draw_places(rows, 6), dtype=torch.int32, device=DEVICE)
     of_rows = torch.randint(experts, (rows,), device=DEVICE) if experts else None
-    block = max(8, choose_block(rows, experts))
-    keys, tiled = (each.cpu() for each in group_rows(places, of_rows, 6, experts, block))
+    block = max(8, choose_block(rows, 6, experts))
+    keys, tiled, counters = (each.cpu() for each in group_rows(places, of_rows, 6, experts, block))
+    assert len(counters) == COUNTERS * len(keys) and not counters.any()
     row_keys = (places if of_rows is None else torch.where(places < 0, -1, places * experts + of_rows)).tolist()
     tiles = [
         (key, [row for row in lanes if row < rows])
@@ -252,7 +265,25 @@ def test_rows_of_a_key_share_tiles(rows: int, experts: int) -> None:
 
 @pytest.mark.parametrize("experts", [0, 8, 128])
 def test_warm_up_rows_use_every_block(experts: int) -> None:
-    assert {choose_block(count, experts) for count in list_thresholds(experts)} == {1, 8, 64}
+    assert {choose_block(count, 4, experts) for count in list_thresholds(experts)} == ({1, 8, 64} if experts else {1, 8, 16, 32, 64})
+    assert [choose_block(64, places, experts) for places in (1, 8, 32)] == ([8, 8, 8] if experts else [32, 16, 8])
+
+
+@triton.jit
+def _read_pages(b, numbers, out, last, stride, PAGES: tl.constexpr, OUTPUTS: tl.constexpr):
+    number, column = tl.arange(0, PAGES), tl.arange(0, OUTPUTS)
+    tile = load_b(b + tl.load(numbers + number) * stride, number, last, column, column < OUTPUTS - 1, PAGES, OUTPUTS)
+    tl.store(out + column[:, None] * PAGES * 16 + tl.arange(0, PAGES * 16)[None, :], tile)
+
+
+def test_pages_beside_each_other() -> None:
+    """The ranks of the pages that an adapter has, and zeros for the others."""
+    b, numbers = torch.randn(5, 16, PAGE_RANKS, device=DEVICE), torch.tensor([3, 1, 4, 0], dtype=torch.int32, device=DEVICE)
+    out = b.new_full((16, 64), torch.nan)
+    _read_pages[(1,)](b, numbers, out, 3, b.stride(0), PAGES=4, OUTPUTS=16)
+    expected = torch.cat([b[3], b[1], b[4], torch.zeros_like(b[0])], 1)
+    expected[15] = 0
+    assert torch.equal(out, expected)
 
 
 def test_blocks_of_outputs_lie_in_one_part() -> None:
@@ -260,6 +291,36 @@ def test_blocks_of_outputs_lie_in_one_part() -> None:
     assert list_blocks((5, 40), 32) == ([(0, 5, 0), (5, 45, 1), (37, 45, 1)], 1)
     with pytest.raises(TypeError, match="plan_rows"):
         Case().compute(UnplannedDeltas(), *Case().make_rows(), Case().make_plan(), None)
+
+
+@each_type
+def test_bits_of_a_row_depend_on_that_row_alone(dtype: torch.dtype) -> None:
+    """Among rows of other adapters and ranks, and in other places of a tile."""
+    case, operations = Case(272, (48, 24), places=draw_places(70, 4), scaled=(1,), dtype=dtype), FixedDeltas()
+    operations.prove(case.layer)
+    (x, out), places = case.make_rows(), case.places
+    together = out.clone()
+    case.compute(operations, x, together, case.make_plan(), None)
+    for rows in (torch.arange(0, 70, 9), torch.arange(69, -1, -1), torch.tensor([5])):
+        rows, some = rows.to(DEVICE), out[rows]
+        case.places = [places[row] for row in rows.tolist()]
+        case.compute(operations, x[rows], some, case.make_plan(), None)
+        assert torch.equal(some, together[rows])
+    case.places = places
+    case.check(operations=operations)
+
+
+class PlacedDeltas(FixedDeltas):
+    """Whose results depend on the number of rows."""
+
+    def expand(self, out: torch.Tensor, *others: object) -> None:
+        super().expand(out, *others)  # type: ignore[arg-type]
+        out += len(out)
+
+
+def test_a_product_that_depends_on_other_rows_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="depend on a row's place"):
+        PlacedDeltas().prove(Case().layer)
 
 
 class UnplannedDeltas(TritonDeltas):

@@ -93,7 +93,14 @@ def find_adapter_conflicts(config: FrameConfig, model_config: ModelConfig) -> It
 
 
 def find_batch_conflicts(
-    config: FrameConfig, task: Task, tree: TreeShape | None, *, on_cpu: bool, media: bool, spans: bool
+    config: FrameConfig,
+    model_config: ModelConfig,
+    task: Task,
+    tree: TreeShape | None,
+    *,
+    on_cpu: bool,
+    media: bool = False,
+    spans: bool = False,
 ) -> Iterator[ResolveError]:
     """What stands against the batch-invariant mode, besides plugins without the capability
     `batch_invariant`. media: the model serves them; spans: their tokens attend to later ones."""
@@ -103,8 +110,8 @@ def find_batch_conflicts(
         (task != "generate", f"model.task is {task}", "model.task: generate"),
         (tree is not None, "a drafter drafts trees, which another mask verifies; set its option eagle_topk to 1", None),
         (
-            config.adapters.enabled and not on_cpu,
-            "adapters.enabled is true, whose kernels for GPUs choose tiles by rows",
+            config.adapters.enabled and not on_cpu and (model_config.kind == "mla" or model_config.num_experts > 0),
+            "adapters.enabled is true, and on GPUs fused products of latents and of experts round otherwise in steps without adapters",
             "adapters.enabled: false",
         ),
         (config.parallel.dp_attention, "parallel.dp_attention is true", "parallel.dp_attention: false"),

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch, ScheduledBatch
     from frame.core.interfaces.runner import AdapterOrder, PendingOrder
 
+    ShrinkPairs = Callable[[torch.Tensor, torch.Tensor, "SortedPairs | None"], "PairDelta | None"]
+
 
 class Span(Protocol):
     """A rank's range of a dimension; see `frame.models.layers.parameter.Range`."""
@@ -32,14 +34,24 @@ class Span(Protocol):
 @dataclass(frozen=True, slots=True)
 class PairDelta:
     """What a runner's kernel adds to its GEMM of (token, expert) pairs: `shrunk`, summed over the
-    splits, times `b` of the pair's adapter and expert. Where a token has no adapter, or one with
-    fewer pages, `shrunk` is undefined."""
+    splits, times `b` of the pair's adapter and expert; undefined where the adapter has no page."""
 
     shrunk: torch.Tensor  # float32 [splits, pairs, parts, pages of an adapter * 16]
     b: torch.Tensor  # [pages, experts, outputs, 16]; the first stride is any, the others are contiguous
     places: torch.Tensor  # int32 [tokens]; place of each token's adapter; -1: none
     place_pages: torch.Tensor  # int32 [places, pages of an adapter]
     counts: torch.Tensor  # int32 [places]; pages of each place that the layer reads, perhaps 0
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """Pairs in blocks of `block` rows of one expert. by_row: x has these rows, not the tokens'."""
+
+    pairs: torch.Tensor  # int32 [rows]; the number of pairs for a padding row
+    experts: torch.Tensor  # int32 [blocks]
+    used: torch.Tensor  # int32 [1]; blocks in use
+    block: int
+    by_row: bool = False
 
 
 class LayerDelta(Protocol):
@@ -51,8 +63,7 @@ class LayerDelta(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether a row of this step may have an adapter. False: the layer computes as without
-        adapters."""
+        """Whether a row of this step may have an adapter; False: the layer computes as without."""
         ...
 
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,16 +76,15 @@ class LayerDelta(Protocol):
         """Whether the layer has `shrink_pairs`."""
         ...
 
-    def shrink_pairs(self, x: torch.Tensor, ids: torch.Tensor) -> PairDelta | None:
+    def shrink_pairs(self, x: torch.Tensor, ids: torch.Tensor, order: SortedPairs | None = None) -> PairDelta | None:
         """`shrink` of a layer with experts, for a kernel that adds the deltas itself. ids int64
-        [tokens, k], contiguous: the experts of each token; x [tokens, inputs], or [tokens * k,
-        inputs] of the pairs. None: no adapter of this step changes the layer."""
+        [tokens, k]; x [tokens, inputs], or without `order` [tokens * k, inputs]. None: no adapter
+        of this step changes the layer."""
         ...
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """As `shrink`, of rows that are 1 at the input `ids[row]` and 0 elsewhere, of a layer with
-        `lookup`. ids int64 [rows], counted from the rank's first input; ids that are not the rank's
-        give zeros."""
+        `lookup`. ids int64 [rows], counted from the rank's first input; others' give zeros."""
         ...
 
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

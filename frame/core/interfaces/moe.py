@@ -8,7 +8,6 @@ computes the experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import nn
 
-    from frame.core.interfaces.adapter_layers import PairDelta
+    from frame.core.interfaces.adapter_layers import ShrinkPairs
     from frame.core.interfaces.rank_context import RankContext
 
 
@@ -198,19 +197,11 @@ class SupportsPairMatmul(Protocol):
 
 @runtime_checkable
 class SupportsPairDeltas(Protocol):
-    """A runner whose kernels add the deltas of adapters to the products of single (token, expert)
-    pairs, for the numbers of tokens at which launches cost more than what they compute."""
+    """A runner whose kernels add the deltas of adapters to their GEMMs."""
 
-    def run_with_deltas(
-        self,
-        tokens: DispatchOutput,
-        experts: nn.Module,
-        gate_up: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
-        down: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
-    ) -> torch.Tensor | None:
-        """As `MoERunner.run`, with deltas. gate_up, down: `LayerDelta.shrink_pairs` of the two
-        layers. None, before anything is computed: the runner has no such kernel for so many
-        tokens."""
+    def run_with_deltas(self, tokens: DispatchOutput, experts: nn.Module, gate_up: ShrinkPairs, down: ShrinkPairs) -> torch.Tensor | None:
+        """As `MoERunner.run`, with deltas by both layers' `LayerDelta.shrink_pairs`. None, before
+        anything is computed: the runner has no such kernel for these experts."""
         ...
 
 

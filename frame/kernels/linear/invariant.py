@@ -110,7 +110,6 @@ class InvariantMatmul:
             return F.linear(x, weight)
 
         self._rows = InvariantRows(multiply, weight[:1], "linear", *weight.shape, *weight.stride())
-        self.max_rows = self._rows.max_rows
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x […, inputs] -> […, outputs]."""

@@ -3,10 +3,10 @@
 times `a`) and `expand` (that times `b`, added to a layer's outputs in place).
 
 Tiles of one row use the CUDA cores, larger ones the tensor cores. What a tile reads is found on the
-device, from tables that a CUDA graph reads again at each replay: the pages of the adapter's place
-and how many of them the layer has. `shrink` splits the inputs over programs and `expand` adds the
-sums, so that few rows occupy the device without a launch that clears sums. For a gated layer
-`expand` may also compute the activation.
+device, from tables that a CUDA graph reads again at each replay. Both kernels take several pages at
+a time. `shrink` splits the inputs over programs, so that few rows occupy the device: `expand` adds
+the sums of tiles of one row, and of larger tiles the last program of a sum adds them and rounds.
+For a gated layer `expand` may also compute the activation.
 Used by `frame.adapters.triton_deltas`; depends on no layer.
 """
 
@@ -20,7 +20,9 @@ import triton.language as tl
 
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import ceil_div, launch_dependents, launch_options, next_power_of_2, wait_for_previous
+from frame.kernels.lora.row_tiles import COUNTERS
 
+_PAGES = 4  # at a time
 _LARGE_SHARED_MEMORY = 200 << 10  # bytes: room for three loads of 64 rows and 64 columns, each 512 bytes
 
 
@@ -36,6 +38,12 @@ class ProductSizes:
     expand_warps: int = 4
     stages: int = 3  # loads of `shrink` under way
     registers: int | None = None  # of a thread of `expand` at most
+    pages: int = 1  # that one program of `expand` takes at a time, and at most one of `shrink`; a power of two
+
+    @property
+    def shrink_pages(self) -> int:
+        """That one program of `shrink` computes, of `columns / 16 / shrink_pages` parts."""
+        return min(self.pages, self.columns // 16)
 
     @property
     def gated_outputs(self) -> int:
@@ -46,7 +54,7 @@ class ProductSizes:
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Rows of one key each. `block` 1: `keys` are the places of the rows, and `rows` their experts
-    (or anything without experts); else both are from `group_rows`."""
+    (or anything without experts); else these and `counters` are from `group_rows`."""
 
     keys: torch.Tensor
     rows: torch.Tensor
@@ -54,6 +62,7 @@ class Tiles:
     num_rows: int
     num_experts: int  # 0: without experts
     top: int = 1  # with `block` 1: consecutive rows that have one entry of `keys`
+    counters: torch.Tensor | None = None  # int32 [tiles * COUNTERS] zeros, before and after each product
 
     @property
     def count(self) -> int:
@@ -64,22 +73,28 @@ class Tiles:
         return {"BLOCK": self.block, "HAS_EXPERTS": self.num_experts > 0, "TOP": self.top, "UPCAST": INTERPRETED}
 
 
-def choose_sizes(block: int, inputs: int, splits: tuple[int, ...], value_bytes: int, shared_memory: int) -> ProductSizes:
-    """Sizes for tiles of `block` rows of a layer whose parts have `splits` outputs. shared_memory:
-    of one program at most, in bytes."""
+def choose_sizes(
+    block: int, inputs: int, splits: tuple[int, ...], max_pages: int, value_bytes: int, shared_memory: int
+) -> ProductSizes:  # fmt: skip
+    """Sizes for tiles of `block` rows of a layer whose parts have `splits` outputs, and adapters of
+    at most `max_pages` pages. shared_memory: of one program at most, in bytes."""
     is_large, is_long = sum(splits) > 8192, inputs > 8192
-    outputs = next_power_of_2(max(16, *splits))
+    outputs, pages = next_power_of_2(max(16, *splits)), min(_PAGES, next_power_of_2(max_pages))
     if block == 1:
         each = min(1024, next_power_of_2(ceil_div(inputs, 4)))
         warps, num_splits = 8 if each > 512 else 4, 8 if is_long else 4
-        return ProductSizes(num_splits, max(16, each), 16, min(256 if is_large else 128, outputs), warps, stages=1)
+        pages = 1 if is_large else pages  # of several pages, 8 rows of a large layer take longer
+        wide = 256 if is_large else max(64, 128 // pages)
+        return ProductSizes(num_splits, max(16, each), 16, min(wide, outputs), warps, stages=1, pages=pages)
     if block < 64:  # shared memory for two copies beside a kernel that streams a base weight
         num_splits = 8 if is_long or len(splits) > 2 else 4
-        return ProductSizes(num_splits, 512 // value_bytes, 16, min(512 if is_large else 256, outputs), expand_warps=8 if is_large else 4)
-    columns = min(64, next_power_of_2(16 * len(splits)))
-    loaded = 512 if shared_memory >= _LARGE_SHARED_MEMORY else 256
-    registers = 80 if value_bytes == 2 else None  # three programs on a multiprocessor
-    return ProductSizes(2, loaded // value_bytes, columns, min(128, outputs), expand_warps=8, registers=registers)
+        wide = max(256, 512 // pages) if is_large else max(128, 256 // pages)
+        each = (512 if pages == 1 and block == 8 else 256) // value_bytes
+        return ProductSizes(num_splits, each, 16 * pages, min(wide, outputs), expand_warps=8 if is_large else 4, pages=pages)
+    columns = min(64, next_power_of_2(16 * len(splits)) * pages)
+    loaded = 512 if shared_memory >= _LARGE_SHARED_MEMORY and columns == 64 else 256
+    registers = 80 if value_bytes == 2 and pages == 1 else None  # three programs on a multiprocessor
+    return ProductSizes(2, loaded // value_bytes, columns, min(128, outputs), expand_warps=8, registers=registers, pages=pages)
 
 
 def list_blocks(splits: tuple[int, ...], outputs: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -113,35 +128,45 @@ def _find_tile(tile, keys, rows, num_experts, BLOCK: tl.constexpr, HAS_EXPERTS: 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
-    x, a, keys, rows, counts, place_pages, out,
-    num_rows, inputs, columns, num_experts, max_pages, x_stride, a_stride,
+    x, a, keys, rows, counts, place_pages, partial, counters, out,
+    num_rows, inputs, parts, num_experts, max_pages, x_stride, a_stride,
     split,  # inputs of one split, a multiple of INPUTS
     X_TOP: tl.constexpr,  # rows that read one row of x
-    COLUMNS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, PAGES: tl.constexpr,
+    SPLITS: tl.constexpr,  # whose sums the last program adds; 1: `out` has those of all programs
+    SLOTS: tl.constexpr,  # counters of a tile
     BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of COLUMNS of each page, tiles, splits)."""
+    """Grid: (blocks of COLUMNS, tiles, splits). A block has PAGES pages of each of COLUMNS / 16 /
+    PAGES parts; blocks of all parts of some pages follow each other."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     place, expert, row = _find_tile(tl.program_id(1), keys, rows, num_experts, BLOCK, HAS_EXPERTS, TOP)
     if place < 0:
         return
-    number = tl.program_id(0) % max_pages
-    page = tl.load(place_pages + place * max_pages + number).to(tl.int64)
-    if number >= tl.load(counts + place):
+    PARTS: tl.constexpr = COLUMNS // 16 // PAGES
+    blocks = (parts + PARTS - 1) // PARTS
+    first_page = tl.program_id(0) // blocks * PAGES
+    column = tl.arange(0, COLUMNS)
+    part = tl.program_id(0) % blocks * PARTS + column // 16 // PAGES
+    number = first_page + column // 16 % PAGES
+    page = tl.load(place_pages + place * max_pages + number, mask=number < max_pages, other=0).to(tl.int64)
+    count = tl.load(counts + place)
+    if first_page >= count:
         return
+    is_column = (part < parts) & (number < count)
     is_row = row < num_rows
-    column = tl.program_id(0) // max_pages * COLUMNS + tl.arange(0, COLUMNS)
     lanes = tl.arange(0, INPUTS)
     x_rows = x + (row // X_TOP).to(tl.int64)[:, None] * x_stride + lanes[None, :]
-    a_rows = a + page * a_stride + (tl.cast(expert, tl.int64) * columns + column)[:, None] * inputs + lanes[None, :]
+    a_row = (tl.cast(expert, tl.int64) * parts + part) * 16 + column % 16
+    a_rows = a + (page * a_stride + a_row * inputs)[:, None] + lanes[None, :]
     IS_TALL: tl.constexpr = BLOCK >= 64  # the side of 64 rows comes first, as warp-group MMA requires
     total = tl.zeros([BLOCK, COLUMNS] if IS_TALL else [COLUMNS, BLOCK], tl.float32)
     start = tl.program_id(2) * split
     for first in tl.range(start, tl.minimum(start + split, inputs), INPUTS, num_stages=STAGES):
         inside = (first + lanes < inputs)[None, :]
         x_tile = tl.load(x_rows + first, mask=is_row[:, None] & inside, other=0.0)
-        a_tile = tl.load(a_rows + first, mask=(column < columns)[:, None] & inside, other=0.0)
+        a_tile = tl.load(a_rows + first, mask=is_column[:, None] & inside, other=0.0)
         if UPCAST or BLOCK == 1:  # the interpreter multiplies bfloat16 incorrectly
             x_tile, a_tile = x_tile.to(tl.float32), a_tile.to(tl.float32)
         if BLOCK == 1:
@@ -152,36 +177,70 @@ def _shrink_kernel(
             total = tl.dot(a_tile, tl.trans(x_tile), total, input_precision="ieee")
     if not IS_TALL:
         total = tl.trans(total)
-    out_rows = (tl.cast(tl.program_id(2), tl.int64) * num_rows + row) * columns * max_pages
-    places = column // 16 * max_pages * 16 + number * 16 + column % 16
-    tl.store(out + out_rows[:, None] + places[None, :], total, mask=is_row[:, None] & (column < columns)[None, :])
+    size = tl.cast(num_rows, tl.int64) * parts * max_pages * 16
+    places = (row.to(tl.int64)[:, None] * parts + part[None, :]) * max_pages * 16 + (number * 16 + column % 16)[None, :]
+    mask = is_row[:, None] & is_column[None, :]
+    if SPLITS == 1:
+        tl.store(out + tl.program_id(2) * size + places, total.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(partial + tl.program_id(2) * size + places, total, mask=mask)
+        tl.debug_barrier()
+        counter = counters + tl.program_id(1) * SLOTS + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(partial + other * size + places, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(counter, 0)
+            tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
 
 
 def shrink(
     x: torch.Tensor, a: torch.Tensor, parts: int, tiles: Tiles, counts: torch.Tensor,
     place_pages: torch.Tensor, sizes: ProductSizes,
 ) -> torch.Tensor:  # fmt: skip
-    """-> float32 [splits, rows, parts, ranks], whose sum over the splits is the product. x: of each
-    row, or of each `tiles.top` rows. Other arguments as in `LayerPages`."""
-    inputs, max_pages = x.shape[1], place_pages.shape[1]
-    columns = 16 * parts
-    out = torch.empty((sizes.splits, tiles.num_rows, parts, 16 * max_pages), dtype=torch.float32, device=x.device)
-    split = ceil_div(ceil_div(inputs, sizes.splits), sizes.inputs) * sizes.inputs
-    _shrink_kernel[(max_pages * ceil_div(columns, sizes.columns), tiles.count, sizes.splits)](
-        x, a, tiles.keys, tiles.rows, counts, place_pages, out,
-        tiles.num_rows, inputs, columns, max(1, tiles.num_experts), max_pages, x.stride(0), a.stride(0), split,
+    """-> [splits, rows, parts, ranks], whose sum over the splits is the product: float32, or of
+    tiles with `counters`, in the type of x and one split. x: of each row, or of each `tiles.top`
+    rows. Other arguments as in `LayerPages`."""
+    inputs, max_pages, splits = x.shape[1], place_pages.shape[1], sizes.splits
+    blocks = ceil_div(max_pages, sizes.shrink_pages) * ceil_div(parts, sizes.columns // 16 // sizes.shrink_pages)
+    if (is_summed := tiles.counters is not None) and blocks > COUNTERS:
+        splits = 1
+    shape = tiles.num_rows, parts, 16 * max_pages
+    sums = x.new_empty((splits, *shape), dtype=torch.float32) if splits > 1 or not is_summed else x
+    out = x.new_empty((1, *shape)) if is_summed else sums
+    split = ceil_div(ceil_div(inputs, splits), sizes.inputs) * sizes.inputs
+    _shrink_kernel[(blocks, tiles.count, splits)](
+        x, a, tiles.keys, tiles.rows, counts, place_pages, sums, tiles.keys if tiles.counters is None else tiles.counters, out,
+        tiles.num_rows, inputs, parts, max(1, tiles.num_experts), max_pages, x.stride(0), a.stride(0), split,
         X_TOP=max(1, tiles.num_rows // max(1, len(x))), COLUMNS=sizes.columns, INPUTS=sizes.inputs, STAGES=sizes.stages,
+        PAGES=sizes.shrink_pages, SPLITS=splits if is_summed else 1, SLOTS=COUNTERS,
         **tiles.constants, **launch_options(x.device, sizes.shrink_warps),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _sum_splits(rows, stride, mask, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """What `shrink` computed of 16 ranks, float32 [BLOCK, 16]."""
-    inner = tl.zeros([BLOCK, 16], tl.float32)
-    for split in tl.static_range(SPLITS):
-        inner += tl.load(rows + stride * split, mask=mask, other=0.0)
+def load_b(pages, number, last, column, is_column, PAGES: tl.constexpr, OUTPUTS: tl.constexpr):
+    """[OUTPUTS, PAGES * 16] of pages that begin at `pages` [PAGES], of which the first `last` > 0
+    are read; zeros for the others."""
+    rank = tl.arange(0, 16)
+    places = pages[None, :, None] + (column.to(tl.int64) * 16)[:, None, None] + rank[None, None, :]
+    mask = is_column[:, None, None]
+    if PAGES > 1:
+        mask = mask & (number < last)[None, :, None]
+    tile = tl.load(places, mask=mask, other=0.0)
+    return tl.reshape(tile, [OUTPUTS, PAGES * 16])
+
+
+@triton.jit
+def sum_splits(rows, stride, mask, SPLITS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr):
+    """What `shrink` computed of RANKS ranks [BLOCK, RANKS]."""
+    if SPLITS == 1:
+        inner = tl.load(rows, mask=mask, other=0.0)
+    else:
+        inner = tl.zeros([BLOCK, RANKS], tl.float32)
+        for split in tl.static_range(SPLITS):
+            inner += tl.load(rows + stride * split, mask=mask, other=0.0)
     return inner
 
 
@@ -220,7 +279,7 @@ def _add_delta(result, total, column, inside, scales, bias, is_scaled, HAS_BIAS:
 def _expand_kernel(
     product, shrunk, b, keys, rows, counts, place_pages, blocks, scales, has_scale, bias, out,
     num_rows, outputs, half, parts, num_experts, max_pages, product_stride, out_stride, b_stride,
-    SPLITS: tl.constexpr, OUTPUTS: tl.constexpr, UNIT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    SPLITS: tl.constexpr, PAGES: tl.constexpr, OUTPUTS: tl.constexpr, UNIT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of OUTPUTS, tiles). IS_GATED: outputs of the gate, each with the one `half`
@@ -239,10 +298,12 @@ def _expand_kernel(
             return
     has_place = place >= 0
     page_numbers = place_pages + place * max_pages
-    page = tl.load(page_numbers, mask=has_place, other=0)
+    number = tl.arange(0, PAGES)
+    page = tl.load(page_numbers + number, mask=number < tl.where(has_place, max_pages, 0), other=0)
     count = tl.load(counts + place, mask=has_place, other=0)
     is_scaled = tl.load(has_scale + place, mask=has_place, other=0) != 0
-    column, rank = first + tl.arange(0, OUTPUTS), tl.arange(0, 16)
+    RANKS: tl.constexpr = PAGES * 16
+    column, rank = first + tl.arange(0, OUTPUTS), tl.arange(0, RANKS)
     is_row, is_column = (row < num_rows)[:, None], column < end
     row = row.to(tl.int64)
     inside = is_row & is_column[None, :]
@@ -252,25 +313,28 @@ def _expand_kernel(
         up = tl.load(result_tile + half, mask=inside, other=0.0)
     elif count == 0:
         return
-    b_rows = b + (tl.cast(expert, tl.int64) * outputs + column)[:, None] * 16 + rank[None, :]
+    b += tl.cast(expert, tl.int64) * outputs * 16
     inner_rows = shrunk + ((row * parts + part) * max_pages * 16)[:, None] + rank[None, :]
     split_stride = tl.cast(num_rows, tl.int64) * parts * max_pages * 16
     total = tl.zeros([BLOCK, OUTPUTS] if BLOCK >= 64 else [OUTPUTS, BLOCK], tl.float32)
     up_total = total
-    for number in range(count):
-        b_page = b_rows + page.to(tl.int64) * b_stride
-        b_tile = tl.load(b_page, mask=is_column[:, None], other=0.0)
-        inner = _sum_splits(inner_rows + number * 16, split_stride, is_row, SPLITS, BLOCK)
+    for start in range(0, count, PAGES):
+        pages = b + page.to(tl.int64) * b_stride
+        has_rank = is_row
+        if PAGES > 1:
+            has_rank = is_row & (start * 16 + rank < count * 16)[None, :]
+        b_tile = load_b(pages, number, count - start, column, is_column, PAGES, OUTPUTS)
+        inner = sum_splits(inner_rows + start * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
         if BLOCK >= 64:  # fewer registers
             total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
         if IS_GATED:
-            up_b_tile = tl.load(b_page + half * 16, mask=is_column[:, None], other=0.0)
-            up_inner = _sum_splits(inner_rows + (max_pages + number) * 16, split_stride, is_row, SPLITS, BLOCK)
+            up_b_tile = load_b(pages, number, count - start, half + column, is_column, PAGES, OUTPUTS)
+            up_inner = sum_splits(inner_rows + (max_pages + start) * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
         if BLOCK < 64:  # all loads before the first product
             total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
         if IS_GATED:
             up_total = _multiply_b(up_b_tile, up_inner, up_total, BLOCK, UPCAST)
-        page = tl.load(page_numbers + number + 1, mask=number + 1 < count, other=0)
+        page = tl.load(page_numbers + start + PAGES + number, mask=start + PAGES + number < count, other=0)
     scales += tl.cast(place, tl.int64) * outputs
     is_scaled &= count > 0
     result = _add_delta(result, total, column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK)
@@ -298,7 +362,7 @@ def expand(
         out, shrunk, b, tiles.keys, tiles.rows, counts, place_pages, table, *scales, out if bias is None else bias, target,
         tiles.num_rows, out.shape[1], out.shape[1] // 2, shrunk.shape[2], max(1, tiles.num_experts), place_pages.shape[1],
         out.stride(0), target.stride(0), b.stride(0),
-        SPLITS=len(shrunk), OUTPUTS=sizes.outputs if gated is None else sizes.gated_outputs, UNIT=unit,
+        SPLITS=len(shrunk), PAGES=sizes.pages, OUTPUTS=sizes.outputs if gated is None else sizes.gated_outputs, UNIT=unit,
         HAS_BIAS=bias is not None, IS_GATED=gated is not None,
         **tiles.constants, **launch_options(out.device, sizes.expand_warps), num_stages=1, maxnreg=sizes.registers,
     )  # fmt: skip

@@ -14,30 +14,36 @@ import triton.language as tl
 
 from frame.kernels.launch import launch_dependents, launch_options, wait_for_previous
 
+COUNTERS = 32  # of each tile, for the programs that add up a product's splits
 SORTED_ROWS = 64, 512  # rows that one program sorts; PyTorch sorts more
 _FEW_ROWS, _FEW_PAIRS = 8, 32  # that are cheaper one by one than sorted
 _MANY_ROWS = 512  # that fill tiles of 64, with as many for each expert as half a tile
 
 
-def choose_block(num_rows: int, num_experts: int) -> int:
-    """Rows of a tile: 1, 8 or 64."""
+def choose_block(num_rows: int, num_places: int, num_experts: int) -> int:
+    """Rows of a tile: 1, 8, 16, 32 or 64. A larger tile reads an adapter's weights for more rows at
+    once, but computes all its rows, so it is about twice the rows of each of many adapters."""
     if num_rows <= (_FEW_PAIRS if num_experts else _FEW_ROWS):
         return 1
-    return 64 if num_rows >= max(_MANY_ROWS, 32 * num_experts) else 8
+    if num_rows >= max(_MANY_ROWS, 32 * num_experts):
+        return 64
+    each = 0 if num_experts else num_rows // num_places
+    return 8 if each < 8 else 16 if each < 32 else 32
 
 
 def group_rows(
     places: torch.Tensor, experts: torch.Tensor | None, num_places: int, num_experts: int, block: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> int32 [tiles] the key of each tile, -1 for an unused one; int32 [tiles * block] its rows,
-    `len(places)` for none. Rows whose place is -1 are in tiles of the key -1, so each row is in one
-    tile. The rows of a tile come before the lanes without one, and unused tiles come last, whose
-    programs then delay no others. Many rows are backwards: in a long prompt, the last ones are
-    still in the L2 cache."""
+    `len(places)` for none; int32 [tiles * COUNTERS] zeros, which products use. Rows whose place is
+    -1 are in tiles of the key -1, so each row is in one tile. The rows of a tile come before the
+    lanes without one, and unused tiles come last, whose programs then delay no others. Many rows
+    are backwards: in a long prompt, the last ones are still in the L2 cache."""
     num_rows, num_keys = len(places), num_places * max(1, num_experts)
     groups = min(num_keys + 1, num_rows)
     num_tiles = groups + (num_rows - groups) // block
     keys, rows = places.new_empty(num_tiles), places.new_empty(num_tiles * block)
+    counters = places.new_empty(num_tiles * COUNTERS)
     if num_rows > SORTED_ROWS[-1]:
         row_keys = places if experts is None else torch.where(places < 0, -1, places * num_experts + experts).int()
         row_keys, order = row_keys.sort()
@@ -46,13 +52,13 @@ def group_rows(
         tiles = tiles[-1] - tiles
         keys.fill_(-1)[tiles] = row_keys
         rows.fill_(num_rows)[tiles * block + lanes % block] = order.int()
-        return keys, rows
+        return keys, rows, counters.zero_()
     _sort_kernel[(1,)](
-        places, places if experts is None else experts, keys, rows, num_rows, num_keys, max(1, num_experts), num_tiles,
-        LANES=next(size for size in SORTED_ROWS if num_rows <= size), BLOCK=block, HAS_EXPERTS=experts is not None,
+        places, places if experts is None else experts, keys, rows, counters, num_rows, num_keys, max(1, num_experts), num_tiles,
+        LANES=next(size for size in SORTED_ROWS if num_rows <= size), SLOTS=COUNTERS, BLOCK=block, HAS_EXPERTS=experts is not None,
         **launch_options(places.device, 4),
     )  # fmt: skip
-    return keys, rows
+    return keys, rows, counters
 
 
 @triton.jit
@@ -63,8 +69,8 @@ def _join_runs(left_key, left, right_key, right):
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "num_experts", "num_tiles"])
 def _sort_kernel(
-    places, experts, keys, rows, num_rows, num_keys, num_experts, num_tiles,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, PDL: tl.constexpr,
+    places, experts, keys, rows, counters, num_rows, num_keys, num_experts, num_tiles,
+    LANES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program."""
     launch_dependents(PDL)
@@ -85,6 +91,8 @@ def _sort_kernel(
         tl.store(keys + start + lanes, tl.full([LANES], -1, tl.int32), mask=start + lanes < num_tiles)
     for start in range(0, num_tiles * BLOCK, LANES):
         tl.store(rows + start + lanes, tl.zeros([LANES], tl.int32) + num_rows, mask=start + lanes < num_tiles * BLOCK)
+    for start in range(0, num_tiles * SLOTS, LANES):
+        tl.store(counters + start + lanes, tl.zeros([LANES], tl.int32), mask=start + lanes < num_tiles * SLOTS)
     tl.debug_barrier()  # the stores of other threads come first
     tl.store(keys + tile, tl.where(key < num_keys, key, -1), mask=is_first)
     tl.store(rows + tile * BLOCK + lane % BLOCK, order % LANES, mask=is_row)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from frame.core.interfaces.adapter_layers import SortedPairs
 from frame.kernels.launch import PreparedLaunch, ceil_div, choose_warps, launch_dependents, next_power_of_2, wait_for_previous
 
 CHUNKS = 128, 512, 2048  # pairs that one program per expert scans; larger batches are first counted by chunks
@@ -24,22 +25,14 @@ _PADS = 16  # padding rows written at a time
 _COUNTS = 8192  # counts that a program sums at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Alignment:
-    """The sorted pairs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment(SortedPairs):
+    """The sorted pairs. Entries after the blocks in use are undefined. `rows` int32 [1]: rows of
+    the blocks in use. `counts` int32 [2]: zeros, which a kernel may use as work counters if it
+    leaves zeros."""
 
-    `pairs` int32 [rows]: the pair of each row; the number of pairs for a padding row. `experts`
-    int32 [blocks]: the expert of each block of `block` rows. `used` int32 [1]: the number of blocks
-    in use; entries after them are undefined. `rows` int32 [1]: their rows. `counts` int32 [2]:
-    zeros, which a kernel may use as work counters if it leaves zeros.
-    """
-
-    pairs: torch.Tensor
-    experts: torch.Tensor
-    used: torch.Tensor
     rows: torch.Tensor
     counts: torch.Tensor
-    block: int
 
 
 def align_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
@@ -49,7 +42,8 @@ def align_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Alignment:
     blocks = (pairs + min(num_experts, pairs) * (block - 1)) // block
     # all four parts are 16-byte aligned
     numbers = torch.empty(8 + blocks * (block + 1), dtype=torch.int32, device=device)
-    alignment = Alignment(numbers[8 : 8 + blocks * block], numbers[8 + blocks * block :], numbers[:1], numbers[1:2], numbers[4:6], block)
+    rows, of_blocks = numbers[8 : 8 + blocks * block], numbers[8 + blocks * block :]
+    alignment = Alignment(rows, of_blocks, numbers[:1], block, rows=numbers[1:2], counts=numbers[4:6])
     experts = next_power_of_2(num_experts)
     tensors = alignment.pairs, alignment.experts, alignment.used, alignment.counts
     if pairs <= CHUNKS[-1]:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from frame.kernels.launch import launch_dependents, wait_for_previous
 from frame.kernels.linear.fp8_quantize import round_to_fp8
+from frame.kernels.moe.expert_deltas import add_deltas
 
 SCALE_BLOCK = tl.constexpr(128)  # outputs and inputs that share one scale
 
@@ -109,10 +110,11 @@ def _add_bias(acc, bias, rows, SWAP: tl.constexpr):
 
 @triton.jit
 def _compute_tile(
-    x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, expert, start, first, num_pairs, x_stride,
-    x_scale_stride, out_scale_stride, w_expert, w_row,
+    x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, delta, expert, start, first, num_pairs, x_stride,
+    x_scale_stride, out_scale_stride, w_expert, w_row, b_stride, max_pages,
     N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, FIRST: tl.constexpr, BY_PAIR: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, BY_OUTPUT: tl.constexpr,
+    SPLITS: tl.constexpr, PAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """BM rows from `start` on, of one expert, times BN of its outputs from `first` on."""
@@ -166,6 +168,11 @@ def _compute_tile(
         acc = _add_bias(acc, bias + expert.to(tl.int64) * WEIGHT_ROWS, rows, SWAP)
         if GATED:
             up_acc = _add_bias(up_acc, bias + expert.to(tl.int64) * WEIGHT_ROWS + N, rows, SWAP)
+    if SPLITS > 0:
+        acc, up_acc = add_deltas(
+            acc, up_acc, pairs, valid, expert, columns, columns < N, delta[0], delta[1], delta[2], delta[3], delta[4], num_pairs,
+            b_stride, max_pages, N, TOP, GATED, SPLITS, PAGES, BM, BN, SWAP, UPCAST,
+        )  # fmt: skip
     if FIRST:
         acc = activate(acc, up_acc, ACTIVATION, ALPHA, LIMIT)
     else:
@@ -193,7 +200,8 @@ def experts_kernel(
     w_scale,  # float32 [experts, blocks of weight rows, K / 128]; if BY_OUTPUT [experts, weight rows]
     out_scale,  # float32 [N / 128, rows]
     bias,  # [experts, weight rows]
-    num_pairs, x_scale_stride, out_scale_stride, x_stride, w_expert, w_row,
+    shrunk, b, places, place_pages, counts,  # of `PairDelta`
+    num_pairs, x_scale_stride, out_scale_stride, x_stride, w_expert, w_row, b_stride, max_pages,
     N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr,
     FIRST: tl.constexpr,  # the first GEMM, which applies the activation; the second applies the pairs' weights
     BY_PAIR: tl.constexpr,  # the first GEMM's result is [pairs, N]
@@ -202,6 +210,8 @@ def experts_kernel(
     SCALED: tl.constexpr,  # x, weights and the first GEMM's result are float8 with scales
     BY_OUTPUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
     HALF_BLOCKS: tl.constexpr,  # an expert's last block computes half of the rows if that suffices
+    SPLITS: tl.constexpr,  # of `shrunk`; 0: no deltas
+    PAGES: tl.constexpr,  # of an adapter, that are multiplied at a time
     PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of rows times blocks of N, the latter fastest."""
@@ -214,20 +224,21 @@ def experts_kernel(
         return
     expert = tl.load(experts_of + block)
     start = block * BM
+    delta = (shrunk, b, places, place_pages, counts)
     is_half = False
     if HALF_BLOCKS:
         is_half = tl.load(pairs_of + start + BM // 2) >= num_pairs
     if is_half:
         _compute_tile(
-            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, expert, start, first, num_pairs, x_stride,
-            x_scale_stride, out_scale_stride, w_expert, w_row, N, K, TOP, FIRST, BY_PAIR, GATED, ACTIVATION, ALPHA, LIMIT, BIASED,
-            SCALED, BY_OUTPUT, BM // 2, BN, BK, TMA, SWAP, UPCAST,
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, delta, expert, start, first, num_pairs, x_stride,
+            x_scale_stride, out_scale_stride, w_expert, w_row, b_stride, max_pages, N, K, TOP, FIRST, BY_PAIR, GATED, ACTIVATION,
+            ALPHA, LIMIT, BIASED, SCALED, BY_OUTPUT, SPLITS, PAGES, BM // 2, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
     else:
         _compute_tile(
-            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, expert, start, first, num_pairs, x_stride,
-            x_scale_stride, out_scale_stride, w_expert, w_row, N, K, TOP, FIRST, BY_PAIR, GATED, ACTIVATION, ALPHA, LIMIT, BIASED,
-            SCALED, BY_OUTPUT, BM, BN, BK, TMA, SWAP, UPCAST,
+            x, w, out, pair_weights, pairs_of, x_scale, w_scale, out_scale, bias, delta, expert, start, first, num_pairs, x_stride,
+            x_scale_stride, out_scale_stride, w_expert, w_row, b_stride, max_pages, N, K, TOP, FIRST, BY_PAIR, GATED, ACTIVATION,
+            ALPHA, LIMIT, BIASED, SCALED, BY_OUTPUT, SPLITS, PAGES, BM, BN, BK, TMA, SWAP, UPCAST,
         )  # fmt: skip
 
 

@@ -97,21 +97,22 @@ class Pairs:
 
 
 def compute_gate_up(
-    x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype, activation: Activation = SILU
-) -> Rows:
+    x: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype, activation: Activation = SILU,
+    delta: PairDelta | None = None,
+) -> Rows:  # fmt: skip
     """The activated result of the first GEMM for each row of the alignment: x [tokens, hidden] ->
     [rows, inner] in `dtype`; in float8, with scales, if that is `dtype` and the tile's BN is 128,
     or if `expert_prefill_fp8` computes it."""
-    top = pairs.ids.shape[1]
-    if tile.use_gluon and activation == SILU and _can_use_gluon(x, weights, dtype):
+    top, use_gluon = pairs.ids.shape[1], tile.use_gluon and activation == SILU and delta is None
+    if use_gluon and _can_use_gluon(x, weights, dtype):
         return Rows(_prefill().compute_gate_up(x.values, weights.values, pairs.count, top, order))
-    if tile.use_gluon and activation == SILU and can_prefill_fp8(weights):
+    if use_gluon and can_prefill_fp8(weights):
         return Rows(*_prefill_fp8().compute_gate_up(x.values, x.scale, weights.values, weights.scale, pairs.count, top, order))
     rows, inner, device = len(order.pairs), activation.count_inner(weights), x.values.device
     act = Rows(torch.empty((rows, inner), dtype=dtype, device=device))
     if dtype == torch.float8_e4m3fn:
         act = Rows(act.values, torch.empty((inner // 128, rows), dtype=torch.float32, device=device).t())
-    _launch(x, weights, act, pairs, order, tile, activation)
+    _launch(x, weights, act, pairs, order, tile, activation, delta=delta)
     return act
 
 
@@ -123,18 +124,21 @@ def compute_pairs(x: Rows, weights: Weights, pairs: Pairs, order: Alignment, til
     return out
 
 
-def compute_down(act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+def compute_down(
+    act: Rows, weights: Weights, pairs: Pairs, order: Alignment, tile: Tile, dtype: torch.dtype, delta: PairDelta | None = None
+) -> torch.Tensor:
     """`compute_gate_up`'s result times down -> [pairs, hidden], each row times its pair's
     weight."""
-    if tile.use_gluon and _can_use_gluon(act, weights, dtype):
+    use_gluon = tile.use_gluon and delta is None
+    if use_gluon and _can_use_gluon(act, weights, dtype):
         return _prefill().compute_down(act.values, weights.values, pairs.weights, order)
-    if tile.use_gluon and dtype in _NARROW and can_prefill_fp8(weights):
+    if use_gluon and dtype in _NARROW and can_prefill_fp8(weights):
         return _prefill_fp8().compute_down(act.values, act.scale, weights.values, weights.scale, pairs.weights, order, dtype)
     rows = torch.empty((pairs.count, weights.values.shape[1]), dtype=dtype, device=act.values.device)
-    if tile.persistent and tile.tma and weights.scale is None and weights.bias is None:
+    if tile.persistent and tile.tma and delta is None and weights.scale is None and weights.bias is None:
         _launch_persistent(act.values, weights.values, rows, pairs, order, tile)
     else:
-        _launch(act, weights, Rows(rows), pairs, order, tile, None)
+        _launch(act, weights, Rows(rows), pairs, order, tile, None, delta=delta)
     return rows
 
 
@@ -192,6 +196,11 @@ def _list_delta(delta: PairDelta | None, instead: torch.Tensor) -> tuple[tuple[t
     return tensors, (len(delta.shrunk), delta.b.stride(0), delta.place_pages.shape[1])
 
 
+def _list_types(dtype: torch.dtype, splits: int) -> tuple[torch.dtype, ...]:
+    """Of the tensors of `_list_delta`."""
+    return (torch.float32, dtype, *[torch.int32] * 3) if splits else (dtype,) * 5
+
+
 def _can_use_gluon(rows: Rows, weights: Weights, dtype: torch.dtype) -> bool:
     """Whether `expert_prefill` runs with both: unquantized, with rows that TMA and 16-byte copies
     can read."""
@@ -243,6 +252,7 @@ def _launch(
     tile: Tile,
     activation: Activation | None,
     by_pair: bool = False,
+    delta: PairDelta | None = None,
 ) -> None:
     """`activation` None: the second GEMM. `by_pair`: the rows of `out` are pairs, as always of the
     second."""
@@ -253,13 +263,14 @@ def _launch(
     strides = x.stride(0), values.stride(0), values.stride(1)
     scales = 0 if weights.scale is None else weights.scale.dim()
     form = activation, weights.bias is not None, by_pair
-    launch = _prepared_experts(form, outputs, inputs, top, scales, tile, types, strides, x.device)
+    deltas, numbers = _list_delta(delta, out.values)
+    launch = _prepared_experts(form, outputs, inputs, top, scales, tile, types, (*strides, *numbers), x.device)
     w: Any = values
     if tile.tma:
         w = TensorDescriptor(values, [values.shape[0] * values.shape[1], inputs], [values.stride(1), 1], [tile.bn, tile.bk])
     tensors = x, w, out.values, pairs.weights, order.pairs, order.experts, order.used, x_scale, w_scale, out_scale, bias
-    numbers = pairs.count, x_scale.stride(1), out_scale.stride(1), *strides
-    launch((len(order.experts) * ceil_div(outputs, tile.bn), 1, 1), tensors, numbers)
+    values_of = pairs.count, x_scale.stride(1), out_scale.stride(1), *strides, *numbers[1:]
+    launch((len(order.experts) * ceil_div(outputs, tile.bn), 1, 1), (*tensors, *deltas), values_of)
 
 
 def _launch_persistent(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor, pairs: Pairs, order: Alignment, tile: Tile) -> None:
@@ -285,17 +296,21 @@ def _prepared_experts(
     scales: int,  # dimensions of the weights' scales, 0 without scales
     tile: Tile,
     types: tuple[torch.dtype, ...],
-    strides: tuple[int, ...],
+    numbers: tuple[int, ...],  # strides, then those of `_list_delta`
     device: torch.device,
 ) -> PreparedLaunch:
     x, w, out, x_scale, w_scale, out_scale, bias = types
     activation, biased, by_pair = form
     weights = _descriptor(w, tile.bn, tile.bk, device) if tile.tma else w
-    example = x, weights, out, torch.float32, *[torch.int32] * 3, x_scale, w_scale, out_scale, bias, 0, 0, 0, *strides
+    *strides, splits, b_stride, max_pages = numbers
+    deltas = _list_types(out, splits)
+    example = x, weights, out, torch.float32, *[torch.int32] * 3, x_scale, w_scale, out_scale, bias, *deltas, 0, 0, 0, *strides
+    example = *example, b_stride, max_pages
     constants = {"N": outputs, "K": inputs, "TOP": top, "FIRST": activation is not None, **(activation or _PLAIN).constants}
     constants |= {"BIASED": biased, "BY_PAIR": by_pair, "SCALED": scales > 0, "BY_OUTPUT": scales == 2}
     constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "TMA": tile.tma, "SWAP": tile.swap, "HALF_BLOCKS": tile.half_blocks}
     constants |= {"UPCAST": kernels.INTERPRETED, "num_stages": tile.stages}
+    constants |= {"SPLITS": splits, "PAGES": min(4, next_power_of_2(max_pages))}
     return PreparedLaunch(experts_kernel, example, constants, device, tile.warps)
 
 
@@ -337,7 +352,7 @@ def _prepared_vector(
 ) -> PreparedLaunch:
     x, w, bias = types
     *strides, splits, b_stride, max_pages = numbers
-    deltas = (torch.float32, x, *[torch.int32] * 3) if splits else (x,) * 5
+    deltas = _list_types(x, splits)
     example = x, w, x, torch.int64, torch.float32, bias or x, *deltas, *strides, b_stride, max_pages, 0
     constants: dict[str, Any] = {"INNER": inner, "HIDDEN": hidden, "TOP": top, "BN": size.bn, "BIASED": bias is not None, "SPLITS": splits}
     constants["BK"] = min(size.bk, next_power_of_2(inner if activation is None else hidden))

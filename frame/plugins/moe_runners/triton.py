@@ -8,9 +8,8 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import triton
@@ -18,7 +17,6 @@ from pydantic import BaseModel
 from torch import nn
 
 from frame import kernels
-from frame.core.interfaces.adapter_layers import PairDelta
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.moe import DispatchOutput, MoERunner
 from frame.kernels import nvidia
@@ -41,6 +39,9 @@ from frame.kernels.moe.grouped_gemm import (
 )
 from frame.models.layers.weights.expert_activation import activate, find_activation
 
+if TYPE_CHECKING:
+    from frame.core.interfaces.adapter_layers import ShrinkPairs
+
 _CPU_MEMORY = 1 << 20  # bytes of shared memory assumed for the interpreter, which has no limit
 
 
@@ -60,6 +61,7 @@ class Triton(MoERunner):
         self._compiled: set[tuple[object, ...]] = set()  # sizes of layers whose kernels are compiled
         # by sizes of layers: tiles whose results have the bits of `FIXED_TILES`
         self._equal: dict[tuple[object, ...], list[Tiles]] = {}
+        self._compiled_rows: dict[tuple[int, ...], int] = {}  # of such layers with adapters: the most tokens of a step
 
     def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
         summands = self.run_parts(tokens, experts)
@@ -85,21 +87,33 @@ class Triton(MoERunner):
         pairs = Pairs(ids, torch.empty(ids.shape, dtype=torch.float32, device=ids.device))  # which are not read
         return compute_pairs(rows, weights, pairs, order, self._fit_tile(tile, weights, 1), x.dtype)
 
-    def run_with_deltas(
-        self,
-        tokens: DispatchOutput,
-        experts: nn.Module,
-        gate_up: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
-        down: Callable[[torch.Tensor, torch.Tensor], PairDelta | None],
-    ) -> torch.Tensor | None:
+    def run_with_deltas(self, tokens: DispatchOutput, experts: nn.Module, gate_up: ShrinkPairs, down: ShrinkPairs) -> torch.Tensor | None:
         """See `SupportsPairDeltas`."""
-        activation, first, ids = find_activation(experts), _weights(experts, "gate_up"), tokens.ids.contiguous()
-        vectors = choose_vectors(len(tokens.x), ids.shape[1], len(first.values))
-        if vectors is None or activation.name == "none" or first.scale is not None:
+        activation, first = find_activation(experts), _weights(experts, "gate_up")
+        if activation.name == "none" or first.scale is not None:
             return None
-        pairs = Pairs(ids, tokens.weights.contiguous())
-        act = compute_gate_up_vector(tokens.x, first, pairs, vectors[0], activation, gate_up(tokens.x, ids))
-        return compute_down_vector(act, _weights(experts, "down"), pairs, vectors[1], down(act, ids))
+        layer = _Layer(first, _weights(experts, "down"), activation, experts)
+        pairs, form = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), (*first.values.shape, tokens.ids.shape[1])
+        rows = len(tokens.x)
+        if rows > self._compiled_rows.get(form, 1) and self.context.device.type == "cuda" and not nvidia.is_capturing():
+            self._compiled_rows[form] = rows
+            for count in list_token_thresholds(form[-1], form[0], CHUNKS, rows - 1):  # variants of later steps
+                self._run_with_deltas(tokens.x[:count], Pairs(pairs.ids[:count], pairs.weights[:count]), layer, gate_up, down)
+        return self._run_with_deltas(tokens.x, pairs, layer, gate_up, down)
+
+    def _run_with_deltas(self, x: torch.Tensor, pairs: Pairs, layer: _Layer, gate_up: ShrinkPairs, down: ShrinkPairs) -> torch.Tensor:
+        first, second, ids = layer.first, layer.second, pairs.ids
+        vectors = choose_vectors(len(x), ids.shape[1], len(first.values))
+        if vectors is not None:
+            vector = compute_gate_up_vector(x, first, pairs, vectors[0], layer.activation, gate_up(x, ids, None))
+            return compute_down_vector(vector, second, pairs, vectors[1], down(vector, ids, None))
+        tiles = choose_tiles(pairs.count, len(first.values))
+        order = align_tokens(ids, len(first.values), tiles.first.bm)
+        tile = self._fit_tile(tiles.first, first, 2 if layer.activation.is_gated else 1)
+        act = compute_gate_up(Rows(x), first, pairs, order, tile, x.dtype, layer.activation, gate_up(x, ids, order))
+        delta = down(act.values, ids, replace(order, by_row=True))
+        out = compute_down(act, second, pairs, order, self._fit_tile(tiles.second, second, 1), x.dtype, delta)
+        return combine_pairs(out, ids.shape[1])
 
     def _compile(self, tokens: DispatchOutput, layer: _Layer) -> None:
         """Run every variant of the kernels once, so that no later step waits for a compilation."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.weight_format import PackedWeight
-from frame.kernels.linear.invariant import InvariantMatmul, InvariantRows
+from frame.kernels.linear.invariant import InvariantRows
 from frame.models.layers.weights.plain_gemm import multiply_grouped
 
 
@@ -50,7 +50,7 @@ class InvariantReferenceGemm(ReferenceGemm):
     def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__(weight)
         dense = weight.dequantize(dtype)
-        self._rows = InvariantRows(super().__call__, dense[:1], InvariantMatmul(dense).max_rows)
+        self._rows = InvariantRows(super().__call__, dense[:1], "linear", *dense.shape, *dense.stride())
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = self._rows(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
