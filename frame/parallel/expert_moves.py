@@ -21,7 +21,10 @@ from frame.core.interfaces.moe import ExpertPlacement, MovableExperts
 from frame.parallel.expert_balance import balance_experts, find_imbalance
 
 _log = logging.getLogger(__name__)
-_MIN_GAIN = 0.05  # of the mean load of ranks: experts do not move for less
+# Of the mean load of ranks: a layer's experts do not move for less. By estimate, the moves of a
+# layer of Qwen3-30B-A3B cost 5 to 10 computations of its experts for 8,192 tokens, of which a gain
+# of 0.1 saves a tenth each. Loads of even routers differ by 0.03.
+_MIN_GAIN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
