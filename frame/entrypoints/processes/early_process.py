@@ -1,5 +1,5 @@
-"""`EarlyProcess`: a process of the engine that starts before its arguments are known; `Standby`: those
-of an engine's next start.
+"""`EarlyProcess`: a process of the engine that is started before its arguments are known.
+`Standby`: those of an engine's next start.
 
 The command line starts the first one. It imports torch while the main process reads the
 configuration, and a launcher then gives it the arguments of a rank. While an engine runs, its
