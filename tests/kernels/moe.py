@@ -23,6 +23,7 @@ from frame.kernels.elementwise.norm import add_rms_norm
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe import align as align_module
 from frame.kernels.moe.align import align_tokens, copy_rows
+from frame.kernels.moe.expert_routes import route_replicas
 from frame.kernels.moe.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors, list_token_thresholds
 from frame.kernels.moe.grouped_gemm import (
     Pairs,
@@ -332,7 +333,7 @@ def test_rows_are_copied_into_their_order(width: int) -> None:
 def test_replicas_take_turns_and_their_tokens_are_counted(experts: int, redundant: int, top: int, counts_tokens: bool) -> None:
     placement = ExpertPlacement.divide(experts, 2, redundant) if redundant else ExpertPlacement.divide(experts, 2)
     routes, expected = (ExpertRoutes(placement, experts, DEVICE, counts_tokens) for _ in range(2))
-    assert routes._route is not None
+    assert routes._route is route_replicas
     expected._route = None
     for tokens in (1, 7, 400):
         ids = torch.randint(0, experts, (tokens, top), device=DEVICE)

@@ -51,6 +51,6 @@ def _route(
         place += (pair // TOP) % tl.load(replicas + expert, mask=inside, other=1)
     tl.store(out + pair, tl.load(place, mask=inside, other=0), mask=inside)
     if COUNTS:
-        found = tl.histogram(expert.to(tl.int32), BINS, mask=inside)
+        tokens = tl.histogram(expert.to(tl.int32), BINS, mask=inside)
         bins = tl.arange(0, BINS)
-        tl.atomic_add(counts + bins, found.to(tl.int64), mask=(bins < EXPERTS) & (found > 0), sem="relaxed")
+        tl.atomic_add(counts + bins, tokens.to(tl.int64), mask=(bins < EXPERTS) & (tokens > 0), sem="relaxed")
