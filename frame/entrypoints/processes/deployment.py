@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -69,6 +70,7 @@ class Child:
     is_ready: bool = False
     silence: float = 0.0  # seconds without a heartbeat
     stopped: float = 0.0  # seconds that the operating system has kept it stopped (SIGSTOP)
+    start: dict[str, Any] = field(default_factory=dict)  # the data of its Ready message
     last_error: str | None = None  # of its Fatal message
     device_memory: int = 0  # bytes, from its last heartbeat
     is_local: bool = True  # it runs on this host
@@ -283,6 +285,7 @@ class Deployment:
             return
         if isinstance(message, Ready):
             child.is_ready = child.is_ready or message.pid == child.process.pid
+            child.start = message.data or {}
         elif isinstance(message, Heartbeat):
             child.device_memory = message.device_memory
         else:

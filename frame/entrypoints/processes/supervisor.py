@@ -19,6 +19,7 @@ from typing import Literal
 from frame.core.errors import EXIT_CONFIGURATION
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.processes.deployment import Child, Deployment
+from frame.entrypoints.processes.launch import describe_phases
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 
 TICK = 0.1  # seconds between checks of the children
@@ -126,7 +127,7 @@ class Supervisor:
         if why is not None:
             await self._fail(unit, why)
         elif unit.state == "starting" and all(child.is_ready for child in unit.children):
-            self._report(f"{unit.name} ready again after {now - unit.since:.1f} s")
+            self._report(f"{unit.name} ready again after {now - unit.since:.1f} s{_describe_start(unit, now)}")
             unit.state, unit.since = "up", now
             self._handle_ready(unit)
         elif unit is self._engine and unit.state == "up" and not self._has_standby and now - unit.since >= STANDBY_DELAY:
@@ -216,3 +217,10 @@ class Supervisor:
                 self._resend_requests(self._tokenizers.index(unit))
         elif all(other.state == "up" for other in self._path):
             self._client.resume_requests()
+
+
+def _describe_start(unit: Unit, now: float) -> str:
+    """The phases of an engine's start. Its imports may be older; the rest has them if not."""
+    data = unit.children[0].start
+    phases = {name: seconds for name, seconds in data.get("phases", {}).items() if name != "imports"}
+    return describe_phases({**data, "phases": phases}, now - unit.since)

@@ -180,6 +180,15 @@ async def test_processes_of_the_next_start_wait_for_an_engine_that_is_up(monkeyp
     assert rig.deployment.standbys == 2
 
 
+async def test_a_restart_reports_the_phases_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine")
+    await rig.kill("engine")
+    await rig.tick()
+    data = {"phases": {"imports": 3.0, "load": 1.5}, "max_total_tokens": 64}
+    await rig.tick(Ready(process="engine", pid=rig.deployment.children["engine"].process.pid, data=data), seconds=4.0)
+    assert rig.lines[-1] == "engine ready again after 4.0 s (load 1.5 s, other 2.5 s; 64 tokens of KV cache)"
+
+
 async def test_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, "engine", "detokenizer")
     for _ in range(200):
