@@ -57,9 +57,9 @@ class LauncherContext:
     """`size`: ranks. `folder`: private to this engine and its user, for sockets and files; only
     processes of this host see it. `num_hosts`, `host_rank`: this host's place among the hosts.
     `address`: "host:port" where the hosts meet, of the first one. `take_early`: gives a command,
-    environment and `pipes_errors` (as of `Launcher.start`) to the process of this host that was
-    started before the configuration was read, and returns it; returns None if it cannot run the
-    command, or was given one before. A launcher need not call it."""
+    environment and `pipes_errors` (as of `Launcher.start`) to a process of this host that was
+    started before them, and returns it; returns None if none can run the command. A launcher need
+    not call it."""
 
     size: int
     folder: Path

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from frame.kernels.elementwise.norm import count_rows_per_program
 from frame.kernels.launch import PreparedLaunch, ceil_div, choose_warps, launch_dependents, next_power_of_2, wait_for_previous
 
 CHANNELS = 256  # programs of a launch: all of them must run at the same time
@@ -28,7 +29,7 @@ REGION = 16 << 10  # bytes that a channel receives from a rank
 LARGEST = CHANNELS * REGION  # bytes of one launch
 MULTIPLE = 16  # a message has a multiple of so many elements
 _MIN_PIECE = 2 << 10  # bytes of a program, so that small messages use few
-_EMPTY = -0x8000  # int16: negative zero of 16-bit types; a float32 of two such halves, 0x80008000, is about -4.6e-41
+_EMPTY = -1  # int16: a NaN of 16-bit types, as two of them are of float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,9 +59,8 @@ def can_sum(x: torch.Tensor) -> bool:
 
 
 def sum_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """The sum of all ranks' contiguous `x`, in float32 and rounded, the same bits on every rank.
-
-    Negative zeros become zeros. A tensor of more than `LARGEST` bytes takes several launches.
+    """The sum of all ranks' contiguous `x`, added in float32 in the order of the ranks and rounded
+    once, the same bits on every rank. A tensor of more than `LARGEST` bytes takes several launches.
     """
     out = torch.empty_like(x)
     flat, results, maximum = x.view(-1), out.view(-1), LARGEST // x.itemsize
@@ -81,10 +81,7 @@ def can_gather(x: torch.Tensor) -> bool:
 
 
 def gather_peers(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """All ranks' contiguous `x` [rows, columns] beside each other, [rows, ranks * columns].
-
-    Negative zeros become zeros.
-    """
+    """All ranks' contiguous `x` [rows, columns] beside each other, [rows, ranks * columns]."""
     rows, columns = x.shape
     out = x.new_empty(rows, peers.size * columns)
     maximum = max(1, LARGEST // (columns * x.itemsize))
@@ -103,9 +100,15 @@ def can_add_norm(x: torch.Tensor, residual: torch.Tensor) -> bool:
     return fits and can_sum(x) and x.is_contiguous() and residual.is_contiguous() and residual.dtype == x.dtype
 
 
+def norms_alike(size: int) -> bool:
+    """Whether `sum_add_norm` has the bits of `sum_peers` and `add_rms_norm`: each program has one
+    row then, and as many warps."""
+    return count_rows_per_program(size) == 1
+
+
 def sum_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: Peers) -> torch.Tensor:
     """norm(s + residual) for the sum s of all ranks' `x` [rows, size]; s + residual is written over
-    `residual`. Rounds as `sum_peers` and `add_rms_norm` do."""
+    `residual`. Rounds as `sum_peers` and `add_rms_norm` do; see `norms_alike`."""
     rows, size = x.shape
     out = torch.empty_like(x)
     launch = _prepared(peers.rank, peers.size, size, "norm", (x.dtype, weight.dtype), x.device)
@@ -137,7 +140,8 @@ def _sum_peers(
 ):  # fmt: skip
     """Grid: pieces of `count` elements. A rank's memory is [2 turns, RANKS, CHANNELS, REGION]."""
     BITS: tl.constexpr = tl.int32 if WIDE else tl.int16
-    EMPTY: tl.constexpr = -0x7FFF8000 if WIDE else -0x8000
+    EMPTY: tl.constexpr = -1
+    OTHER_NAN: tl.constexpr = 0x7FFFFFFF if WIDE else 0x7FFF
     launch_dependents(PDL)
     channel = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -152,7 +156,7 @@ def _sum_peers(
     turn = tl.load(turns + channel)
     local = tl.load(x + places, mask=inside, other=0.0)
     bits = local.to(BITS, bitcast=True)
-    bits = tl.where(bits == EMPTY, 0, bits)
+    bits = tl.where(bits == EMPTY, OTHER_NAN, bits)
     half = ((turn & 1) * RANKS * CHANNELS + channel) * REGION
     for peer in tl.static_range(RANKS):
         if peer != RANK:
@@ -160,7 +164,6 @@ def _sum_peers(
     if NORM:
         stream = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
     received = memories[RANK] + half + columns
-    total = tl.zeros((BLOCK,), tl.float32)
     for source in tl.static_range(RANKS):
         if source == RANK:
             arrived = bits
@@ -169,6 +172,8 @@ def _sum_peers(
         values = arrived.to(x.dtype.element_ty, bitcast=True)
         if GATHER:
             tl.store(out + (places // width * RANKS + source) * width + places % width, values, mask=inside)
+        elif source == 0:
+            total = values.to(tl.float32)
         else:
             total += values.to(tl.float32)
     tl.store(turns + channel, turn + 1)  # after `_receive`, in which all threads meet: they have read it

@@ -17,12 +17,13 @@ import torch
 
 from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.collective import LocalGroup
-from frame.core.interfaces.moe import DispatchOutput, SupportsPairMatmul, select_local
+from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement, SupportsPairMatmul, select_local
 from frame.core.interfaces.weight_format import FormatContext
 from frame.kernels.elementwise.norm import add_rms_norm
 from frame.kernels.linear.fp8_quantize import quantize_groups
 from frame.kernels.moe import align as align_module
 from frame.kernels.moe.align import align_tokens, copy_rows
+from frame.kernels.moe.expert_routes import route_replicas
 from frame.kernels.moe.expert_tiles import FLOAT8_TILES, TILES, Tile, Vector, choose_tiles, choose_vectors, list_token_thresholds
 from frame.kernels.moe.grouped_gemm import (
     Pairs,
@@ -37,7 +38,7 @@ from frame.kernels.moe.grouped_gemm import (
 from frame.kernels.moe.local_pairs import select_local_pairs
 from frame.kernels.moe.router import compute_few_logits, compute_normed_logits, select_experts
 from frame.kernels.moe.shared_expert import add_shared_expert
-from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE
+from frame.models.layers.moe import ExpertRoutes, ExpertSizes, GatedSharedExpert, MoE
 from frame.models.layers.norm import RMSNorm
 from frame.models.layers.router import Router, RoutingRule
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, gelu_mul, squared_relu
@@ -325,6 +326,20 @@ def test_rows_are_copied_into_their_order(width: int) -> None:
     is_pair = pairs < ids.numel()
     assert int(is_pair.sum()) == ids.numel()
     assert torch.equal(found[: len(pairs)][is_pair], x[pairs[is_pair] // 2])
+
+
+@pytest.mark.parametrize("counts_tokens", [False, True])
+@pytest.mark.parametrize(("experts", "redundant", "top"), [(5, 3, 2), (12, 0, 3)])
+def test_replicas_take_turns_and_their_tokens_are_counted(experts: int, redundant: int, top: int, counts_tokens: bool) -> None:
+    placement = ExpertPlacement.divide(experts, 2, redundant) if redundant else ExpertPlacement.divide(experts, 2)
+    routes, expected = (ExpertRoutes(placement, experts, DEVICE, counts_tokens) for _ in range(2))
+    assert routes._route is route_replicas
+    expected._route = None
+    for tokens in (1, 7, 400):
+        ids = torch.randint(0, experts, (tokens, top), device=DEVICE)
+        assert torch.equal(routes(ids), expected(ids))
+        assert torch.equal(routes(ids.t().contiguous().t()), expected(ids))
+    assert torch.equal(routes.counts, expected.counts) and bool(routes.counts.any()) == counts_tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 40])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from functools import reduce
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def make(rank: int, call: int, dtype: torch.dtype) -> torch.Tensor:
     columns, rows, _ = CALLS[call]
     x = torch.randn(columns * rows, generator=torch.Generator().manual_seed(10 * call + rank)).to(dtype)
     x[:3] = torch.tensor([-0.0, float("inf"), 0.0])
+    x.view(torch.int32 if dtype is torch.float32 else torch.int16)[3] = -1  # a NaN
     return x.view(rows, columns).to(DEVICE)
 
 
@@ -74,7 +76,7 @@ def expect(call: int, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
     parts, form = [make(rank, call, dtype) for rank in range(ranks)], CALLS[call][2]
     if form == "gather":
         return [torch.cat(parts, 1)]
-    total = sum(part.float() for part in parts).to(dtype)  # type: ignore[union-attr]
+    total = reduce(torch.add, [part.float() for part in parts]).to(dtype)
     if form == "sum":
         return [total]
     return list(add_rms_norm(total, residual_of(call, dtype), weight_of(CALLS[call][0], dtype), EPS))
@@ -147,7 +149,10 @@ def test_calls_in_a_row_give_the_sums_of_all_ranks(dtype: torch.dtype, ranks: in
         for rank in range(ranks):
             for mine, first, right in zip(found[rank][call], found[0][call], expected, strict=True):
                 torch.testing.assert_close(mine.view(-1), first.view(-1), rtol=0, atol=0, equal_nan=True)  # the same bits on all ranks
-                torch.testing.assert_close(mine.view(right.shape), right.float().cpu(), **TOLERANCE[dtype], equal_nan=True)
+                expected_values = right.float().cpu()
+                torch.testing.assert_close(mine.view(right.shape), expected_values, **TOLERANCE[dtype], equal_nan=True)
+                is_number = ~expected_values.isnan() & (CALLS[call][2] != "norm")
+                assert (mine.view(right.shape).signbit() == expected_values.signbit())[is_number].all()  # negative zeros too
     for memory in made:
         half = memory.view(torch.int16)
         assert (half == half[0]).all()  # all places are empty again

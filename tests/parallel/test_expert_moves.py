@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from frame.core.interfaces.collective import Collective
 from frame.core.interfaces.moe import ExpertPlacement
 from frame.models.layers.moe import ExpertRoutes
+from frame.parallel import expert_moves
+from frame.parallel.expert_balance import balance_experts
 from frame.parallel.expert_moves import ExpertBalancer, Move, count_transit_bytes, find_moves, keep_places
 from frame.testing.ranks.thread_group import run_ranks
 
@@ -34,9 +37,9 @@ class Layer:
     """Four experts and two redundant places on two ranks; an expert's weights are its number, in
     two dtypes."""
 
-    def __init__(self, group: Collective) -> None:
+    def __init__(self, group: Collective, load: tuple[int, ...] = (90, 90, 90, 1)) -> None:
         self.placement = ExpertPlacement.divide(4, 2, 2)
-        self.counts = torch.tensor([90, 90, 90, 1])
+        self.counts = torch.tensor(load)
         own = torch.tensor(self.placement.find_local(group.rank))
         self.tensors = [own.float()[:, None, None].expand(-1, 2, 3).contiguous(), own.to(torch.float8_e4m3fn)[:, None].contiguous()]
 
@@ -74,3 +77,45 @@ def test_a_layer_switches_when_all_weights_are_there() -> None:
     changes = [index for index in range(1, 8) if first[index] != first[index - 1]]
     assert len(changes) == 1 and changes[0] > 2  # the counts are read before the second step, and a stage moves one expert
     assert set(first[-1]) == {0, 1, 2, 3}
+
+
+def test_experts_stay_where_moves_would_not_pay() -> None:
+    """The first rank has experts 0 to 2, of which 0 and 1 have a replica on the other one."""
+
+    def act(group: Collective, load: tuple[int, ...]) -> tuple[float, bool]:
+        layer = Layer(group, load)
+        balancer = ExpertBalancer([layer], group, interval=1, stage_bytes=1 << 20)  # type: ignore[list-item]
+        layer.counts += torch.tensor(load)
+        balancer.begin_step()
+        balancer.begin_step()
+        return balancer.imbalance[0], layer.placement != ExpertPlacement.divide(4, 2, 2)
+
+    # balanced, the busiest rank has 1.049 and 1.070 times the mean load
+    for load, imbalance, moves in (((100, 100, 130, 80), 1.122, False), ((100, 100, 160, 70), 1.209, True)):
+        assert run_ranks(2, lambda group, load=load: act(group, load)) == [(imbalance, moves)] * 2
+
+
+def test_a_few_layers_are_placed_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed: list[int] = []
+
+    def balance(load: np.ndarray, *sizes: int) -> np.ndarray:
+        placed.append(len(load))
+        return balance_experts(load, *sizes)
+
+    monkeypatch.setattr(expert_moves, "balance_experts", balance)
+
+    def act(group: Collective) -> list[int]:
+        layers = [Layer(group) for _ in range(9)]
+        balancer = ExpertBalancer(layers, group, interval=3, stage_bytes=1 << 20)  # type: ignore[arg-type]
+        for layer in layers:
+            layer.counts += torch.tensor([90, 90, 90, 1])
+        changed = []
+        for _ in range(16):
+            balancer.begin_step()
+            changed.append(sum(layer.placement != ExpertPlacement.divide(4, 2, 2) for layer in layers))
+        assert not any(layer.counts.any() for layer in layers)
+        return changed
+
+    changed = run_ranks(2, act)[0]
+    assert sorted(placed[:6]) == [1, 1, 4, 4, 4, 4]  # of both ranks, in three steps
+    assert changed[:5] == [0] * 5 and changed[5:14] == list(range(1, 10))

@@ -112,6 +112,16 @@ def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch,
         assert calls == expected
     assert group.reduce_add_norm(torch.ones(2, 512), torch.ones(2, 512), torch.ones(512), 1e-5) is None  # above one_shot_bytes
 
+    for size in (2, 4):  # NCCL adds in the order of the ranks, as the one-shot kernel does, and the two-shot kernel does not
+        ordered = p2p.P2p(CollectiveContext(0, size, "file:///x", deterministic=True), P2pOptions(one_shot_bytes=1024, two_shot_bytes=4096))
+        calls.clear()
+        assert all(ordered.all_reduce(x).shape == x.shape for x in messages)
+        assert calls == ["one_shot", *["nccl"] * 5]
+    monkeypatch.setattr(peer_sum, "sum_add_norm", lambda x, *others: x)
+    ordered = p2p.P2p(CollectiveContext(0, 2, "file:///x", deterministic=True))
+    joined = [ordered.reduce_add_norm(torch.ones(2, columns), torch.ones(2, columns), torch.ones(columns), 1e-5) for columns in (512, 1024)]
+    assert [each is not None for each in joined] == [False, True]  # a program of `add_rms_norm` has two rows of 512
+
     monkeypatch.setattr(Nccl, "all_gather", lambda self, x, dim: (calls.append("nccl"), torch.cat([x] * 4, dim))[1])
     monkeypatch.setattr(peer_sum, "gather_peers", lambda x, peers: (calls.append("kernel"), torch.cat([x] * 4, 1))[1])
     calls.clear()

@@ -118,7 +118,9 @@ def configured_layout(resolved: Resolved, module: str, early: EarlyProcess | Non
     """The processes of a configuration; children run `module`. `early`: one that has started."""
     text, has_text = resolved.user.text, resolved.tokenizer_path is not None
     detokenizer = has_text and text.detokenizer_workers > 0 and resolved.task == "generate"
-    return Layout(resolved.plan.num_ranks, detokenizer, text.tokenizer_workers if has_text else 0, module, early=early)
+    tokenizers = text.tokenizer_workers if has_text else 0
+    standby = resolved.device != "cpu"  # ranks on a CPU need the memory and the cores for the model
+    return Layout(resolved.plan.num_ranks, detokenizer, tokenizers, module, early=early, standby=standby)
 
 
 def split_layout(layout: Layout, replicas: int) -> list[Layout]:

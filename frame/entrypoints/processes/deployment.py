@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -26,7 +27,7 @@ from frame.core.ipc.inflight_file import INFLIGHT, INFLIGHT_TEXT, read_inflight
 from frame.core.ipc.transport import ZmqSender, ZmqTransport
 from frame.core.messages import Control, Fatal, Heartbeat, Message, Ready, StartDetokenize
 from frame.entrypoints.logs import configured_writer
-from frame.entrypoints.processes.early_process import EarlyProcess
+from frame.entrypoints.processes.early_process import EarlyProcess, Standby
 from frame.entrypoints.processes.hang_dump import DUMP_SIGNAL
 from frame.host.child_process import is_stopped, start_process
 from frame.host.interpreter import python_command
@@ -49,6 +50,7 @@ class Layout:
     module: str = "frame.entrypoints.processes.worker"  # tests run engines with fake models instead
     replica: int | None = None  # number of this replica; None: there is one
     early: EarlyProcess | None = None  # may become rank 0
+    standby: bool = False  # keep processes for a restart of the ranks
 
     @property
     def first_device(self) -> int:
@@ -68,6 +70,7 @@ class Child:
     is_ready: bool = False
     silence: float = 0.0  # seconds without a heartbeat
     stopped: float = 0.0  # seconds that the operating system has kept it stopped (SIGSTOP)
+    start: dict[str, Any] = field(default_factory=dict)  # the data of its Ready message
     last_error: str | None = None  # of its Fatal message
     device_memory: int = 0  # bytes, from its last heartbeat
     is_local: bool = True  # it runs on this host
@@ -120,7 +123,8 @@ class Deployment:
         except OSError as error:
             raise ConfigurationError(f"the folder for sockets cannot be created ({error}); free disk space, or set TMPDIR") from error
         self._resolved = resolved
-        self._launcher = create_launcher(resolved, registry, layout.ranks, self._sockets.path, layout.early)
+        self._standby = Standby(layout.early)
+        self._launcher = create_launcher(resolved, registry, layout.ranks, self._sockets.path, self._standby)
         self._placement: Placement | None = None  # of the ranks' latest start
         self.children: dict[str, Child] = {}
         writer = configured_writer()
@@ -227,6 +231,12 @@ class Deployment:
         so that those ranks wait for an update."""
         self._resolved = self._resolved.with_weights(folder, version)
 
+    def prepare_standby(self) -> None:
+        """Start the processes that the ranks of this host become when they are started again."""
+        if self.layout.standby:
+            roles = ["follower" if child.rank else "scheduler" for child in self.children.values() if child.is_rank and child.is_local]
+            self._standby.prepare([python_command("-m", self.layout.module, role) for role in roles], self._log is not None)
+
     def kill_and_wait(self, names: Sequence[str]) -> None:
         """Kill these children, started or not, and wait for their end."""
         children = [child for name in names if hasattr(child := self.children[name], "process")]
@@ -275,6 +285,7 @@ class Deployment:
             return
         if isinstance(message, Ready):
             child.is_ready = child.is_ready or message.pid == child.process.pid
+            child.start = message.data or {}
         elif isinstance(message, Heartbeat):
             child.device_memory = message.device_memory
         else:
@@ -321,6 +332,7 @@ class Deployment:
 
     def kill(self) -> None:
         """Kill all children and remove the sockets."""
+        self._standby.close()
         self.kill_and_wait(self.names)
         deadline = time.monotonic() + LOG_TIMEOUT
         for relay in self._relays.values():
@@ -334,10 +346,10 @@ class Deployment:
             os.close(self._kept.pop())
 
 
-def create_launcher(resolved: Resolved, registry: Registry, ranks: int, folder: Path, early: EarlyProcess | None = None) -> Launcher:
+def create_launcher(resolved: Resolved, registry: Registry, ranks: int, folder: Path, standby: Standby | None = None) -> Launcher:
     """The launcher of an engine's ranks. Raises ConfigurationError."""
     parallel = resolved.user.parallel
-    take = None if early is None else early.take
+    take = None if standby is None else standby.take
     context = LauncherContext(ranks, folder, parallel.nnodes, parallel.node_rank, parallel.dist_init_addr or "", take)
     launcher: Launcher = registry.create(resolved.choice("launcher"), context)
     return launcher

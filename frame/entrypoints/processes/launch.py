@@ -66,7 +66,7 @@ def wait_ready(
                 info = message.data or info
                 if report is not None:
                     seconds = time.perf_counter() - started
-                    report(f"{message.process} ready after {seconds:.1f} s{_phases(message.data, seconds)}")
+                    report(f"{message.process} ready after {seconds:.1f} s{describe_phases(message.data, seconds)}")
         check()
         error = deployment.get_start_error()
         if error is not None:
@@ -85,7 +85,7 @@ def find_process_start() -> float:
     return time.perf_counter() - max(0.0, age)
 
 
-def _phases(data: dict[str, Any], total: float) -> str:
+def describe_phases(data: dict[str, Any], total: float) -> str:
     """The phases of the engine's start, which follow each other, and the rest of `total` seconds:
     as printed, they add up to it."""
     phases = {name: round(seconds, 1) for name, seconds in (data.get("phases") or {}).items()}

@@ -19,6 +19,7 @@ from typing import Literal
 from frame.core.errors import EXIT_CONFIGURATION
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.processes.deployment import Child, Deployment
+from frame.entrypoints.processes.launch import describe_phases
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor
 
 TICK = 0.1  # seconds between checks of the children
@@ -29,6 +30,7 @@ BACKOFF = 0.5  # seconds before the second attempt after a failed start; doubles
 MAX_BACKOFF = 30.0
 START_FACTOR, START_SLACK = 5.0, 60.0  # a restart may take START_FACTOR times as long as the first start, plus START_SLACK seconds
 EXIT_CRASHED = 1
+STANDBY_DELAY = 10.0  # seconds that an engine is up before the processes of its next start import torch
 STOPPED_LIMIT = 3.0  # seconds that a rank may be stopped by a signal; the other ranks wait for it
 ERROR_LIMIT = 3.0  # seconds that a rank may take to end after its error
 
@@ -85,7 +87,8 @@ class Supervisor:
         self._path = [self._engine, *(unit for unit in alone if unit.name == "detokenizer")]  # that tokens pass through
         self._tokenizers = [unit for unit in alone if unit.name != "detokenizer"]
         self._restarts: deque[float] = deque()
-        self._ticked_at = time.monotonic()
+        self._ticked_at = self._engine.since = time.monotonic()
+        self._has_standby = policy.max_restarts == 0  # then none is needed
         client.on_notice = deployment.handle_message
         client.watch_weights(deployment.set_weights)
 
@@ -124,9 +127,12 @@ class Supervisor:
         if why is not None:
             await self._fail(unit, why)
         elif unit.state == "starting" and all(child.is_ready for child in unit.children):
-            unit.state = "up"
-            self._report(f"{unit.name} ready again after {now - unit.since:.1f} s")
+            self._report(f"{unit.name} ready again after {now - unit.since:.1f} s{_describe_start(unit, now)}")
+            unit.state, unit.since = "up", now
             self._handle_ready(unit)
+        elif unit is self._engine and unit.state == "up" and not self._has_standby and now - unit.since >= STANDBY_DELAY:
+            self._has_standby = True
+            self._deployment.prepare_standby()  # in the main thread, as `start_children`
 
     def _failure(self, unit: Unit, passed: float) -> str | None:
         """Why a unit has to be restarted; None if it has not."""
@@ -198,6 +204,8 @@ class Supervisor:
 
     async def _start(self, unit: Unit) -> None:
         unit.state, unit.since = "starting", time.monotonic()
+        if unit is self._engine:
+            self._has_standby = False
         try:
             self._deployment.start_children(unit.names)  # in the main thread: the kernel ends a child with the thread that started it
         except Exception as error:  # noqa: BLE001 - a shortage of descriptors, processes, memory or disk may pass
@@ -209,3 +217,10 @@ class Supervisor:
                 self._resend_requests(self._tokenizers.index(unit))
         elif all(other.state == "up" for other in self._path):
             self._client.resume_requests()
+
+
+def _describe_start(unit: Unit, now: float) -> str:
+    """The phases of an engine's start. Its imports may be older; the rest has them if not."""
+    data = unit.children[0].start
+    phases = {name: seconds for name, seconds in data.get("phases", {}).items() if name != "imports"}
+    return describe_phases({**data, "phases": phases}, now - unit.since)

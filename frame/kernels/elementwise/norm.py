@@ -46,13 +46,18 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     partials = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     stream = x if residual is None else residual
-    together = _ELEMENTS // next_power_of_2(size)
     # not by the number of rows: the order of a row's sum depends on the warps of its program
-    together = choose_rows_per_program(rows, together) if INTERPRETED else max(1, together)
+    together = count_rows_per_program(size)
+    together = choose_rows_per_program(rows, together) if INTERPRETED else together
     strides = x.stride(0), stream.stride(0)
     launch = _prepared(size, together, partials, residual is not None, (x.dtype, weight.dtype), strides, x.device)
     launch((ceil_div(rows, together), 1, 1), (x, stream, weight, out), (rows, *strides, eps))
     return out, stream
+
+
+def count_rows_per_program(size: int) -> int:
+    """The rows of `size` elements that one program of a GPU norms."""
+    return max(1, _ELEMENTS // next_power_of_2(size))
 
 
 @lru_cache(maxsize=256)

@@ -122,6 +122,7 @@ class ExpertRoutes(nn.Module):
     def __init__(self, placement: ExpertPlacement, num_experts: int, device: torch.device, counts_tokens: bool) -> None:
         super().__init__()
         self._counts_tokens = counts_tokens
+        self._route = _find_route(device)
         maximum = len(placement.logical) - num_experts + 1
         # not on the meta device, on which the model is built
         self.register_buffer("places", torch.zeros(num_experts, maximum, dtype=torch.int64, device=device), persistent=False)
@@ -139,6 +140,8 @@ class ExpertRoutes(nn.Module):
         self.replicas.copy_(torch.tensor([len(expert_places) for expert_places in places_by_expert], device="cpu"))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._route is not None and len(ids) and not torch.compiler.is_compiling():
+            return self._route(ids, self.places, self.replicas, self.counts if self._counts_tokens else None)
         if self._counts_tokens:
             chosen = ids.flatten()
             self.counts.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -313,6 +316,15 @@ def _can_adapt(context: BuildContext, dispatcher: MoEDispatcher) -> bool:
     moves_experts = context.plan.redundant_experts or context.plan.balances_experts
     runner = context.moe_runner
     return keeps_tokens and not moves_experts and (isinstance(runner, SupportsPairMatmul) or not getattr(runner, "takes_fp8", ()))
+
+
+def _find_route(device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """The kernel of `ExpertRoutes`, if the device runs Triton."""
+    if not kernels.can_use_triton(device):
+        return None
+    from frame.kernels.moe.expert_routes import route_replicas
+
+    return route_replicas
 
 
 def _find_add_shared(device: torch.device) -> AddShared | None:

@@ -44,7 +44,9 @@ def register_collectives(registry: KindRegistry) -> None:
     registry.add(
         "p2p",
         "frame.plugins.collectives.p2p:P2p",
-        capabilities=CollectiveCapabilities(devices=("cuda",), capturable=True, max_size=8, several_hosts=False, linked_ranks=2),
+        capabilities=CollectiveCapabilities(
+            devices=("cuda",), capturable=True, max_size=8, several_hosts=False, linked_ranks=2, batch_invariant=True
+        ),
         options=P2pOptions,
         summary="Sums of small tensors over peer memory, all else by NCCL. GPUs of one host with NVLink.",
     )

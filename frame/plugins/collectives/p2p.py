@@ -4,6 +4,10 @@ GPUs' memory, and sums of large ones of two ranks by copies; all else by NCCL.
 The memory is PyTorch's symmetric memory. One-shot: each rank writes its tensor to all others
 (`frame.kernels.peer_sum`). Two-shot, for more than two ranks: each rank sums a part, and reads the
 others' parts (PyTorch's kernel). NVLink multicast is not used.
+
+Under `CollectiveContext.deterministic` each form adds in float32 in the order of the ranks and
+rounds once, so the size of a message does not change the bits of a sum. The two-shot kernel takes
+another order and is not used then.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ class P2p(Nccl, SupportsReduceNorm, SupportsReduceMatmul):
         self._name = f"frame {context.address} {context.name}"
         self._store = open_store(replace(context, name=f"{context.name}.p2p"))
         self._unregister = self._register()
-        self._two_shot = sizes.two_shot_bytes if self.size > 2 else 0
+        self._two_shot = sizes.two_shot_bytes if self.size > 2 and not context.deterministic else 0
         self._copies: PeerCopies | None = None
         self._use_copies = sizes.copies and self.size == 2
         self._one_shot = sizes.one_shot_bytes if self.size == 2 else min(sizes.one_shot_bytes, _MORE_RANKS // (self.size - 1))
@@ -129,6 +133,8 @@ class P2p(Nccl, SupportsReduceNorm, SupportsReduceMatmul):
 
     def reduce_add_norm(self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
         if tensor.numel() * tensor.itemsize > self._one_shot or not self._kernels.can_add_norm(tensor, residual):
+            return None
+        if self.context.deterministic and not self._kernels.norms_alike(tensor.shape[1]):  # more rows are normed by the other kernel
             return None
         return self._kernels.sum_add_norm(tensor, residual, weight, eps, self._peers)
 

@@ -73,9 +73,10 @@ def check_batch_invariant(subject: Subject) -> None:
         generator = torch.Generator().manual_seed(group.rank)
         for dtype in (torch.float32, torch.bfloat16):
             x = (torch.randn(513, 40, generator=generator) * 10.0**group.rank).to(device, dtype)
-            whole = group.all_reduce(x.clone()).cpu()
+            x[8] = -0.0
+            whole = group.all_reduce(x.clone()).cpu().view(torch.uint8)
             for first, rows in ((0, 1), (7, 1), (5, 16), (100, 300)):
-                alone = group.all_reduce(x[first : first + rows].clone()).cpu()
+                alone = group.all_reduce(x[first : first + rows].clone()).cpu().view(torch.uint8)
                 assert torch.equal(alone, whole[first : first + rows]), f"the sum of {rows} rows has other bits than among 513 ({dtype})"
 
     run_ranks(subject, act, require_several(subject), deterministic=True)

@@ -56,6 +56,7 @@ def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
     assert [launch_bound_tokens(model_config) for model_config in (LLAMA_8B, small, experts, latent)] == [256, MAX_PROMPT_TOKENS, 1024, 64]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("machine", "parallel", "expected"),
     [
@@ -71,8 +72,8 @@ def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
         (H200, {"tp": 2, "collective": "p2p"}, "p2p"),
     ],
 )
-def test_linked_devices_sum_over_their_links(machine: Hardware, parallel: dict[str, Any], expected: str) -> None:
-    sections = {"model": {"path": EMBEDDED}, "parallel": parallel, "execution": {"device": "cuda"}}
+def test_linked_devices_sum_over_their_links(machine: Hardware, parallel: dict[str, Any], expected: str, deterministic: bool) -> None:
+    sections = {"model": {"path": EMBEDDED}, "parallel": parallel, "execution": {"device": "cuda", "deterministic": deterministic}}
     result = resolve(FrameConfig.model_validate(sections), machine, LLAMA_8B, load_registry(installed=False).all_records())
     assert result.choice("collective").name == expected
     assert ("over links" in result.reasons.get("parallel.collective", "")) == (expected == "p2p" and "collective" not in parallel)

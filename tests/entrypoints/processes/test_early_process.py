@@ -1,4 +1,4 @@
-"""`EarlyProcess`: given its arguments, refused, ended."""
+"""`EarlyProcess`: given its arguments, refused, ended; `Standby`: the processes of a restart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from frame.entrypoints.processes.early_process import EarlyProcess
+from frame.checkpoint.model_config import EMBEDDED
+from frame.config.schema import FrameConfig
+from frame.entrypoints.configuration.prepare import prepare
+from frame.entrypoints.processes.deployment import Deployment, Layout
+from frame.entrypoints.processes.early_process import EarlyProcess, Standby
+from frame.entrypoints.processes.launch import wait_ready
 from tests.entrypoints.serving import wait_until
 
 CODE = "import pathlib, sys; line = sys.stdin.readline(); pathlib.Path(sys.argv[1]).write_text(line + sys.stdin.readline())"
@@ -88,3 +93,38 @@ def test_where_no_process_can_be_started_none_is_taken(command: list[str], monke
     monkeypatch.setattr("frame.host.child_process.subprocess.Popen", refuse)
     with EarlyProcess(command) as early:
         assert early.take(command, {}, not os.isatty(2)) is None
+
+
+def test_each_rank_takes_a_standby_of_its_role(command: list[str], tmp_path: Path) -> None:
+    other, first = [*command[:3], str(tmp_path / "other")], EarlyProcess(command)
+    standby = Standby(first)
+    standby.prepare([command, other, other], pipes_errors=False)
+    taken = [standby.take([*start, "--rank", "1"], {}, False) for start in (other, command)]
+    assert [each is not None and each.args[3] for each in taken] == [other[3], command[3]]  # type: ignore[index]
+    (left,) = (each for each in psutil.Process().children() if each.cmdline()[:4] == other and each.pid != taken[0].pid)  # type: ignore[union-attr]
+    standby.close()
+    assert not left.is_running()
+    assert standby.take(other, {}, False) is None  # not what the first one runs, which ends
+    for each in taken:
+        assert each is not None and each.communicate(b"\n", timeout=30)[0] is None
+
+
+@pytest.mark.slow
+def test_restarted_ranks_are_processes_that_have_imported_torch() -> None:
+    sections = {"model": {"path": EMBEDDED, "load_format": "dummy", "skip_tokenizer_init": True}, "execution": {"device": "cpu"}}
+    config = FrameConfig.model_validate(sections | {"parallel": {"tp": 2}, "cache": {"max_total_tokens": 1024}})
+    prepared = prepare(config)
+    deployment = Deployment(prepared.resolved, Layout(2, detokenizer=False, tokenizers=0, standby=True), prepared.registry)
+    ranks = ["engine", "rank-1"]
+    try:
+        wait_ready(deployment)
+        deployment.prepare_standby()
+        waiting = [each.pid for each in psutil.Process().children() if "--early" in each.cmdline()]
+        deployment.kill_and_wait(ranks)
+        deployment.start_children(ranks)
+        assert sorted(deployment.children[name].process.pid for name in ranks) == sorted(waiting)
+        assert wait_ready(deployment)["phases"]["imports"] > 0
+        deployment.prepare_standby()
+    finally:
+        deployment.kill()
+    assert not [each for each in psutil.Process().children() if "--early" in each.cmdline()]

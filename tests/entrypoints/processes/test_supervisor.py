@@ -44,6 +44,7 @@ class Deployment:
         self.children = {name: Child(name, [], {}) for name in names}
         self.started: list[str] = []
         self.asked: list[str] = []
+        self.standbys = 0  # calls of `prepare_standby`
         self.refusals: list[tuple[str, Exception]] = []  # of the next starts of a process
         for name in names:
             self.start_children([name])
@@ -58,6 +59,9 @@ class Deployment:
             child = self.children[name]
             child.process, child.is_ready, child.silence, child.device_memory = Process(), False, 0.0, 0  # type: ignore[assignment]
             child.last_error = None
+
+    def prepare_standby(self) -> None:
+        self.standbys += 1
 
     def kill_and_wait(self, names: list[str]) -> None:
         for name in names:
@@ -154,6 +158,35 @@ async def test_what_is_restarted_with_what(monkeypatch: pytest.MonkeyPatch, name
     assert rig.client.unavailable_reason is None
     assert rig.asked_again == ([1] if name == "tokenizer-1" else [])
     assert sum(rig.client.stats.restarts.values()) == 1
+
+
+@pytest.mark.parametrize("restarts", [5, 0])
+async def test_processes_of_the_next_start_wait_for_an_engine_that_is_up(monkeypatch: pytest.MonkeyPatch, restarts: int) -> None:
+    rig = Rig(monkeypatch, "engine", "rank-1", "detokenizer", max_restarts=restarts, heartbeat_timeout=0.0)
+    await rig.tick(seconds=module.STANDBY_DELAY - 1)
+    assert rig.deployment.standbys == 0
+    for _ in range(2):
+        await rig.tick(seconds=1)
+    assert rig.deployment.standbys == min(restarts, 1)
+    if not restarts:
+        return
+    await rig.kill("detokenizer")
+    await rig.get_ready()
+    await rig.kill("rank-1")
+    await rig.get_ready()
+    await rig.tick(seconds=module.STANDBY_DELAY - 1)
+    assert rig.deployment.standbys == 1  # a crash soon after a start finds none
+    await rig.tick(seconds=1)
+    assert rig.deployment.standbys == 2
+
+
+async def test_a_restart_reports_the_phases_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, "engine")
+    await rig.kill("engine")
+    await rig.tick()
+    data = {"phases": {"imports": 3.0, "load": 1.5}, "max_total_tokens": 64}
+    await rig.tick(Ready(process="engine", pid=rig.deployment.children["engine"].process.pid, data=data), seconds=4.0)
+    assert rig.lines[-1] == "engine ready again after 4.0 s (load 1.5 s, other 2.5 s; 64 tokens of KV cache)"
 
 
 async def test_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:

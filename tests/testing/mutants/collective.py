@@ -188,3 +188,16 @@ class SumsLargeTensorsBackwards(StoreCollective):
         for other in reversed(others):
             total = total + other
         return total
+
+
+@mutant.using(capabilities=replace(CAPABILITIES, batch_invariant=True))
+class LosesTheSignOfZeros(StoreCollective):
+    """States that it is batch-invariant, and only sums of large tensors have negative zeros."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() < 10_000 or not tensor.is_floating_point():
+            return super().all_reduce(tensor)
+        total, *others = (each.float() for each in self.collect(tensor))
+        for other in others:
+            total = total + other
+        return total.to(tensor.dtype)
