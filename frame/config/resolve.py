@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from frame.checkpoint.model_config import find_model, name_model
 from frame.config.hardware import Hardware
+from frame.config.media_plan import MediaPlan
 from frame.config.resolution.attention import choose_attention, choose_page_size
 from frame.config.resolution.drafter import check_speculation, find_tree
 from frame.config.resolution.machine import budgets, choose_graph_sizes, choose_jump, dtypes_to_try
@@ -58,7 +59,6 @@ from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelReq
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.interfaces.step_media import MediaPlan
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.interfaces.kinds import KINDS
 from frame.interfaces.sampler import SamplerRequirements

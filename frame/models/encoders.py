@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.platform import SupportsStreams
+from frame.models.layer_pauses import compute_by_layer
 from frame.models.layers.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -53,6 +55,11 @@ class ReadsMedia(Decoder):
             raise TypeError(f"{type(self).__name__} was built without its encoders")
         return self.encoders.encode(modality, items)
 
+    def encode_by_layer(self, modality: str, item: Arrays) -> Generator[None, None, torch.Tensor]:
+        if self.encoders is None:
+            raise TypeError(f"{type(self).__name__} was built without its encoders")
+        return self.encoders.encode_by_layer(modality, item)
+
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
         return super().map_weights(weights if self.encoders is None else self.encoders.rename_weights(weights))
 
@@ -68,6 +75,7 @@ class TransformersEncoders(nn.Module):
         super().__init__()
         self.device = context.device
         self.dtype = context.dtype
+        self._platform = context.platform
         self.model: Any = _build_model(context.model_config, context.dtype)
         self.family = str(self.model.config.model_type)
 
@@ -108,6 +116,19 @@ class TransformersEncoders(nn.Module):
         pooled, further = compute(self.model, modality, _join(prepared))
         columns = [_split(features, units) for features in (pooled, *further)]
         return [torch.cat([torch.cat(list(parts)) for parts in rows], -1).to(self.dtype) for rows in zip(*columns, strict=True)]
+
+    def encode_by_layer(self, modality: str, item: Arrays) -> Generator[None, None, torch.Tensor]:
+        """As `DividesEncoders.encode_by_layer`. An encoder has one list of layers, its first."""
+        layers = next((module for module in self.model.modules() if isinstance(module, nn.ModuleList)), ())
+        platform = self._platform if isinstance(self._platform, SupportsStreams) else None
+        stream = None if platform is None else platform.get_current_stream()
+
+        def compute() -> torch.Tensor:
+            if platform is not None and stream is not None:
+                platform.set_stream(stream)
+            return self.encode(modality, [item])[0]
+
+        return compute_by_layer(compute, list(layers))
 
     def _prepare(self, item: Arrays, name: str) -> torch.Tensor:
         """An array as the encoder reads it: bytes rescaled and normalised in float32, then in the

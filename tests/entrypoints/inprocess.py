@@ -19,9 +19,9 @@ from urllib.parse import unquote
 import msgspec
 
 from frame.config.hardware import Hardware
+from frame.config.media_plan import MediaPlan
 from frame.config.schema import FrameConfig
 from frame.core.engine import Engine, EngineOptions
-from frame.core.interfaces.step_media import MediaPlan
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import AnyMessage, Control, Generate, StepTokens
 from frame.entrypoints.configuration.prepare import prepare

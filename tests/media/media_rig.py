@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from frame.config.media_plan import MediaPlan
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.media import MediaItem, PlaceholderRun
-from frame.core.interfaces.step_media import MediaPlan
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.media.media_scheduler import MediaScheduler
 from frame.testing.fake_runner import DoneStep, LaterStep

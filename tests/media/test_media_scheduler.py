@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from frame.config.media_plan import MediaPlan
 from frame.core.interfaces.media import MediaItem, PlaceholderRun
-from frame.core.interfaces.step_media import MediaPlan
 from frame.core.messages import Generate
 from frame.core.scheduling.step_features import NoMedia
 from frame.testing.scheduler_rig import InOrder

@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from frame.config.media_plan import MediaPlan
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.media import MediaItem, PlaceholderRun
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.step_media import MediaPlan
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import InOrder

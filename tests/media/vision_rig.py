@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from frame.config.media_plan import MediaPlan
 from frame.config.schema import FrameConfig
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.media import EncodeOrder, MediaItem, PlaceholderRun
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.step_media import MediaPlan
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import Place, create_platform, load_parts
 from frame.entrypoints.processes.components import RunnerPlan, build_runner

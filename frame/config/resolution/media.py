@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from frame.config.media_plan import MediaPlan, find_cost
 from frame.config.resolution.plugins import KEYS, Choices, choose_list
 from frame.config.schema import FrameConfig
 from frame.config.selection import PlainRequirements, ResolveError, Selection, by_rank
 from frame.core.interfaces.model import ModelCapabilities, ModelConfig, Task
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.interfaces.step_media import MediaPlan
 from frame.interfaces.modality import ModalityCapabilities
 
 KIND = "modality"
@@ -73,7 +73,8 @@ def plan_media(
 ) -> tuple[MediaPlan, dict[str, str]]:
     """The sizes of the table and of a step, and the reasons of those that the user left open."""
     media, reasons = config.media, dict[str, str]()
-    vision = model_config.full_config.get("vision_config") or {}
+    sections = model_config.full_config
+    vision = sections.get("vision_config") or {}
     rows, budget = media.table_rows, media.encode_budget
     if not rows:
         layers = len(vision.get("deepstack_visual_indexes") or ())
@@ -90,6 +91,7 @@ def plan_media(
         modalities=served,
         whole_items=isinstance(capabilities, ModelCapabilities) and capabilities.media_spans,
         rotary_positions=model_config.has_mrope,
+        costs={name: cost for name in served if (cost := find_cost(sections.get(_CONFIGS.get(name, "")) or {}, model_config))},
     )
     return plan, reasons
 
