@@ -26,11 +26,13 @@ class Division:
     cost: EncoderCost
     layer: int = 0  # the first one that no step has been ordered to compute
 
-    def order_layers(self, tokens: float, encode_budget: int) -> EncodeOrder:
-        """What the next step computes: at least a layer."""
-        share = min(tokens / self.cost.count_tokens(self.item.patches), encode_budget / self.item.patches)
-        first, self.layer = self.layer, self.layer + max(1, int(self.cost.num_layers * share))
-        return EncodeOrder(self.item, self.held.rows[:-1], first_layer=first, stop_layer=0 if self.is_complete else self.layer)
+    def order_layers(self, tokens: float, encode_budget: int) -> tuple[EncodeOrder, float]:
+        """What the next step computes: at least a layer. -> the order, and its cost in tokens."""
+        cost, num_layers = self.cost.count_tokens(self.item.patches), self.cost.num_layers
+        share = min(tokens / cost, encode_budget / self.item.patches)
+        first, self.layer = self.layer, min(self.layer + max(1, int(num_layers * share)), num_layers)
+        order = EncodeOrder(self.item, self.held.rows[:-1], first_layer=first, stop_layer=0 if self.is_complete else self.layer)
+        return order, cost * (self.layer - first) / num_layers
 
     @property
     def is_complete(self) -> bool:

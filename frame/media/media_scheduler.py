@@ -234,8 +234,8 @@ class MediaScheduler:
             self._orders.append(EncodeOrder(self._forgotten, _NO_ROWS, first_layer=-1))
         self._forgotten = None
         if division is not None and not plan.is_retry:
-            tokens = count_left(plan, encoded)
-            self._orders.append(division.order_layers(tokens, self._plan.encode_budget))
+            order, tokens = division.order_layers(count_left(plan, encoded), self._plan.encode_budget)
+            self._orders.append(order)
             division.held.last_divided, encoded = plan.step, encoded + tokens
             self._num_divided += division.is_complete
             if division.is_complete:
