@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preemption": {"max_total_tokens": 448, "max_running_requests": 8, "chunked_prefill_size": 32, "max_model_len": 320},
     "no prefix cache": {"prefix_cache": "none", "chunked_prefill_size": 16},
     "small table": {"media_table_rows": 128, "chunked_prefill_size": 64},
-    "small budget": {"media_encode_budget": 16},
+    "small budget": {"media_encode_budget": 12},  # beside decodes, items are encoded by layers
     "ngram": {"speculative_algorithm": "ngram", "speculative_adaptive": False, "chunked_prefill_size": 16},
     "suffix": {"speculative_algorithm": "suffix", "page_size": 1},
     "tp 2": {"tp": 2, "chunked_prefill_size": 16},
@@ -55,6 +55,8 @@ ALWAYS = {
     ("Qwen3VLForConditionalGeneration", "ngram"),
     ("Gemma3ForConditionalGeneration", "chunks of 64, pages of 16"),
     ("InternVLForConditionalGeneration", "preemption"),
+    ("Qwen3VLForConditionalGeneration", "small budget"),
+    ("Gemma3ForConditionalGeneration", "small budget"),
 }
 Made = Callable[[str], Checkpoint]
 
@@ -95,6 +97,7 @@ def test_images(architecture: str, settings: str, made: Made) -> None:
         for outputs in passes:
             checkpoint.expected.check(engine, prompts, outputs)
     assert settings != "preemption" or info["preempted"] > 0
+    assert settings != "small budget" or info["media_divided"] > 0
     assert settings not in ("ngram", "suffix") or info["drafted_tokens"] > 0
     assert settings in ("no prefix cache", "chunks of 16, pages of 64") or sum(output.cached_tokens for output in passes[1]) > 0
 
