@@ -34,8 +34,8 @@ class EncoderCost:
 
     def find_patches(self, tokens: float) -> int:
         """The most patches that cost so many tokens."""
-        root = math.sqrt(self.patch**2 + 4 * self.pair * tokens)
-        return int(min(2 * tokens / (self.patch + root), tokens / (self.patch + self.pair * _LONGEST)) if root > 0 else tokens)
+        count = 2 * tokens / (self.patch + math.sqrt(self.patch**2 + 4 * self.pair * tokens))
+        return int(count if count <= _LONGEST else tokens / (self.patch + self.pair * _LONGEST))
 
 
 @dataclass(frozen=True, slots=True)
