@@ -157,6 +157,8 @@ def _build_model(model_config: ModelConfig, dtype: torch.dtype) -> Any:
             f"transformers {transformers.__version__} has no encoders for model_type {kind!r} of config.json: install a newer one, or set "
             "media.enabled: false."
         )
+    for name in _UNREAD.get(str(kind), ()):
+        stored[name] = None
     config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
     model = transformers.AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     del model.language_model
@@ -225,14 +227,26 @@ def _encode_qwen2_audio(model: Any, modality: str, arrays: Arrays) -> tuple[Any,
     return [each[:count] for each, count in zip(encoded, rows.tolist(), strict=True)], ()
 
 
+def _encode_gemma4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """The rows of all images follow each other: one for each square of patches that is no
+    padding."""
+    positions = arrays["image_position_ids"]
+    output = model.get_image_features(arrays["pixel_values"], positions, return_dict=True).pooler_output
+    rows = output if isinstance(output, torch.Tensor) else torch.cat(tuple(output))
+    counts = positions.ne(-1).all(-1).sum(-1) // model.config.vision_config.pooling_kernel_size**2
+    return rows.split(counts.tolist()), ()
+
+
 def _encode_llama4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
     """The projector is outside of transformers' method."""
     output = model.get_image_features(arrays["pixel_values"], return_dict=True)
     return model.multi_modal_projector(output.last_hidden_state), ()
 
 
+_UNREAD: Mapping[str, tuple[str, ...]] = {"gemma4": ("audio_config",)}  # by model_type: encoders that are not built
 # by model_type, with the names of the arrays; the others by transformers' methods
 _FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[Any]]], Collection[str]]] = {
+    "gemma4": (_encode_gemma4, ("pixel_values", "image_position_ids")),
     "llama4": (_encode_llama4, ("pixel_values",)),
     "qwen2_audio": (_encode_qwen2_audio, ("input_features", "feature_attention_mask")),
 }

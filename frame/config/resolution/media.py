@@ -48,7 +48,9 @@ def choose_media(
     capabilities = next((each.record.capabilities for each in chosen.selected.get("model", ())), None)
     readable = _find_readable(capabilities, model_config)
     loads_drafter = any(getattr(each.record.capabilities, "loads_model", False) for each in chosen.selected.get("drafter", ()))
-    obstacle = next(_find_obstacles(config, model_config, readable, task, plan, loads_drafter=loads_drafter), None)
+    has_spans = bool(getattr(capabilities, "media_spans", False))
+    obstacles = _find_obstacles(config, model_config, readable, task, plan, loads_drafter=loads_drafter, has_spans=has_spans)
+    obstacle = next(obstacles, None)
     if obstacle is not None:
         why, change = obstacle
         if media.enabled or media.modalities:
@@ -105,12 +107,21 @@ def _find_readable(capabilities: Any, model_config: ModelConfig) -> tuple[str, .
 
 
 def _find_obstacles(
-    config: FrameConfig, model_config: ModelConfig, readable: tuple[str, ...], task: Task, plan: ParallelPlan, *, loads_drafter: bool
+    config: FrameConfig,
+    model_config: ModelConfig,
+    readable: tuple[str, ...],
+    task: Task,
+    plan: ParallelPlan,
+    *,
+    loads_drafter: bool,
+    has_spans: bool,
 ) -> Iterator[tuple[str, str]]:
     """What stands against media, each with the change that helps."""
     vision = model_config.full_config.get("vision_config") or {}
     if not readable:
         yield f"the model {model_config.architecture} reads text alone here", TEXT_ALONE
+    if model_config.config.get("use_bidirectional_attention") == "vision" and not has_spans:
+        yield "use_bidirectional_attention is vision in its config.json, which the model plugin implements for text alone", TEXT_ALONE
     if not model_config.has_processor:
         yield "the checkpoint has no preprocessor_config.json", TEXT_ALONE
     if task != "generate":
