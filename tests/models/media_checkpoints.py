@@ -208,8 +208,7 @@ FAMILIES: Mapping[str, Family] = {
         {"processor_class": "Gemma4Processor"},
         {
             "preprocessor_config.json": {
-                **_pictures("Gemma4ImageProcessor", {}, [0.0] * 3, [1.0] * 3), "do_normalize": False, "patch_size": 4,
-                "max_soft_tokens": 70, "pooling_kernel_size": 3,
+                "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3
             }
         },
         named={"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},

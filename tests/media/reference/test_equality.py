@@ -33,7 +33,7 @@ IMAGES = [name for name, family in FAMILIES.items() if "image" in family.placeho
 VIDEOS = [name for name in IMAGES if name.startswith("Qwen")]  # of others none are read yet
 SOUNDS = [name for name, family in FAMILIES.items() if "audio" in family.placeholders]
 # with pages of one token, all that earlier prompts have is hit; others have states or windows
-EXACT = [name for name in IMAGES if not name.startswith(("Qwen3_5", "Gemma3"))]
+EXACT = [name for name in IMAGES if not name.startswith(("Qwen3_5", "Gemma"))]
 DRAFTED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 FILE_SETTINGS = ("default", "chunks of 16, pages of 1", "chunks of 64, pages of 16", "ngram", "tp 2", "pp 2")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -57,6 +57,7 @@ ALWAYS = {
     ("InternVLForConditionalGeneration", "preemption"),
     ("Qwen3VLForConditionalGeneration", "small budget"),
     ("Gemma3ForConditionalGeneration", "small budget"),
+    ("Gemma4ForConditionalGeneration", "chunks of 16, pages of 1"),
 }
 Made = Callable[[str], Checkpoint]
 
@@ -97,7 +98,8 @@ def test_images(architecture: str, settings: str, made: Made) -> None:
         for outputs in passes:
             checkpoint.expected.check(engine, prompts, outputs)
     assert settings != "preemption" or info["preempted"] > 0
-    assert settings != "small budget" or info["media_divided"] > 0
+    is_held = not architecture.startswith("Gemma4")  # whose pictures all have more patches than the device holds at this budget
+    assert settings != "small budget" or info["media_divided"] > 0 or not is_held
     assert settings not in ("ngram", "suffix") or info["drafted_tokens"] > 0
     assert settings in ("no prefix cache", "chunks of 16, pages of 64") or sum(output.cached_tokens for output in passes[1]) > 0
 
