@@ -233,7 +233,7 @@ class MediaScheduler:
         if self._forgotten is not None and (division is None or division.layer):
             self._orders.append(EncodeOrder(self._forgotten, _NO_ROWS, first_layer=-1))
         self._forgotten = None
-        if division is not None and not plan.is_retry:
+        if division is not None:
             order, tokens = division.order_layers(count_left(plan, encoded), self._plan.encode_budget)
             self._orders.append(order)
             division.held.last_divided, encoded = plan.step, encoded + tokens

@@ -179,9 +179,9 @@ def advance(rig: MediaRig) -> ScheduledBatch:
     return batch
 
 
-def add_image(rig: MediaRig, name: str = "x", patches: int = 24, **fields: Any) -> str:
-    tokens, items = with_image(name, patches=patches)
-    return rig.add(tokens, FEW, media=items, **fields)
+def add_image(rig: MediaRig, name: str = "x", patches: int = 24, before: int = 4) -> str:
+    tokens, items = with_image(name, before=before, patches=patches)
+    return rig.add(tokens, FEW, media=items)
 
 
 def test_a_large_item_is_divided_beside_decodes() -> None:
@@ -258,6 +258,16 @@ def test_one_item_is_divided_at_a_time() -> None:
     assert len(rig.encoded) == 2
 
 
+def test_small_items_do_not_wait_for_a_divided_one() -> None:
+    """Nor for a second request that has it."""
+    rig = make_streams(max_context=60)
+    for name, patches in (("x", 24), ("x", 24), ("y", 1)):
+        add_image(rig, name, patches)
+    advance(rig)
+    assert with_image("y")[1][0].digest in rig.encoded
+    rig.run()
+
+
 def test_small_items_are_encoded_whole_within_the_time_of_a_step() -> None:
     rig = make_streams()
     for name in "xyz":
@@ -279,7 +289,7 @@ def test_the_request_of_a_divided_item_is_retried_alone_and_no_stream_ends() -> 
     """Its item fails in every step: beside a stream, which is the only row of the step, and
     alone."""
     rig = make_streams()
-    rid = add_image(rig)
+    rid = add_image(rig, before=0)
     launch = rig.runner.launch
 
     def fail_encodes(batch: Any) -> Any:
