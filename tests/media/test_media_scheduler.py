@@ -286,14 +286,14 @@ def test_an_item_above_what_the_device_may_hold_is_encoded_whole() -> None:
 
 
 def test_the_request_of_a_divided_item_is_retried_alone_and_no_stream_ends() -> None:
-    """Its item fails in every step: beside a stream, which is the only row of the step, and
-    alone."""
+    """Its item fails after its first layers: beside a stream, which is the only row of the step,
+    and alone."""
     rig = make_streams()
     rid = add_image(rig, before=0)
     launch = rig.runner.launch
 
     def fail_encodes(batch: Any) -> Any:
-        rig.fails_next = any(order.first_layer >= 0 for order in batch.encodes)
+        rig.fails_next = any(order.first_layer > 0 or not order.stop_layer for order in batch.encodes)
         return launch(batch)
 
     rig.runner.launch = fail_encodes  # type: ignore[method-assign]
@@ -301,7 +301,7 @@ def test_the_request_of_a_divided_item_is_retried_alone_and_no_stream_ends() -> 
     finishes = {each: request.finish for each, request in rig.requests.items()}
     assert finishes[rid] is not None and finishes[rid].error == FAILED
     assert finishes["request-0"] is not None and finishes["request-0"].error is None
-    assert rig.num_parts == 1
+    assert rig.num_parts == 2
 
 
 def test_the_latency_budget_counts_what_is_encoded() -> None:
