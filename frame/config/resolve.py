@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from frame.checkpoint.model_config import find_model, name_model
 from frame.config.hardware import Hardware
-from frame.config.media_plan import MediaPlan
 from frame.config.resolution.attention import choose_attention, choose_page_size
 from frame.config.resolution.drafter import check_speculation, find_tree
 from frame.config.resolution.machine import budgets, choose_graph_sizes, choose_jump, dtypes_to_try
@@ -61,6 +60,7 @@ from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.interfaces.kinds import KINDS
+from frame.interfaces.modality import MediaPlan
 from frame.interfaces.sampler import SamplerRequirements
 from frame.interfaces.weights import WeightSourceRequirements
 

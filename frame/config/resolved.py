@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from frame.config.media_plan import MediaPlan
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.drafter import DrafterContext, TreeShape
 from frame.core.interfaces.model import ModelConfig, Pooling, Task
 from frame.core.interfaces.parallel import ParallelPlan
+from frame.interfaces.modality import MediaPlan
 
 LOST_WEIGHTS = "the weights {!r} came from a trainer and were lost in a crash; update the weights, or keep them by --keep-updates FOLDER"
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frame.config.media_plan import EncoderCost, MediaPlan
 from frame.core.interfaces.media import EncodeOrder, MediaItem
 from frame.core.scheduling.running import StepPlan
+from frame.interfaces.modality import EncoderCost, MediaPlan
 from frame.media.row_table import TableItem
 
 TOKENS = 2048  # prompt tokens as which a step beside decodes may encode for as long

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from frame.config.media_plan import MediaPlan
 from frame.core.interfaces.media import EncodeOrder, MediaItem
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.running import StepPlan
+from frame.interfaces.modality import MediaPlan
 from frame.media.cache_keys import ItemKeys, ItemName, name_item
 from frame.media.checks import ItemLimits, check_items
 from frame.media.division import Division, count_left, find_limit, has_decodes

@@ -19,7 +19,6 @@ from urllib.parse import unquote
 import msgspec
 
 from frame.config.hardware import Hardware
-from frame.config.media_plan import MediaPlan
 from frame.config.schema import FrameConfig
 from frame.core.engine import Engine, EngineOptions
 from frame.core.ipc.transport import InProcessTransport
@@ -38,6 +37,7 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import open_keys
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
+from frame.interfaces.modality import MediaPlan
 from frame.loading.engine_states import EngineStates
 from frame.testing.fake_runner import FakeRunner
 from frame.text.detokenizer import Detokenizer

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from frame.config.media_plan import MediaPlan
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.media import EncodeOrder, MediaItem, PlaceholderRun
 from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.interfaces.modality import MediaPlan
 from frame.media.media_scheduler import MediaScheduler
 from frame.testing.fake_runner import DoneStep, LaterStep
 from frame.testing.scheduler_rig import Expected, SchedulerRig

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from frame.config.media_plan import EncoderCost, MediaPlan
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.media import MediaItem, PlaceholderRun
 from frame.core.messages import Generate
 from frame.core.scheduling.step_features import NoMedia
+from frame.interfaces.modality import EncoderCost, MediaPlan
 from frame.testing.scheduler_rig import InOrder
 from tests.core.scheduling.small_rig import config, params, prompt
 from tests.media.media_rig import FAILED, MediaRig, make_item

@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from frame.config.media_plan import EncoderCost, MediaPlan
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.media import MediaItem, PlaceholderRun
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.interfaces.modality import EncoderCost, MediaPlan
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import InOrder
 from tests.core.scheduling.rig_machine import RigMachine

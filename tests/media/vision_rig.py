@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import torch
 
-from frame.config.media_plan import MediaPlan
 from frame.config.schema import FrameConfig
 from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import SlotSetup
@@ -26,6 +25,7 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import Place, create_platform, load_parts
 from frame.entrypoints.processes.components import RunnerPlan, build_runner
 from frame.entrypoints.processes.join_groups import join_groups
+from frame.interfaces.modality import MediaPlan
 from frame.media.files import write_features
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.core.execution.test_model_runner import Script

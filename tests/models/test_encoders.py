@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from frame.config.media_plan import find_cost
+from frame.config.resolution.media import find_cost
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.media import DividesEncoders, HasEncoders, MediaRows, MediaSpans, RotaryPositions
 from tests.models.harness import Session, open_session

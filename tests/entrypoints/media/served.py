@@ -10,10 +10,10 @@ import numpy as np
 from PIL import Image
 
 from frame.config.hardware import Hardware
-from frame.config.media_plan import MediaPlan
 from frame.config.resolved import PluginChoice, Resolved
 from frame.config.schema import FrameConfig
 from frame.entrypoints.configuration.prepare import prepare
+from frame.interfaces.modality import MediaPlan
 from frame.plugins.loader import load_configured
 from frame.testing.modality.folders import write_folder
 

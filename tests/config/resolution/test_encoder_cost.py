@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from frame.config.media_plan import EncoderCost, MediaPlan, find_cost
+from frame.config.resolution.media import find_cost
+from frame.interfaces.modality import EncoderCost, MediaPlan
 from tests.model_configs import LLAMA
 
 
