@@ -62,7 +62,6 @@ class MediaScheduler:
         )  # fmt: skip
         self._keys = ItemKeys()
         self._orders: list[EncodeOrder] = []  # of the step being planned
-        self._step_plan: StepPlan | None = None  # of the step being planned
         self._patches = 0  # of items that this step encodes whole
         self._division: Division | None = None
         self._forgotten: MediaItem | None = None  # its division has ended early: the ranks forget its layers
@@ -98,8 +97,6 @@ class MediaScheduler:
         layout, end = _layout_of(request), start + count
         if start >= layout.end:
             return count
-        if self._step_plan is not plan:
-            self._step_plan, self._patches = plan, 0
         if self._plan.whole_items:
             end = max(layout.find_run(end)[0], start)
         blocked = self._blocked if self._blocked is not None and self._blocked.request is not request else None
@@ -192,8 +189,7 @@ class MediaScheduler:
         if self._division is None and self._forgotten is None and not self._has_rows:
             return {}
         self._order_layers(plan)
-        orders, self._orders = self._orders, []
-        self._step_plan = None
+        orders, self._orders, self._patches = self._orders, [], 0
         if not self._has_rows:
             return {"encodes": orders}
         rows = np.full(num_tokens, -1, np.int32)
