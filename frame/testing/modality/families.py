@@ -105,8 +105,8 @@ def _read_side(family: str) -> int:
 
 
 def _require_patches(layout: MediaLayout, arrays: Arrays, family: str, what: str) -> None:
-    # [patches, channels, frames, side, side], [tiles, channels, height, width], or
-    # [pictures, patches, numbers]
+    # patches [n, channels, frames, side, side], tiles [n, channels, height, width], or
+    # pictures [n, patches, numbers of a patch]
     pixels, side = arrays[_PIXELS], _read_side(family)
     one = {5: 1, 3: pixels.shape[1]}.get(pixels.ndim) or math.prod(size // side for size in pixels.shape[-2:])
     positions = len(pixels) * one
