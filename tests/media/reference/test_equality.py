@@ -67,6 +67,7 @@ def make_cases(architectures: list[str], names: list[str]) -> list[Any]:
         pytest.param(architecture, name, marks=[] if (architecture, name) in ALWAYS else pytest.mark.soak, id=f"{architecture}-{name}")
         for architecture in architectures
         for name in names
+        if (architecture, name) != ("Gemma4ForConditionalGeneration", "pp 2")  # whose later layers read keys of earlier ones
     ]
 
 
