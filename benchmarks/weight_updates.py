@@ -103,10 +103,11 @@ def make_weights(model: Path, seed: int, device: str) -> dict[str, torch.Tensor]
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).state_dict()
     torch.manual_seed(seed)
+    drawn = "cuda" if torch.cuda.is_available() else device  # one core takes minutes to draw 8 billion numbers
     return {
         name: torch.ones(each.shape, dtype=torch.bfloat16, device=device)
         if name.endswith("norm.weight")
-        else torch.empty(each.shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        else torch.empty(each.shape, dtype=torch.bfloat16, device=drawn).normal_(std=0.02).to(device)
         for name, each in shapes.items()
     }
 

@@ -18,6 +18,19 @@ WEIGHT = 0.2  # of a new step in a mean
 MAX_RATIO = 4.0  # of a step to the mean, above which it counts for less: it may have compiled a kernel
 
 
+class DecodeServerBudget:
+    """Of a decode server without a target: `FIRST` prompt tokens beside decodes, since prompts that
+    it computes after all must not delay the streams that it is there for."""
+
+    def __init__(self, token_budget: int) -> None:
+        self._maximum = token_budget
+
+    def choose(self, step: int, num_decodes: int, now: float) -> int:
+        return min(FIRST, self._maximum) if num_decodes else self._maximum
+
+    def record_step(self, record: StepRecord, now: float) -> None: ...
+
+
 class LatencyBudget:
     """Learns the seconds of a row of steps with prompts and decodes. A row of a larger step costs
     no more, because weights are read once: a budget from a smaller step is within the target.

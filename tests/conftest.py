@@ -1,5 +1,6 @@
 """For all tests: child processes import from this checkout, TLS clients trust one authority,
-garbage collections skip what is there when a file begins, and `covering` is applied.
+garbage collections skip what is there when a file begins, and `covering` and `pairwise` are
+applied.
 
 Clients read the certificates of all authorities whenever they are made, 25 ms of CPU each; the
 tests make thousands, to servers without TLS.
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import find_cover
+from tests.covering import mark_exhaustive
 
 # Processes of frame do not import from the working folder, and some run a module of the tests.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
@@ -26,13 +27,9 @@ gc.disable()  # till the tests are collected: what imports make stays alive, and
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give `soak` to the cases of a test marked `covering` that add no value of a parameter. Files
-    with slow tests run first: none of these is left for one process at the end."""
-    marked = [item for item in items if item.get_closest_marker("covering") and not item.get_closest_marker("soak")]
-    kept = find_cover(marked)
-    for item in marked:
-        if item not in kept:
-            item.add_marker("soak")
+    """Leave cases of products to `make test-full`. Files with slow tests run first: none of these
+    is left for one process at the end."""
+    mark_exhaustive(items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

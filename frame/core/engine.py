@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STALLED_WAIT = 0.005  # seconds between attempts while requests wait but none can run (paused, grammar compiling)
+STALLED_WAIT = 0.001  # seconds between attempts while requests wait but none can run (blocks arriving, grammar compiling)
 SELF_CHECK_DELAY = 0.2  # seconds of idleness before the self-check, so that it does not delay a request that follows at once
 MIN_HEARTBEAT = 0.1  # seconds between two heartbeats of a busy engine
 MAX_FAILURES = 3  # steps in a row that may fail before the device counts as lost; retries of their requests do not count

@@ -14,15 +14,15 @@ from frame.kernels.launch import next_power_of_2
 _MAX_UNITS = 2048  # that one iteration of a program copies
 
 
-@triton.jit
-def _copy_kernel(blocks, block_units, pages, table, UNIT: tl.constexpr, STORE: tl.constexpr, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["blocks", "pages"])  # parts of one tensor: a variant for each would be compiled
+def _copy_kernel(blocks, pages, table, UNIT: tl.constexpr, STORE: tl.constexpr, SIZE: tl.constexpr):
     """Grid: (pages, tensors). A program copies one page of one tensor. Addresses are computed in
     int64: a tensor has more than 2^31 bytes."""
     row = table + tl.program_id(1) * 4
     width, offset = tl.load(row + 1), tl.load(row + 2)
     page = tl.load(pages + tl.program_id(0))
     inside = tl.load(row).to(tl.pointer_type(UNIT)) + page * tl.load(row + 3)
-    block = blocks.to(tl.pointer_type(UNIT)) + tl.program_id(0).to(tl.int64) * block_units + offset
+    block = tl.load(blocks + tl.program_id(0)).to(tl.pointer_type(UNIT)) + offset
     for start in range(0, width, SIZE):
         units = start + tl.arange(0, SIZE)
         if STORE:
@@ -37,11 +37,10 @@ _TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 def copy_blocks(blocks: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, unit: int, max_width: int, *, is_store: bool) -> None:
     """Copy pages to blocks (`is_store`) or blocks to pages.
 
-    blocks: uint8 [at least n, bytes of a block], contiguous. pages: int64 [n]. table: int64
-    [tensors, 4] of (address, width of a page, offset in a block, width from page to page), the last
-    three in units of `unit` bytes (8, 4, 2 or 1), which divides the address and the bytes of a
-    block. max_width: the largest width.
+    blocks: their addresses, int64 [n]. pages: int64 [n]. table: int64 [tensors, 4] of (address,
+    width of a page, offset in a block, width from page to page), the last three in units of `unit`
+    bytes (8, 4, 2 or 1), which divides all addresses. max_width: the largest width.
     """
     size = min(next_power_of_2(max_width), _MAX_UNITS)
     grid = len(pages), len(table)
-    _copy_kernel[grid](blocks, blocks.shape[1] // unit, pages, table, UNIT=_TYPES[unit], STORE=is_store, SIZE=size)
+    _copy_kernel[grid](blocks, pages, table, UNIT=_TYPES[unit], STORE=is_store, SIZE=size)

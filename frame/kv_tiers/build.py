@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -30,7 +31,7 @@ from frame.kv_tiers.block_layout import KINDS
 from frame.kv_tiers.controller import NamedTier, TierController, TierOptions, WritePolicy
 from frame.kv_tiers.follower import TierFollower
 from frame.kv_tiers.key_secret import make_secret, read_secret
-from frame.kv_tiers.mover import PoolBlockMover
+from frame.kv_tiers.mover import ChecksEarly, PoolBlockMover
 from frame.kv_tiers.ranked_tier import NO_BLOCK, GroupRanks, KeyTier, NoMover, OrderSender, RankedMover, RankedTier
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ BLOCK_FORMAT = 1  # of the bytes of a block; raised where `PageCopies` orders th
 KIND = "kv_tier"
 GIB = 1 << 30
 SETTING = "disaggregation.mode"  # that needs the secret of peers
+SWITCH_INTERVAL = 0.0005  # seconds after which the thread that launches steps lets one of a transfer go on
 DEFAULT_FOLDER = "~/.cache/frame"  # of the secret, where no tier has a folder
 _COMPUTING = ("model", "weight_format", "weight_source", "drafter")  # kinds of plugins that keys and values depend on
 _log = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class TierSettings:
     plan: ParallelPlan = ONE_RANK
     transfer: TransferSettings | None = None  # without the properties of the cache
     kept: KeptMemory | None = None  # of the rank
+    waits_for_steps: bool = True  # see `PoolBlockMover`
 
 
 def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Callable[[PluginChoice, Any], KVTier]) -> TierSettings:
@@ -106,9 +109,10 @@ def prepare_tiers(resolved: Resolved, describe: Callable[[str], Any], create: Ca
         secret = read_secret(Path(next(iter(folders), DEFAULT_FOLDER)).expanduser().absolute())
     else:
         secret = make_secret() if kept is None else kept.secret
-    return TierSettings(
-        tiers, digest_model(resolved), secret, cache.write_policy, cache.min_load_tokens, resolved.plan, _prepare_transfer(resolved), kept
-    )
+    # Commits wait for rank 0's device alone, and drafts are computed after what they wait for.
+    waits = resolved.plan.num_ranks > 1 or bool(resolved.plugins.get("drafter"))
+    policies = cache.write_policy, cache.min_load_tokens
+    return TierSettings(tiers, digest_model(resolved), secret, *policies, resolved.plan, _prepare_transfer(resolved), kept, waits)
 
 
 def _open_kept() -> KeptMemory | None:
@@ -184,13 +188,17 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
     plan = settings.plan
     stage, tp_rank = divmod(rank, plan.tp)
     identity = describe_blocks(settings.model, pool.geometry, (stage, plan.pp, tp_rank % plan.attention_tp, plan.attention_tp))
-    mover = PoolBlockMover(pool, platform)
+    waits = settings.waits_for_steps or pool.geometry.num_pools > 1
+    mover = PoolBlockMover(pool, platform, waits_for_steps=waits)
     pages = (max(num_pages, pool.num_pages[0] - RESERVED_PAGES), *(count - RESERVED_PAGES for count in pool.num_pages[1:]))
     pool_bytes = sum(count * pieces for count, pieces in zip(pages, mover.layout.num_pieces, strict=True)) * mover.block_bytes
     transfer = settings.transfer
     if transfer is not None:
+        sys.setswitchinterval(SWITCH_INTERVAL)
         transfer = replace(transfer, properties={**transfer.properties, **list_properties(settings.model, pool.geometry)})
-    context = KVTierContext(mover.block_bytes, identity, partial(allocate, platform), partial(pin, platform), pool_bytes, transfer)
+    context = KVTierContext(
+        mover.block_bytes, identity, partial(allocate, platform), partial(pin, platform), pool_bytes, transfer, platform=platform
+    )
     tiers: list[KVTier] = []
     kept = settings.kept  # for the first tier that uses it
     try:
@@ -205,6 +213,9 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
             tier.close()
         mover.close()
         raise
+    for tier in tiers:
+        if isinstance(tier, ChecksEarly):
+            mover.on_stored = tier.note_copied
     names = ", ".join(tier.name for tier in settings.tiers)
     _log.info("KV cache tiers: %s; %d bytes a block of %d tokens", names, mover.block_bytes, pool.page_size)
     return RankTiers(tiers, mover, pool_bytes, identity)

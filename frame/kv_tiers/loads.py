@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 DEADLINE_MARGIN = 1.0  # seconds that a request waits longer than the computation of its prefix takes
+MAX_EXTENSIONS = 4  # by this margin, of the wait for a peer that goes on to send blocks
 HASHED_BLOCKS = 8192  # most blocks that one call hashes, since a step waits meanwhile
 
 
@@ -98,6 +99,8 @@ class Wait:
     load: Load | None = None
     computes: bool = False  # it waits for no load until it has started
     deadline: float | None = None  # seconds of the clock; None: it has not waited
+    num_extensions: int = 0  # of the deadline
+    num_received: float = 0.0  # bytes that peers had sent when the deadline was set
     loaded: dict[str, int] = field(default_factory=dict)  # tokens, by tier
 
 
@@ -105,7 +108,8 @@ class PrefixLoads:
     """Loads, and the requests that wait for them.
 
     Requests that lack the same next block wait for one load. A request waits until its deadline in
-    all: the time in which its missing prefix is computed, and `DEADLINE_MARGIN`.
+    all: the time in which its missing prefix is computed, and `DEADLINE_MARGIN`. While blocks of
+    peers arrive, it waits longer for its own, because a prompt that is computed delays the others.
     """
 
     def __init__(self, tiers: TierSet, keys: RequestKeys) -> None:
@@ -181,6 +185,7 @@ class PrefixLoads:
         missing = (servable - first) * size
         if wait.deadline is None:
             wait.deadline = self._set.clock() + missing / self.prefill_rate + DEADLINE_MARGIN
+            wait.num_received = self._set.count_received()
         minimum = max(1, self._set.options.min_load_tokens)
         if missing < minimum:
             wait.computes = True
@@ -201,7 +206,7 @@ class PrefixLoads:
                 return
             load = self._begin(request, tokens, chain, match, [min(each, end) for each in ends])
         if load is None:
-            wait.computes = True
+            wait.computes = request.transfer is None  # else it is tried again until the deadline
             return
         load.rids.add(request.rid)
         wait.load = load
@@ -368,10 +373,20 @@ class PrefixLoads:
             for rid in list(load.rids):
                 wait = self._waits[rid]
                 if wait.deadline is not None and now >= wait.deadline:
+                    if self._extend(load, wait, now):
+                        continue
                     wait.computes = True
                     self.num_late += 1
                     self._set.log_error(*load.describe_delay())
                     self._leave(rid, wait)
+
+    def _extend(self, load: Load, wait: Wait, now: float) -> bool:
+        """Move the deadline of a wait for blocks of a peer, if some came since the last one."""
+        received = self._set.count_received()
+        if wait.num_extensions >= MAX_EXTENSIONS or received <= wait.num_received or not self._set.is_from_peer(load.segments):
+            return False
+        wait.deadline, wait.num_received, wait.num_extensions = now + DEADLINE_MARGIN, received, wait.num_extensions + 1
+        return True
 
     def list_handles(self) -> list[Any]:
         return [load.match.handle for load in self]

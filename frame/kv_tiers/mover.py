@@ -1,5 +1,4 @@
-"""`PoolBlockMover`: copies blocks between the KV pool and buffers in host memory; implements
-`BlockMover`.
+"""`PoolBlockMover`: copies blocks between the KV pool and buffers; implements `BlockMover`.
 
 Used by `TierController`. On a device with streams a thread copies, on a stream of its own, so that
 neither steps nor the engine's thread wait; on the CPU `poll` does. Must not know a tier, a request
@@ -12,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -39,15 +38,28 @@ class _Job:
     num_started: int = 0  # pages
 
 
+@runtime_checkable
+class ChecksEarly(Protocol):
+    """A tier that goes on with a store before the engine's thread takes its result."""
+
+    def note_copied(self, job: int) -> None:
+        """In any thread: the buffers of a store are full, and `finish` follows."""
+
+
 class PoolBlockMover:
     """Jobs are copied in pieces of the staging buffer's size: loads before stores, each in their
     order. A copy that fails raises in `poll`, and the engine ends: its pages are in doubt."""
 
-    def __init__(self, pool: KVPool, platform: Platform, staging_bytes: int = STAGING_BYTES) -> None:
+    def __init__(self, pool: KVPool, platform: Platform, staging_bytes: int = STAGING_BYTES, *, waits_for_steps: bool = True) -> None:
+        """waits_for_steps: stores begin after the steps that are launched. They need not where a
+        step that was committed has ended on the device: a step in flight, which may be a long
+        prompt, does not write to the pages. Loads wait: a step that failed may still write."""
+        self._waits_for_steps = waits_for_steps
         self._copies = PageCopies(pool, platform.device, staging_bytes)
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
         self._ended: deque[int] = deque()
+        self.on_stored: Callable[[int], None] = _ignore  # called with each job that was stored, before `poll`, in the thread that copies
         self._thread = CopyThread(platform, platform, self._run_piece) if isinstance(platform, SupportsStreams) else None
 
     @property
@@ -90,7 +102,7 @@ class PoolBlockMover:
         if len(pages) != len(buffers):
             raise ValueError(f"{len(pages)} pages have {len(buffers)} blocks")
         stored = np.array([bool(each) for each in buffers], np.bool_)
-        ready = None if self._thread is None else self._thread.mark_steps()
+        ready = self._thread.mark_steps() if self._thread is not None and (is_load or self._waits_for_steps) else None
         queue.append(_Job(number, pages[stored].astype(np.int64), [each for each in buffers if each], is_load, ready))
         if self._thread is not None:
             self._thread.wake()
@@ -103,7 +115,8 @@ class PoolBlockMover:
         job = queue.popleft()  # not to be tried again if a copy raises
         if job.ready is not None and self._thread is not None:
             self._thread.stream.wait_event(job.ready)
-        first, job.num_started = job.num_started, min(job.num_started + self._copies.num_blocks, len(job.pages))
+        first = job.num_started
+        job.num_started += self._copies.count_piece(job.buffers[first:])
         piece = slice(first, job.num_started)
         (self._copies.load if job.is_load else self._copies.store)(job.pages[piece], job.buffers[piece])
         is_last = job.num_started == len(job.pages)
@@ -113,4 +126,9 @@ class PoolBlockMover:
 
     def _end_piece(self, job: _Job, *, is_last: bool) -> None:
         if is_last:
+            if not job.is_load:
+                self.on_stored(job.number)
             self._ended.append(job.number)
+
+
+def _ignore(_job: int) -> None: ...

@@ -1,5 +1,5 @@
-"""`PageCopies`: gathers pages of all layers into a staging buffer and copies blocks of it to host
-memory, and the reverse.
+"""`PageCopies`: gathers pages of all layers into buffers on the device, or into a staging buffer
+from which blocks are copied to host memory, and the reverse.
 
 Used by `PoolBlockMover`. Work is queued on the current stream of a device with streams. Must not
 know a job.
@@ -19,6 +19,7 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.kv_tiers.block_layout import BlockLayout, plan_blocks
 
 _UNITS = (BLOCK_ALIGNMENT, 4, 2, 1)  # bytes that a kernel copies at once; the largest first
+_DIRECT = 8  # pieces of the staging buffer's size in one piece that is not staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,50 +45,76 @@ class PageCopies:
 
     def __init__(self, pool: KVPool, device: torch.device, staging_bytes: int) -> None:
         self.layout = plan_blocks(pool.geometry, pool.num_pages)
-        self.num_blocks = max(1, staging_bytes // max(1, self.layout.block_bytes))  # in one piece
+        self.num_blocks = max(1, staging_bytes // max(1, self.layout.block_bytes))  # in one piece that is staged
         self.staging = torch.zeros((self.num_blocks, self.layout.block_bytes), dtype=torch.uint8, device=device)
         self._device = device
         self._parts = list(_list_parts(pool, self.layout))
         self._tables = [self._make_tables(part) for part in self._parts] if kernels.can_use_triton(device) else None
+        for part in range(len(self._parts)) if self._tables is not None else ():  # compiles; page 0 is reserved
+            numbers = torch.tensor([[0], [self.staging.data_ptr()]], device=device)
+            for is_store in (True, False):
+                self._move_run(part, numbers, self.staging[:1], is_store=is_store)
+
+    def count_piece(self, buffers: Sequence[tuple[torch.Tensor, ...]]) -> int:
+        """How many of the leading buffers one call takes: more where none of them is staged."""
+        leading = buffers[: self.num_blocks * _DIRECT]
+        return len(leading) if all(self._find_place(copies) is not None for copies in leading) else min(len(leading), self.num_blocks)
 
     @torch.inference_mode()
     def load(self, blocks: np.ndarray, buffers: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Copy the first buffer of each block, uint8 [block_bytes], to its page. blocks: the
-        numbers, int32 or int64 [n], at most `num_blocks`."""
-        for block, (buffer, *_) in zip(self.staging[: len(buffers)], buffers, strict=True):
-            block.copy_(buffer, non_blocking=True)
-        self._move(blocks, is_store=False)
+        numbers, int32 or int64 [n], at most `count_piece`."""
+        places = self._find_places(buffers)
+        for place, (buffer, *_) in zip(places, buffers, strict=True):
+            if place is not buffer:
+                place.copy_(buffer, non_blocking=True)
+        self._move(blocks, places, is_store=False)
 
     @torch.inference_mode()
     def store(self, blocks: np.ndarray, buffers: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Copy each block to all of its buffers."""
-        self._move(blocks, is_store=True)
-        for block, copies in zip(self.staging[: len(buffers)], buffers, strict=True):
+        places = self._find_places(buffers)
+        self._move(blocks, places, is_store=True)
+        for place, copies in zip(places, buffers, strict=True):
             for buffer in copies:
-                buffer.copy_(block, non_blocking=True)
+                if place is not buffer:
+                    buffer.copy_(place, non_blocking=True)
 
-    def _move(self, blocks: np.ndarray, *, is_store: bool) -> None:
+    def _find_place(self, copies: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The buffer that kernels copy pages from or to; None: the block is staged."""
+        if self._tables is None:
+            return None
+        return next((buffer for buffer in copies if buffer.device == self._device), None)
+
+    def _find_places(self, buffers: Sequence[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        staging = iter(self.staging.unbind())
+        return [next(staging) if (place := self._find_place(copies)) is None else place for copies in buffers]
+
+    def _move(self, blocks: np.ndarray, places: Sequence[torch.Tensor], *, is_store: bool) -> None:
         if not len(blocks):
             return
         parts, pages = self.layout.locate(blocks)
-        numbers = torch.from_numpy(pages).to(self._device, non_blocking=True)
+        addresses = np.array([place.data_ptr() for place in places], np.int64)
+        numbers = torch.from_numpy(np.stack((pages, addresses))).to(self._device, non_blocking=True)
         ends = [*(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
         for start, end in zip([0, *ends], ends, strict=False):  # runs of blocks of the same part
-            self._move_run(int(parts[start]), numbers[start:end], self.staging[start:end], is_store=is_store)
+            self._move_run(int(parts[start]), numbers[:, start:end], self.staging[start:end], is_store=is_store)
 
     def _move_run(self, part: int, numbers: torch.Tensor, staging: torch.Tensor, *, is_store: bool) -> None:
+        """numbers: int64 [2, n], pages and addresses of places. staging: the places where there are
+        no kernels."""
         if self._tables is not None:
             from frame.kernels.page_blocks import copy_blocks
 
             for unit, table, max_width in self._tables[part]:
-                copy_blocks(staging, numbers, table, unit, max_width, is_store=is_store)
+                copy_blocks(numbers[1], numbers[0], table, unit, max_width, is_store=is_store)
             return
         for tensor in self._parts[part]:
             columns = staging[:, tensor.offset : tensor.offset + tensor.width]
             if is_store:
-                columns.copy_(tensor.pages.index_select(0, numbers))
+                columns.copy_(tensor.pages.index_select(0, numbers[0]))
             else:
-                tensor.pages.index_copy_(0, numbers, columns)
+                tensor.pages.index_copy_(0, numbers[0], columns)
 
     def _make_tables(self, part: Sequence[_Tensor]) -> Tables:
         """The arguments of `copy_blocks` for the tensors of each unit."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
 import numpy as np
 
-from frame.core.interfaces.kv_tier import BlockMover, KVTier
+from frame.core.interfaces.kv_tier import BlockMover, KVTier, SupportsTransfers
 from frame.core.scheduling.kv_cache_manager import KVCacheManager
 from frame.kv_tiers.block_keys import BlockKeys
 from frame.kv_tiers.block_layout import BlockLayout
@@ -129,6 +129,15 @@ class TierSet:
 
     def _place(self, index: int) -> tuple[int, str]:
         return index, self.tiers[index].medium
+
+    def is_from_peer(self, indexes: Iterable[int]) -> bool:
+        """Whether one of these tiers reads blocks of other servers' prompts."""
+        return any(isinstance(self.tiers[index].tier, SupportsTransfers) for index in indexes)
+
+    def count_received(self) -> float:
+        """Bytes that other servers have sent to such tiers since the start."""
+        tiers = (named.tier for named in self.tiers)
+        return sum(tier.describe_transfers().get("transfer_bytes", 0.0) for tier in tiers if isinstance(tier, SupportsTransfers))
 
     def take_job(self) -> int:
         """A new job number."""

@@ -99,7 +99,7 @@ MAY_USE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((room, ("frame.core", INTERFACES, KERNELS, *SMALL_ROOMS)) for room in ROOMS),
     (KERNELS, DATA),
     (LAYERS, (*DATA, KERNELS)),
-    ("frame.plugins.kv_tiers", (*DATA, "frame.host.authenticated_link", "frame.host.host_memory", MARKER)),
+    ("frame.plugins.kv_tiers", (*DATA, KERNELS, "frame.host.authenticated_link", "frame.host.host_memory", MARKER)),
     (
         "frame.plugins.launchers",
         (*DATA, "frame.host.authenticated_link", "frame.host.child_process", "frame.host.socket_directory", MARKER),

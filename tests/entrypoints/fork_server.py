@@ -259,6 +259,7 @@ if __name__ == "__main__":
         for name in IMPORTED:
             importlib.import_module(name)
         for each in pkgutil.walk_packages(importlib.import_module("frame.entrypoints.http").__path__, "frame.entrypoints.http."):
-            importlib.import_module(each.name)
+            with contextlib.suppress(ImportError):  # it needs an optional package
+                importlib.import_module(each.name)
         gc.freeze()
         serve_orders(orders)

@@ -34,7 +34,8 @@ SKIPPED = {
 # Checks that take seconds, and that the reference of each kind passes in tests/testing.
 LONG = (
     *("files_above_2_gib", "long_calls", "time_is_linear", "grows_with_keys", "mha-long-extends", "time_grows_with", "time_does_not_grow"),
-    *("takes_no_longer", "take_linear_time"),
+    *("takes_no_longer", "take_linear_time", "masks_are_filled_in_threads", "slices_are_read_alone", "process_and_memory"),
+    *("mha-decodes", "agrees_with_a_dictionary", "leave_nothing_open", "leaves_nothing", "very_large_tensors"),
 )
 
 CONFIG = {

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from frame.plugins.platforms.cuda import CudaPlatform
+    from tests.kernels.block_checksums import *  # noqa: F403
     from tests.kernels.page_blocks import *  # noqa: F403
 
     PLATFORM = CudaPlatform(PlatformContext())
@@ -35,6 +36,15 @@ def test_a_round_trip_keeps_every_byte(case, page_size):
     pool = make_pool(case, page_size, 40, PLATFORM.device)
     mover = PoolBlockMover(pool, PLATFORM, 5 * 16 * 64)
     check_round_trip(pool, mover, range(0, 40, 2), range(1, 41, 2))
+    mover.close()
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda"), ("cuda", "cpu")])
+def test_buffers_on_the_device_are_not_staged(devices):
+    """Of one tier or of both; loads read the second one's."""
+    pool = make_pool("int8", 16, 40, PLATFORM.device)
+    mover = PoolBlockMover(pool, PLATFORM, 5 * 16 * 64)
+    check_round_trip(pool, mover, range(0, 40, 2), range(1, 41, 2), devices)
     mover.close()
 
 
@@ -56,6 +66,22 @@ def test_copies_follow_the_steps_that_are_launched():
             assert bool((tensor[32:63] == 100 + value).all())
         width = sum(tensor.shape[1] for tensor in list_bytes(pool))
         assert all(bool((each[:width] == value).all()) for each in stored)
+    mover.close()
+
+
+def test_stores_of_committed_pages_do_not_wait_for_the_step_in_flight():
+    pool = make_pool("uniform", 16, 64, PLATFORM.device)
+    mover = PoolBlockMover(pool, PLATFORM, waits_for_steps=False)
+    pages, step = np.arange(1, 32, dtype=np.int32), torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    step.record()
+    mover.store(1, pages, [make_buffers(mover, 31, "cuda")])
+    wait_for(mover, [1])
+    assert not step.query()
+    mover.load(2, pages + 31, make_buffers(mover, 31, "cuda"))
+    wait_for(mover, [2])
+    assert step.query()
     mover.close()
 
 

@@ -35,12 +35,13 @@ def test_pages_become_blocks_and_blocks_become_pages(unit: int) -> None:
     expected = blocks.clone()
     for each, width, offset in zip(tensors, widths, offsets, strict=True):
         expected[: len(PAGES), offset : offset + width] = each[PAGES]
-    copy_blocks(blocks, pages, table, unit, 5000, is_store=True)
+    addresses = torch.tensor([block.data_ptr() for block in blocks[: len(PAGES)]], device=DEVICE)
+    copy_blocks(addresses, pages, table, unit, 5000, is_store=True)
     assert torch.equal(blocks, expected)
 
     contents = [each.clone() for each in whole]
     for each in tensors:
         each[PAGES] = 0
-    copy_blocks(blocks, pages, table, unit, 5000, is_store=False)
+    copy_blocks(addresses, pages, table, unit, 5000, is_store=False)
     for each, content in zip(whole, contents, strict=True):
         assert torch.equal(each, content)

@@ -51,8 +51,8 @@ def copy_contents(pool: KVPool) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in list_bytes(pool)]
 
 
-def make_buffers(mover: PoolBlockMover, count: int) -> list[torch.Tensor]:
-    return [torch.zeros(mover.block_bytes, dtype=torch.uint8) for _ in range(count)]
+def make_buffers(mover: PoolBlockMover, count: int, device: str = "cpu") -> list[torch.Tensor]:
+    return [torch.zeros(mover.block_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
 def wait_for(mover: PoolBlockMover, jobs: Sequence[int]) -> None:
@@ -67,18 +67,22 @@ def wait_for(mover: PoolBlockMover, jobs: Sequence[int]) -> None:
     assert sorted(ended) == sorted(jobs)
 
 
-def check_round_trip(pool: KVPool, mover: PoolBlockMover, sources: Sequence[int], targets: Sequence[int]) -> None:
+def check_round_trip(
+    pool: KVPool, mover: PoolBlockMover, sources: Sequence[int], targets: Sequence[int], devices: tuple[str, str] = ("cpu", "cpu")
+) -> None:
     """Store pages twice, load them to other pages: those have the bytes, and no other page has
-    changed."""
-    before = copy_contents(pool)
-    first, second = make_buffers(mover, len(sources)), make_buffers(mover, len(sources))
+    changed. devices: of the buffers of the two stores."""
+    before, noted = copy_contents(pool), list[int]()
+    mover.on_stored = noted.append
+    first, second = (make_buffers(mover, len(sources), device) for device in devices)
     mover.store(1, np.array(sources, np.int32), [first, second])
     wait_for(mover, [1])
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(first, second, strict=True))
     for tensor in list_bytes(pool):
         tensor[list(sources)] = 0
     mover.load(2, np.array(targets, np.int32), second)
     wait_for(mover, [2])
+    assert noted == [1]
     for tensor, contents in zip(list_bytes(pool), before, strict=True):
         expected = contents.clone()
         expected[list(sources)] = 0

@@ -29,7 +29,7 @@ from tests.core.greedy import greedy, random_prompts
 from tests.kv_tiers.mover_rig import list_bytes, make_buffers, wait_for
 from tests.kv_tiers.rank_rig import prepare_ranks, run_ranks
 
-PROMPTS = random_prompts([60 + 7 * number % 24 for number in range(16)])
+PROMPTS = random_prompts([60 + 7 * number % 24 for number in range(10)])
 PARAMS = greedy(6)
 WORKING_SET = sum(len(prompt) + 8 for prompt in PROMPTS)
 MODELS = {"window": "Gemma3ForCausalLM", "sinks": "GptOssForCausalLM", "states": "Qwen3NextForCausalLM", "mamba": "FalconH1ForCausalLM"}

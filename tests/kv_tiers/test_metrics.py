@@ -24,13 +24,14 @@ async def test_tiers_are_shown_by_name() -> None:
 
 async def test_transfers_are_shown() -> None:
     names = ("transfers", "transfer_bytes", "transfer_failures", "leases", "leased_blocks", "expired_leases", "refused_leases")
-    counts = {name: number for number, name in enumerate(names)}
+    counts = {**{name: number for number, name in enumerate(names)}, "read_seconds": 2.5}
     tier = {"tier": "nixl", "loaded_tokens": 0, "stored_tokens": 0, "oldest_lease_seconds": 1.5, **counts}
     async with serving() as server:
         server.services.client.load = Heartbeat("engine", tiers=[tier])  # type: ignore[misc]
         text = (await server.request("GET", "/metrics")).body.decode()
     label = 'model_name="frame-tiny"'
     assert f"frame_kv_transfer_bytes_total{{{label}}} 1.0" in text
+    assert f'frame_kv_transfer_seconds_total{{{label},phase="read"}} 2.5' in text
     assert f"frame_kv_leases{{{label}}} 3.0" in text
     assert f"frame_kv_oldest_lease_seconds{{{label}}} 1.5" in text
     assert f"frame_kv_refused_leases_total{{{label}}} 6.0" in text

@@ -76,3 +76,17 @@ def test_pages_and_blocks_must_be_as_many():
     mover = PoolBlockMover(make_pool("mla", 4, 9), HOST)
     with pytest.raises(ValueError, match="2 pages have 1 blocks"):
         mover.load(1, np.array([1, 2], np.int32), make_buffers(mover, 1))
+
+
+def test_stores_of_committed_pages_do_not_wait_for_the_step_in_flight(monkeypatch):
+    """Loads do."""
+    pool, platform, waited = make_pool("uniform", 4, 9), FakePlatform(PlatformContext()), []
+    mover = PoolBlockMover(pool, platform, waits_for_steps=False)
+    monkeypatch.setattr(mover._thread.stream, "wait_event", waited.append, raising=False)
+    mover.store(1, np.array([1], np.int32), [make_buffers(mover, 1)])
+    wait_for(mover, [1])
+    assert not waited
+    mover.load(2, np.array([2], np.int32), make_buffers(mover, 1))
+    wait_for(mover, [2])
+    assert len(waited) == 1
+    mover.close()

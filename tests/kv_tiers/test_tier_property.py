@@ -181,6 +181,7 @@ RankedMachine.TestCase.settings = settings(max_examples=100, stateful_step_count
 TestRankedTiers = RankedMachine.TestCase
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rig_class", [TierRig, RankedRig])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(

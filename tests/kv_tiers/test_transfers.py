@@ -25,6 +25,7 @@ class TransferTier(MemoryTier):
         self.peer: TransferTier | None = None
         self.open: dict[str, list[bytes]] = {}
         self.num_opened = 0
+        self.num_received = 0
 
     def open_transfer(self, transfer: KVTransfer, keys: Sequence[bytes]) -> None:
         assert transfer.lease not in self.open
@@ -48,7 +49,7 @@ class TransferTier(MemoryTier):
         return len(self.open)
 
     def describe_transfers(self) -> dict[str, float]:
-        return {"leases": len(self.open)}
+        return {"leases": len(self.open), "transfer_bytes": self.num_received}
 
 
 class TransferRig(TierRig):
@@ -128,6 +129,37 @@ def test_a_transfer_that_fails_is_computed() -> None:
     assert decode.tier.num_opened == 1
     decode.run()
     assert not decode.tier.open
+
+
+def test_a_load_is_waited_for_while_blocks_arrive() -> None:
+    """Those of other prompts: transfers queue. The wait is bounded; without progress it ends."""
+    prefill = make_prefill()
+    for progress, expected in (((1, 1), 24), ((1, 0), 0), ((1,) * 9, 0)):
+        decode = make_decode(prefill)
+        prefill.tier.open["lease"] = list(prefill.tier.blocks)[:6]
+        decode.tier.is_held = True
+        rid = decode.add(PROMPT, PARAMS, transfer=EXPECTED)
+        decode.step()
+        for count in progress:
+            decode.now += 1.5
+            decode.tier.num_received += count
+            decode.step()
+        decode.tier.is_held = False
+        decode.run_until(lambda decode=decode, rid=rid: decode.requests[rid].finish is not None)  # type: ignore[misc]
+        assert (decode.requests[rid].cached, decode.load["tier_late_loads"]) == (expected, expected == 0)
+        decode.run()
+
+
+def test_a_transfer_without_room_is_tried_again() -> None:
+    decode = make_decode(make_prefill())
+    decode.tier.max_jobs = 0
+    rid = decode.add(PROMPT, PARAMS, transfer=EXPECTED)
+    for _ in range(3):
+        decode.step()
+    decode.tier.max_jobs = 100
+    decode.run_until(lambda: decode.requests[rid].finish is not None)
+    assert decode.requests[rid].cached == 24
+    decode.run()
 
 
 def test_an_abort_closes_the_transfer() -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,23 @@ def reference_logits(folder: Path) -> Any:
         return load_reference(folder)(torch.tensor([TOKENS])).logits[0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_format_with_every_kernel_on_one_and_two_ranks(architecture: str, dialect: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [((None, 1), ("torch", 1)), (("unpacked", 1), ("torch", 2))], ids=["chosen, torch", "unpacked, two ranks"])
+def test_every_format_with_every_kernel_on_one_and_two_ranks(
+    architecture: str, dialect: str, ways: tuple[tuple[str | None, int], ...], tmp_path: Path
+) -> None:
+    """ways: GEMM kernels and numbers of ranks; a checkpoint is written once for two of them."""
     stored, plain = make_pair(architecture, dialect, tmp_path)
     want, method = reference_logits(plain), DIALECTS[dialect][0]["quant_method"]
-    for kernel in (None, "torch", "unpacked"):
-        got = logits_of(open_session(stored, quantization=method, gemm_kernel=kernel))
+
+    def compute(kernel: str | None, group: Any = None) -> torch.Tensor:
+        return logits_of(open_session(stored, tp=group, quantization=method, gemm_kernel=kernel))
+
+    for kernel, ranks in ways:
+        got = compute(kernel) if ranks == 1 else on_ranks(ranks, partial(compute, kernel))[0]
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-    both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, quantization=method, gemm_kernel="torch")))
-    torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
 
 
 def test_random_weights_of_a_quantized_checkpoint(tmp_path: Path) -> None:

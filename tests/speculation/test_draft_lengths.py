@@ -60,6 +60,7 @@ def by_length(rows: int, length: int, drafted: int) -> float:
     return 5.0 + 0.3 * length + 0.002 * drafted
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cost", [by_tokens, by_length])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("rows", [1, 8, 64])

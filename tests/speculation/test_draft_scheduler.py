@@ -198,6 +198,7 @@ def partly_known(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[
     return [*known(setup, tokens, maximum)[:1], *adversary(setup, tokens, maximum)[1:]]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("jump_forward", [0, 2])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("script", [known, partly_known, adversary])

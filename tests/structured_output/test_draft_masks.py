@@ -45,6 +45,7 @@ def text() -> list[int]:
     return tokens
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wrap", [lambda inner: inner, LookaheadGrammar, lambda inner: MeteredGrammar(inner, GrammarMeter(5.0))])
 @pytest.mark.parametrize("start", range(len(WIDTHS)))
 @pytest.mark.parametrize("count", [0, 1, 3, 9])

@@ -211,6 +211,7 @@ def step_until(harness: SchedulerRig, condition: Callable[[], bool], seconds: fl
             time.sleep(0.001)  # everything is held
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("where", ["fill", "accept", "is_finished"])
 @pytest.mark.parametrize("after", [1, 4, 6])
 @pytest.mark.parametrize("overlap", [False, True])

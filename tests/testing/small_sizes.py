@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 
 from frame.testing.parsing import reading, tool_call_parser
+from frame.testing.scheduling import kv_allocator
+from frame.testing.serving import tracer
 from frame.testing.weights import weight_source
 
 SMALL = (
@@ -16,6 +18,8 @@ SMALL = (
     (reading, "LONG", 1_500),
     (reading, "PIECES", 2_500),
     (reading, "QUICK", 0.03),  # seconds
+    (tracer, "NUM_SPANS", 8_000),
+    (kv_allocator, "HUGE", 1 << 18),  # pages
 )
 
 

@@ -8,14 +8,18 @@ import pytest
 
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
+from tests.testing.small_sizes import use_small_sizes
 
 REGISTRY = load_registry(installed=False)
 KINDS = ("pooler", "kv_allocator")
 SELECTORS = ["key_store:file", "sampler:torch", *(f"{kind}:{record.name}" for kind in KINDS for record in REGISTRY.records(kind))]
 
 
+@pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["small", "whole"])
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_in_tree(selector: str) -> None:
+def test_in_tree(selector: str, is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_small:
+        use_small_sizes(monkeypatch)
     outcomes = conformance.run_suite(conformance.find(REGISTRY, selector, conformance.Setting()))
     assert [outcome for outcome in outcomes if outcome.result == "failed"] == []
     assert len(outcomes) > 10 and {outcome.result for outcome in outcomes} == {"passed"}

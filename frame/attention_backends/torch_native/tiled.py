@@ -152,6 +152,6 @@ def find_max_queries(spec: AttentionSpec, width: int, value_width: int, device: 
         def multiply(x: torch.Tensor, other: torch.Tensor = other) -> torch.Tensor:
             return torch.bmm(x.transpose(0, 1), other).transpose(0, 1)
 
-        if InvariantRows(multiply, other[None, :, :, 0]).max_rows < max_rows:
+        if InvariantRows(multiply, other[None, :, :, 0], "attention", inputs, outputs).max_rows < max_rows:
             return QUERIES[0]
     return QUERIES[-1]

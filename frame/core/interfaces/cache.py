@@ -124,9 +124,9 @@ class PrefixCache(ABC):
       nest.
     - `insert` takes ownership of the pages past `num_cached`. Only whole pages are kept; the page
       of later tokens stays the caller's.
-    - Sequences under different `namespace`s never match each other (tenant, adapter, image hash). A
-      namespace is "OWNER:SALT"; one without
-      a colon has no owner.
+    - Sequences under different `namespace`s never match each other (tenant, salt, version of the
+      weights). A namespace is "OWNER:SALT"; one without a colon has no owner. Adapters and media
+      change keys in `tokens` instead.
     - `evict(n)` returns at least n pages if that many are evictable, else all that are; `evict(0)`
       does nothing. The caller frees them.
     - num_evictable + num_locked = pages owned; `audit` raises otherwise. Steps read both: O(1).

@@ -1,8 +1,8 @@
 """The interface of KV cache tiers: places outside of the device that hold blocks of the KV cache
 (`kv_tier/1`), and of the copies between the device and their buffers.
 
-A tier moves blocks between its place and buffers in host memory; one thread calls it. It must not
-know a request, a page, a token or a layer.
+A tier moves blocks between its place and buffers; one thread calls it. It must
+not know a request, a page, a token or a layer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
+    from frame.core.interfaces.platform import Platform
 
 BLOCK_ALIGNMENT = 8  # bytes, of which a block is a multiple
+DEVICE_SIZE, DEVICE_SHARE = "device_size_gib", 0.05  # option of tiers in an accelerator's memory; None: this share of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class KVTierContext:
     # (bytes) -> uint8 [bytes] of memory that outlives the engine, with what earlier ones left
     map_kept: Callable[[int], np.ndarray] | None = None
     kept_bytes: int = 0  # that this memory takes already
+    platform: Platform | None = None  # the device of the pool, in whose memory buffers may be too
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +130,13 @@ class KVTier(ABC):
 
     @abstractmethod
     def poll(self) -> list[KVTierResult]:
-        """The jobs that have ended since the last call: loads whose buffers hold the blocks, and
-        committed stores."""
+        """The jobs that ended since the last call: loads that were read, and committed stores."""
 
     def list_removed(self) -> list[bytes] | None:
         """The keys of blocks that left since the last call; None: the tier does not tell."""
 
     def clear(self) -> None:
-        """Drop the blocks that no job uses, those of other servers included: keys and values were
-        computed by other weights. Their keys are not asked any more."""
+        """Drop the blocks that no job uses, those of other servers included."""
 
     @abstractmethod
     def close(self) -> None:

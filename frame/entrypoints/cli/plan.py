@@ -105,6 +105,8 @@ def _format(plan: dict, device: str, machine: str | None) -> str:  # type: ignor
     for tier in plan["tiers"]:
         blocks = "" if tier["blocks"] is None else f": {tier['blocks']:,} blocks"
         memory = f"{tier['host_bytes'] / GIB:,.2f} GiB of host memory in all"
+        if tier["device_bytes"]:
+            memory = f"{tier['device_bytes'] / GIB:,.2f} GiB of device memory in all, a part of the activations"
         rows.append(f"tier {tier['name']} of each replica or attention group{blocks}, {tier['block_bytes']:,} bytes each; {memory}")
     if not plan["phases"]:
         return "\n".join([*rows, "no lower bounds: the rates of this machine or the operations of this model are unknown"])

@@ -34,7 +34,7 @@ from frame.core.scheduling.step_features import (
     StepFeatures,
 )
 from frame.interfaces.routing import RoutingContext
-from frame.latency_budget import LatencyBudget
+from frame.latency_budget import DecodeServerBudget, LatencyBudget
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.registry import Registry
 from frame.speculation.draft_scheduler import DraftScheduler
@@ -139,7 +139,11 @@ def build_scheduler(
     target = user.scheduler.target_itl_ms
     budget = None if target is None else LatencyBudget(target / 1e3, config.token_budget)
     features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved, budget), "make_tiers": make_tiers}
-    scheduler = assemble_scheduler(config, cache, allocator, policy, clock, on_finish, prompt_budget=budget, **features)
+    if budget is not None:
+        features["prompt_budget"] = budget
+    elif user.disaggregation.mode == "decode":
+        features["prompt_budget"] = DecodeServerBudget(config.token_budget)
+    scheduler = assemble_scheduler(config, cache, allocator, policy, clock, on_finish, **features)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
         scheduler.speculation.enable(drafter, resolved.max_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)

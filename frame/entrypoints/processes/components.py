@@ -248,7 +248,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         geometry = add_groups(geometry, _list_groups(geometry, pipeline.hidden, device))
         _check_stages(resolved, geometry)
     _check_tree(resolved, geometry)
-    further = count_further_bytes(resolved, model, context, before.total)
+    further = count_further_bytes(resolved, model, context, before)
     activations = activation_bytes(model_config, context.limits, context.dtype) + further
     draft_bytes = drafter.bytes if drafter else 0
     planned = predict_memory(resolved, context, geometry, report.planned and report.planned + draft_bytes, before, further)

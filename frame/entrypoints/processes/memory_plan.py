@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import RESERVED_PAGES, PagePool
+from frame.core.interfaces.kv_tier import DEVICE_SHARE, DEVICE_SIZE
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.loading.capacity import GIB, WORKSPACES, CapacityError, Memory, activation_bytes, plan_pages, plan_pools
 from frame.loading.loader import plan_bytes
@@ -19,7 +20,7 @@ from frame.loading.loader import plan_bytes
 if TYPE_CHECKING:
     import torch
 
-    from frame.config.resolved import Resolved
+    from frame.config.resolved import PluginChoice, Resolved
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.device_drafter import DraftModel
     from frame.core.interfaces.model import Model
@@ -109,11 +110,11 @@ def plan_memory(
     )
 
 
-def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, total: int) -> int:
-    """Bytes that a step needs besides `activation_bytes`, on a device with `total` bytes: the
-    adapter pool, encoders of media, experts that move, and keys of prompts in another form than the
-    cache's."""
-    transit = 0
+def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext, before: DeviceMemory) -> int:
+    """Bytes that a rank needs besides `activation_bytes`, on a device in the state `before`: the
+    adapter pool, encoders of media, experts that move, buffers of cache tiers, and keys of prompts
+    in another form than the cache's."""
+    transit = sum(count_tier_bytes(choice, before) for choice in resolved.plugins.get("kv_tier", ()))
     if context.adapters is not None:
         from frame.adapters.builder import count_bytes
 
@@ -130,7 +131,13 @@ def count_further_bytes(resolved: Resolved, model: Model, context: BuildContext,
     if context.attention is None:
         return transit
     is_quantized = resolved.kv_dtype != resolved.dtype
-    return transit + context.attention.capabilities.bound_prompt_bytes(resolved.model.kind, total, is_quantized=is_quantized)
+    return transit + context.attention.capabilities.bound_prompt_bytes(resolved.model.kind, before.total, is_quantized=is_quantized)
+
+
+def count_tier_bytes(choice: PluginChoice, before: DeviceMemory) -> int:
+    """Bytes of a device that a cache tier of each rank takes."""
+    size = 0 if before.is_shared else choice.options.get(DEVICE_SIZE, 0)
+    return int(before.total * DEVICE_SHARE if size is None else size * GIB)
 
 
 def plan_rank(
@@ -143,7 +150,7 @@ def plan_rank(
     draft_bytes = 0 if draft is None else plan_bytes(draft)  # type: ignore[arg-type]
     uniform = kv_geometry(resolved.model, context.tp.size, resolved.page_size, resolved.kv_dtype)
     geometry = model_geometry(model, uniform, draft)
-    further = count_further_bytes(resolved, model, context, before.total)
+    further = count_further_bytes(resolved, model, context, before)
     planned = plan_memory(resolved, context.limits, context.dtype, geometry, weights + draft_bytes, before, further)
     return replace(planned, drafter=draft_bytes)
 

@@ -40,13 +40,19 @@ def limit_workspaces() -> None:
 
 class InvariantRows:
     """`multiply` with padded rows, at most `max_rows` at a time: the largest number for which every
-    row's bits were equal at all smaller ones and in all places; None: to be found. `example`
-    [1, ...]: an input, whose values are not used. Raises RuntimeError if the bits of a row depend
-    on its place in a tile."""
+    row's bits were equal at all smaller ones and in all places. Products of one `form` (the
+    operation, with shapes and strides of its weight) are tested once in a process; `example` [1,
+    ...]: an input, whose values are not used. Raises RuntimeError if the bits of a row depend on
+    its place in a tile."""
 
-    def __init__(self, multiply: Multiply, example: torch.Tensor, max_rows: int | None = None) -> None:
+    _proofs: ClassVar[dict[tuple[object, ...], int]] = {}  # `max_rows` by form, dtype and device
+
+    def __init__(self, multiply: Multiply, example: torch.Tensor, *form: object) -> None:
         self.multiply = multiply
-        self.max_rows = find_max_rows(multiply, example) if max_rows is None else max_rows
+        form = (*form, example.dtype, example.device)
+        if form not in self._proofs:
+            self._proofs[form] = find_max_rows(multiply, example)
+        self.max_rows = self._proofs[form]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = len(x)
@@ -94,21 +100,16 @@ def _list_row_counts(bound: int) -> Iterator[int]:
 
 
 class InvariantMatmul:
-    """x [..., inputs] times `weight` [outputs, inputs], transposed. Weights of one form are tested
-    once in a process."""
-
-    _proofs: ClassVar[dict[tuple[object, ...], int]] = {}  # `max_rows` by the form of a weight
+    """x [..., inputs] times `weight` [outputs, inputs], transposed."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
         self.tensors = (weight,)
-        form = (*weight.shape, *weight.stride(), weight.dtype, weight.device)
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             return F.linear(x, weight)
 
-        self._rows = InvariantRows(multiply, weight[:1], self._proofs.get(form))
-        self._proofs[form] = self._rows.max_rows
+        self._rows = InvariantRows(multiply, weight[:1], "linear", *weight.shape, *weight.stride())
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x […, inputs] -> […, outputs]."""

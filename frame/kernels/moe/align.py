@@ -112,8 +112,8 @@ def _align_kernel(
     experts = tl.arange(0, EXPERTS)
     lanes = tl.arange(0, CHUNK)
     expert = tl.load(ids + lanes, mask=lanes < pairs, other=0).to(tl.int32)
-    alignment = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
-    blocks = (alignment + BLOCK - 1) // BLOCK
+    totals = tl.histogram(expert, EXPERTS, mask=lanes < pairs)
+    blocks = (totals + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(experts < current, blocks, 0))
     is_current = ((expert == current) & (lanes < pairs)).to(tl.int32)
     tl.store(pairs_out + first * BLOCK + tl.cumsum(is_current, 0) - 1, lanes, mask=is_current > 0)
@@ -154,14 +154,14 @@ def _place_kernel(
     wait_for_previous(PDL)
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
-    alignment = tl.zeros([EXPERTS], tl.int32)
+    totals = tl.zeros([EXPERTS], tl.int32)
     before_chunk = tl.zeros([EXPERTS], tl.int32)
     for start in range(0, chunks, TOGETHER):
         each = start + tl.arange(0, TOGETHER)[:, None]
         counted = tl.load(counts + each * EXPERTS + experts[None, :], mask=each < chunks, other=0)
-        alignment += tl.sum(counted, 0)
+        totals += tl.sum(counted, 0)
         before_chunk += tl.sum(tl.where(each < chunk, counted, 0), 0)
-    blocks = (alignment + BLOCK - 1) // BLOCK
+    blocks = (totals + BLOCK - 1) // BLOCK
     ends = tl.cumsum(blocks, 0)
     firsts = ends - blocks
     nexts = counts + (chunks + chunk) * EXPERTS
@@ -172,10 +172,10 @@ def _place_kernel(
     place = tl.atomic_add(nexts + expert, 1, mask=lanes < pairs, sem="relaxed")
     tl.store(pairs_out + place, lanes, mask=lanes < pairs)
     current = experts % chunks == chunk
-    rests = blocks * BLOCK - alignment
+    rests = blocks * BLOCK - totals
     for start in range(0, BLOCK, PADS):
         pads = start + tl.arange(0, PADS)[None, :]
-        places = (firsts * BLOCK + alignment)[:, None] + pads
+        places = (firsts * BLOCK + totals)[:, None] + pads
         tl.store(pairs_out + places, tl.zeros([EXPERTS, PADS], tl.int32) + pairs, mask=current[:, None] & (pads < rests[:, None]))
     for number in range(tl.max(tl.where(current, blocks, 0))):
         tl.store(experts_out + firsts + number, experts, mask=current & (number < blocks))

@@ -420,13 +420,14 @@ def sample_filtered(
     stats = compute_block_stats(logits, filters.temperature, with_groups=True, with_weights=True)
     token_ids, best = unfiltered or draw_tokens(logits, filters.temperature, filters.key, stats, last_tokens)
     remembered = last_tokens or (token_ids, token_ids)
-    winner = find_candidates(logits, filters, best, stats)
+    candidates = find_candidates(logits, filters, best, stats)
     pending = torch.empty(rows, dtype=torch.int32, device=device)
     blocks, low_bits = next_power_of_2(stats.num_blocks), _LOW_BITS[logits.dtype]
     pick_kernel[(rows,)](
         filters.temperature, filters.key, filters.top_k, filters.top_p, filters.log_min_p, best, stats.block_max, stats.block_weight,
-        winner.bounds, winner.counts, winner.values, winner.columns, pending, token_ids, *remembered, vocab, stats.num_blocks,
-        blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, RACE_GROUP, last_tokens is not None, **launch_options(device, _WARPS),
+        candidates.bounds, candidates.counts, candidates.values, candidates.columns, pending, token_ids, *remembered, vocab,
+        stats.num_blocks, blocks, CANDIDATES, min(_FEW, CANDIDATES), low_bits, RACE_GROUP, last_tokens is not None,
+        **launch_options(device, _WARPS),
     )  # fmt: skip
     search_kernel[(rows,)](
         logits, logits.stride(0), filters.temperature, filters.key, filters.top_k, filters.top_p, filters.log_min_p, best,

@@ -329,8 +329,8 @@ class LatentExpansion(nn.Module):
         set_buffer(self, "w_uv", w_uv.contiguous())
         self.stored.release()
         if self._is_deterministic and not isinstance(self._absorb, InvariantRows):
-            self._absorb = InvariantRows(self._absorb, w_uk[None, :, :, 0])
-            self._unabsorb = InvariantRows(self._unabsorb, w_uv[None, :, 0])
+            self._absorb = InvariantRows(self._absorb, w_uk[None, :, :, 0], "absorb", *w_uk.shape)
+            self._unabsorb = InvariantRows(self._unabsorb, w_uv[None, :, 0], "unabsorb", *w_uv.shape)
 
     def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, nope] -> [tokens, heads, rank]."""

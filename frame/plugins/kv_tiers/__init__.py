@@ -55,6 +55,13 @@ class NixlTierOptions(BaseModel):
         allow_inf_nan=False,
         description="GiB of host memory: of a prefill server for the blocks of prompts, of a decode server for those that it reads.",
     )
+    device_size_gib: float | None = Field(
+        None,
+        ge=0,
+        le=1 << 20,
+        allow_inf_nan=False,
+        description="On a GPU: GiB of its memory in place of size_gib, so that blocks go from GPU to GPU. null: a 20th of it; 0: none.",
+    )
     lease_seconds: float = Field(
         30.0,
         gt=0,

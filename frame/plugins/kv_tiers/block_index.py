@@ -40,8 +40,9 @@ class BlockIndex(Generic[B]):
         return next((number for number, key in enumerate(keys) if key not in self._blocks), len(keys))
 
     def add_block(self, key: bytes, block: B, *, as_oldest: bool = False) -> None:
-        """Add a block without users, for a key that has none."""
+        """Add a block for a key that has none."""
         self._blocks[key] = block
+        self._num_used += block.num_users > 0
         if as_oldest:
             self._blocks.move_to_end(key, last=False)
 

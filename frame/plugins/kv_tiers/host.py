@@ -29,6 +29,7 @@ _NUM_THREADS = 8
 class HostBlock(IndexedBlock):
     buffer: torch.Tensor = field(kw_only=True)  # uint8 [block_bytes]
     digest: bytes = b""
+    is_failed: bool = False  # it was not stored
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +66,7 @@ class HostTier(ThreadedTier[HostJob]):
         """Called by a constructor."""
         self._context, self._pool = context, pool
         self._index: BlockIndex[HostBlock] = BlockIndex()
-        self._storing: set[bytes] = set()
+        self._storing: dict[bytes, HostBlock] = {}
         self._absent: torch.Tensor | None = None  # the buffer of blocks that the tier lacks
         self._start_jobs(Workers("kv-tier-host", _NUM_THREADS))
 
@@ -97,7 +98,7 @@ class HostTier(ThreadedTier[HostJob]):
         buffers = [None if block is None else block.buffer for block in blocks]
         added = HostJob(job, tuple(keys), buffers, is_store=True, blocks=blocks)
         self._add_job(added)
-        self._storing.update(key for key, block in zip(keys, blocks, strict=True) if block is not None)
+        self._storing |= {key: block for key, block in zip(keys, blocks, strict=True) if block is not None}
         return buffers
 
     def clear(self) -> None:
@@ -143,9 +144,9 @@ class HostTier(ThreadedTier[HostJob]):
                 if index in job.errors:
                     self._index.drop_block(key, block)
                 continue
-            self._storing.discard(key)
+            del self._storing[key]
             if index in job.errors:
-                self._pool.return_buffers((block.buffer,))
+                self._drop_stored(block)
             else:
                 self._index.add_block(key, block)
                 self._pool.record_block(key, block.buffer, block.digest)
@@ -160,5 +161,11 @@ class HostTier(ThreadedTier[HostJob]):
     def _cancel_store(self, job: HostJob) -> None:
         for key, block in zip(job.keys, job.blocks, strict=True):
             if block is not None:
-                self._storing.discard(key)
-                self._pool.return_buffers((block.buffer,))
+                del self._storing[key]
+                self._drop_stored(block)
+
+    def _drop_stored(self, block: HostBlock) -> None:
+        """A block was not stored."""
+        block.is_failed = True
+        if not block.num_users:
+            self._pool.return_buffers((block.buffer,))

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from queue import SimpleQueue
 
 import msgspec
@@ -37,24 +38,28 @@ from frame.plugins.kv_tiers.nixl_agent import NixlAgent
 MAX_PEERS = 256
 MAX_UNKNOWN = 64  # connections that have not proved the secret
 _START_SECONDS = 10.0
-_LOOK_SECONDS = 0.001  # between two looks at a lease whose blocks are being stored
 NO_LEASE = "the lease is unknown, was used already, or has expired"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """Blocks that a peer may read once. The engine's thread writes it, but for `is_taken`.
-
-    `blocks`: (address, digest) of each leading block that is stored; None until that is known.
-    """
+    """Blocks that a peer may read once. The engine's thread writes it, but for `is_taken`."""
 
     keys: list[bytes]
     began: float  # seconds, monotonic
-    pinned: list[HostBlock] = field(default_factory=list)  # of leading keys, which are not evicted
-    blocks: list[tuple[int, bytes]] | None = None
+    pinned: list[HostBlock] = field(default_factory=list)  # of leading keys, which are not evicted; stored or being stored
     is_taken: bool = False
     is_closed: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the blocks hold what their keys name, up to the first one that failed."""
+        return all(block.digest or block.is_failed for block in self.pinned)
+
+    def list_blocks(self) -> list[HostBlock]:
+        """The leading blocks that were stored."""
+        return list(takewhile(lambda block: not block.is_failed, self.pinned))
 
 
 class LeaseServer:
@@ -68,6 +73,7 @@ class LeaseServer:
         self._settings, self._properties, self._agent, self._leases = settings, properties, agent, leases
         self._places, self._num_peers = Places(MAX_UNKNOWN), 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()  # replaced each time it is set
         self._thread = LinkThread("kv-tier-leases")
         try:
             self._thread.submit(self._listen()).result(_START_SECONDS)
@@ -78,6 +84,14 @@ class LeaseServer:
             raise ConfigurationError(
                 f"the prefill server cannot listen on {place} ({reason}); change disaggregation.host or disaggregation.port"
             ) from error
+
+    def note_change(self) -> None:
+        """In any thread: blocks of leases have been stored, or leases have ended."""
+        self._thread.call(self._wake)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def close(self, timeout: float) -> None:
         self._thread.close(timeout)
@@ -144,13 +158,14 @@ class LeaseServer:
             return
         lease.is_taken = True
         taken.add(asked.lease)
-        while lease.blocks is None and not lease.is_closed:  # noqa: ASYNC110 - another thread stores them
-            await asyncio.sleep(_LOOK_SECONDS)
-        if lease.is_closed or not lease.blocks:
+        while not lease.is_stored and not lease.is_closed:
+            await self._changed.wait()
+        blocks = lease.list_blocks()
+        if lease.is_closed or not blocks:
             link.post(REFUSAL, channel, (NO_LEASE if lease.is_closed else "the prefill server had no room for the blocks").encode())
             return
-        addresses, digests = zip(*lease.blocks, strict=True)
         count = self._agent.num_registered
         description = self._agent.describe() if count != asked.num_registered else b""
+        addresses, digests = [block.buffer.data_ptr() for block in blocks], [block.digest for block in blocks]
         with contextlib.suppress(OSError):
-            link.post(REPLY, channel, msgspec.msgpack.encode(Blocks(list(addresses), list(digests), count, description)))
+            link.post(REPLY, channel, msgspec.msgpack.encode(Blocks(addresses, digests, count, description, self._agent.device)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -29,12 +29,14 @@ class Acquire(msgspec.Struct, frozen=True, array_like=True):
 
 class Blocks(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of a lease: where they are in the prefill server's memory, and their digests.
-    `description`: of the NIXL agent where it has changed; else empty."""
+    `description`: of the NIXL agent where it has changed; else empty. `device`: the number of the
+    memory's device."""
 
     addresses: list[int]
     digests: list[bytes]
     num_registered: int
     description: bytes = b""
+    device: int = 0
 
 
 def find_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
@@ -57,6 +59,11 @@ class LinkThread:
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine. Threads may wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in the thread, which may have ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
 
     def close(self, timeout: float) -> None:
         """Cancel what runs, and end the thread, waiting up to `timeout` seconds."""

@@ -1,9 +1,9 @@
 """`nixl`: hands blocks of prompts from prefill servers to decode servers, which read them from the
 prefill server's memory with NIXL.
 
-A prefill server keeps blocks in host memory as `host` does, and those of a lease until a decode
-server has read them or the lease has expired. A decode server stores nothing. Must not know a
-request.
+A prefill server keeps blocks as `host` does, in the memory of a GPU where there is one. It keeps
+those of a lease until a decode server has read them or the lease has expired. A decode server
+stores nothing. Must not know a request.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +20,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from frame.core.interfaces.kv_tier import KVTierContext, KVTierResult, KVTransfer
+from frame.core.errors import ConfigurationError
+from frame.core.interfaces.kv_tier import DEVICE_SHARE, KVTierContext, KVTierResult, KVTransfer
+from frame.core.interfaces.platform import SupportsStreams
 from frame.plugins.kv_tiers import NixlTierOptions
-from frame.plugins.kv_tiers.buffers import GIB, BufferPool, compute_digest
+from frame.plugins.kv_tiers.buffers import GIB, BufferPool, compute_digest, count_blocks
+from frame.plugins.kv_tiers.device_buffers import DeviceChecksums, DevicePool
 from frame.plugins.kv_tiers.host import HostJob, HostTier, count_host_blocks
 from frame.plugins.kv_tiers.lease_server import Lease, LeaseServer
 from frame.plugins.kv_tiers.nixl_agent import NixlAgent
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _ACQUIRE_SECONDS = 10.0  # in which a prefill server tells where blocks are; it may still be storing them
+_PIECE_BYTES = 512 << 20  # that are read before they are checked
+QUARANTINE_SECONDS = 10.0  # after a failed read, in which something may still write to its buffers
+PHASES = ("store", "acquire", "read", "check", "insert")
 _log = logging.getLogger(__name__)
 
 
@@ -51,9 +58,11 @@ class _Incoming:
 
 @dataclass(eq=False, slots=True)
 class _Reading(HostJob):
-    """A load from a peer."""
+    """A load from a peer. `is_doubtful`: a read has begun that has not ended well."""
 
     incoming: _Incoming = field(kw_only=True)
+    is_doubtful: bool = False
+    ended: float = 0.0  # when its result was told, seconds
 
 
 @dataclass(slots=True)
@@ -65,35 +74,57 @@ class _Counts:
     failures: int = 0
     expired: int = 0
     refused: int = 0  # leases for which there was no place
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 
 class NixlTier(HostTier):
-    """Without `KVTierContext.transfer` it is `host` in memory that NIXL knows."""
+    """Without `KVTierContext.transfer` it is `host` in memory that NIXL knows. `_checksums`: of
+    blocks in device memory; None: they are in host memory."""
 
     def __init__(self, context: KVTierContext, options: BaseModel | None = None) -> None:
         settings = options if isinstance(options, NixlTierOptions) else NixlTierOptions()
         self._settings = settings
-        self._num_buffers = count_host_blocks("kv_tier/nixl", "size_gib", settings.size_gib, context)
-        self._agent = NixlAgent()
+        platform, size, device = context.platform, settings.device_size_gib, None
+        self._checksums: DeviceChecksums | None = None
+        if platform is None or size == 0 or not isinstance(platform, SupportsStreams):
+            self._num_buffers = count_host_blocks("kv_tier/nixl", "size_gib", settings.size_gib, context)
+        else:
+            size = DEVICE_SHARE * platform.measure_memory().total / GIB if size is None else size
+            self._num_buffers = count_blocks("device_size_gib of kv_tier/nixl", size, context.block_bytes)
+            self._checksums, device = DeviceChecksums(platform), platform.device
+        self._agent = NixlAgent(device)
         self._leases: dict[str, Lease] = {}  # of a prefill server
         self._server: LeaseServer | None = None
         self._incoming: dict[str, _Incoming] = {}  # by lease; of a decode server
         self._by_key: dict[bytes, list[_Incoming]] = {}
         self._num_closing = 0  # closed transfers whose blocks are being read
         self._links: PeerLinks | None = None
-        self._counts, self._is_closed = _Counts(), threading.Event()
+        self._counts, self._lock, self._is_closed = _Counts(), threading.Lock(), threading.Event()
+        self._quarantine: deque[tuple[float, Sequence[torch.Tensor]]] = deque()  # buffers, and when they are free
         transfer = context.transfer
         if transfer is not None:
-            properties = {**transfer.properties, "the size of a block in bytes": str(context.block_bytes)}
+            properties = {
+                **transfer.properties,
+                "the size of a block in bytes": str(context.block_bytes),
+                "the memory of transferred blocks (kv_tier/nixl.device_size_gib)": "the host's" if device is None else "the device's",
+            }
             if transfer.mode == "prefill":
                 self._server = LeaseServer(transfer, properties, self._agent, self._leases)
             else:
                 self._links = PeerLinks(transfer.secret, properties, self._agent)
-        self._start(context, BufferPool(context, self._num_buffers, self._agent.register))
+        if device is None:
+            self._start(context, BufferPool(context, self._num_buffers, self._agent.register))
+            return
+        self._task_blocks = self._num_buffers
+        pool = _open_pool(device, self._num_buffers, context.block_bytes, self._agent)
+        if (first := pool.take_buffers(1)) is not None and self._checksums is not None:
+            self._checksums.compute(first)  # compiles
+            pool.return_buffers(first)
+        self._start(context, pool)
 
     @staticmethod
     def make_conformance_options(_folder: Path, num_blocks: int, context: KVTierContext) -> NixlTierOptions:  # type: ignore[override]
-        return NixlTierOptions(size_gib=(num_blocks + 0.5) * context.block_bytes / GIB)
+        return NixlTierOptions(size_gib=(num_blocks + 0.5) * context.block_bytes / GIB, device_size_gib=0)
 
     # the tier -------------------------------------------------------------------------------------
 
@@ -109,11 +140,13 @@ class NixlTier(HostTier):
         if self._links is None:
             return super().load(job, keys)
         self._collect_results()
+        self._end_quarantine()
         sources = self._by_key.get(keys[-1])  # it has the blocks before as well: a key stands for its whole prefix
         buffers = self._take_buffers(len(keys)) if sources and len(self._jobs) < MAX_JOBS else None
         if not sources or buffers is None:
             return None
         incoming = sources[-1]
+        buffers.reverse()
         added = _Reading(job, tuple(keys), buffers, is_store=False, blocks=[None] * len(keys), incoming=incoming)
         self._add_job(added)
         incoming.num_jobs += 1
@@ -128,8 +161,17 @@ class NixlTier(HostTier):
         self._add_job(HostJob(job, tuple(keys), nothing, is_store=True, blocks=[None] * len(keys)))
         return nothing
 
+    def note_copied(self, job: int) -> None:
+        """In any thread: the buffers of a store are full, and `finish` follows. Peers that wait for
+        its blocks do not wait for the engine's thread."""
+        entry = self._jobs.get(job)
+        if entry is not None and entry.is_store:
+            entry.is_checked_early = True
+            self._submit_tasks(entry, self._workers[-1])
+
     def poll(self) -> list[KVTierResult]:
         results = super().poll()
+        self._end_quarantine()
         if self._leases:
             self._update_leases()
         return results
@@ -157,9 +199,10 @@ class NixlTier(HostTier):
             if len(self._leases) >= self._settings.max_leases or transfer.lease in self._leases:
                 self._counts.refused += 1
                 return
-            self._leases[transfer.lease] = Lease(list(keys), time.monotonic())
+            lease = Lease(list(keys), time.monotonic())
+            self._pin(lease)
+            self._leases[transfer.lease] = lease  # from now on the server hands it out
             self._counts.transfers += 1
-            self._update_leases()
         elif self._links is not None and transfer.lease not in self._incoming:
             incoming = _Incoming(transfer, {key: place for place, key in enumerate(keys)})
             self._incoming[transfer.lease] = incoming
@@ -194,13 +237,13 @@ class NixlTier(HostTier):
             "transfer_failures": counts.failures,
             "expired_leases": counts.expired,
             "refused_leases": counts.refused,
+            **{f"{phase}_seconds": round(self._counts.seconds[phase], 6) for phase in PHASES},
         }
 
     # a prefill server -----------------------------------------------------------------------------
 
     def _update_leases(self) -> None:
-        """Pin blocks of leases that have been stored, tell the server when all are, and end leases
-        that were read or have expired."""
+        """End leases that were read or have expired."""
         assert self._server is not None
         while not self._server.released.empty():
             self.close_transfer(self._server.released.get())
@@ -209,26 +252,66 @@ class NixlTier(HostTier):
             if now >= lease.began + self._settings.lease_seconds:
                 self._counts.expired += not lease.is_taken
                 self.close_transfer(name)
-            elif lease.blocks is None:
-                self._pin(lease)
 
     def _pin(self, lease: Lease) -> None:
-        keys = lease.keys
-        for key in keys[len(lease.pinned) :]:
-            if (block := self._index.get(key)) is None:
+        """Keep the leading blocks of a lease that are stored or being stored."""
+        for key in lease.keys:
+            if (block := self._index.get(key)) is not None:
+                self._index.add_users((key,), (block,))
+            elif (block := self._storing.get(key)) is not None:
+                block.num_users += 1
+            else:
                 break
-            self._index.add_users((key,), (block,))
             lease.pinned.append(block)
-        end = len(lease.pinned)
-        if end == len(keys) or keys[end] not in self._storing:
-            lease.blocks = [(block.buffer.data_ptr(), block.digest) for block in lease.pinned]
 
     def _unpin(self, lease: Lease) -> None:
         lease.is_closed = True
         for key, block in zip(lease.keys, lease.pinned, strict=False):
             self._index.remove_user(key, block)
-            if not block.num_users and self._index.get(key) is not block:  # it has failed
+            if not block.num_users and block not in (self._index.get(key), self._storing.get(key)):  # it has failed
                 self._pool.return_buffers((block.buffer,))
+        if self._server is not None:
+            self._server.note_change()
+
+    def _move_blocks(self, job: HostJob, indexes: Sequence[int]) -> None:
+        began = time.monotonic()
+        if self._checksums is None or job.is_abandoned:
+            super()._move_blocks(job, indexes)
+        else:
+            self._results.put((job, self._check_on_device(job, indexes)))
+        if job.is_store:
+            self._count("store", time.monotonic() - began)
+            if self._server is not None:
+                self._server.note_change()
+
+    def _check_on_device(self, job: HostJob, indexes: Sequence[int]) -> dict[int, str]:
+        """What `_move_block` does for each block, for all at once."""
+        blocks = [(index, block) for index in indexes if (block := job.blocks[index]) is not None]
+        errors = {index: "the tier nixl does not hold the block any more" for index in indexes if job.blocks[index] is None}
+        try:
+            digests = self._compute_digests([block.buffer for _, block in blocks])
+        except Exception as error:  # noqa: BLE001 - a defect fails the job, not the thread
+            _log.exception("The tier nixl cannot check blocks")
+            for _, block in blocks:
+                block.is_failed = block.is_failed or job.is_store
+            return dict.fromkeys(indexes, f"the tier has failed: {error!r}")
+        for (index, block), digest in zip(blocks, digests, strict=True):
+            if job.is_store:
+                block.digest = digest
+            elif digest != block.digest:
+                errors[index] = "a block of the tier nixl has changed in memory"
+        return errors
+
+    def _compute_digests(self, buffers: Sequence[torch.Tensor]) -> list[bytes]:
+        if self._checksums is not None:
+            return self._checksums.compute(buffers)
+        return [compute_digest(buffer.numpy().data) for buffer in buffers]
+
+    def _count(self, phase: str, seconds: float, num_bytes: int = 0) -> None:
+        """In any thread."""
+        with self._lock:
+            self._counts.seconds[phase] += seconds
+            self._counts.bytes += num_bytes
 
     # a decode server ------------------------------------------------------------------------------
 
@@ -246,46 +329,86 @@ class NixlTier(HostTier):
         self._results.put((job, errors))
 
     def _read_blocks(self, job: _Reading) -> dict[int, str]:
-        incoming = job.incoming
+        incoming, began = job.incoming, time.monotonic()
         with incoming.lock:
             if incoming.blocks is None:
                 assert self._links is not None
                 incoming.blocks = self._links.acquire(incoming.transfer, _ACQUIRE_SECONDS)
+        self._count("acquire", time.monotonic() - began)
         source, first = incoming.blocks, incoming.places[job.keys[0]]
-        addresses = source.addresses[first : first + len(job.keys)]
-        buffers = [buffer for buffer in job.buffers[: len(addresses)] if buffer is not None]
-        if not addresses:
+        count = min(len(source.addresses), len(source.digests), first + len(job.keys)) - first
+        if count <= 0:
             return {0: "the prefill server had no room for the blocks"}
-        size = self._context.block_bytes
-        local = np.array([(buffer.data_ptr(), size, 0) for buffer in buffers], np.uint64)
-        remote = np.array([(address, size, 0) for address in addresses], np.uint64)
+        step = max(1, _PIECE_BYTES // self._context.block_bytes)
+        for start in range(0, count, step):
+            if (error := self._read_piece(job, source, first, range(start, min(start + step, count)))) is not None:
+                return {error: "a block has changed on its way from the prefill server, or its lease has ended"}
+        return {count: "the prefill server had no room for all blocks"} if count < len(job.keys) else {}
+
+    def _read_piece(self, job: _Reading, source: LeasedBlocks, first: int, piece: range) -> int | None:
+        """Read some blocks of a job and check them. first: the place in the lease of the job's
+        first block. -> the first block that is not what it should be."""
+        began, size = time.monotonic(), self._context.block_bytes
+        buffers = [buffer for buffer in job.buffers[piece.start : piece.stop] if buffer is not None]
+        theirs = source.addresses[first + piece.start : first + piece.stop]
+        ours, theirs, sizes = list_runs([buffer.data_ptr() for buffer in buffers], theirs, size)
+        local = np.stack((ours, sizes, np.full_like(sizes, self._agent.device)), 1)
+        remote = np.stack((theirs, sizes, np.full_like(sizes, source.device)), 1)
+        job.is_doubtful = True
         self._agent.read(source.agent, local, remote, self._is_closed.is_set)
-        errors = {
-            index: "a block has changed on its way from the prefill server, or its lease has ended"
-            for index, (buffer, digest) in enumerate(zip(buffers, source.digests[first:], strict=False))
-            if compute_digest(buffer.numpy().data) != digest
-        }
-        if len(addresses) < len(job.keys):
-            errors[len(addresses)] = "the prefill server had no room for all blocks"
-        return errors
+        job.is_doubtful, end = False, time.monotonic()
+        digests = self._compute_digests(buffers)
+        wrong = next((index for index, digest in zip(piece, digests, strict=True) if digest != source.digests[first + index]), None)
+        self._count("read", end - began, ((piece.stop if wrong is None else wrong) - piece.start) * size)
+        self._count("check", time.monotonic() - end)
+        return wrong
 
     def _record_result(self, job: HostJob) -> None:
         if isinstance(job, _Reading):
             self._counts.transfers += 1
             self._counts.failures += bool(job.errors)
-            self._counts.bytes += min(job.errors, default=len(job.keys)) * self._context.block_bytes
+            job.ended = time.monotonic()
         else:
             super()._record_result(job)
 
     def _release_load(self, job: HostJob) -> None:
         super()._release_load(job)
         if isinstance(job, _Reading):
-            self._pool.return_buffers(buffer for buffer in job.buffers if buffer is not None)
+            buffers = [buffer for buffer in job.buffers if buffer is not None]
+            if job.is_doubtful:
+                self._quarantine.append((time.monotonic() + QUARANTINE_SECONDS, buffers))
+            else:
+                self._pool.return_buffers(buffers)
+            if job.ended and not job.errors:
+                self._count("insert", time.monotonic() - job.ended)
             job.incoming.num_jobs -= 1
             self._release(job.incoming)
+
+    def _end_quarantine(self) -> None:
+        while self._quarantine and self._quarantine[0][0] <= time.monotonic():
+            self._pool.return_buffers(self._quarantine.popleft()[1])
 
     def _release(self, incoming: _Incoming) -> None:
         """Tell the peer once nothing reads the blocks of a closed transfer."""
         if incoming.is_closed and not incoming.num_jobs and self._links is not None:
             self._num_closing -= 1
             self._links.release(incoming.transfer)
+
+
+def list_runs(ours: Sequence[int], theirs: Sequence[int], size: int) -> np.ndarray:
+    """Blocks of `size` bytes at these addresses, uint64 [3, runs] of (ours, theirs, bytes): those
+    that follow one another on both sides are one run, since each run costs about 10 µs."""
+    addresses = np.array((ours, theirs), np.uint64)
+    starts = np.flatnonzero(np.append(True, (np.diff(addresses) != size).any(0)))
+    counts = np.diff(np.append(starts, len(ours))).astype(np.uint64)
+    return np.vstack((addresses[:, starts], counts * np.uint64(size)))
+
+
+def _open_pool(device: torch.device, num_buffers: int, block_bytes: int, agent: NixlAgent) -> DevicePool:
+    """Raises ConfigurationError where the memory cannot be had."""
+    try:
+        return DevicePool(device, num_buffers, block_bytes, agent.register)
+    except RuntimeError as error:
+        size = num_buffers * block_bytes / GIB
+        sentence = f"device_size_gib of kv_tier/nixl takes {size:.2f} GiB of {device}, which cannot be had ({str(error).splitlines()[0]})"
+        raise ConfigurationError(f"{sentence}; lower it, or set it to 0 for host memory") from error

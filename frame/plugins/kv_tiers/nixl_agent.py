@@ -1,8 +1,8 @@
 """`NixlAgent`: NIXL's library behind the few calls that the tier `nixl` needs: register memory,
 know a peer, read from its memory. Must not know a key or a block.
 
-The package is `nixl-cu13`; the package `nixl` brings two versions of CUDA. UCX moves the bytes, and
-between host memories it needs no GPU.
+The package is `nixl-cu13`; the package `nixl` brings two versions of CUDA. UCX moves the bytes:
+between GPUs of one host by CUDA IPC, between hosts by RDMA, between host memories without a GPU.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from frame.plugins.kv_tiers.threaded_tier import BlockError
 if TYPE_CHECKING:
     import torch
 
-_POLL_SECONDS = 0.0002  # between two looks at a transfer
-_DRAM = "DRAM"
+_POLL_SECONDS = 0.0001  # between two looks at a transfer
 
 
 class NixlAgent:
-    """This process as NIXL knows it. Threads call its methods at the same time."""
+    """This process as NIXL knows it. Threads call its methods at the same time. `device`: the
+    number of the GPU whose memory it moves; 0 also for host memory."""
 
-    def __init__(self) -> None:
-        """Raises ConfigurationError if the library cannot be used."""
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: whose memory is moved; None: the host's. Raises ConfigurationError if the library
+        cannot be used."""
+        self._kind = "DRAM" if device is None or device.type == "cpu" else "VRAM"
+        self.device = (device.index or 0) if device is not None else 0
         try:
             logging.getLogger("nixl").setLevel(logging.WARNING)  # it reports each agent
             api: Any = importlib.import_module("nixl_cu13._api")
@@ -50,8 +53,8 @@ class NixlAgent:
         return len(self._registered)
 
     def register(self, piece: torch.Tensor) -> None:
-        """Let peers read a piece of host memory, and this process read into it."""
-        self._registered.append(self._agent.register_memory([(piece.data_ptr(), piece.numel(), 0, "")], _DRAM))
+        """Let peers read a piece of memory, and this process read into it."""
+        self._registered.append(self._agent.register_memory([(piece.data_ptr(), piece.numel(), self.device, "")], self._kind))
 
     def describe(self) -> bytes:
         """What a peer needs to read this process's registered memory."""
@@ -75,11 +78,12 @@ class NixlAgent:
 
     def read(self, peer: str, local: np.ndarray, remote: np.ndarray, is_stopped: Callable[[], bool]) -> None:
         """Read from a peer's memory, and wait for it. local, remote: uint64 [n, 3] of (address,
-        bytes, 0). Until it returns or raises, the local memory may be written. Raises BlockError,
-        also where `is_stopped` before the end, in which case the memory must not be used again."""
+        bytes, device). Until it returns, the local memory may be written. Raises BlockError, also
+        where `is_stopped` before the end; the memory may still be written for a while then."""
         agent = self._agent
         try:
-            transfer = agent.initialize_xfer("READ", agent.get_xfer_descs(local, _DRAM), agent.get_xfer_descs(remote, _DRAM), peer)
+            places = (agent.get_xfer_descs(each, self._kind) for each in (local, remote))
+            transfer = agent.initialize_xfer("READ", *places, peer)
             try:
                 state = agent.transfer(transfer)
                 while state == "PROC" and not is_stopped():

@@ -30,9 +30,10 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class LeasedBlocks:
-    """Blocks in a peer's memory. `agent`: the peer's name at NIXL."""
+    """Blocks in a peer's memory. `agent`: the peer's name at NIXL. `device`: see `Blocks`."""
 
     agent: str
+    device: int
     addresses: list[int]
     digests: list[bytes]
 
@@ -89,7 +90,7 @@ class PeerLinks:
                     self._agent.remove_peer(peer.agent)
                 peer.agent = self._agent.add_peer(blocks.description)
             peer.num_registered = blocks.num_registered
-        return LeasedBlocks(peer.agent, blocks.addresses, blocks.digests)
+        return LeasedBlocks(peer.agent, blocks.device, blocks.addresses, blocks.digests)
 
     async def _release(self, transfer: KVTransfer) -> None:
         with contextlib.suppress(OSError):

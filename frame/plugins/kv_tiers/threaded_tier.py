@@ -42,6 +42,7 @@ class TierJob:
     blocks: Sequence[Any] = ()  # of a load: those that the index has
     is_finished: bool = False  # the caller has returned the buffers
     num_pending: int = 0  # tasks whose results have not been collected
+    is_checked_early: bool = False  # of a store: its tasks began before `finish`
     errors: dict[int, str] = field(default_factory=dict)  # by index in `keys`
 
     @property
@@ -88,6 +89,7 @@ class ThreadedTier(KVTier, Generic[J]):
     a thread does for one of them."""
 
     _index: BlockIndex[Any]
+    _task_blocks = _TASK_BLOCKS
 
     def _start_jobs(self, *workers: Workers) -> None:
         """Prepare for jobs that these threads do; called by a constructor."""
@@ -122,8 +124,11 @@ class ThreadedTier(KVTier, Generic[J]):
             del self._jobs[job]
             if not entry.num_pending:
                 self._release_load(entry)
-        elif commit:
+        elif commit and not entry.is_checked_early:
             self._submit_tasks(entry, self._workers[-1])
+        elif commit:
+            if not entry.num_pending:
+                self._ended.append(entry)
         else:
             del self._jobs[job]
             self._cancel_store(entry)
@@ -171,7 +176,7 @@ class ThreadedTier(KVTier, Generic[J]):
     def _submit_tasks(self, job: J, workers: Workers) -> None:
         """Let threads move the blocks of a job that have a buffer."""
         moved = [index for index, buffer in enumerate(job.buffers) if buffer is not None]
-        tasks = [moved[start : start + _TASK_BLOCKS] for start in range(0, len(moved), _TASK_BLOCKS)] or [[]]
+        tasks = [moved[start : start + self._task_blocks] for start in range(0, len(moved), self._task_blocks)] or [[]]
         job.num_pending = len(tasks)
         for task in tasks:
             workers.submit(partial(self._move_blocks, job, task))
@@ -200,5 +205,5 @@ class ThreadedTier(KVTier, Generic[J]):
                 continue
             if job.is_abandoned:
                 self._release_load(job)
-            else:
+            elif job.is_finished or not job.is_store:
                 self._ended.append(job)

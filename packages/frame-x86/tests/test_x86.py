@@ -109,6 +109,7 @@ def test_conformance(kind: str, name: str, plugin: type, minimum: int) -> None:
     assert done >= minimum
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kernel", KERNELS)

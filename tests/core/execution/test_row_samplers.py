@@ -77,6 +77,7 @@ EXTRAS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("captured", [0, 5, ROWS])
 @pytest.mark.parametrize("in_graphs", [False, True])

@@ -68,6 +68,7 @@ def expected(request):
     return params, run(0, params)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("captured", [0, 128])
 @pytest.mark.parametrize("quality", ["right", "wrong", "mixed"])
 def test_output_does_not_depend_on_drafts(expected, captured, quality):

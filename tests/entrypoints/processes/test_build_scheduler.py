@@ -44,6 +44,15 @@ def test_every_setting_reaches_the_scheduler() -> None:
     assert type(scheduler._planner._policy._policy).__name__ == "PriorityFirst"
 
 
+def test_a_decode_server_computes_few_prompt_tokens_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRAME_DIST_KEY", "0123456789abcdef")
+    fields = {"model": {"path": "frame-tiny"}, "execution": {"device": "cpu"}, "disaggregation": {"mode": "decode"}}
+    prepared = prepare(FrameConfig.model_validate({**fields, "scheduler": {"chunked_prefill_size": 2048}}))
+    budget = build_scheduler(prepared.resolved, prepared.registry, 50)._planner.prompt_budget
+    assert budget is not None
+    assert [budget.choose(step, decodes, 0.0) for step, decodes in enumerate((0, 1, 64))] == [2048, 512, 512]
+
+
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
 def test_a_policy_of_cached_prefixes_needs_a_cache_that_stores_them(policy: str) -> None:
     def build(prefix: str) -> None:

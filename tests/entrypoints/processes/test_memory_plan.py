@@ -33,6 +33,7 @@ def test_weights_and_cache_are_as_planned(architecture: str, tmp_path: Path, cap
     check_plan({"path": architecture if architecture == MODELS[0] else str(make_checkpoint(architecture, tmp_path))}, caplog)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 @pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -36,6 +36,7 @@ PLACES: dict[str, Any] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("pointers_only", [False, True])
 @pytest.mark.parametrize(
     "reference", ["http://x/y.json", "other.json#/x", "file:///etc/x", "#/$defs/none", "#/title", "#/", "#name", "http://["]
@@ -117,6 +118,7 @@ OPEN: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("pointers_only", [False, True])
 @pytest.mark.parametrize("schema", OPEN)
 @pytest.mark.parametrize("place", PLACES)

@@ -34,6 +34,7 @@ def llguidance_accepts(form: Any, text: str, backend: LLGuidanceBackend = BACKEN
     return all(grammar.accept_token(token) for token in ids) and grammar.matcher.is_accepting()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("is_parallel", [True, False])
 @pytest.mark.parametrize("is_required", [True, False])
 @pytest.mark.parametrize("name", PARSERS)

@@ -15,20 +15,33 @@ import torch
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.kv_tier import KVTierContext, KVTierResult, KVTransfer, TransferSettings
+from frame.core.interfaces.platform import HOST, Platform, PlatformContext
 from frame.plugins.kv_tiers import NixlTierOptions, buffers
 from frame.testing.kv_tier.rig import make_block, make_keys
 from tests.entrypoints.serving import free_port
+from tests.plugins.fake_platform import FakePlatform
 
 pytest.importorskip("nixl_cu13")
 
+from frame.plugins.kv_tiers import nixl
 from frame.plugins.kv_tiers.nixl import NixlTier
+from frame.plugins.kv_tiers.threaded_tier import BlockError
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 32
 PATIENCE = 20.0
+PLATFORMS: list[Platform] = []
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def platform(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where the tiers of a test have their blocks; the memory of a device is the host's."""
+    PLATFORMS.append(HOST if request.param == "host" else FakePlatform(PlatformContext()))
+    yield
+    PLATFORMS.pop()
 
 
 def settings(mode: Literal["prefill", "decode"], port: int, **changes: Any) -> TransferSettings:
@@ -42,12 +55,13 @@ class Pair:
     def __init__(self, stack: ExitStack, decode: dict[str, Any], lease_seconds: float = 30.0, **changes: Any) -> None:
         self.port, self._job, self._stack = free_port(), 0, stack
         size = (NUM_BLOCKS + 0.5) * BLOCK_BYTES / buffers.GIB
-        self.options = NixlTierOptions(size_gib=size, lease_seconds=lease_seconds, max_leases=4)
+        self.options = NixlTierOptions(size_gib=size, device_size_gib=size, lease_seconds=lease_seconds, max_leases=4)
         self.prefill = self.make("prefill", **changes)
         self.decode = self.make("decode", **{**changes, **decode})
 
     def make(self, mode: Literal["prefill", "decode"], **changes: Any) -> NixlTier:
-        context = KVTierContext(BLOCK_BYTES, "model", allocate, transfer=settings(mode, self.port, **changes))
+        platform = changes.pop("platform", PLATFORMS[-1])
+        context = KVTierContext(BLOCK_BYTES, "model", allocate, transfer=settings(mode, self.port, **changes), platform=platform)
         tier = NixlTier(context, self.options)
         self._stack.callback(tier.close)
         return tier
@@ -153,9 +167,111 @@ def test_a_lease_may_be_asked_for_before_its_blocks_are_stored() -> None:
         assert pair.decode.poll() == []
         pair.prefill.finish(store)
         wait_for(pair.prefill, store)
-        pair.poll_until(lambda: pair.prefill._leases["one"].blocks is not None)
         assert wait_for(pair.decode, job).num_blocks == 4
         pair.decode.finish(job)
+
+
+def test_a_peer_does_not_wait_for_the_engine_of_the_prefill_server() -> None:
+    """Once the buffers are full, its threads do the rest; the result of the store comes later."""
+    keys = make_keys(4)
+    with open_pair() as pair:
+        store = pair.begin_store(keys)
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+        pair.prefill.note_copied(store)
+        assert pair.load(keys).num_blocks == 4
+        assert (pair.prefill.poll(), pair.prefill.match(keys)) == ([], 0)
+        pair.prefill.finish(store)
+        assert wait_for(pair.prefill, store) == KVTierResult(store, 4)
+        assert pair.prefill.match(keys) == 4
+        seconds = {**pair.prefill.describe_transfers(), "insert_seconds": 0.0, **pair.decode.describe_transfers()}
+        assert all(seconds[f"{phase}_seconds"] > 0 for phase in ("acquire", "read", "check", "insert"))
+        assert pair.prefill.describe_transfers()["store_seconds"] > 0
+
+
+def test_blocks_that_a_lease_keeps_while_they_are_stored_are_not_evicted() -> None:
+    keys, others = make_keys(8), make_keys(3 * NUM_BLOCKS, "other")
+    with open_pair() as pair:
+        store = pair.begin_store(keys)
+        transfer = pair.offer("one", keys)
+        pair.prefill.finish(store)
+        wait_for(pair.prefill, store)
+        for start in range(0, len(others), 8):
+            pair.store(others[start : start + 8])
+        assert pair.prefill.match(keys) == 8
+        pair.decode.open_transfer(transfer, keys)
+        assert pair.load(keys).num_blocks == 8
+        pair.prefill.close_transfers()
+        for start in range(0, len(others), 8):
+            pair.store(others[start : start + 8])
+        assert pair.prefill.match(keys) == 0
+
+
+@pytest.mark.parametrize("is_closed_first", [False, True])
+def test_the_buffers_of_a_store_that_is_cancelled_are_free_once(is_closed_first: bool) -> None:
+    keys = make_keys(4)
+    with open_pair() as pair:
+        store = pair.begin_store(keys)
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+        if is_closed_first:
+            pair.prefill.close_transfer("one")
+        pair.prefill.finish(store, commit=False)
+        assert pair.prefill._pool.num_free == NUM_BLOCKS - 4 * (not is_closed_first)
+        assert pair.load(keys).num_blocks == 0
+        pair.prefill.close_transfer("one")
+        assert pair.prefill._pool.num_free == NUM_BLOCKS
+
+
+def test_buffers_of_a_failed_read_are_not_used_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something may still write to them: a peer is gone in the middle of a read."""
+    keys = make_keys(4)
+    with open_pair() as pair:
+        pair.store(keys)
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+
+        def fail(*_arguments: Any) -> None:
+            raise BlockError("the peer is gone")
+
+        monkeypatch.setattr(nixl, "QUARANTINE_SECONDS", 0.3)
+        monkeypatch.setattr(pair.decode._agent, "read", fail)
+        began = time.monotonic()
+        assert "is gone" in pair.load(keys).error
+        while pair.decode._pool.num_free == NUM_BLOCKS - 4:
+            pair.decode.poll()
+            time.sleep(0.01)
+        assert time.monotonic() - began >= 0.3
+        assert pair.decode._pool.num_free == NUM_BLOCKS
+
+
+def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_PIECE_BYTES", 3 * BLOCK_BYTES)
+    keys = make_keys(8)
+    with open_pair() as pair:
+        pair.store(keys)
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+        assert pair.load(keys).num_blocks == 8
+        assert pair.decode.describe_transfers()["transfer_bytes"] == 8 * BLOCK_BYTES
+        transfer = pair.offer("two", keys)
+        pair.prefill._leases["two"].pinned[4].buffer[7] += 1
+        pair.decode.close_transfer("one")
+        pair.decode.open_transfer(transfer, keys)
+        assert pair.load(keys).num_blocks == 4
+        assert pair.decode.describe_transfers()["transfer_bytes"] == 12 * BLOCK_BYTES
+
+
+def test_neighbours_on_both_sides_are_read_at_once() -> None:
+    runs = nixl.list_runs([100, 110, 120, 130, 50], [900, 910, 930, 940, 950], 10)
+    assert runs.T.tolist() == [[100, 900, 20], [120, 930, 20], [50, 950, 10]]
+    assert nixl.list_runs([100], [900], 10).T.tolist() == [[100, 900, 10]]
+    keys = make_keys(8)
+    with open_pair() as pair:
+        pair.store(keys)
+        pair.decode.open_transfer(pair.offer("one", keys), keys)
+        job, loaded = pair.begin_load(keys)
+        wait_for(pair.decode, job)
+        sides = [block.buffer for block in pair.prefill._leases["one"].pinned], loaded
+        runs = nixl.list_runs(*([buffer.data_ptr() for buffer in side] for side in sides), BLOCK_BYTES)
+        pair.decode.finish(job)
+        assert runs.shape[1] == 1 or PLATFORMS[-1] is HOST
 
 
 def test_a_lease_is_read_once() -> None:
@@ -239,11 +355,14 @@ def test_blocks_for_which_there_was_no_room_are_missing() -> None:
     [
         ({"properties": {"the page size": "32"}}, "the page size is 16 on the prefill server and 32 on the decode server"),
         ({"secret": b"t" * 32}, "FRAME_DIST_KEY"),
+        ({"platform": None}, "the memory of transferred blocks"),
     ],
-    ids=["properties", "secret"],
+    ids=["properties", "secret", "memory"],
 )
 def test_a_peer_with_other_properties_or_another_secret_is_refused(changed: dict[str, Any], sentence: str) -> None:
     keys = make_keys(2)
+    if "platform" in changed and PLATFORMS[-1] is HOST:
+        changed = {"platform": FakePlatform(PlatformContext())}
     with open_pair(changed) as pair:
         pair.store(keys)
         pair.decode.open_transfer(pair.offer("one", keys), keys)

@@ -63,6 +63,7 @@ TRANSFERS = (
     ("kv_expired_leases", "expired_leases", "Kept prompts that no decode server has read.", True),
     ("kv_refused_leases", "refused_leases", "Prompts that were not kept because the tier's max_leases were.", True),
 )
+PHASES = ("store", "acquire", "read", "check", "insert")  # of a transfer; the first one on the prefill server
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -212,6 +213,8 @@ class ServerMetrics:
         reasons = {"missing": load.tier_failed_loads, "late": load.tier_late_loads}
         yield _labelled("kv_tier_failed_loads", failed, "reason", reasons, is_counter=True)
         for tier in (tier for tier in load.tiers if "leases" in tier):
+            phases = {name: tier.get(f"{name}_seconds", 0.0) for name in PHASES}
+            yield _labelled("kv_transfer_seconds", "Seconds of transfers, by phase.", "phase", phases, is_counter=True)
             for name, key, text, is_counter in TRANSFERS:
                 yield _counter(name, text, tier[key]) if is_counter else _gauge(name, text, tier[key])
         yield _counter("kv_tier_dropped_blocks", "Blocks that no KV cache tier stored because there was no room.", load.tier_dropped_blocks)

@@ -19,7 +19,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.kv_tier import BLOCK_ALIGNMENT, KVTierCapabilities
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
 from frame.entrypoints.configuration.prepare import Prepared, prepare
-from frame.entrypoints.processes.memory_plan import MemoryPlan
+from frame.entrypoints.processes.memory_plan import MemoryPlan, count_tier_bytes
 from frame.entrypoints.processes.planned_rank import PlannedRank
 from frame.entrypoints.tools.bench.floors import ModelCost
 from frame.entrypoints.tools.plan.machines import Card, Machine, recognise
@@ -62,13 +62,14 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
     """A KV cache tier of each replica or attention group. `block_bytes`: of a block, on all ranks.
-    `blocks`: that fit; None: its options do not say. `host_bytes`: of host memory, of all
-    replicas."""
+    `blocks`: that fit; None: its options do not say. `host_bytes`, `device_bytes`: of host memory
+    and of the devices' memory, of all replicas."""
 
     name: str
     block_bytes: int
     blocks: int | None
     host_bytes: int
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def plan_deployment(config: FrameConfig, machine: Machine | None) -> DeploymentP
         memory = HostPlatform(PlatformContext()).measure_memory()
     stages = tuple(_plan_stage(prepared, stage, memory) for stage in range(resolved.plan.pp))
     card, source = machine.card if machine is not None and devices else None, str(find_model(config.model.path))
-    return DeploymentPlan(resolved, stages, card, source, tuple(_plan_tiers(prepared, stages)))
+    return DeploymentPlan(resolved, stages, card, source, tuple(_plan_tiers(prepared, stages, memory)))
 
 
 def try_plans(config: FrameConfig, machine: Machine, target: Target) -> Iterator[tuple[str, str]]:
@@ -234,7 +235,7 @@ def _plan_stage(prepared: Prepared, stage: int, memory: DeviceMemory) -> MemoryP
     return memory_plan
 
 
-def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan]) -> Iterator[PlannedTier]:
+def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan], memory: DeviceMemory) -> Iterator[PlannedTier]:
     """The tiers, each with the blocks that it has room for. Ranks share a size equally."""
     resolved, plan = prepared.resolved, prepared.resolved.plan
     sizes = [-(-stage.bytes_per_token * resolved.page_size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT for stage in stages]
@@ -247,4 +248,8 @@ def _plan_tiers(prepared: Prepared, stages: Sequence[MemoryPlan]) -> Iterator[Pl
         if ratio is not None:
             blocks = min(int(ratio * stage.cache) // size for stage, size in zip(stages, sizes, strict=True))
             host_bytes = blocks * sum(sizes) * plan.tp
-        yield PlannedTier(choice.name, sum(sizes) * plan.attention_tp, blocks, host_bytes * plan.num_replicas)
+        device_bytes = count_tier_bytes(choice, memory)
+        if device_bytes:
+            blocks, host_bytes = device_bytes // max(sizes), 0
+        totals = host_bytes * plan.num_replicas, device_bytes * plan.num_devices
+        yield PlannedTier(choice.name, sum(sizes) * plan.attention_tp, blocks, *totals)

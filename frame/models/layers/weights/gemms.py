@@ -44,13 +44,13 @@ def find_kernel(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) 
 
 def count_bytes(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> int:
     """The bytes that the GEMMs with these weights keep; `weights` may be on the meta device."""
-    prepared = 0
+    num_bytes = 0
     for weight in weights:
         used = _choose(choices, weight, name)
         if weight.quantized.dim() > 2:
             used = used[-1:]  # one kernel multiplies experts
-        prepared += sum(choice.kernel.count_bytes(weight) for choice in {choice.name: choice for _, choice in used}.values())
-    return prepared
+        num_bytes += sum(choice.kernel.count_bytes(weight) for choice in {choice.name: choice for _, choice in used}.values())
+    return num_bytes
 
 
 def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> list[tuple[int, GemmChoice]]:

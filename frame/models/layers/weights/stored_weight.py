@@ -94,7 +94,7 @@ class StoredWeight:
     def _is_split_by_rows(self) -> bool:
         """Whether `ROWS_ON_CPU` rows have entries of their own in every tensor."""
         axes = [[axis for axis in stored.axes if isinstance(axis, Axis) and axis.of == "output"] for stored in self.stored.values()]
-        return all(registered and ROWS_ON_CPU % registered[0].block == 0 for registered in axes)
+        return all(outputs and ROWS_ON_CPU % outputs[0].block == 0 for outputs in axes)
 
     def _write_rows(self, expert: Sequence[int], rows: slice, value: torch.Tensor) -> None:
         encoded = self.layout.encode(value, self.outputs)
@@ -117,12 +117,12 @@ class StoredWeight:
                 self._get(key).allocate()  # zeros where the checkpoint lacks it
         tensors = {suffix: self._get(key).data for suffix, key in self.keys.items()}
         if any(self._is_by_piece(stored) for stored in self.stored.values()):
-            registered = join([self.layout.decode(self._slice_piece(tensors, piece), self.inputs) for piece in range(len(self.outputs))])
+            weights = join([self.layout.decode(self._slice_piece(tensors, piece), self.inputs) for piece in range(len(self.outputs))])
         else:
-            registered = [self.layout.decode(tensors, self.inputs)]
-        for weight in registered:
+            weights = [self.layout.decode(tensors, self.inputs)]
+        for weight in weights:
             self._check_scales(weight)
-        return registered
+        return weights
 
     def _check_scales(self, weight: PackedWeight) -> None:
         """Raise CheckpointError for scales that make all results of a layer NaN."""
@@ -142,9 +142,9 @@ class StoredWeight:
                 parameter.release()
 
     def _get(self, key: str) -> ShardedParameter:
-        registered = getattr(self.module, key)
-        assert isinstance(registered, ShardedParameter)
-        return registered
+        parameter = getattr(self.module, key)
+        assert isinstance(parameter, ShardedParameter)
+        return parameter
 
     def _parameters(self) -> list[ShardedParameter]:
         return [self._get(key) for key in (*self.keys.values(), *([self.rounded] if self.rounded else []))]
@@ -175,19 +175,19 @@ class StoredWeight:
 
     def _slice_piece(self, tensors: Mapping[str, torch.Tensor], piece: int) -> dict[str, torch.Tensor]:
         """The tensors of one merged piece."""
-        registered, lead = {}, 1 if self.experts else 0
+        pieces, lead = {}, 1 if self.experts else 0
         start, total = sum(self.outputs[:piece]), sum(self.outputs)
         for suffix, stored in self.stored.items():
             tensor = tensors[suffix]
             if self._is_by_piece(stored):
                 whole = tensor.unflatten(0, (-1, len(self.outputs)))[:, piece]
-                registered[suffix] = whole if lead else whole[0]
+                pieces[suffix] = whole if lead else whole[0]
                 continue
             dim = lead + next(index for index, axis in enumerate(stored.axes) if isinstance(axis, Axis) and axis.of == "output")
             size = tensor.shape[dim]
             first, last = start * size // total, (start + self.outputs[piece]) * size // total
-            registered[suffix] = tensor.narrow(dim, first, last - first)
-        return registered
+            pieces[suffix] = tensor.narrow(dim, first, last - first)
+        return pieces
 
 
 class RoundedParameter(ShardedParameter):

@@ -121,6 +121,7 @@ IDS = [7] * 600
 MESSAGES = [{"role": "user", "content": LONG}]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": 20}, {"truncate_prompt_tokens": -1}, {"truncation": True}])
 @pytest.mark.parametrize("inputs", [{"input": LONG}, {"input": [IDS, [5]]}, {"messages": MESSAGES}], ids=["text", "ids", "messages"])
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])

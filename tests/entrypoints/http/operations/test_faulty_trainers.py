@@ -7,7 +7,6 @@ The server is batch-invariant, so that an answer of some weights has one form.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 from frame.rl.weight_client import WeightClient, WeightUpdateError
+from tests.entrypoints.fork_server import start_forked
 from tests.entrypoints.serving import RunningServer, wait_until
 
 pytestmark = pytest.mark.slow
@@ -35,54 +36,7 @@ FLAGS = (
 PROMPTS = [[7 * number + place for place in range(20 + number)] for number in range(4)]
 TOKENS = 90
 
-KILLED = """
-import os, sys, threading, time
-from datetime import timedelta
-from safetensors.torch import load_file
-from torch import distributed
-from frame.rl import WeightClient
-
-url, file, kind, phase = sys.argv[1:]
-client, tensors = WeightClient(url), load_file(file)
-def die(*_):
-    os.kill(os.getpid(), 9)
-if phase == "rendezvous":
-    store = distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    info = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-    threading.Thread(target=lambda: client._step("open", kind="group", name="dead", info=info), daemon=True).start()
-    time.sleep(0.5)
-    die()
-if kind == "group":
-    client.join_group()
-if phase == "joined":
-    die()
-def pairs():
-    for number, pair in enumerate(tensors.items()):
-        if phase == "later" and number == 4:
-            die()
-        yield pair
-steps, step = [], client._step
-def watched(which, /, **fields):
-    steps.append(which)
-    if phase == "part" and which == "part" and steps.count("part") == 2:
-        # the engine has the message, and the trainer is dead: nothing is broadcast, and the memory is not unmapped
-        threading.Thread(target=lambda: step(which, **fields), daemon=True).start()
-        time.sleep(0.3)
-        die()
-    if phase == which == "commit":
-        die()
-    reply = step(which, **fields)
-    if phase == which == "begin":
-        die()
-    return reply
-client._step = watched
-if kind == "group" and phase == "part":
-    class Silent:
-        def broadcast(self, *arguments):
-            return group.broadcast(*arguments) if steps.count("part") < 2 else time.sleep(60)
-    group, client._group = client._group, Silent()
-client.update(pairs(), "never", bucket_bytes=1)
-"""
+KILLED = "tests.entrypoints.http.operations.killed_trainer"
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +48,9 @@ def server(folders: list[Path]) -> Iterator[RunningServer]:
 @pytest.fixture(scope="module")
 def expected(server: RunningServer, folders: list[Path]) -> list[list[list[int]]]:
     """The answers of the old and of the new weights."""
-    old = [ask(server, prompt) for prompt in PROMPTS]
+    old = ask_all(server)
     load(server, folders[1])
-    new = [ask(server, prompt) for prompt in PROMPTS]
+    new = ask_all(server)
     load(server, folders[0])
     assert all(first != second for first, second in zip(old, new, strict=True))
     return [old, new]
@@ -106,7 +60,7 @@ def expected(server: RunningServer, folders: list[Path]) -> list[list[list[int]]
 def old_weights(server: RunningServer, folders: list[Path], expected: list[list[list[int]]]) -> None:
     """Each test begins with the old weights."""
     load(server, folders[0])
-    assert [ask(server, prompt) for prompt in PROMPTS] == expected[0]
+    assert ask_all(server) == expected[0]
 
 
 def load(server: RunningServer, folder: Path) -> None:
@@ -129,6 +83,12 @@ def ask(server: RunningServer, prompt: Sequence[int], started: threading.Semapho
                     started.release()
                     started = None
     return tokens
+
+
+def ask_all(server: RunningServer) -> list[list[int]]:
+    """The answers to all prompts, which are computed in one batch."""
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        return list(threads.map(partial(ask, server), PROMPTS))
 
 
 @contextmanager
@@ -168,10 +128,12 @@ BETWEEN = {("ipc", "part"), ("ipc", "later"), ("group", "begin"), ("group", "lat
     ],
 )
 def test_a_trainer_is_killed(kind: str, phase: str, server: RunningServer, folders: list[Path], expected: list[list[list[int]]]) -> None:
-    command = [sys.executable, "-c", KILLED, server.url, str(folders[1] / "model.safetensors"), kind, phase]
+    command = [sys.executable, "-m", KILLED, server.url, str(folders[1] / "model.safetensors"), kind, phase]
     with streams(server) as found:
-        run = subprocess.run(command, check=False, env={**os.environ}, capture_output=True)
-        assert run.returncode == -signal.SIGKILL, run.stderr
+        trainer = start_forked(command, {}) or subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert trainer.stderr is not None
+        errors = trainer.stderr.read()
+        assert trainer.wait(60) == -signal.SIGKILL, errors
     assert found == expected[0], "streams end with the weights that they began with"
 
     def is_updated() -> bool:
@@ -184,7 +146,7 @@ def test_a_trainer_is_killed(kind: str, phase: str, server: RunningServer, folde
         return True
 
     wait_until(is_updated, 60)
-    assert [ask(server, prompt) for prompt in PROMPTS] == expected[1]
+    assert ask_all(server) == expected[1]
 
 
 def test_two_trainers_at_once(server: RunningServer, folders: list[Path], expected: list[list[list[int]]]) -> None:
@@ -206,7 +168,7 @@ def test_two_trainers_at_once(server: RunningServer, folders: list[Path], expect
             trainer.join()
     assert {"ipc", "group"} & set(outcomes), outcomes
     assert all(each in ("ipc", "group") or "in progress" in each or "another update" in each for each in outcomes), outcomes
-    assert [ask(server, prompt) for prompt in PROMPTS] == expected[1]
+    assert ask_all(server) == expected[1]
 
 
 def test_a_folder_that_is_cut_off(server: RunningServer, folders: list[Path], expected: list[list[list[int]]], tmp_path: Path) -> None:
@@ -235,7 +197,7 @@ def test_an_engine_is_killed_between_an_update_and_the_next_step(
             assert server.post("/continue_generation", {}).status_code == 200
         for tokens, old, new in zip(found, *expected, strict=True):
             assert len(tokens) == TOKENS and tokens[0] == old[0] and tokens not in (old, new)
-        assert [ask(server, prompt) for prompt in PROMPTS] == expected[1]
+        assert ask_all(server) == expected[1]
 
 
 def test_wrong_tensors(server: RunningServer, folders: list[Path], expected: list[list[list[int]]]) -> None:

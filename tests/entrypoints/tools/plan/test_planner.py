@@ -138,6 +138,20 @@ def test_tiers_are_planned_in_blocks() -> None:
     assert tier["host_bytes"] == GIB
 
 
+def test_buffers_of_transfers_are_planned_in_device_memory() -> None:
+    flags = ["plan", "--model", "frame-tiny", "--json", "--disaggregation-mode", "prefill", "--machine", "h100", "--set"]
+    found = []
+    for size in ("3", "0", "null"):
+        done = CliRunner().invoke(cli, [*flags, f"plugins.options.kv_tier/nixl.device_size_gib={size}"])
+        assert done.exit_code == 0, done.output
+        found.append(json.loads(done.output))
+    (device,), (host,), (share,) = (each["tiers"] for each in found)
+    assert (device["device_bytes"], device["host_bytes"], device["blocks"]) == (3 * GIB, 0, 3 * GIB // device["block_bytes"])
+    assert (host["device_bytes"], host["host_bytes"]) == (0, 8 * GIB)
+    assert share["device_bytes"] == int(0.05 * found[2]["ranks"][0]["total"])
+    assert found[0]["ranks"][0]["activations"] - found[1]["ranks"][0]["activations"] == 3 * GIB
+
+
 def test_ranks_share_a_tier_and_replicas_have_their_own(tmp_path: Path) -> None:
     config = llama(tmp_path, tp=4, dp=2)
     tiers = CacheSection(tiers=("host", "disk"))
