@@ -153,7 +153,7 @@ class MediaScheduler:
         every = layout.find_items(start, start + count)
         if self._blocked is not None and self._blocked.request is request and self._blocked.index in every:
             self._blocked = None
-        for index in every:
+        for index in sorted(every, key=lambda index: self._table.find_item(layout.names[index]) is None):  # new ones may take idle rows
             layout.last_read = step
             item = layout.items[index]
             held = layout.held.get(index)

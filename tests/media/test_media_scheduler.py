@@ -122,6 +122,17 @@ def test_a_step_encodes_within_its_budget_and_a_large_item_alone() -> None:
     assert len(rig.encoded) == 3
 
 
+def test_a_new_item_takes_no_rows_of_another_that_its_chunk_reads() -> None:
+    """The least recently used rows go first; those of the chunk's own items are kept."""
+    rig = make_rig(table_rows=16, encode_budget=10, max_context=40, token_budget=32)
+    for name in "xy":
+        run_in_turn(rig, with_image(name, 6, patches=6))
+    tokens = [*[PLACEHOLDER] * 6, 1, *[PLACEHOLDER] * 6, 2]
+    rig.add(tokens, FEW, media=[make_item("z", PlaceholderRun(0, 6), patches=6), make_item("x", PlaceholderRun(7, 6), patches=6)])
+    rig.run()  # the rig checks the budget of each step
+    assert len(rig.encoded) == 3
+
+
 def test_small_items_do_not_delay_a_large_one_for_ever() -> None:
     """A request that waits for the encoder has its turn before new ones."""
     rig = make_rig(encode_budget=10, max_running=4, token_budget=32, num_pages=129)
